@@ -64,7 +64,7 @@ def __getattr__(name: str) -> Any:
 
 
 def _is_user_dir() -> bool:
-    """Whether fairseq imports this package as its `--user-dir`: it notes the folder before."""
+    """True if fairseq imports this package as `--user-dir`, which it records before the import."""
     function = getattr(sys.modules.get("fairseq.utils"), "import_user_module", None)
     home = os.path.realpath(os.path.dirname(__file__))
     return any(os.path.realpath(folder) == home for folder in getattr(function, "memo", ()))

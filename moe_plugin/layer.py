@@ -1,4 +1,8 @@
-"""`MoELayer`: route, plan, dispatch, experts, combine."""
+"""`MoELayer`, a Mixture-of-Experts feed-forward layer.
+
+A call checks the input, routes the tokens, applies the capacity, and passes them to
+`moe_plugin.routed_experts.RoutedExperts`, which runs plan, dispatch, experts and combine.
+"""
 
 from __future__ import annotations
 
@@ -30,26 +34,31 @@ from moe_plugin.memory.experts.build import build_experts
 from moe_plugin.output import MoEOutput
 from moe_plugin.planner.choice import LayoutChoice
 from moe_plugin.records import KeptRouting, Routing, TokenInfo, Tokens
+from moe_plugin.routed_experts import RoutedExperts
 from moe_plugin.routing import HasFinishStep, layer_router
 from moe_plugin.routing.capacity import CapacityLimit
-from moe_plugin.routing.contract import FLOAT32, RouterModule, float32_state
+from moe_plugin.routing.contract import RouterModule, float32_state, keep_counts, router_counts
 from moe_plugin.routing.pregate import LinkableLayer
 from moe_plugin.routing.registry import Unlinked
-from moe_plugin.tuning.layout_selector import LayoutSelector
-from moe_plugin.tuning.layouts import through_experts
 from moe_plugin.tuning.placement import place_experts
 from moe_plugin.utils.messages import short
 
 
 class LayerState(HasFinishStep, LinkableLayer):
-    """Base of `MoELayer`: it is saved, loaded, copied, moved; its steps end.
+    """Base of `MoELayer` with everything that does not compute: saving, loading, copying, moving
+    to another device, and the end of a step.
 
     Attributes:
-        given, config: the settings as passed, and with what they leave open decided.
-        comm, placement: the expert-parallel group, and where experts are.
-        tokens, experts, layouts: parts of the path.
-        has_own_router: whether the router was passed.
-        route: the experts of each token; what stands in its place without `pregate.link` raises.
+        given: the settings as the caller passed them.
+        config: the settings after all open values have been decided.
+        comm: the expert-parallel group.
+        placement: the ranks that store each expert.
+        token_entry: checks the input tokens and restores their shape in the output.
+        experts: the parameters of this rank's experts, or an adapter that wraps them.
+        routed_experts: selects a layout and runs the experts.
+        has_own_router: whether the caller passed a router module.
+        route: function that chooses the experts of each token. With `router.pre_gate` or
+            `router.predict` it raises until `moe_plugin.routing.pregate.link` has replaced it.
     """
 
     given: MoEConfig
@@ -57,15 +66,15 @@ class LayerState(HasFinishStep, LinkableLayer):
     comm: Comm
     placement: Placement
     has_own_router: bool
-    tokens: TokenEntry
+    token_entry: TokenEntry
     experts: nn.Module
-    layouts: LayoutSelector
+    routed_experts: RoutedExperts
     ddp_check: DDPCheck
     route: Callable[..., Routing]
 
     def follow_from_now_on(self) -> None:
-        """Take notice of new parameters, and wait for `moe_plugin.routing.pregate.link` where
-        settings ask for it; called once, at the end of building.
+        """Register the hooks for state dicts, mark the parameters, and disable routing until the
+        layer is linked, if the settings need a link. Called once, at the end of `__init__`.
         """
         self.register_load_state_dict_post_hook(_loaded)  # type: ignore[no-untyped-call]
         distributed_state.hook(self)
@@ -74,14 +83,16 @@ class LayerState(HasFinishStep, LinkableLayer):
             self.route = unlinked
 
     def follow_parameters(self) -> None:
-        """Parameters may be new: copies, those that left the meta device, assigned ones, and those
-        of what stands in the experts' place.
+        """Mark the current parameters as expert or shared parameters.
+
+        Called again whenever parameters may have been replaced: after copying, after leaving the
+        meta device, after `load_state_dict(assign=True)`, and after an adapter wraps the experts.
         """
         mark_experts(self.experts, self.comm.size)
-        self.tokens.sum_gradients(p for p in self.parameters() if not is_expert(p))
+        self.token_entry.sum_gradients(p for p in self.parameters() if not is_expert(p))
 
     def extra_repr(self) -> str:
-        """One line of sizes, for `print(model)`."""
+        """Return the sizes of the layer in one line, for `print(model)`."""
         c, place = self.config, self.placement
         return (f"dim={c.model_dim}, hidden={c.hidden_dim}, experts={c.num_experts} "
                 f"({place.local} here, {place.shards} shards), top_k={c.router.experts_per_token}, "
@@ -89,7 +100,7 @@ class LayerState(HasFinishStep, LinkableLayer):
 
     def _apply(self, *args: Any, **kwargs: Any) -> LayerState:
         super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]
-        self.layouts.move_row_limit()
+        self.routed_experts.move_row_limit()
         self.follow_parameters()
         return self
 
@@ -99,22 +110,31 @@ class LayerState(HasFinishStep, LinkableLayer):
         self.follow_parameters()
 
     def get_extra_state(self) -> dict[str, Any]:
-        """Where the local experts come from, checked when loaded; what the tuner has learned; what
-        stays in float32 when a checkpoint is cast.
+        """Return the origin of this rank's experts, the state of the layout tuner, and the names
+        of the tensors that stay in float32 when a checkpoint is cast.
         """
-        return {**self.layouts.state(), FLOAT32: float32_state(self)}
+        return {**self.routed_experts.state(), distributed_state.FLOAT32: float32_state(self)}
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
-        """`ValueError` if a checkpoint's experts are not this rank's. Tuner state is optional."""
-        self.layouts.load_state(state)
+        """Load the state returned by `get_extra_state`. The tuner state is optional.
+
+        Raises:
+            ValueError: the checkpoint contains the experts of another rank.
+        """
+        self.routed_experts.load_state(state)
 
     def finish_step(self) -> None:
-        """See `moe_plugin.routing.finish_step`, which calls it."""
-        self.layouts.finish_step()
+        """Update replicated experts after an optimizer step.
+
+        Called by `moe_plugin.routing.finish_step`.
+        """
+        self.routed_experts.finish_step()
 
     def forget(self) -> None:
-        """Drop what a failed step left for a backward pass that never came. A host that goes on
-        after such a step (out of memory) calls it when no backward pass is pending.
+        """Drop the tensors that a failed forward pass stored for its backward pass.
+
+        A host that continues after a failed step (for example, out of memory) must call this method
+        while no backward pass is pending.
         """
         if self.link is not None:
             self.link.forget()
@@ -128,15 +148,16 @@ def _loaded(layer: LayerState, incompatible: object) -> None:
     layer.ddp_check.begin(layer.experts)
 
 
-# What a layer is given to be built from, checked.
 @dataclass(frozen=True)
 class GivenParts:
-    """Arguments of `MoELayer`.
+    """The checked arguments of `MoELayer`.
 
     Attributes:
-        config: all settings, those that were passed by name among them.
+        config: all settings, including the settings passed by name.
         comm: the expert-parallel group.
-        router, experts: the user's own; None: as configured.
+        router: the caller's router module. None if the router is built from the settings.
+        experts: the caller's function `factory(global_index) -> module`. None if the experts are
+            built from the settings.
     """
 
     config: MoEConfig
@@ -149,10 +170,11 @@ def given_parts(config: MoEConfig | int, comm: Comm | None,
                 router: nn.Module | str | Mapping[str, Any] | None,
                 experts: Callable[[int], nn.Module] | Mapping[str, Any] | None,
                 settings: Mapping[str, Any]) -> GivenParts:
-    """The arguments of a layer, each in the one form in which it is read; see `MoELayer`.
+    """Check the arguments of `MoELayer` and return them in one form.
 
     Raises:
-        ValueError: types or settings that do not fit, or that nothing would read.
+        ValueError: an argument has a wrong type, two settings contradict each other, or a setting
+            would have no effect.
     """
     _check_given(comm, router, experts)
     config = layer_config(config, settings, router=router, experts=experts)
@@ -165,39 +187,44 @@ def given_parts(config: MoEConfig | int, comm: Comm | None,
 
 
 def _check_given(comm: Any, router: Any, experts: Any) -> None:
-    """What is of none of the types that these arguments take would be left out silently."""
+    # an argument of an unexpected type would otherwise be ignored silently
     if comm is not None and not isinstance(comm, Comm):
         raise ValueError(f"comm={short(comm)} is a {type(comm).__name__}; must be a Comm, such as "
-                         "TorchComm(group); give the number of experts as num_experts=...")
+                         "TorchComm(group). Pass the number of experts as num_experts=...")
     if not isinstance(router, nn.Module | str | Mapping | None):
         raise ValueError(f"router={short(router)} is a {type(router).__name__}; must be a name, a "
-                         "dict of settings or a built module; register a class of yours with "
-                         "moe_plugin.routing.routers.register(name)")
+                         "dict of settings or a router module. To use your own class by name, "
+                         "register it with moe_plugin.routing.routers.register(name)")
     if experts is not None and not callable(experts) and not isinstance(experts, Mapping):
         raise ValueError(f"experts={short(experts)} is a {type(experts).__name__}; must be a dict "
-                         "of settings or a function of the expert's global index that returns a "
-                         "module, e.g. lambda index: modules[index]")
+                         "of settings or a function that takes an expert's global index and "
+                         "returns a module, for example lambda index: modules[index]")
 
 
 class MoELayer(LayerState):
     """A Mixture-of-Experts feed-forward layer over the ranks of one group.
 
-    Expert parameters carry `expert = True`. After backward, an expert's gradient is the sum over
-    the tokens of all ranks in `comm`, all others are this rank's part; the host (or
-    `moe_plugin.training.gradients.sync`) reduces and scales.
+    Expert parameters have the attribute `expert = True`. After backward, the gradient of an expert
+    is the sum over the tokens of all ranks in `comm`. The gradient of any other parameter covers
+    only the tokens of this rank. The host framework, or `moe_plugin.training.gradients.sync`,
+    reduces and scales the gradients.
 
     Args:
-        config: see `MoEConfig`; `model_dim` must be set. Or the width of a token, with `settings`
-            as `moe_plugin.config.named.named_config` takes them.
-        comm: the expert-parallel group; None: the default group, or this rank alone without one.
-        host: what the host knows of this layer.
-        router: in place of the configured one, see `moe_plugin.routing.RouterModule`; or a setting.
-        experts: `factory(global_index) -> module`, custom experts in place of the configured kind;
-            or a setting.
-        dtype, device: of the parameters.
+        config: a `MoEConfig` with `model_dim` set. Alternatively the width of a token, with the
+            other settings passed by name (`moe_plugin.config.named.named_config`).
+        comm: the expert-parallel group. Defaults to the default process group, or to this rank
+            alone if torch.distributed is not initialized.
+        host: information from the host framework about this layer.
+        router: a router module to use instead of the configured router
+            (`moe_plugin.routing.RouterModule`), a router's name, or a dict of router settings.
+        experts: a function `factory(global_index) -> module` that builds custom experts, or a dict
+            of settings of the experts.
+        dtype: the dtype of the parameters. Defaults to torch's default dtype.
+        device: the device of the parameters. Defaults to torch's default device.
     Raises:
-        ValueError: config, group and names do not fit together; it names value, bound, remedy.
-            Settings or versions differ between ranks; it names them on every rank.
+        ValueError: the settings, the group and the modules are not compatible. The message names
+            the value, the bound and a remedy. Also raised, on every rank, if settings or versions
+            differ between ranks.
     """
 
     def __init__(self, config: MoEConfig | int, comm: Comm | None = None, *,
@@ -206,82 +233,96 @@ class MoELayer(LayerState):
                  experts: Callable[[int], nn.Module] | Mapping[str, Any] | None = None,
                  dtype: torch.dtype | None = None, device: Any = None, **settings: Any) -> None:
         super().__init__()
-        own = given_parts(config, comm, router, experts, settings)
-        self.given, self.comm, self.has_own_router = own.config, own.comm, own.router is not None
+        parts = given_parts(config, comm, router, experts, settings)
+        self.given, self.comm = parts.config, parts.comm
+        self.has_own_router = parts.router is not None
         where = {"dtype": dtype, "device": device}
-        config, place, sharing = place_experts(own.config, self.comm, own.router, own.experts,
+        # Collective: the ranks compare their settings before anything is allocated, so that a
+        # difference raises the same error on all ranks.
+        config, place, sharing = place_experts(parts.config, self.comm, parts.router, parts.experts,
                                                host=host, **where)
         self.config, self.placement = config, place
-        self.tokens = TokenEntry(config.model_dim, sharing)
-        self.router = layer_router(config, place.comm, own.router, host.when_split(sharing),
+        self.token_entry = TokenEntry(config.model_dim, sharing)
+        # The router is built before the experts, because both draw from torch's generator: another
+        # order would change the initial values for a given seed.
+        self.router = layer_router(config, place.comm, parts.router, host.when_split(sharing),
                                    **where)
-        self.experts = build_experts(config, place, host, own.experts, **where)
-        self.layouts = LayoutSelector(config, place, self.experts, host)
-        self.layouts.self_balanced = (not isinstance(self.router, RouterModule)
+        self.experts = build_experts(config, place, host, parts.experts, **where)
+        self.routed_experts = RoutedExperts(config, place, self.experts, host)
+        self.routed_experts.self_balanced = (not isinstance(self.router, RouterModule)
                                       or self.router.balances)
-        self.capacity = CapacityLimit(config, self.layouts.load_comm, self.layouts.fixed_slots,
-                                      host.own_capacity)
+        self.capacity = CapacityLimit(config, self.routed_experts.load_comm,
+                                      self.routed_experts.fixed_slots, host.own_capacity)
         self.shared_expert = SharedExpert.of(config, **where)
         self.latent = LatentProjection.of(config, **where)
-        self.ddp_check = DDPCheck(self.placement.comm, self.layouts.experts, self.router)
+        self.ddp_check = DDPCheck(self.placement.comm, self.routed_experts.experts,
+                                  keep_counts if router_counts(self.router) else None)
         self.follow_from_now_on()
 
     def forward(self, x: Tensor, token_mask: Tensor | None = None, *, info: TokenInfo | None = None,
                 top_k: int | None = None, choice: LayoutChoice | None = None,
                 overlapped: Callable[[], object] | None = None) -> MoEOutput:
-        """Send every token through its experts.
+        """Compute the output of the routed and shared experts for each token.
 
         Args:
-            x: [..., D] tokens of this rank; any number, also none, also different on each rank.
-            token_mask: [...] bool, True = real token; padding is not routed and gives zeros.
-            info: token ids, sequences, which of several routers; see `router.needs`.
-            top_k: experts per token for this call; None: as configured.
-            choice: layout of this call, the same on all ranks; None: as configured or tuned.
-            overlapped: work that does not wait for the experts: done while rows travel to them
-                where `experts.shared_overlap` is on, else before the experts compute.
-        Returns: output [..., D] in x's dtype, raw losses by name, statistics.
+            x: [..., D] tokens of this rank. Each rank may have a different number of tokens,
+                including zero.
+            token_mask: [...] bool, True for real tokens. Padding tokens are not routed, and their
+                output is zero. Defaults to all real.
+            info: extra information about the tokens, such as token ids, if the router needs it
+                (`router.needs`).
+            top_k: the number of experts per token in this call. Defaults to the configured number.
+            choice: the layout of this call; all ranks must pass the same value. Defaults to the
+                configured or tuned layout.
+            overlapped: a function without arguments that does not need the experts' results. The
+                layer calls it before the experts compute. With `experts.shared_overlap` the
+                function runs while the rows are sent to their experts.
+        Returns: the output [..., D] in the dtype of `x`, the raw losses by name, and statistics.
         Raises:
-            ValueError: shapes or dtypes that do not fit.
-            CommError: a collective failed or timed out; it names rank, collective and sizes.
+            ValueError: a shape or a dtype is wrong.
+            CommError: a collective failed or timed out. The message names the rank, the collective
+                and the sizes.
         """
-        built = self.layouts.experts  # another module may stand in their place (adapters)
+        built = self.routed_experts.experts  # `self.experts` may be an adapter that wraps them
         check = self.ddp_check
-        # a graph must not depend on what the first call outside of it changes
+        # A compiled graph must not depend on `check.passed`: the first uncompiled call changes that
+        # value, and the graph would then be compiled again.
         if built.reduced or not (
                 check.alone and torch.compiler.is_compiling() or check.passed):
             check(built, self)
-        if self.tokens.sharing is not None and not torch.compiler.is_compiling():
-            self.follow_parameters()  # some may be trainable since the last call
+        if self.token_entry.sharing is not None and not torch.compiler.is_compiling():
+            self.follow_parameters()  # parameters may have become trainable since the last call
         traffic = TrafficMeter(self.comm.counters) if self.comm.size > 1 else None
-        tokens = self.tokens.enter(x, token_mask, info, built.dtype)
+        tokens = self.token_entry.enter(x, token_mask, info, built.dtype)
         routing = self.route(tokens, top_k)
+        # without a capacity nothing can be dropped, and `CapacityLimit` is not called at all
         kept = (KeptRouting(routing, None, None, routing) if self.capacity.never
                 else self.capacity(routing, self.training))
-        layout, kept = self.layouts.select(kept, choice, self.training)
+        layout, kept = self.routed_experts.select(kept, choice, self.training)
+        # the shared expert runs inside `run`, so that it can overlap with the exchange of the rows
         alongside = (None if self.shared_expert is None and overlapped is None
                      else OverlappedWork(self.shared_expert, tokens, overlapped))
         x_TD = tokens.x_TD if self.latent is None else self.latent.enter(tokens)
-        # plan, dispatch, experts, combine
-        y_TD, rows = through_experts(self.experts, layout, x_TD, kept, alongside)
+        y_TD, rows = self.routed_experts.run(self.experts, layout, x_TD, kept, alongside)
         if self.latent is not None:
             y_TD = self.latent.leave(y_TD, tokens)
         if alongside is not None or routing.passthrough_T is not None:
             shared_TD = None if alongside is None else alongside.shared_TD()
             y_TD = add_residual(y_TD, tokens, routing, shared_TD)
-        result = self.tokens.leave(y_TD, routing.losses, tokens)  # S1 gathers the outputs
-        return MoEOutput(*result, self.layouts.stats(layout, kept, rows, traffic))
+        result = self.token_entry.leave(y_TD, routing.losses, tokens)
+        return MoEOutput(*result, self.routed_experts.stats(layout, kept, rows, traffic))
 
     def route(self, tokens: Tokens, top_k: int | None) -> Routing:
-        """The experts of each token. `pregate.link` may put another method in its place."""
+        """Return the routing of the tokens. `pregate.link` may replace this method."""
         routing: Routing = self.router(tokens.x_TD, tokens.mask_T, top_k, tokens.info)
         return routing
 
 
 def layers_in(*models: nn.Module) -> list[MoELayer]:
-    """The MoE layers of models, in order."""
+    """Return the MoE layers of the models, in order."""
     return [layer for model in models for layer in named_layers_in(model).values()]
 
 
 def named_layers_in(model: nn.Module) -> dict[str, MoELayer]:
-    """The MoE layers of a model by name, in order; a layer that it has twice: once."""
+    """Return the MoE layers of a model by name, in order. A shared layer is returned once."""
     return {name: module for name, module in model.named_modules() if isinstance(module, MoELayer)}

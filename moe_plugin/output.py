@@ -1,4 +1,7 @@
-"""What a call of an MoE layer returns. Shapes: see `moe_plugin.records`."""
+"""The return values of an MoE layer: the output, the losses and the statistics.
+
+The letters in tensor names are explained in `moe_plugin.records`.
+"""
 
 from __future__ import annotations
 
@@ -14,31 +17,38 @@ from moe_plugin.utils.pytrees import as_pytree
 @as_pytree("layout", "decisions", "router", "collectives")
 @dataclass(frozen=True)
 class LayerStats:
-    """What happened in one forward pass on this rank; tensors stay on the device until `as_dict`.
+    """Statistics of one forward pass on this rank. Tensors stay on the device until `as_dict`.
 
     Attributes:
-        load_KE, kept_KE: int64, tokens whose j-th choice is expert e, before and after dropping.
-        entropy, tokens: as in `Routing`.
-        losses: detached raw losses by name.
-        bytes_sent: bytes that this rank sent to other ranks in the forward pass: rows out, rows
-            back, counts, outputs that ranks share, and parameters where the layout gathers them.
-            An all-reduce counts as a ring. What packages such as DeepEP send is not counted.
-        rows: of this rank's experts, see `DispatchPlan`.
-        rows_sent: of this rank's tokens, by `ragged`: once for each expert, rank or node of a token
-            (`dispatch.send`), its own among them; by `bounded`: slots, filled or not; 0: by another
-            dispatcher.
-        rows_between: of them those to other nodes.
-        capacity: slots per expert and source rank; None: dropless.
-        layout: that it ran in, e.g. `r=1 d=2 linear auto`.
-        exchanges: all-to-alls by algorithm.
-        collectives: `comm.collectives` that gather and sum, e.g. `forest`; None: a rank alone.
-        decisions: of the tuner, since the last call (plain values).
-        copies: ranks that report these same tokens: a sum over ranks counts them 1/copies each.
-        router: as in `Routing`.
-        chosen_KE: int64, load_KE before a second-expert policy took choices; None: it took none.
-        store: what the store of experts outside the device did, see `StoreCounters`, and
-            `resident_bytes` in its slots; {}: no store.
-        self_balanced: the router keeps the load even without a loss (`RouterModule.balances`).
+        load_KE: int64 [K, E], the number of tokens with expert e as their j-th choice, before any
+            choice was dropped.
+        kept_KE: int64 [K, E]. Like `load_KE`, but after choices were dropped.
+        entropy: the mean entropy of the router's scores in nats (`Routing.entropy`).
+        tokens: the number of real tokens (`Routing.tokens`).
+        losses: the raw losses by name, detached from the graph.
+        bytes_sent: the number of bytes that this rank sent to other ranks in the forward pass. It
+            includes rows in both directions, counts, shared outputs, and gathered parameters. An
+            all-reduce is counted as a ring. Bytes sent by packages such as DeepEP are not included.
+        rows: the number of rows that the experts of this rank computed (`DispatchPlan.rows`).
+        rows_sent: the number of rows sent for the tokens of this rank. `ragged` counts one row for
+            each expert, rank or node of a token (`dispatch.send`), including rows that stay on this
+            rank. `bounded` counts all slots, filled or empty. Other dispatchers report 0.
+        rows_between: how many of these rows were sent to other nodes.
+        capacity: the number of slots per expert and source rank. None if no token is dropped.
+        layout: the label of the layout, for example `r=1 d=2 linear auto`.
+        exchanges: the number of all-to-alls by algorithm.
+        collectives: the name of the algorithm that gathers and sums (`comm.collectives`), for
+            example `forest`. None if the group has one rank.
+        decisions: the decisions of the tuner since the last call, as plain values.
+        copies: the number of ranks that report the same tokens. A sum over ranks must weight each
+            report by 1/copies.
+        router: the name of the router that was used (`Routing.router`).
+        chosen_KE: int64 [K, E]. Like `load_KE`, but before the second-expert policy dropped any
+            choices. None if no choice was dropped by such a policy.
+        store: counters of the experts that are stored outside the device (`StoreCounters`), and
+            the size of the cached experts as `resident_bytes`. Empty without such a store.
+        self_balanced: whether the router balances the load without a loss
+            (`RouterModule.balances`).
     """
 
     load_KE: Tensor
@@ -62,7 +72,10 @@ class LayerStats:
     self_balanced: bool = False
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain numbers: load, max_over_mean, dropped, entropy, ... One device-to-host copy."""
+        """Return the statistics as plain numbers, including `max_over_mean` and `dropped`.
+
+        The host waits for the device.
+        """
         load_E = self.load_KE.sum(0).tolist()
         routed, kept = sum(load_E), int(self.kept_KE.sum())
         mean = routed / len(load_E)
@@ -85,12 +98,12 @@ class LayerStats:
 @as_pytree()
 @dataclass(frozen=True)
 class MoEOutput:
-    """Result of one `MoELayer` call.
+    """The result of one `MoELayer` call.
 
     Attributes:
-        output: same shape and dtype as the input.
-        stats: see `LayerStats`.
-        losses: raw losses by name, differentiable; `weighted_loss` adds them up.
+        output: a tensor with the shape and dtype of the input.
+        losses: the raw, differentiable losses by name. `weighted_loss` adds them up.
+        stats: the statistics of the call.
     """
 
     output: Tensor
@@ -99,15 +112,19 @@ class MoEOutput:
 
 
 def weighted_loss(losses: dict[str, Tensor], weights: dict[str, float]) -> Tensor:
-    """Sum over names of weight * loss (a float32 scalar). Losses without a weight count 0.
+    """Return the sum of weight * loss over all names. A loss without a weight is not added.
 
+    Args:
+        losses: scalar losses by name.
+        weights: the weight of each loss by name.
     Raises:
-        ValueError: there are losses and weights, and none has the name of another.
+        ValueError: there are losses and non-zero weights, but no loss has a weight.
     """
     terms = [weight * losses[name] for name, weight in weights.items() if weight and name in losses]
     if losses and not terms and any(weights.values()):
         raise ValueError(
-            f"weights of {', '.join(name for name in weights if weights[name])} fit none of the "
-            f"losses {', '.join(losses)}: must be of one at least; give weights of these, such as "
-            "layer.config.losses")
+            f"there are weights for {', '.join(name for name in weights if weights[name])}, but "
+            f"the losses are {', '.join(losses)}. At least one loss needs a weight. Pass weights "
+            "for these names, such as layer.config.losses")
+    # the start value has the device and dtype of the losses
     return sum(terms, torch.zeros(()) if not losses else next(iter(losses.values())).new_zeros(()))

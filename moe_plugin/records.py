@@ -54,7 +54,7 @@ class RowCounts:
 
     @property
     def real(self) -> int | Tensor:
-        """The number of rows that belong to tokens. A scalar tensor if only the device knows it."""
+        """The number of rows that contain tokens. A scalar tensor if only the device knows it."""
         return sum(self.host)
 
     def lengths(self) -> list[int]:
@@ -77,14 +77,14 @@ class RowCounts:
 class DeviceCounts(RowCounts):
     """The number of rows of each local expert, known only on the device.
 
-    The rows are in a buffer of fixed length. The experts' rows come first, expert after expert. The
-    rest of the buffer is filler, and results of filler rows are never read. Kernels that read
+    The rows are in a buffer of fixed length. The rows of the experts come first, one expert after
+    the other. The remaining rows are filler, whose results are never read. Kernels that read
     lengths from the device skip the filler. Kernels that need lengths on the host use `host`, where
-    the filler counts as rows of the last expert.
+    filler rows belong to the last expert.
 
     Attributes:
         lengths_L: int64 [L], the number of rows of each expert.
-        rows: the number of rows of the buffer, R.
+        rows: the number of rows of the buffer (R).
     """
 
     lengths_L: Tensor
@@ -98,7 +98,7 @@ class DeviceCounts(RowCounts):
 
     @property  # type: ignore[misc]
     def host(self) -> list[int]:  # type: ignore[override]
-        """The number of rows of each expert; the last expert's number includes the filler.
+        """The number of rows of each expert. The last number includes filler rows.
 
         The first access waits for the device.
         """
@@ -135,7 +135,7 @@ class DeviceCounts(RowCounts):
     def lengths(self) -> list[int]:
         """Return the number of rows of each expert, without filler rows.
 
-        The host waits for the device, except if the buffer is empty.
+        The host waits for the device unless the buffer is empty.
         """
         return self.lengths_L.tolist() if self.rows else [0] * self.number
 
@@ -154,8 +154,8 @@ class RowPlan:
     Attributes:
         source_R, position_TK: the maps from rows to choices and from choices to rows, as described
             in `kernels.rows`. The rows are ordered by expert.
-        weights_TK: [T, K], differentiable gate weights. None if all weights are 1.
-        counts: the number of rows of each expert. With fixed slots, empty slots are counted too.
+        weights_TK: [T, K], differentiable gate weights. It is None if all weights are 1.
+        counts: the number of rows of each expert. With fixed slots, empty slots are also counted.
         complete: True if every choice has a row and no slot is empty. False if this is not known.
     """
 
@@ -178,13 +178,13 @@ class ExpertRows:
     """The input of one computation of this rank's experts.
 
     Attributes:
-        x: [R, D] rows, ordered by expert. With a `RowPlan`, [T, D] tokens.
+        x: [R, D] rows, ordered by expert. If `rows` is a `RowPlan`, x is [T, D] tokens.
         rows: the number of rows of each expert, or a `RowPlan`. With a `RowPlan` the result is
             [T, D], the weighted sum of each token's rows.
-        parameters: the `FFNParameters` to compute with, such as gathered parameters. None if the
-            experts use their stored parameters.
-        strategy: a `kernels.expert_ffn.Strategy` that computes the experts. None if the configured
-            strategy is used.
+        parameters: the `FFNParameters` to compute with, such as gathered parameters. It is None if
+            the experts use their stored parameters.
+        strategy: a `kernels.expert_ffn.Strategy` that computes the experts. It is None if the
+            configured strategy is used.
         started: a function that experts in host memory or on disk call as soon as their weights
             have arrived, before they compute, so that the next weights can be fetched during the
             computation.
@@ -197,19 +197,27 @@ class ExpertRows:
     started: Callable[[], object] | None = None
 
 
-class Sent:
-    """The rows of one call that travel to their experts and back.
+class ParameterRequest:
+    """A request that experts accept instead of rows, and answer with their `local_parameters`.
 
-    Iterating yields the input of this rank's experts piece by piece, as soon as a piece has
-    arrived. The caller passes the results of one piece to `put_back` before it asks for the next.
+    The request passes through `forward`, because an adapter that wraps the experts changes their
+    parameters only while its own `forward` runs.
+    """
+
+
+class Sent:
+    """The rows of one call that are sent to the experts and back.
+
+    Iterating yields the input of this rank's experts in pieces, each as soon as it has arrived. The
+    caller passes the results of a piece to `put_back` before it requests the next piece.
 
     Args:
         arriving: the pieces, in the order in which they arrive.
         anchor: the tensor that was passed to `Dispatcher.dispatch` as `anchor`.
 
     Attributes:
-        results: the results passed to `put_back`, in order. A dispatcher may replace a result by a
-            stand-in while the result travels back.
+        results: the results passed to `put_back`, in order. A dispatcher may replace a result with
+            a placeholder while the result is sent back.
     """
 
     def __init__(self, arriving: Iterable[ExpertRows], anchor: Tensor | None = None) -> None:
@@ -220,7 +228,7 @@ class Sent:
         return iter(self.arriving)
 
     def put_back(self, result: Tensor) -> None:
-        """Accept the result of the latest piece, which may start to travel back now.
+        """Accept the result of the latest piece, which may now be sent back.
 
         The result is [R, D], or [T, D] if the piece has a `RowPlan`.
         """
@@ -238,9 +246,9 @@ class TokenInfo:
         token_ids_T: int64, the vocabulary index of each token. The router `hash` reads it.
         sequence_T: int64 in 0..sequences-1, the sequence of each token. The loss `sequence` reads
             it.
-        sequences: the number of sequences. Must be at least 1 if sequence_T is read.
+        sequences: the number of sequences. It must be at least 1 if `sequence_T` is read.
         router_index: the index of the configured router that routes this call, equal on all ranks.
-            None if `router.selection` chooses the router.
+            It is None if `router.selection` chooses the router.
     """
 
     token_ids_T: Tensor | None = None
@@ -249,7 +257,7 @@ class TokenInfo:
     router_index: int | None = None
 
     def flat(self) -> "TokenInfo":
-        """Return a copy whose tensors have a single axis of tokens."""
+        """Return a copy in which the tensors have a single token axis."""
         return self._each(lambda x: x.reshape(-1))
 
     def piece(self, pieces: int, index: int) -> "TokenInfo":
@@ -267,10 +275,10 @@ class TokenInfo:
 
 @dataclass(frozen=True)
 class CountedChoices:
-    """The load of a set of choices, counted once for losses, statistics and dispatch.
+    """The load of a set of choices, which is counted once for losses, statistics and dispatch.
 
     Attributes:
-        ids_TK: the choices. A choice of no expert is -1.
+        ids_TK: the choices. The value -1 stands for no expert.
         load_KE: int64. Entry [k, e] is the number of tokens whose choice number k is expert e.
         complete: True if ids_TK contains no -1. False if this is not known.
     """
@@ -286,26 +294,26 @@ class Routing:
 
     Attributes:
         ids_TK: int64, the expert of each choice. The value is -1 for padding tokens and for choices
-            that were not used. The experts of one token differ.
+            that were not used. A token has no expert twice.
         weights_TK: float32, or float64 in a float64 layer. The differentiable gate weight of each
             choice, 0 where ids_TK is -1.
         priority_T: float, the priority of each token under batch-prioritized capacity. Tokens with
-            larger values are dropped later. None without batch-prioritized capacity.
+            larger values are dropped later. It is None without batch-prioritized capacity.
         losses: the differentiable scalar losses by name, before they are multiplied by weights.
         entropy: a scalar, the mean entropy in nats of the scores of all unmasked tokens.
         tokens: a scalar int64, the number of unmasked tokens.
         passthrough_T: the differentiable weight with which a token is added to its output (BASE).
-            None if the weight is 0.
-        router: the name of the router that routed this call. None if the layer has one router.
-        chosen_TK: int64, the choices before a second-expert policy removed some, -1 for padding.
-            None if no choice was removed.
+            It is None if the weight is 0.
+        router: the name of the router that routed this call, or None if the layer has one router.
+        chosen_TK: int64, the choices before a second-expert policy removed some, -1 for padding. It
+            is None if no choice was removed.
         undropped_TK: int64, the choices before the router applied a capacity (Megatron's router),
-            -1 for padding. None if the router has no capacity.
-        capacity: the number of slots per expert of the router's capacity. None if the router has no
-            capacity.
-        counted: the load of the choices, for `dispatch.rows.known_load`. None if not counted.
+            -1 for padding. It is None if the router has no capacity.
+        capacity: the number of slots per expert of the router's capacity. It is None if the router
+            has no capacity.
+        counted: the load of the choices, for `dispatch.rows.known_load`. It is None if not counted.
         sizes: the exchange of sizes with other ranks that a dispatcher started one block early,
-            when the choices were known. None if no exchange was started. See
+            when the choices were known. It is None if no exchange was started. See
             `moe_plugin.dispatch.base.Dispatcher.start_sizes`.
     """
 
@@ -330,7 +338,7 @@ class Routing:
 
 @dataclass(frozen=True)
 class KeptRouting:
-    """A routing after the capacity was applied.
+    """A routing to which the capacity has been applied.
 
     Attributes:
         routing: the routing without dropped choices.
@@ -356,7 +364,7 @@ class Tokens:
 
     Attributes:
         x_TD: [T, D] tokens.
-        mask_T: bool [T], False for padding tokens. None if there is no padding.
+        mask_T: bool [T], which is False for padding tokens. It is None if there is no padding.
         info: additional inputs of routers and losses.
         shape: the shape of the layer's input.
         count: the number of tokens of the input, before the ranks divided them among each other.
@@ -371,15 +379,15 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Overlap:
-    """The number of pieces into which rows are cut so that exchanges and matmuls overlap.
+    """The number of pieces into which rows are split so that exchanges and matmuls overlap.
 
     Attributes:
         forward: the number of pieces in the forward pass, `parallel.d`.
         backward: the number of pieces in the backward pass, `parallel.d_backward`. If 0, it equals
             the number of pieces in the forward pass.
-        background: True if even a single piece travels in the background, because other work
-            is done at the same time.
-        piece_axis: the axis along which rows are cut, as in `dispatch.pieces`.
+        background: True if even a single piece is sent in the background because other work is done
+            at the same time.
+        piece_axis: the axis along which rows are split, as in `dispatch.pieces`.
     """
 
     forward: int = 1
@@ -395,7 +403,7 @@ class Overlap:
 
 @dataclass(frozen=True)
 class DispatchPlan:
-    """The inputs of dispatch and combine for one call. Each dispatcher adds its own fields.
+    """The inputs of dispatch and combine for one call. Each dispatcher adds further fields.
 
     All ranks have agreed on the sizes in the plan, and reading the plan never waits for a device.
 

@@ -1,13 +1,14 @@
 #!/usr/bin/env bash
-# On a machine with one GPU and nothing but Python, torch and Triton: the layer, the checks of the
-# kernels, every operation and every installed peer. A step is a process of its own with a limit;
-# what it prints is kept in OUT/gpu_logs. A step that fails or takes too long ends nothing but
-# itself, and the page, OUT/gpu.md, is written again after each.
+# Check and measure the layer, the kernels, every operation and every installed peer on a machine
+# with one GPU, Python, torch and Triton. Each step is a separate process with a time limit, and its
+# output is written to OUT/gpu_logs. If a step fails or exceeds its limit, the other steps still run.
+# The page OUT/gpu.md is updated after each step.
 #
 #   [STEPS="layer checks operations peers"] bash scripts/bench_gpu.sh [OUT [OPTION ...]]
 #
-# OUT: folder of the page and its JSON (default: docs/benchmarks); parts that are there stay.
-# OPTION: of `moe-plugin bench gpu`. STEPS: some of them, where a GPU is there for minutes only.
+# OUT: folder of the page and its JSON file (default: docs/benchmarks). Existing parts are retained.
+# OPTION: options of `moe-plugin bench gpu`. STEPS: the steps to run, if the GPU is available only
+# for minutes.
 set -uo pipefail
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
 OUT=${1:-docs/benchmarks}
@@ -32,11 +33,11 @@ step() { # NAME SECONDS COMMAND ...
 }
 export -f step
 
-told() { # write the page with what is said of the steps
+told() { # write the page with the results of the steps
     python3 -m moe_plugin.cli.main bench gpu --parts steps --out "$OUT" > /dev/null
 }
 
-told_once() { # one process at a time, for all steps that ended before it
+told_once() { # one process at a time writes the page for all steps that have ended
     local ended
     exec 9> "$LOGS/told" && flock 9
     ended=$(wc -l < "$LOGS/steps.txt")
@@ -56,7 +57,7 @@ layer() { for n in 0 1 2; do page "layer_$n" 180; done; }
 operations() { for n in 0 1 2; do page "operations_$n" 180; done; }
 peers() { for n in 0 1 2; do page "peers_$n" 300; done; }
 
-checks() { # compiling takes the time, not the GPU: one process an operation
+checks() { # one process per operation, because compiling takes longer than running
     local workers=$(($(getconf _NPROCESSORS_ONLN) * 3 / 4))
     [ "$workers" -ge 1 ] || workers=1
     [ "$workers" -le 12 ] || workers=12

@@ -1,8 +1,9 @@
-"""Whether two revisions have the same functions, wherever they are: prints those of one alone.
+"""Compare the functions of two revisions, and print the functions that only one of them has.
 
     python scripts/compare_functions.py REV_A REV_B
 
-A function counts by its name and body without docstrings, imports, and names of modules in strings.
+Functions may be in different files. Two functions are equal if they have the same name and body,
+without docstrings, imports, and names of modules in strings.
 """
 
 from __future__ import annotations
@@ -19,14 +20,19 @@ MODULE = re.compile(r"\b(?:moe_plugin|scripts)(?:\.\w+)+\b")
 
 
 def left_out(node: ast.stmt) -> bool:
-    """Whether it is an import or a docstring."""
+    """Return whether a statement is an import or a docstring."""
     text = node.value if isinstance(node, ast.Expr) else None
     return isinstance(node, ast.Import | ast.ImportFrom) or isinstance(
         getattr(text, "value", None), str)
 
 
 def bare(function: ast.AST, modules: set[str]) -> str:
-    """Its code without docstrings, imports and names of modules. modules: what its file imports."""
+    """Return a function's code without docstrings, imports and names of modules.
+
+    Args:
+        function: the function.
+        modules: the names that the function's file imports from modules.
+    """
     for node in ast.walk(function):
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             node.value = MODULE.sub("MODULE", node.value)
@@ -39,12 +45,12 @@ def bare(function: ast.AST, modules: set[str]) -> str:
 
 
 def git(*words: str) -> str:
-    """What a command of git prints."""
+    """Return the output of a git command."""
     return subprocess.run(["git", *words], capture_output=True, text=True, check=True).stdout
 
 
 def functions(revision: str) -> Iterator[tuple[str, str, str]]:
-    """(name, body, file) of all functions and methods of a revision."""
+    """Yield the name, body and file of all functions and methods of a revision."""
     for path in git("ls-tree", "-r", "--name-only", revision, "--", *FOLDERS).splitlines():
         if not path.endswith(".py"):
             continue
@@ -63,7 +69,7 @@ def functions(revision: str) -> Iterator[tuple[str, str, str]]:
 
 
 def main() -> int:
-    """1: they differ."""
+    """Print the differences, and return 1 if the revisions differ."""
     found = [Counter(), Counter()]
     files: dict[tuple[str, str], str] = {}
     for count, revision in zip(found, sys.argv[1:], strict=True):

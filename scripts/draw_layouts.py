@@ -1,5 +1,6 @@
-"""The pictures of layouts, docs/layouts.svg and docs/layouts_shards.svg: `generate_docs.py` writes
-them.
+"""Draw the pictures of layouts, docs/layouts.svg and docs/layouts_shards.svg.
+
+`generate_docs.py` writes the files.
 """
 
 from __future__ import annotations
@@ -9,9 +10,9 @@ from dataclasses import dataclass
 from html import escape
 
 RANKS = 4
-EXPERT_OF = (0, 1, 2, 3, 0, 2, 1, 3)  # of each token; two tokens per rank
-BUSY = (0, 0, 1, 0, 0, 2, 0, 3)  # one expert has most of them
-SHARDS = 4  # S of the picture of shards: 8 ranks, 2 experts
+EXPERT_OF = (0, 1, 2, 3, 0, 2, 1, 3)  # the expert of each token; each rank has two tokens
+BUSY = (0, 0, 1, 0, 0, 2, 0, 3)  # as above, for the panels in which expert 0 is overloaded
+SHARDS = 4  # S in the picture of shards, which has 8 ranks and 2 experts
 STYLE = """
   svg { font-family: system-ui, -apple-system, "Segoe UI", sans-serif; }
   .bg { fill: #ffffff; } .h { font-size: 15px; font-weight: 600; fill: #1f2328; }
@@ -31,13 +32,13 @@ STYLE = """
 
 @dataclass(frozen=True)
 class Band:
-    """A line of a panel: what each rank has.
-
-    borrowed: (rank, expert) drawn with a dashed line.
+    """A line of a panel, which shows the tokens and experts of each rank.
 
     Attributes:
-        experts: stored or borrowed, by rank.
-        tokens: by rank.
+        label: text in front of the line.
+        tokens: the tokens of each rank.
+        experts: optional. The experts that each rank stores or borrows.
+        borrowed: pairs (rank, expert) that are drawn with a dashed line.
     """
 
     label: str
@@ -48,7 +49,15 @@ class Band:
 
 @dataclass(frozen=True)
 class Panel:
-    """A layout: lines, and in front of each one but the first what travels."""
+    """The picture of one layout.
+
+    Attributes:
+        title: name of the layout.
+        setting: settings that choose the layout.
+        bands: the lines of the picture, from top to bottom.
+        travels: texts between the lines, which describe the data that is sent.
+        expert_of: the expert of each token.
+    """
 
     title: str
     setting: str
@@ -58,12 +67,12 @@ class Panel:
 
 
 def of_experts(expert_of: Sequence[int] = EXPERT_OF) -> list[list[int]]:
-    """Rows of each rank's expert."""
+    """Return the tokens of each expert. Rank i stores expert i."""
     return [[t for t, e in enumerate(expert_of) if e == rank] for rank in range(RANKS)]
 
 
 def panels() -> list[Panel]:
-    """The layouts of four ranks with one expert each."""
+    """Return the layouts of four ranks that store one expert each."""
     own = [[2 * rank, 2 * rank + 1] for rank in range(RANKS)]
     pair = [[4 * (rank // 2) + i for i in range(4)] for rank in range(RANKS)]
     every = [list(range(8))] * RANKS
@@ -74,38 +83,41 @@ def panels() -> list[Panel]:
     return [
         Panel("Rows travel", "r = 1",
               [Band("has", own), computed, Band("ends with", own)],
-              ["all-to-all: each row to the rank of its expert", "all-to-all back, weighted sums"]),
+              ["all-to-all sends each row to the rank of its expert",
+               "all-to-all sends the results back; weighted sums"]),
         Panel("Parameters travel", "r = 0",
               [Band("has", own), Band("computes", own, all_four), Band("ends with", own)],
-              ["all-gather of the experts' parameters", "nothing travels"]),
+              ["all-gather of the experts' parameters", "no communication"]),
         Panel("Tokens are gathered", "gather_tokens; dispatcher all_gather",
               [Band("has", own), Band("gathers", every), computed, Band("ends with", own)],
-              ["all-gather of tokens", "nothing travels", "reduce-scatter of the sums"]),
+              ["all-gather of tokens", "no communication", "reduce-scatter of the sums"]),
         Panel("Same tokens on all ranks (PPMoE)", "dispatcher index_slice",
               [Band("has", every), computed, Band("ends with", every)],
-              ["nothing travels: each rank takes its experts' rows", "all-reduce of the sums"]),
+              ["no communication: each rank selects the rows of its experts",
+               "all-reduce of the sums"]),
         Panel("Same tokens on two ranks (Parm S1)", "replicas: 2, schedule: s1",
               [Band("has", pair), Band("routes", own), computed, Band("ends with", pair)],
-              ["nothing travels: each takes its half", "all-to-all of rows",
-               "all-to-all back, all-gather of tokens in each pair"]),
+              ["no communication: each rank of a pair routes half of the tokens",
+               "all-to-all of rows", "all-to-all back, all-gather of tokens in each pair"]),
         Panel("Same tokens on two ranks (Parm S2)", "replicas: 2, schedule: s2",
               [Band("has, routes", pair), Band("sends", slots), computed,
                Band("ends with", pair)],
-              ["nothing travels: slots are shared out after the router", "all-to-all of slots",
-               "all-to-all back, all-gather of slots in each pair"]),
+              ["no communication: each pair divides its slots after the router",
+               "all-to-all of slots", "all-to-all back, all-gather of slots in each pair"]),
         Panel("An overloaded expert", "spill: never",
               [Band("has", spilled), Band("computes", of_experts(BUSY), one)],
-              ["all-to-all: rank 0 has most rows"], BUSY),
-        Panel("Rows of it on ranks that borrow it", "spill: least_loaded",
+              ["all-to-all of rows: rank 0 receives most rows"], BUSY),
+        Panel("Its rows on ranks that borrow the expert", "spill: least_loaded",
               [Band("has", spilled), Band("computes", [[0, 1], [2, 3], [4, 5], [6, 7]],
                                           [[0], [1, 0], [2, 0], [3, 0]],
                                           ((1, 0), (2, 0), (3, 0)))],
-              ["all-to-all of rows; weights of expert 0 are lent for the call"], BUSY),
+              ["all-to-all of rows; other ranks borrow expert 0's weights for the call"],
+              BUSY),
     ]
 
 
 def draw_panel(panel: Panel, x: float, y: float) -> tuple[list[str], float]:
-    """The marks of a panel, and its height."""
+    """Return the SVG elements of a panel, and the panel's height."""
     marks = [text("b", x, y + 16, panel.title),
              text("s", x + 460, y + 16, panel.setting, "end")]
     at = y + 30
@@ -136,7 +148,7 @@ def draw_panel(panel: Panel, x: float, y: float) -> tuple[list[str], float]:
 
 
 def layouts() -> str:
-    """docs/layouts.svg: a panel for each layout, two in a row."""
+    """Return docs/layouts.svg, which shows one panel for each layout, with two panels in a row."""
     marks, y = [], 64.0
     found = panels()
     for one, two in zip(found[::2], found[1::2], strict=True):
@@ -145,25 +157,25 @@ def layouts() -> str:
         marks += [*left, *right]
         y += max(height, other) + 8
     head = [text("h", 24, 30, "Layouts of one layer: four ranks with one expert each, k = 1"),
-            text("s", 24, 50, "A box is a rank. Squares: tokens, in the color of their expert. "
-                 "Bars: parameters of experts, dashed where they are gathered or borrowed for a "
+            text("s", 24, 50, "Boxes are ranks. Squares are tokens, in the color of their expert. "
+                 "Bars are parameters of experts, dashed if they are gathered or borrowed for a "
                  "call.")]
     return svg("Layouts of one layer over four ranks", 996, y, [*head, *marks])
 
 
 def shards() -> str:
-    """docs/layouts_shards.svg: routing degrees of two experts, each cut over four ranks."""
-    marks = [text("h", 24, 30, "Routing degree r: eight ranks, two experts, each cut into S = 4 "
-                  "shards"),
-             text("s", 24, 50, "Cells: the four shards of an expert, with a solid line where the "
-                  "rank stores it, dashed where it is gathered. Below: quarters of the expert's "
-                  "rows that it computes.")]
+    """Return docs/layouts_shards.svg: the routing degrees of two experts split over four ranks."""
+    marks = [text("h", 24, 30, "Routing degree r: eight ranks and two experts, each split into "
+                  "S = 4 shards"),
+             text("s", 24, 50, "Upper cells: an expert's four shards, solid if the rank stores the "
+                  "shard, dashed if it gathers the shard. Lower cells: the quarters of the "
+                  "expert's rows that the rank computes.")]
     y = 70.0
     says: dict[int, Callable[[], str]] = {
-        0: lambda: "r = 0: all parameters are gathered, tokens stay",
-        1: lambda: "r = 1: each row to one rank; the four ranks of an expert gather its shards",
-        2: lambda: "r = 2: each row to two ranks; runs of two ranks gather each other's shards",
-        4: lambda: "r = 4: each row to all four shards; no parameters travel"}
+        0: lambda: "r = 0: all parameters are gathered, and no tokens are sent",
+        1: lambda: "r = 1: each row is sent to one rank; an expert's four ranks gather its shards",
+        2: lambda: "r = 2: each row is sent to two ranks; pairs of ranks exchange shards",
+        4: lambda: "r = 4: each row is sent to all four shards, and no parameters are sent"}
     for r, say in says.items():
         marks.append(text("b", 24, y + 14, say()))
         for rank in range(2 * SHARDS):
@@ -173,9 +185,10 @@ def shards() -> str:
 
 
 def used(r: int, rank: int) -> tuple[range, range]:
-    """(shards that a rank computes with, quarters of its expert's rows that it computes), r >= 1.
+    """Return the shards that a rank uses, and the quarters of the rows that it computes (r >= 1).
 
-    As `records.Placement` has it: runs of S/r ranks gather shards and share the tokens.
+    As in `records.Placement`, runs of S/r consecutive ranks gather their shards and divide the
+    tokens among themselves.
     """
     run, place = SHARDS // r, rank % SHARDS
     first = place // run * run
@@ -184,7 +197,7 @@ def used(r: int, rank: int) -> tuple[range, range]:
 
 
 def shard_column(r: int, rank: int, x: float, y: float) -> list[str]:
-    """One rank: the shards that it uses, and the rows that it computes."""
+    """Draw the shards that one rank uses, and the rows that it computes."""
     expert, own = rank // SHARDS, rank % SHARDS
     marks = [f'<rect class="box" x="{x}" y="{y}" width="112" height="{80 if r == 0 else 52}" '
              'rx="6"/>']
@@ -205,12 +218,12 @@ def shard_column(r: int, rank: int, x: float, y: float) -> list[str]:
 
 
 def text(kind: str, x: float, y: float, words: str, anchor: str = "start") -> str:
-    """A line of text."""
+    """Return a text element."""
     return f'<text class="{kind}" x="{x:g}" y="{y:g}" text-anchor="{anchor}">{escape(words)}</text>'
 
 
 def svg(title: str, width: float, height: float, marks: Sequence[str]) -> str:
-    """The file."""
+    """Return the text of an SVG file with these elements."""
     return "\n".join([
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" role="img" '
         'aria-labelledby="title">', f'<title id="title">{escape(title)}</title>',

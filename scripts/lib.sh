@@ -7,16 +7,16 @@ trap 'if [ -n "$STEP_PID" ]; then kill "$STEP_PID" 2>/dev/null; fi; echo; exit 1
 
 say() { printf '%s\n' "$*"; }
 
-# die MESSAGE: what went wrong and what to do about it.
+# die MESSAGE: print the error and end the script. MESSAGE says what went wrong and what to do.
 die() {
     printf '\nerror: %s\n' "$*" >&2
     exit 1
 }
 
-# usage SCRIPT: the comment block at the top of a script, as its help.
+# usage SCRIPT: print the comment block at the top of a script as its help.
 usage() { sed -n '2,/^[^#]/ s/^# \{0,1\}//p' "$1"; }
 
-_wait_shown() { # LABEL: until STEP_PID ends, show the seconds it has taken
+_wait_shown() { # LABEL: show the elapsed seconds until STEP_PID ends
     local start=$SECONDS
     while kill -0 "$STEP_PID" 2>/dev/null; do
         printf '\r  %-46s %4ds ' "$1" $((SECONDS - start))
@@ -25,7 +25,8 @@ _wait_shown() { # LABEL: until STEP_PID ends, show the seconds it has taken
     printf '\r'
 }
 
-# step LABEL LOG COMMAND...: run with all output in LOG; show progress; on failure show the end of LOG.
+# step LABEL LOG COMMAND...: run the command with all output in LOG, and show the progress. If the
+# command fails, show the end of LOG.
 step() {
     local label=$1 log=$2 start=$SECONDS rc=0
     shift 2
@@ -45,8 +46,8 @@ step() {
     return "$rc"
 }
 
-# begin_run FOLDER [OUT]: OUT becomes the folder of a run, by default a new one next to FOLDER. It gets this script and all
-# that is printed from here on.
+# begin_run FOLDER [OUT]: make OUT the folder of a run. Defaults to a new folder next to FOLDER. This
+# script and all further output are written to the folder.
 begin_run() {
     if [ $# -gt 1 ]; then
         OUT=$2

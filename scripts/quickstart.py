@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""The training part of scripts/quickstart.sh: corpus, data of both hosts, two runs, a table."""
+"""The part of scripts/quickstart.sh that prepares data, trains in both hosts and prints a table."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ from moe_plugin.utils.yaml_file import read_yaml
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = """#!/usr/bin/env bash
-# The command of the quick start: copy it, edit it, run it with `bash command.sh [OUT]`.
-# OUT: folder for all files (default: a new one); in the folder of a run, that run continues.
+# The command of the quick start. Copy and edit it, and run it with `bash command.sh [OUT]`.
+# OUT is the folder for all files (default: a new folder). If OUT contains a run, the run continues.
 set -euo pipefail
 . {lib}
 begin_run {here} "$@"
@@ -42,12 +42,12 @@ begin_run {here} "$@"
 
 
 class Failed(Exception):
-    """A step failed; the message names it and its log."""
+    """A step of the quick start failed. The message names the step and its log."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """One training run: its host, folder, command and number of steps."""
+    """One training run, with its host, folder, command and number of steps."""
 
     host: str
     folder: Path
@@ -56,16 +56,16 @@ class Run:
 
     @property
     def log(self) -> Path:
-        """Standard output and error of the command."""
+        """The file with the standard output and error of the command."""
         return self.folder / "train.log"
 
     def losses(self) -> list[StepRecord]:
-        """Logged steps with a training loss; empty before the first one."""
+        """Return the logged steps that have a training loss."""
         return [r for r in steps_of(self.folder) if r.loss is not None]
 
 
 def steps_of(folder: Path) -> list[StepRecord]:
-    """Logged steps of a run; empty before the first one. Losses are nats per token."""
+    """Return the logged steps of a run. Losses are in nats per token."""
     try:
         return read_run(folder).steps
     except ValueError:  # no record yet
@@ -73,7 +73,7 @@ def steps_of(folder: Path) -> list[StepRecord]:
 
 
 def fairseq_command(s: dict[str, Any], data: Path, folder: Path, gpu: bool) -> list[str]:
-    """Stock `fairseq-train`, with our `--user-dir` and flags."""
+    """Return a command of stock `fairseq-train` with our `--user-dir` and flags."""
     cpu = [] if gpu else ["--cpu", "--distributed-backend", "gloo"]
     program = Path(sys.executable).with_name("fairseq-train")
     return [
@@ -97,7 +97,7 @@ def fairseq_command(s: dict[str, Any], data: Path, folder: Path, gpu: bool) -> l
 
 
 def megatron_command(s: dict[str, Any], prefix: Path, folder: Path, gpu: bool) -> list[str]:
-    """Megatron's own training loop through our launcher; the flags are Megatron's own."""
+    """Return a command that runs Megatron's own training loop by our launcher."""
     return [
         *_torchrun(s), "-m", "moe_plugin.hosts.megatron.launch", *([] if gpu else ["--moe-cpu"]),
         "pretrain_gpt_moe", *_flags({
@@ -112,7 +112,7 @@ def megatron_command(s: dict[str, Any], prefix: Path, folder: Path, gpu: bool) -
             "lr-warmup-iters": s["warmup"], "lr-decay-style": "linear", "clip-grad": 1.0,
             "hidden-dropout": 0, "attention-dropout": 0, "seed": s["seed"], "save": folder /
             "checkpoints", "load": folder / "checkpoints", "save-interval": max(1, s["steps"] // 2),
-            # Megatron validates at the end, for any interval
+            # Megatron also validates at the end, so no earlier validation is needed
             "eval-interval": 2 * s["steps"], "eval-iters": 25, "log-interval": s["log_interval"],
             "log-file": folder / "log.jsonl", "moe-stats-jsonl": folder / "stats.jsonl",
             "moe-stats-interval": s["log_interval"], "moe-stats-timeline": s["timeline_step"]
@@ -132,7 +132,7 @@ def _flags(values: dict[str, Any]) -> list[str]:
 
 
 def balance(folder: Path) -> float | None:
-    """The largest expert load over the mean load, worst layer, in the last statistics record."""
+    """Return the largest quotient of an expert's load and the mean load in the last record."""
     try:
         last = read_run(folder).last_records.values()
     except ValueError:
@@ -141,7 +141,7 @@ def balance(folder: Path) -> float | None:
 
 
 def train(run: Run) -> tuple[dict[str, Any], bool]:
-    """Train, unless exactly this run is finished. Returns (result, whether it was reused)."""
+    """Train, and return the result. A finished run is reused, and the second value is then True."""
     done, started = run.folder / "result.json", run.folder / "command.sh"
     script = script_of(run)
     if started.is_file() and started.read_text() != script:
@@ -155,7 +155,7 @@ def train(run: Run) -> tuple[dict[str, Any], bool]:
     _follow(run, begin)
     losses = run.losses()
     if not losses or losses[-1].step < run.steps:
-        raise Failed(f"{run.host} ended before step {run.steps}; log: {run.log}")
+        raise Failed(f"{run.host} ended before step {run.steps}. See the log {run.log}")
     steps = steps_of(run.folder)
     result = {
         "host": run.host, "command": " ".join(run.command), "steps": losses[-1].step,
@@ -171,9 +171,7 @@ def train(run: Run) -> tuple[dict[str, Any], bool]:
 
 
 def script_of(run: Run) -> str:
-    """`command.sh`: the command with another folder for what it writes, so that running it, or an
-    edited copy, leaves this run as it is.
-    """
+    """Return the text of `command.sh`, which writes to another folder than the run."""
     here = str(run.folder)
     words = [f'"$OUT"{shlex.quote(word.removeprefix(here))}' if word.startswith(here)
              else shlex.quote(word) for word in run.command]
@@ -182,17 +180,17 @@ def script_of(run: Run) -> str:
 
 
 def _rename_old(run: Run, started: Path) -> None:
-    """Move a run with other settings out of the way."""
+    """Rename the folder of a run that had other settings."""
     date = time.localtime(started.stat().st_mtime)
     kept = run.folder.with_name(f"{run.folder.name}-{time.strftime('%Y%m%d-%H%M%S', date)}")
     run.folder.rename(kept)
-    print(f"  {run.host}: the settings changed; the run with the old ones is now {kept}")
+    print(f"  {run.host}: the settings changed; the run with the old settings is now in {kept}")
 
 
 def _follow(run: Run, begin: float) -> None:
     """Start the run and show its progress until it ends."""
-    # one thread per rank: two ranks on two cores; a session of its own, so that Ctrl-C reaches all
-    # its processes through this one
+    # one thread per rank, because two ranks share two cores; a separate session, so that Ctrl-C
+    # reaches only this process, which then ends the processes of the run
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     seen = 0
     with open_append(run.log) as log, progress(run.steps, f"  {run.host}") as bar:
@@ -213,12 +211,12 @@ def _follow(run: Run, begin: float) -> None:
                 os.killpg(process.pid, signal.SIGTERM)
                 process.wait()
     if process.returncode:
-        raise Failed(f"{run.host} ended with status {process.returncode}; the end of "
-                     f"{run.log}:\n\n{_tail(run.log)}")
+        raise Failed(f"{run.host} ended with status {process.returncode}. The log {run.log} ends "
+                     f"with:\n\n{_tail(run.log)}")
 
 
 def _print_quarter(run: Run, before: int, record: StepRecord, begin: float) -> None:
-    """Without a terminal for the bar: a line per quarter of the run."""
+    """Print a line for each quarter of the run, if there is no terminal for the progress bar."""
     if not sys.stderr.isatty() and record.step * 4 // run.steps > before * 4 // run.steps:
         print(f"  {run.host}: step {record.step} of {run.steps}, loss {record.loss:.3f}, "
               f"{time.monotonic() - begin:.0f} s", flush=True)
@@ -230,22 +228,22 @@ def _tail(path: Path) -> str:
 
 
 def prepare(command: Sequence[str], made: Path, log: Path, what: str) -> None:
-    """Run a command unless the marker `made` exists; create the marker when it has succeeded."""
+    """Run a command unless the marker file `made` exists, and create the marker on success."""
     if made.exists():
-        print(f"  {what}: exists already")
+        print(f"  {what}: already exists")
         return
     make_folder(log.parent)
     begin = time.monotonic()
     with open(check_output(log), "wb") as stream:
         rc = subprocess.run(command, stdout=stream, stderr=stream, cwd=ROOT, check=False).returncode
     if rc:
-        raise Failed(f"{what} ended with status {rc}; the end of {log}:\n\n{_tail(log)}")
+        raise Failed(f"{what} ended with status {rc}. The log {log} ends with:\n\n{_tail(log)}")
     made.touch()
     print(f"  {what}: {time.monotonic() - begin:.0f} s")
 
 
 def prepare_fairseq(corpus: Path) -> Path:
-    """fairseq's binary data, by `fairseq-preprocess`."""
+    """Create fairseq's binary data with `fairseq-preprocess`, and return its folder."""
     data = corpus / "fairseq"
     command = [
         str(Path(sys.executable).with_name("fairseq-preprocess")), "--only-source", "--srcdict",
@@ -257,7 +255,7 @@ def prepare_fairseq(corpus: Path) -> Path:
 
 
 def prepare_megatron(corpus: Path) -> Path:
-    """Megatron's indexed dataset."""
+    """Create Megatron's indexed dataset, and return the prefix of its files."""
     prefix = corpus / "megatron" / "train"
     command = [
         sys.executable, "-m", "moe_plugin.hosts.megatron.data", "--input",
@@ -269,7 +267,7 @@ def prepare_megatron(corpus: Path) -> Path:
 
 
 def table(results: list[dict[str, Any]], entropy: float) -> str:
-    """The results, a line per host."""
+    """Return a table of the results with one line per host."""
     head = ("host", "tokens/s", "first loss", "last loss", "valid loss", "unigram entropy",
             "busiest expert / mean", "seconds")
     return figures.table(head, [
@@ -283,12 +281,12 @@ def _number(value: float | None, digits: int = 3) -> str:
 
 
 def summary(out: Path, results: list[dict[str, Any]], info: CorpusInfo) -> str:
-    """Table, where the files are, and what to do next."""
+    """Return the table, the paths of the files, and suggestions for the next steps."""
     lines = [
         "",
         table(results, info.unigram_entropy), "",
-        "Losses are nats per byte, without the balance loss. The unigram entropy is the loss of a",
-        "model that knows only the frequency of each byte: a lower loss was learned.", ""
+        "Losses are in nats per byte, without the balance loss. The unigram entropy is the loss of",
+        "a model that knows only the frequency of each byte. A lower loss was learned.", ""
     ]
     for r in results:
         files = {"report": "report.html", "log": "train.log", "experts": "stats.jsonl",
@@ -300,30 +298,31 @@ def summary(out: Path, results: list[dict[str, Any]], info: CorpusInfo) -> str:
         ]
     lines += [
         "", "Next steps:",
-        "  - change a setting: copy a command.sh, edit, run it: its run gets a new folder; all "
-        "settings and flags: docs/config.md",
+        "  - change a setting: copy a command.sh, edit the copy and run it. The run gets a new "
+        "folder. docs/config.md lists all settings and flags.",
         "  - train on your own text:",
-        "      bash scripts/train_fairseq.sh DATA SAVE      (DATA: of fairseq-preprocess)",
+        "      bash scripts/train_fairseq.sh DATA SAVE      (DATA: from fairseq-preprocess)",
         "      bash scripts/train_megatron.sh TEXT OUT      (TEXT: any text file)",
-        "  - watch a run: moe-plugin watch DIR; its report as a page: moe-plugin report DIR",
-        "  - what this machine supports: moe-plugin doctor"
+        "  - watch a run: moe-plugin watch DIR",
+        "  - write a run's report as a page: moe-plugin report DIR",
+        "  - see what this machine supports: moe-plugin doctor"
     ]
     return "\n".join(lines)
 
 
 def settings(path: Path, steps: int | None) -> dict[str, Any]:
-    """The sizes of configs/quickstart.yaml, with another number of steps if given."""
+    """Return the sizes in configs/quickstart.yaml, optionally with another number of steps."""
     values = read_yaml(path)
     if steps is not None:
         if steps < 1:
-            raise ValueError(f"--steps {steps} is out of bounds: must be >= 1")
+            raise ValueError(f"--steps {steps} is out of bounds. The number of steps must be >= 1")
         values["steps"], values["warmup"] = steps, min(values["warmup"], steps // 2)
     values["log_interval"] = max(1, values["steps"] // 50)
     return {**values, "timeline_step": max(1, values["steps"] * 3 // 4)}
 
 
 def make_corpus(folder: Path, size: int) -> CorpusInfo:
-    """The corpus in `folder`; the hosts' data of another text is removed with it."""
+    """Build the corpus in `folder`, and remove another corpus there with the hosts' data."""
     before = read_info(folder)
     info = build_corpus(folder, size=size)
     if before is not None and before != info:
@@ -335,16 +334,16 @@ def make_corpus(folder: Path, size: int) -> CorpusInfo:
 
 
 def check_hosts(hosts: Sequence[str]) -> None:
-    """Refuse before anything is trained what cannot train."""
+    """Raise a `ValueError` before training if a host cannot train."""
     if "megatron" in hosts and find_spec("megatron") and find_spec("megatron.training") is None:
         raise ValueError(
-            "the Megatron host trains on Megatron's own loop, which this megatron-core lacks: 0.17 "
-            "and newer have it, for Python 3.11 and newer. Set up with such a Python (bash "
-            "scripts/setup.sh --venv DIR --python python3.11), or leave it out (--hosts fairseq)")
+            "The Megatron host needs Megatron's own loop, which megatron-core contains from 0.17 "
+            "on, with Python 3.11 or newer. Set up with such a Python (bash scripts/setup.sh "
+            "--venv DIR --python python3.11), or leave out the host (--hosts fairseq)")
 
 
 def quickstart(args: argparse.Namespace) -> int:
-    """Make the corpus, train in each host, write reports and print the summary."""
+    """Build the corpus, train in each host, write the reports, and print the summary."""
     import torch
 
     check_hosts(args.hosts)
@@ -364,7 +363,7 @@ def quickstart(args: argparse.Namespace) -> int:
         prepare_data, make = HOST_STEPS[host]
         run = Run(host, out / host, make(s, prepare_data(corpus), out / host, gpu), s["steps"])
         result, reused = train(run)
-        print(f"  {host}: " + ("finished before (--fresh trains again)"
+        print(f"  {host}: " + ("already finished (--fresh trains again)"
                                if reused else f"trained in {result['seconds']} s"), flush=True)
         write_report(read_run(out / host), out / host / "report.html")
         results.append(result)
@@ -372,33 +371,33 @@ def quickstart(args: argparse.Namespace) -> int:
     return 0
 
 
-# by host: prepare its data, make its command
+# For each host, a function that prepares its data and a function that returns its command.
 HOST_STEPS = {"fairseq": (prepare_fairseq, fairseq_command),
               "megatron": (prepare_megatron, megatron_command)}
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """The options (default: of the command line)."""
+    """Parse the options. Defaults to the arguments of the command line."""
     parser = argparse.ArgumentParser(
         prog="scripts/quickstart.sh",
         description="Train a small MoE language model through fairseq and Megatron-core.")
     parser.add_argument("--fresh", action="store_true", help="train again from the beginning")
     parser.add_argument("--steps", type=int, default=None,
-                        help="training steps (default: that of configs/quickstart.yaml)")
+                        help="training steps (default: the number in configs/quickstart.yaml)")
     parser.add_argument("--hosts", type=lambda text: text.split(","), default=list(HOST_STEPS),
                         help="fairseq,megatron or one of them")
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "quickstart",
-                        help="where corpus, logs and checkpoints go")
+                        help="folder for the corpus, logs and checkpoints")
     args = parser.parse_args(argv)
     if unknown := set(args.hosts) - set(HOST_STEPS):
         names = ", ".join(HOST_STEPS)
-        parser.error(f"--hosts {','.join(sorted(unknown))} is unknown; known: {names}")
+        parser.error(f"--hosts {','.join(sorted(unknown))} is unknown. Use one or more of {names}")
     return args
 
 
 def main() -> int:
-    """Command line."""
-    # show progress at once, also in a log file
+    """Run the command line, and return the exit status."""
+    # print lines immediately, also if standard output is a log file
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     try:
         return quickstart(parse())

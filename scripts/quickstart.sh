@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
 # Set up moe-plugin and train a small Mixture-of-Experts language model twice: through fairseq and through Megatron-core,
-# each on two ranks with expert parallelism. Takes a few minutes on two CPU cores; what is finished is not done again.
+# each on two ranks with expert parallelism. This takes a few minutes on two CPU cores. Finished steps are not repeated.
 #
 #   bash scripts/quickstart.sh [--fresh] [--steps N] [--hosts fairseq,megatron] [--out DIR] [--venv DIR] [--torch SPEC]
 #
 #   --fresh        train again from the beginning
-#   --steps N      training steps (default: that of configs/quickstart.yaml)
+#   --steps N      training steps (default: the number in configs/quickstart.yaml)
 #   --hosts LIST   fairseq,megatron (default) or one of them
-#   --out DIR      where corpus, logs and checkpoints go (default: runs/quickstart in the repository)
+#   --out DIR      folder for the corpus, logs and checkpoints (default: runs/quickstart in the repository)
 #   --venv DIR     the virtual environment (default: .venv in the repository)
 #   --torch SPEC   requirement for torch, if it has to be installed (see scripts/setup.sh)
 set -euo pipefail

@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Take the pictures of docs/pictures from the reports of two runs, with Chromium without a screen.
+"""Take the pictures in docs/pictures from the reports of two runs, with headless Chromium.
 
     bash scripts/quickstart.sh
     python scripts/report_pictures.py runs/quickstart/fairseq runs/quickstart/megatron \
         [--out docs/pictures]
 
-The first run's report is pictured, and the comparison of both: 1,280 and 400 pixels wide, light and
-dark. Needs Chromium, and the packages of the tests.
+The pictures show the first run's report and the comparison of both runs, with widths of 1,280 and
+400 pixels and in light and dark colors. The script needs Chromium and the packages of the tests.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ MARGIN, COLORS = 12, 256
 
 
 def main() -> int:
-    """Command line."""
+    """Run the command line, and return the exit status."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("run", type=Path, help="folder of the run whose report is pictured")
-    parser.add_argument("other", type=Path, help="folder of the run that it is compared with")
+    parser.add_argument("run", type=Path, help="folder of the run with the report to show")
+    parser.add_argument("other", type=Path, help="folder of the run for the comparison")
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "pictures",
                         help="folder to write to (default: %(default)s)")
     args = parser.parse_args()
@@ -61,7 +61,7 @@ def main() -> int:
 
 
 def take(browser: Browser, runs: list[RunRecord], out: Path) -> None:
-    """All of `FILES`."""
+    """Write all pictures of `FILES`."""
     report = render(runs[0])
     end = runs[0].step_range[1]
 
@@ -93,7 +93,7 @@ def take(browser: Browser, runs: list[RunRecord], out: Path) -> None:
 
 
 def opened(browser: Browser, html: str, width: int, scheme: str) -> Page:
-    """A page with its long lists closed."""
+    """Open a page, and close its long lists."""
     page = browser.open(html, width, scheme)
     page.call("Emulation.setScrollbarsHidden", hidden=True)
     page.value("document.querySelectorAll('details').forEach((d) => { d.open = false; })")
@@ -101,14 +101,21 @@ def opened(browser: Browser, html: str, width: int, scheme: str) -> Page:
 
 
 def do(page: Page, figure: str, action: str) -> None:
-    """Something with our object `p` of a plot."""
+    """Run JavaScript code with the object of a plot, which the code calls `p`."""
     page.value(f"((p) => {{ {action}; }})"
                f"(plots.all.find((p) => p.figure.id === '{figure}'))")
     page.value("new Promise((done) => requestAnimationFrame(() => setTimeout(done, 100)))")
 
 
 def save(page: Page, path: Path, first: str, last: str) -> None:
-    """A picture of the page from the top of `first` to the lowest end of all `last`, selectors."""
+    """Save a picture of a part of the page.
+
+    Args:
+        page: the page.
+        path: the file to write.
+        first: CSS selector of the element at the top of the picture.
+        last: CSS selector of elements. The lowest of them is at the bottom of the picture.
+    """
     top, bottom, width = page.value(f"""(() => {{
         const box = (element) => element.getBoundingClientRect();
         const ends = [...document.querySelectorAll(`{last}`)].map((e) => box(e).bottom);

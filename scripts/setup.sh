@@ -4,10 +4,10 @@
 #   bash scripts/setup.sh [options]
 #
 #   --venv DIR      the environment (default: .venv in the repository)
-#   --python EXE    interpreter to make it with (default: the first of python3, python3.13 ... python3.10 that is 3.10 or newer)
-#   --torch SPEC    requirement for torch (default: torch==2.13.0; a torch that EXE already has is used as it is)
+#   --python EXE    interpreter for the environment (default: the first of python3, python3.13 ... python3.10 that is 3.10 or newer)
+#   --torch SPEC    requirement for torch (default: torch==2.13.0; a torch that is installed for EXE is used unchanged)
 #   --hosts LIST    fairseq,megatron (default), one of them, or none
-#   --fresh         do all the steps again
+#   --fresh         repeat all steps
 set -euo pipefail
 . "$(dirname -- "${BASH_SOURCE[0]}")/lib.sh"
 
@@ -35,7 +35,7 @@ find_python() {
     local name
     for name in ${PYTHON:+"$PYTHON"} python3 python3.13 python3.12 python3.11 python3.10; do
         if recent "$name"; then PYTHON=$(command -v "$name"); return; fi
-        [ -z "$PYTHON" ] || die "--python $PYTHON is not Python 3.10 or newer; give another interpreter"
+        [ -z "$PYTHON" ] || die "--python $PYTHON is not Python 3.10 or newer. Use another interpreter"
     done
     die "no Python 3.10 or newer found; on Debian or Ubuntu: sudo apt-get install python3 python3-venv python3-dev"
 }
@@ -45,7 +45,7 @@ has_module() { "$1" -c "import importlib.util as u, sys; sys.exit(u.find_spec('$
 make_venv() {
     [ -x "$VENV/bin/python" ] && return
     local site=()
-    # a container's own torch was built for its GPUs: use it rather than download another
+    # a container's own torch was built for its GPUs, so it is used instead of another one
     if [ -z "$TORCH" ] && has_module "$PYTHON" torch; then site=(--system-site-packages); fi
     step "virtual environment" "$LOG" "$PYTHON" -m venv ${site[@]+"${site[@]}"} "$VENV" ||
         die "cannot make a virtual environment in $VENV; on Debian or Ubuntu: sudo apt-get install python3-venv"
@@ -55,7 +55,7 @@ pip_step() { # LABEL ARGUMENTS...
     local label=$1
     shift
     (cd "$ROOT" && step "$label" "$LOG" "$VENV/bin/python" -m pip install "$@") ||
-        die "pip could not install this. Check the network and the message above, then run the same command again: it goes on where it stopped"
+        die "pip could not install this. Check the network and the message above, then run the same command again: it continues where it stopped"
 }
 
 check_compiler() {
@@ -70,26 +70,26 @@ check_compiler() {
 install_fairseq() {
     if [ "$FRESH" -eq 0 ] && "$VENV/bin/python" -c "from importlib.metadata import version as v; raise SystemExit('fairseq==' + v('fairseq') != '$FAIRSEQ')" 2>/dev/null; then return; fi
     check_compiler
-    # --no-deps: its metadata pins hydra and omegaconf versions that pip refuses; what it needs is in the fairseq extra
+    # --no-deps: fairseq's metadata pins hydra and omegaconf versions that pip refuses; the extra fairseq contains its dependencies
     pip_step "fairseq (builds from source, about 2 minutes)" --no-deps "$FAIRSEQ"
 }
 
 install_megatron() {
-    # with Megatron's own training loop, which is in the wheels from 0.17 on. They ask for Python 3.12 and work on 3.11, too;
-    # an older Python gets the newest one for it from the extra, without that loop. --no-deps: the extra has what it needs
+    # Wheels from 0.17 on contain Megatron's own training loop. They ask for Python 3.12, but also work on 3.11. With an older
+    # Python, the extra installs the newest version for it, without this loop. --no-deps: the extra contains the dependencies
     "$VENV/bin/python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || return 0
     if [ "$FRESH" -eq 0 ] && "$VENV/bin/python" -c "from importlib.metadata import version as v; raise SystemExit('megatron-core==' + v('megatron-core') != '$MEGATRON')" 2>/dev/null; then return; fi
     pip_step "$MEGATRON" --no-deps --ignore-requires-python "$MEGATRON"
 }
 
 install_vision() {
-    # --no-deps: pip would take the newest torchvision, and another torch with it
+    # --no-deps: pip would install the newest torchvision, and with it another torch
     local matching folder="$VENV/torchvision"
     has_module "$VENV/bin/python" timm || pip_step "timm" --no-deps "timm>=1.0,<2"
     if has_module "$VENV/bin/python" torchvision || [ -d "$folder" ]; then return; fi
     matching=$("$VENV/bin/python" -c "from importlib.metadata import version as v; t = v('torch').split('.'); print(f'torchvision==0.{int(t[1]) + 15}.*')")
-    # in a folder of its own: beside a torch for CPUs the operators of a build for CUDA cannot be
-    # loaded, and whatever imports it then (transformers, for one) fails; vision does without them
+    # In a separate folder, because a torch for CPUs cannot load the operators of a build for CUDA,
+    # and then every import of it (for example by transformers) fails. Vision does not need them
     local wheels="$VENV/wheels"
     if ! "$VENV/bin/python" -m pip download -q --no-deps -d "$wheels" "$matching" >>"$LOG" 2>&1; then
         say "  no $matching for this torch: moe_plugin.hosts.timm cannot run, and its tests are skipped"
@@ -104,7 +104,7 @@ install_vision() {
 }
 
 stamp() {
-    # the compat module is copied into the environment, so a change of it needs an installation, too
+    # the compat module is copied into the environment, so a change of this module also needs an installation
     { cat "$ROOT/pyproject.toml" "$ROOT/scripts/setup.sh" "$ROOT"/moe_plugin/hosts/fairseq/compat/startup.*; printf '%s\n' "$ROOT" "$TORCH" "$HOSTS"; "$VENV/bin/python" -VV; } | cksum
 }
 

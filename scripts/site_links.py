@@ -1,8 +1,9 @@
-"""Hook of mkdocs.yml: links out of the folder of the documentation become names of files, and
-fences lose the mark that is for the tests (tests/cli/examples.py). The search finds the rows of
-tables that explain settings, flags, fields, findings and words. Beside the pages the site gets
-`llms.txt`, a list of them for language models, and each page as Markdown under the name of its
-source.
+"""A hook of mkdocs.yml that prepares the pages and the search of the site.
+
+Links out of the documentation's folder become plain file names, and the mark for tests
+(tests/cli/examples.py) is removed from code fences. Rows of tables that explain settings, flags,
+fields, findings or terms become entries of the search. The site also contains each page as
+Markdown under the name of its source, and `llms.txt`, a list of these files for language models.
 """
 
 from __future__ import annotations
@@ -17,17 +18,17 @@ from typing import Any
 _LINK = re.compile(r"\[([^\]]*)\]\(((?:\.\./)+[^)#]*)(#[^)]*)?\)")
 _API = re.compile(r"^::: ([\w.]+)$", re.MULTILINE)
 _FIRST = re.compile(r"^# [^\n]*\n\n([A-Za-z`\[][^\n]*(?:\n[^\n]+)*)", re.MULTILINE)
-# rows of tables that are found by what their first cell names
+# pages with tables, where the search finds each row by the names in its first cell
 _EXPLAINED = re.compile(r"(?:config\w*|api|observability)\.md")
 _ROW = re.compile(r"^\| ([^|]+) \| ([^|\n]+) \|(?=$| )(?!\n\|-)", re.MULTILINE)
-# against pages with the same words
+# weights in the search, relative to other pages that contain the same words
 _BOOST = {"api": 0.2, "benchmarks": 0.5, "config": 2.0, "troubleshooting": 4.0}
-_rows: dict[str, dict[str, str]] = {}  # entries of the search by address
+_rows: dict[str, dict[str, str]] = {}  # search entries by address
 _pages: dict[str, tuple[str, str]] = {}  # section of the menu and text, by source
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """The text of a page as MkDocs renders it; see its documentation of hooks."""
+    """Return the text of a page that MkDocs renders (see MkDocs' documentation of hooks)."""
     source = page.file.src_uri
     folder = posixpath.dirname(source)
 
@@ -47,7 +48,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 def _found_by_search(row: re.Match[str], url: str) -> str:
-    """A row of a table with an anchor, of which the search gets an entry."""
+    """Return a row of a table with an anchor, and record a search entry for the row."""
     cell, meaning = row[1].split("<br>default")[0], row[2]
     names = re.findall(r"`([^`]+)`", cell) or [cell]
     place = "row-" + re.sub(r"[^\w.]+", "-", names[0]).strip("-").lower()
@@ -57,14 +58,14 @@ def _found_by_search(row: re.Match[str], url: str) -> str:
 
 
 def on_nav(nav: Any, **_: Any) -> None:
-    """The order of the menu is that of the list."""
+    """Record the pages in the order of the menu, which is also the order of `llms.txt`."""
     _pages.clear()
     _rows.clear()
     _pages.update({page.file.src_uri: ("", "") for page in nav.pages})
 
 
 def on_post_build(config: Any, **_: Any) -> None:
-    """Write the list and the pages; complete the search."""
+    """Write `llms.txt` and the pages as Markdown, and add the rows of tables to the search."""
     site, api = Path(config["site_dir"]), config["plugins"]["mkdocstrings"].get_handler("python")
     for source, (_, text) in _pages.items():
         (site / source).write_text(_API.sub(lambda found: documented(api, found[1]), text),
@@ -78,7 +79,13 @@ def on_post_build(config: Any, **_: Any) -> None:
 
 
 def listed(name: str, about: str, pages: dict[str, tuple[str, str]]) -> str:
-    """The list of pages by section, as of https://llmstxt.org. pages: (section, text) by source."""
+    """Return the text of `llms.txt`, which lists the pages by section (https://llmstxt.org).
+
+    Args:
+        name: name of the site.
+        about: description of the site.
+        pages: section and text of each page, by source file.
+    """
     sections: dict[str, list[str]] = {}
     for source, (section, text) in pages.items():
         title, about_page = _head(text)
@@ -89,7 +96,7 @@ def listed(name: str, about: str, pages: dict[str, tuple[str, str]]) -> str:
 
 
 def _head(text: str) -> tuple[str, str]:
-    """A page's title, and the first sentence of its first paragraph, without links."""
+    """Return a page's title and the first sentence of its first paragraph without links."""
     title = re.search(r"^# (.*)$", text, re.MULTILINE)
     first = _FIRST.search(text)
     words = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", " ".join(first[1].split())) if first else ""
@@ -97,8 +104,11 @@ def _head(text: str) -> tuple[str, str]:
 
 
 def documented(api: Any, name: str) -> str:
-    """What stands for a name of the API pages: its signature and its words. api: mkdocstrings'
-    handler, which has read the package.
+    """Return the entry of a name in the API page: its signature and its docstring.
+
+    Args:
+        api: mkdocstrings' handler, which has read the package.
+        name: full name of a class or function.
     """
     item = api.collect(name, api.get_options({}))
     code = item.signature() if item.is_function or item.is_class else item.name

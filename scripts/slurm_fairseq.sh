@@ -3,10 +3,10 @@
 #
 #   sbatch scripts/slurm_fairseq.sh DATA --arch moe_lm_small --moe-expert-count 64 --save-dir runs/a [any flag of fairseq-train]
 #
-# DATA is what fairseq-preprocess wrote, in a place that all nodes see. The virtual environment (default: .venv in the folder it
-# is submitted from; or submit with VENV=/path/to/it) and --save-dir have to be visible, too. Submitted again with the same
-# arguments, or started again by Slurm (--requeue), it goes on from the last checkpoint. A failed rank is started again by torchrun,
-# RESTARTS times (default 3). The folder of --save-dir gets stats.jsonl and train.log, which `moe-plugin report runs/a` shows.
+# DATA is a folder written by fairseq-preprocess. All nodes must see this folder, the folder of --save-dir and the virtual
+# environment (default: .venv in the folder where you submit; set VENV=/path/to/it for another one). If the job is submitted again
+# with the same arguments, or restarted by Slurm (--requeue), it continues from the last checkpoint. torchrun restarts the ranks
+# after a failure, up to RESTARTS times (default 3). `moe-plugin report runs/a` shows stats.jsonl and train.log in --save-dir.
 # NUMA=/sys before sbatch binds each rank to the processors next to its GPU (docs/clusters.md).
 #SBATCH --job-name=moe-fairseq
 #SBATCH --nodes=2
@@ -21,20 +21,20 @@ set -euo pipefail
 
 die() { echo "error: $*" >&2; exit 2; }
 [ $# -ge 1 ] || die "usage: sbatch scripts/slurm_fairseq.sh DATA [flags of fairseq-train]"
-[ -n "${SLURM_JOB_NODELIST:-}" ] || die "this is no job of Slurm: submit it with sbatch scripts/slurm_fairseq.sh $*"
+[ -n "${SLURM_JOB_NODELIST:-}" ] || die "this is not a Slurm job. Submit it with sbatch scripts/slurm_fairseq.sh $*"
 VENV=${VENV:-${SLURM_SUBMIT_DIR:-$PWD}/.venv}
-[ -x "$VENV/bin/python" ] || die "$VENV has no bin/python: submit from the repository, or with VENV=/path/to/the/environment"
+[ -x "$VENV/bin/python" ] || die "$VENV has no bin/python. Submit from the repository, or set VENV=/path/to/the/environment"
 HEAD_NODE=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-# jobs that share a node need a port each
+# jobs that share a node need different ports
 PORT=${PORT:-$((29500 + SLURM_JOB_ID % 1000))}
-# srun does not take over --cpus-per-task from Slurm 22.05 on: ranks would share one processor
+# from Slurm 22.05 on srun does not inherit --cpus-per-task, and ranks would share one processor
 [ -z "${SLURM_CPUS_PER_TASK:-}" ] || export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK
-# a node whose torchrun ends with an error ends the job
+# if torchrun ends with an error on a node, the job ends
 export SLURM_KILL_BAD_EXIT=1
-# ranks that start again must not find the addresses of dead ones (docs/faults.md)
+# restarted ranks must not find the addresses of dead ranks (docs/faults.md)
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 
-# the folder of --save-dir gets what `moe-plugin report` and `watch` read; flags that are given win
+# write the files that `moe-plugin report` and `watch` read to --save-dir; given flags take precedence
 SAVE=$(printf '%s\n' "$@" | sed -n '/^--save-dir$/{n;p;}; s/^--save-dir=//p' | tail -n 1)
 RECORDS=()
 if [ -n "$SAVE" ]; then

@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# Set up and pass the tests.
+# Set up the environment and run the tests.
 #
 #   bash scripts/test.sh [--fast | --rest | --all] [--venv DIR] [--torch SPEC] [pytest arguments]
 #
-#   --fast    only the fast tests: some of every room, in about 4 minutes on two cores
-#   --rest    the others, without the slow ones
+#   --fast    only the fast tests: some of every package, in about 4 minutes on two cores
+#   --rest    the other tests, without the slow tests
 #   --all     also the slow tests (minutes each)
-# Without pytest arguments the fast tests run first, and the others only where these pass.
-# Anything else goes to pytest: bash scripts/test.sh tests/observe -k jsonl
+# Without pytest arguments the fast tests run first, and the other tests only if the fast tests pass.
+# Other arguments are passed to pytest: bash scripts/test.sh tests/observe -k jsonl
 set -euo pipefail
 . "$(dirname -- "${BASH_SOURCE[0]}")/lib.sh"
 
@@ -25,17 +25,17 @@ while [ $# -gt 0 ]; do
 done
 bash "$ROOT/scripts/setup.sh" ${SETUP[@]+"${SETUP[@]}"}
 case "$VENV" in /*) ;; *) VENV="$PWD/$VENV" ;; esac
-# two workers more than cores, since many tests wait for other processes; at most four
+# two workers more than cores, because many tests wait for other processes; at most four
 WORKERS=$(($(getconf _NPROCESSORS_ONLN) + 2))
 [ "$WORKERS" -le 4 ] || WORKERS=4
 cd "$ROOT"
-# distributed tests start several processes each: one thread per process, so that they share the cores
+# one thread per process, because distributed tests start several processes that share the cores
 export OMP_NUM_THREADS=1 PATH="$VENV/bin:$PATH"
 unset PYTHONDONTWRITEBYTECODE  # hundreds of processes would compile the package's modules again
 tests() { "$VENV/bin/python" -m pytest -q -n "$WORKERS" --dist worksteal "$@"; }
 
 NOT_SLOW="not slow" REST="not fast and not slow"
-if [ "$LANE" = all ]; then NOT_SLOW="" REST="not fast"; fi
+if [ "$LANE" = all ]; then NOT_SLOW="" REST="not fast or slow"; fi
 if [ "$LANE" = fast ]; then
     tests --fast ${ARGS[@]+"${ARGS[@]}"}
 elif [ "$LANE" = rest ]; then

@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# Run the Megatron tests against several versions of megatron-core, each installed in a folder of
-# its own next to this environment. From 0.17 on also the slow tests with Megatron's training code.
+# Run the Megatron tests with several versions of megatron-core, each installed in a separate folder.
+# From 0.17 on, the slow tests with Megatron's training code also run.
 #
 #   bash scripts/test_megatron_versions.sh [VERSION | CHECKOUT ...] [-- PYTEST ARGUMENTS]
 #
 # Default: 0.15.3 0.16.1 0.17.1 0.18.2 0.19.2. CHECKOUT is the path of a checkout of Megatron-LM,
-# such as its main branch, whose C++ helper is compiled where it is not there (with g++ and the
-# headers of pybind11 that torch has). PYTHON=python and FOLDER=runs/megatron-versions may be set
-# before the command. With pytest arguments only these run.
+# such as its main branch. Its C++ helper is compiled if necessary, with g++ and the headers of
+# pybind11 in torch. You may set PYTHON=python and FOLDER=runs/megatron-versions before the command.
+# With pytest arguments, only the tests that they select run.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python}
@@ -27,7 +27,7 @@ run() { # TARGET PYTEST-ARGUMENTS...
         "$python" -m pytest -q -W ignore -p no:cacheprovider "$@"
 }
 
-compile_helper() { # FOLDER: without -DNDEBUG an assertion would end ranks on tiny data sets
+compile_helper() { # FOLDER: with -DNDEBUG, because an assertion would end ranks on tiny data sets
     local suffix python_h torch_h
     { read -r suffix && read -r python_h && read -r torch_h; } < <("$python" -c '
 import sysconfig, torch
@@ -49,8 +49,8 @@ for version in "${versions[@]}"; do
         "$python" -m pip install -q --no-deps --ignore-requires-python --target "$target" \
             "megatron-core==$version"
     fi
-    # megatron is a namespace, which spans both folders: this ends it where the other version would
-    # give what this one lacks
+    # megatron is a namespace package that spans both folders. This file ends the namespace, so that
+    # modules missing in this version are not imported from the other version
     [ -d "$target/megatron/training" ] || touch "$target/megatron/__init__.py"
     echo "== Megatron $version"
     if [ $# -gt 0 ]; then

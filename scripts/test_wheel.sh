@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# Build an sdist and from it a wheel, and try the wheel with each Python in an environment of its
-# own, which nothing else is installed in: import, doctor, three examples, one of them on two ranks.
+# Build an sdist and a wheel from it, and test the wheel with each Python in a separate new
+# environment: the import, the doctor, and three examples, one of them on two ranks.
 #
 #   bash scripts/test_wheel.sh [--torch SPEC] [PYTHON ...]
 #
-#   PYTHON          interpreters (default: those of python3.10 to python3.13 that are there)
-#   --torch SPEC    requirement for torch (default: that of scripts/setup.sh)
+#   PYTHON          interpreters (default: the installed ones of python3.10 to python3.13)
+#   --torch SPEC    requirement for torch (default: the requirement in scripts/setup.sh)
 #
-# Each run makes new environments in runs/wheels, which also has the log.
+# Each run creates new environments in runs/wheels. The log is in the same folder.
 set -euo pipefail
 . "$(dirname -- "${BASH_SOURCE[0]}")/lib.sh"
 
@@ -28,14 +28,14 @@ if [ ${#PYTHONS[@]} -eq 0 ]; then
         if there "$name"; then PYTHONS+=("$name"); fi
     done
 fi
-[ ${#PYTHONS[@]} -gt 0 ] || die "no Python 3.10 to 3.13 on the PATH; give interpreters"
+[ ${#PYTHONS[@]} -gt 0 ] || die "no Python 3.10 to 3.13 is on the PATH. Pass interpreters as arguments"
 FOLDER="$ROOT/runs/wheels" LOG="$ROOT/runs/wheels/log"
 rm -rf "$FOLDER"
 mkdir -p "$FOLDER"
 
-try() { # PYTHON: a new environment, and in an empty folder what a user begins with
+try() { # PYTHON: create an environment, and run a user's first steps in an empty folder
     local python=$1 venv name work
-    there "$python" || die "$python is not Python 3.10 or newer with venv; give another interpreter"
+    there "$python" || die "$python is not Python 3.10 or newer with venv. Use another interpreter"
     name=$("$python" -c 'import sys; print("Python {}.{}".format(*sys.version_info))')
     venv="$FOLDER/${name#Python }" work="$FOLDER/${name#Python }/work"
     step "$name: environment" "$LOG" "$python" -m venv "$venv"

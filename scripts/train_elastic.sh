@@ -1,26 +1,26 @@
 #!/usr/bin/env bash
-# Train replicas that come and go, under torchft: several jobs, each with the whole model, whose gradients are averaged over
-# those that live. A replica that dies is started again and takes the weights of a living one; the others lose a step at most.
-# A lighthouse that dies is started again, too; the replicas wait for it and go on.
+# Train replicas that join and leave, with torchft. Each replica is a job with the whole model, and gradients are averaged over
+# the live replicas. A replica that dies is restarted and loads the weights of a live replica; the others lose at most one step.
+# A lighthouse that dies is restarted, too; the replicas wait for it and continue.
 #
 #   bash scripts/train_elastic.sh [OPTIONS] HOST OUT [arguments of the training program ...]
 #
 #   HOST               plain (scripts/train_plain.py), fairseq (fairseq-train) or megatron (pretrain_gpt_moe)
-#   OUT                folder: OUT/replica-N has the checkpoints of replica N, OUT/replica-N.log its output
+#   OUT                folder; OUT/replica-N contains the checkpoints of replica N, and OUT/replica-N.log its output
 #
 #   --replicas N       replicas on this machine (default 2)
 #   --ranks N          processes of each replica, which share the experts (default 1)
-#   --first N          number of the first replica on this machine (default 0): each has a number of its own
-#   --lighthouse URL   a lighthouse that runs already; left out: one is started here
-#   --address HOST     name of this machine as other machines reach it (default: replicas on this machine alone)
-#   --port N           port of the lighthouse that is started (default 29510)
-#   --timeout SECONDS  after which a replica that does not answer is given up (default 60): longer than a step takes
-#   --restarts N       how often a replica, or the lighthouse, is started again (default 10)
-#   --seed N           replica N reads its data in the order of seed + N (default 1)
+#   --first N          number of the first replica on this machine (default 0); every replica needs a different number
+#   --lighthouse URL   address of a running lighthouse (default: start a lighthouse on this machine)
+#   --address HOST     name of this machine as other machines reach it (default: all replicas are on this machine)
+#   --port N           port of the lighthouse on this machine (default 29510)
+#   --timeout SECONDS  time after which a replica without an answer counts as lost (default 60); must be longer than a step
+#   --restarts N       how often a replica or the lighthouse is restarted (default 10)
+#   --seed SEED        replica N reads its data in the order of seed SEED + N (default 1)
 #
 # NUMA=/sys before the command binds each rank to the processors next to its GPU (docs/clusters.md).
-# RUST_LOG=info before the command shows what torchft does in each step, in many lines.
-# Where there are GPUs enough, each replica has its own. Example, 2 replicas of 2 processes on one machine; the same on two:
+# RUST_LOG=info before the command logs every action of torchft.
+# If there are enough GPUs, each replica uses different GPUs. Examples with 2 replicas of 2 processes on one machine, and on two:
 #
 #   bash scripts/train_elastic.sh --ranks 2 plain runs/elastic --steps 200
 #   bash scripts/train_elastic.sh --address node1 plain runs/elastic --steps 200
@@ -46,7 +46,7 @@ while [ $# -gt 0 ]; do
         --seed) number "$1" "$2" 0; SEED=$2; shift 2 ;;
         --lighthouse) LIGHTHOUSE=$2; shift 2 ;;
         --address) ADDRESS=$2; shift 2 ;;
-        -*) die "$1 is not an option of this script; see --help. Arguments of the program come after OUT" ;;
+        -*) die "$1 is not an option of this script; see --help. Put arguments of the program after OUT" ;;
         *) break ;;
     esac
 done
@@ -58,7 +58,7 @@ BIN="${VENV:-$ROOT/.venv}/bin"
 [ -x "$BIN/python" ] || BIN="$(dirname "$(command -v python)")"
 [ -x "$BIN/torchft_lighthouse" ] || die "torchft is not installed in $BIN: pip install 'moe-plugin[elastic]'"
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
-# ranks that start again must not find the addresses of dead ones (docs/faults.md)
+# restarted ranks must not find the addresses of dead ranks (docs/faults.md)
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 export RUST_LOG=${RUST_LOG:-warn}
 mkdir -p -- "$OUT"
@@ -72,7 +72,7 @@ stop() {
 trap stop EXIT
 trap 'exit 130' INT TERM
 
-replica() { # N ARGUMENTS...: one replica under a torchrun of its own
+replica() { # N ARGUMENTS...: run one replica with a separate torchrun
     local n=$1 folder="$OUT/replica-$1" program bind=()
     shift
     [ -z "${NUMA:-}" ] || bind=(-m moe_plugin.hosts.plain.binding --sysfs "$NUMA" --first $(((n - FIRST) * RANKS))
@@ -90,7 +90,7 @@ replica() { # N ARGUMENTS...: one replica under a torchrun of its own
         ${bind[@]+"${bind[@]}"} "${program[@]}" "$@"
 }
 
-lighthouse() { # BIND: until this script ends it, RESTARTS times at most
+lighthouse() { # BIND: run a lighthouse until this script ends, and restart it at most RESTARTS times
     local pid="" status tries
     trap '[ -z "$pid" ] || kill "$pid" 2>/dev/null || true; exit 143' TERM
     for ((tries = 0; tries <= RESTARTS; tries++)); do

@@ -4,11 +4,11 @@
 #   bash scripts/train_fairseq.sh DATA SAVE [RANKS] [fairseq flags ...]
 #
 #   DATA   folder written by fairseq-preprocess --only-source
-#   SAVE   folder for checkpoints and records (moe-plugin report SAVE); a second call resumes from them
-#   RANKS  processes that share the experts (default 2): one per GPU, else on the CPU
+#   SAVE   folder for checkpoints and records (moe-plugin report SAVE); a second call resumes the run
+#   RANKS  processes that share the experts (default 2), one per GPU, or on the CPU
 #
 # NUMA=/sys before the command binds each rank to the processors next to its GPU (docs/clusters.md).
-# Flags given after RANKS win over the ones below, e.g. --max-update 100 --moe-expert-count 16 --arch moe_lm_small.
+# Flags after RANKS override the flags below, e.g. --max-update 100 --moe-expert-count 16 --arch moe_lm_small.
 set -euo pipefail
 
 if [ $# -lt 2 ]; then
@@ -20,8 +20,8 @@ shift "$(($# < 3 ? $# : 3))"
 ROOT="$(cd "$(dirname "$0")/.." && pwd)"
 BIN="$ROOT/.venv/bin"
 [ -x "$BIN/fairseq-train" ] || BIN="$(dirname "$(command -v fairseq-train || true)")"
-[ -x "$BIN/fairseq-train" ] || { echo "fairseq-train is not installed: run bash scripts/setup.sh first" >&2; exit 1; }
-[ -f "$DATA/dict.txt" ] || { echo "no preprocessed data in $DATA (dict.txt is missing): run fairseq-preprocess --only-source first" >&2; exit 1; }
+[ -x "$BIN/fairseq-train" ] || { echo "fairseq-train is not installed. Run bash scripts/setup.sh first" >&2; exit 1; }
+[ -f "$DATA/dict.txt" ] || { echo "$DATA contains no preprocessed data (dict.txt is missing). Run fairseq-preprocess --only-source first" >&2; exit 1; }
 
 DEVICES="$("$BIN/python" -c 'import torch; print(torch.cuda.device_count())')"
 WHERE=()
@@ -32,7 +32,7 @@ fi
 
 BIND=()
 [ -z "${NUMA:-}" ] || BIND=(-m moe_plugin.hosts.plain.binding --sysfs "$NUMA" "$BIN/python" -u)
-mkdir -p -- "$SAVE"  # fairseq opens --log-file before it makes it
+mkdir -p -- "$SAVE"  # fairseq opens --log-file before it creates the folder
 exec "$BIN/python" -m torch.distributed.run --standalone --nproc_per_node "$RANKS" ${BIND[@]+"${BIND[@]}"} "$BIN/fairseq-train" "$DATA" \
     --user-dir moe_plugin --task language_modeling --arch moe_lm_tiny \
     --moe-freq 2 --moe-expert-count 8 --moe-second-expert-policy all --moe-dispatch ragged --moe-capacity-factor none \

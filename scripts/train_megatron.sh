@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Train a small MoE language model on Megatron's own training loop: text file in, checkpoints, log and records out, which
-# `moe-plugin report OUTPUT_FOLDER` shows. Any further argument is one of Megatron's or of ours (docs/megatron.md).
+# Train a small MoE language model on a text file with Megatron's own training loop. The folder gets checkpoints, a log and records,
+# which `moe-plugin report OUTPUT_FOLDER` shows. Further arguments are those of Megatron or of this package (docs/megatron.md).
 #
 #   bash scripts/train_megatron.sh TEXT_FILE OUTPUT_FOLDER [--train-iters 500 --num-experts 16 ...]
 #
-# RANKS=2 (processes on this machine) may be set before the command. Experts are spread over all ranks. NUMA=/sys binds each rank
+# Set RANKS=2 (processes on this machine) before the command. Experts are distributed over all ranks. NUMA=/sys binds each rank
 # to the processors next to its GPU (docs/clusters.md).
 set -euo pipefail
 if [ $# -lt 2 ]; then

@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Train a small MoE language model in plain PyTorch, with checkpoints that resume at any number of
-ranks.
+"""Train a small MoE language model in plain PyTorch, and resume it with any number of ranks.
 
     torchrun --standalone --nproc_per_node 2 --max-restarts 3 scripts/train_plain.py OUT --steps 200
 
-A start in the folder of a run continues it. Every rank reads its share of the same sequences, so
-that losses do not depend on the number of ranks. With `--lighthouse` the job is one of several
-replicas that come and go, see docs/replicas.md and scripts/train_elastic.sh.
+If the folder OUT contains a run, the script continues this run. The ranks divide the same sequences
+among themselves, so that losses do not depend on the number of ranks. With `--lighthouse` the job
+is one of several replicas that may join and leave (see docs/replicas.md and
+scripts/train_elastic.sh).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ VOCABULARY, LENGTH = 64, 16
 
 
 class Model(nn.Module):
-    """Embedding, residual MoE layers, output; next-token prediction."""
+    """A language model with an embedding, residual MoE layers and an output layer."""
 
     def __init__(self, config: MoEConfig, layers: int, comm: Comm | None = None) -> None:
         super().__init__()
@@ -49,7 +49,11 @@ class Model(nn.Module):
         self.output = nn.Linear(config.model_dim, VOCABULARY)
 
     def forward(self, ids_BS: Tensor) -> tuple[Tensor, Tensor]:
-        """(loss per token, balance loss), both means, of sequences [B, S] of token ids."""
+        """Return the mean loss per token and the mean balance loss.
+
+        Args:
+            ids_BS: int64 [B, S], the token ids of the sequences.
+        """
         x_BSD = self.embed(ids_BS[:, :-1])
         balance = x_BSD.new_zeros(())
         for mix, moe in zip(self.mix, self.moe, strict=True):
@@ -62,14 +66,18 @@ class Model(nn.Module):
 
 
 def config_of(args: argparse.Namespace) -> MoEConfig:
-    """Settings of the layers."""
+    """Return the settings of the MoE layers."""
     return with_overrides(MoEConfig(model_dim=args.width, num_experts=args.experts),
                           {"comm.timeout_s": args.timeout, "losses": {"gshard": args.balance},
                            "experts.hidden_dim": 2 * args.width})
 
 
 def sequences(step: int, replica: int, count: int) -> Tensor:
-    """[count, LENGTH + 1] token ids of a step: noisy arithmetic progressions."""
+    """Return the sequences of a step, which are noisy arithmetic progressions.
+
+    Returns:
+        Token ids, int64 [count, LENGTH + 1].
+    """
     random = torch.Generator().manual_seed(1_000_003 * replica + step)
     start, by = torch.randint(0, VOCABULARY, (2, count, 1), generator=random)
     noise = torch.randint(0, 2, (count, LENGTH + 1), generator=random)
@@ -77,7 +85,7 @@ def sequences(step: int, replica: int, count: int) -> Tensor:
 
 
 class Run:
-    """Model, optimizer and progress of this rank."""
+    """The model, the optimizer and the progress of this rank."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args, self.saved = args, 0
@@ -102,21 +110,21 @@ class Run:
 
     @property
     def step(self) -> int:
-        """Steps done, those of another replica where its state was taken."""
+        """The number of completed steps, including steps of a replica that sent its state."""
         return self.steps.done
 
     def loss_of(self, model: nn.Module, ids_BS: Tensor) -> Tensor:
-        """Of a batch; `loss` is that of its tokens alone."""
+        """Return the loss of a batch with the balance loss, and store the loss without it."""
         loss, balance = model(ids_BS)
         self.loss = loss.detach()
         return loss + balance
 
     def train(self) -> None:
-        """From the last checkpoint to the last step."""
+        """Train from the last checkpoint to the last step."""
         if self.folder.exists() or self.folder.with_name("checkpoint.old").exists():
             found = load(self.folder, self.bare, self.optimizer, self.experts)
             self.saved = self.steps.done = found["step"]
-            self.say(f"goes on from step {self.step}, of {self.folder}")
+            self.say(f"continues from step {self.step} of {self.folder}")
         args = self.args
         while self.step < args.steps:
             loss = self.one_step()
@@ -125,24 +133,25 @@ class Run:
             saves = self.step % args.save_every == 0 and loss is not None
             if self.check is not None and (saves or self.check.due(self.step)):
                 self.check(self.step, self.sequences(), lambda ids_BS: sum(self.bare(ids_BS)))
-            if saves:  # after the check: it holds nothing that was computed wrongly
+            if saves:  # after the check, so that a checkpoint contains no wrong results
                 self.save()
         self.say(f"ended after step {self.step}; losses: {Path(args.out, 'log.jsonl')}; "
                  f"{self.kept()}")
 
     def kept(self) -> str:
-        """Which checkpoint is the newest."""
+        """Return a text that names the newest checkpoint."""
         saved = f"of step {self.saved} in {self.folder}" if self.saved else "none (--save-every)"
         return f"last checkpoint: {saved}"
 
     def say(self, what: str) -> None:
-        """A line of output, by rank 0."""
+        """Print a line on rank 0."""
         if self.comm.rank == 0:
             print(what, flush=True)
 
     def save(self) -> None:
-        """Write a checkpoint, by one of the groups that store all experts; the one before it
-        stays.
+        """Write a checkpoint, and retain the previous one.
+
+        If several groups of ranks store all experts, the first group writes the checkpoint.
         """
         if self.comm.rank < self.experts.size:
             save(self.folder, self.bare, self.optimizer, self.experts, {"step": self.step},
@@ -151,13 +160,15 @@ class Run:
         self.saved = self.step
 
     def sequences(self) -> Tensor:
-        """This rank's share of the step, [B, S + 1]."""
+        """Return this rank's share of the step's sequences, int64 [B, S + 1]."""
         args, comm = self.args, self.comm
         return sequences(self.step, args.replica, args.batch)[comm.rank::comm.size]
 
     def one_step(self) -> float | None:
-        """A step; its loss over all ranks, None where it was left out on all of them, NaN where it
-        is of older weights than another replica's, which were taken.
+        """Run a step, and return its mean loss over all ranks.
+
+        Returns None if all ranks skipped the step. Returns NaN if the weights were replaced by
+        those of another replica, because the loss then belongs to the old weights.
         """
         if self.steps(self.sequences()) is None:
             return None
@@ -165,7 +176,7 @@ class Run:
         return float("nan") if self.steps.run.replaced else float(mean)
 
     def log(self, loss: float) -> None:
-        """A line of `log.jsonl`, by rank 0."""
+        """Append a line to `log.jsonl` on rank 0."""
         if self.comm.rank == 0:
             line = {"step": self.step, "loss": None if loss != loss else loss}
             if self.args.lighthouse:
@@ -175,31 +186,34 @@ class Run:
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    """The options (default: of the command line)."""
+    """Parse the options. Defaults to the arguments of the command line."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     p.add_argument("out", help="folder of checkpoint and log")
     for name, default, text in [
             ("steps", 200, "training steps"), ("save-every", 50, "steps between checkpoints"),
-            ("batch", 8, "sequences of a step, over all ranks"), ("width", 32, "of the model"),
-            ("layers", 2, "each with experts"), ("experts", 4, "of a layer"),
-            ("seed", 1, "of the weights"), ("replica", 0, "number of this job among the replicas"),
-            ("expert-parallel", 0, "ranks that share the experts; 0: all"),
+            ("batch", 8, "sequences per step, over all ranks"), ("width", 32, "model width"),
+            ("layers", 2, "number of layers, all with experts"),
+            ("experts", 4, "number of experts in a layer"),
+            ("seed", 1, "seed of the initial weights"),
+            ("replica", 0, "number of this job among the replicas"),
+            ("expert-parallel", 0, "number of ranks that share the experts; 0: all ranks"),
             ("check-twins", 0, "steps between checks that ranks with the same experts\ncompute the "
-                               "same, made before each save too; 0: none")]:
+                               "same results, also before each save; 0: no checks")]:
         p.add_argument(f"--{name}", type=int, default=default, help=f"{text} (default: {default})")
-    for name, value, text in [("lr", 0.1, "learning rate"), ("clip", 1.0, "gradient norm"),
-                              ("balance", 0.01, "weight of the balance loss of a rank's tokens"),
-                              ("timeout", 60.0, "seconds that a rank waits for another one")]:
+    for name, value, text in [("lr", 0.1, "learning rate"),
+                              ("clip", 1.0, "largest gradient norm"),
+                              ("balance", 0.01, "weight of the balance loss"),
+                              ("timeout", 60.0, "seconds that a rank waits for another rank")]:
         p.add_argument(f"--{name}", type=float, default=value, help=f"{text} (default: {value})")
     p.add_argument("--lighthouse", default="", help="address of a torchft lighthouse, for a job "
                                                     "that is one replica of several")
     p.add_argument("--take-over-folder", action="store_true",
-                   help="begin although another run seems to write to the folder")
+                   help="start although another run seems to write to the folder")
     return p.parse_args(argv)
 
 
 def main() -> int:
-    """Command line."""
+    """Run the command line, and return the exit status."""
     args = parse()
     gloo = {"backend": "gloo", "timeout": timedelta(seconds=args.timeout)}
     if "RANK" in os.environ:
@@ -211,7 +225,7 @@ def main() -> int:
         run = Run(args)
         run.train()
         dist.barrier()
-    except ValueError as error:  # on all ranks: another run has the folder, the disk is full, ...
+    except ValueError as error:  # raised on all ranks, for example if the disk is full
         if claim_first_report(str(error)):
             kept = f"; {run.kept()}" if run is not None else ""
             print(f"train_plain.py: error: {error}{kept}", file=sys.stderr)
@@ -220,8 +234,8 @@ def main() -> int:
     finally:
         if run is not None:
             run.steps.close()
-    # gloo's threads free the tensors of the last collective, for which they need Python's lock; a
-    # group that is destroyed before they had it waits for them without end
+    # gloo's threads need Python's lock to free the tensors of the last collective. If the group is
+    # destroyed before they acquire the lock, it waits for them forever
     time.sleep(0.1)
     dist.destroy_process_group()
     return 0

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tests.waits.events import project_lines
+from tests.fake_gpu.events import project_lines
 
 # of each collective the argument whose dtype, and elements, must be the same; empty: none
 _TENSOR = {

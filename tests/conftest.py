@@ -41,12 +41,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--fast"):
-        config.option.markexpr = "fast"
+        config.option.markexpr = "fast and not slow"
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """A lane imports no file without tests of its own: to import all takes every worker 20 s."""
-    fast, rest = config.getoption("--fast"), "not fast" in config.option.markexpr
+    fast, rest = config.getoption("--fast"), "not fast and" in config.option.markexpr
     if not (fast or rest) or not collection_path.name.startswith("test_"):
         return None
     text = collection_path.read_text(encoding="utf-8")

@@ -34,6 +34,23 @@ def test_any_leading_shape_and_mask() -> None:
     torch.testing.assert_close(out.output[mask], layer(x[mask]).output)
 
 
+def test_routed_experts_compute_what_the_layer_does_and_add_no_names() -> None:
+    """One path for the layer and for models with their own router; checkpoints name the experts
+    without it.
+    """
+    layer = MoELayer(config(dispatch={"capacity_factor": None}))
+    x_TD = torch.randn(10, 8)
+    routing = layer.router(x_TD, None)
+    result = layer.routed_experts(x_TD, routing.ids_TK, routing.weights_TK)
+    torch.testing.assert_close(result, layer(x_TD).output, rtol=0, atol=0)
+    parameters = {"router.weight_ED", "experts.w_in_LDF", "experts.bias_in_LF",
+                  "experts.w_out_LFD", "experts.bias_out_LD"}
+    assert dict(layer.named_parameters()).keys() == parameters
+    assert {name.partition(".")[0] for name in layer.state_dict()} == {
+        "router", "experts", "_extra_state"}
+    assert dict(layer.named_children()).keys() == {"router", "experts"}
+
+
 def test_top_k_of_a_call() -> None:
     layer, other = MoELayer(config()), MoELayer(config(router={"top_k": 3}))
     other.load_state_dict(layer.state_dict())
@@ -59,7 +76,7 @@ def test_wrong_inputs(x: torch.Tensor, mask: torch.Tensor | None, words: str) ->
                                                  (torch.float32, torch.bfloat16)])
 def test_input_of_another_dtype(layer_dtype: torch.dtype, x_dtype: torch.dtype) -> None:
     with pytest.raises(ValueError,
-                       match=f"input of dtype {x_dtype} does not fit: must be {layer_dtype}"):
+                       match=f"has dtype {x_dtype}, but the experts have dtype {layer_dtype}"):
         MoELayer(config(), dtype=layer_dtype)(torch.randn(4, 8, dtype=x_dtype))
 
 
@@ -351,6 +368,6 @@ def test_an_expert_that_returns_another_shape_is_named(make, found: str) -> None
     n = int((layer.router(x).ids_TK == 1).sum())
     assert n > 0
     message = (rf"expert 1 \(Returns\) returned {found.format(n=n, more=n + 1)} for rows of shape "
-               rf"\({n}, 8\): must be equal")
+               rf"\({n}, 8\), but the shapes must be equal")
     with pytest.raises(ValueError, match=message):
         layer(x)

@@ -1,10 +1,12 @@
-"""Our layer in a Mixture-of-Experts model of Hugging Face's transformers: the same output, and a
-checkpoint that transformers reads.
+"""Use our layer in a Mixture-of-Experts model of Hugging Face's transformers.
+
+The output is the same, and transformers can read the saved checkpoint.
 
     pip install ".[hf]"
     python hugging_face.py
 
-Your own model: `AutoModelForCausalLM.from_pretrained(...)` in place of the small random one.
+For your own model, replace the small random model by
+`AutoModelForCausalLM.from_pretrained(...)`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A router of one's own, registered under a name and used like the provided ones.
+"""Register your own router under a name, and use it like the provided routers.
 
     python own_router.py
 """
@@ -14,23 +14,23 @@ from moe_plugin.routing import Router, RoutingCall, routers
 
 @routers.register("sharpened")
 class SharpenedRouter(Router):
-    """Softmax of twice the logits; a token visits its best expert twice as much as the others."""
+    """A router with softmax of twice the logits and half the weight for all but the best expert."""
 
     def scores(self, x_TD: Tensor, call: RoutingCall) -> Tensor:
-        """Logits [T, E], in float32."""
+        """Return the logits, float32 [T, E]."""
         return 2 * super().scores(x_TD, call)
 
     def select(self, call: RoutingCall) -> Tensor:
-        """Experts, int64 [T, K], -1: none. A recomputation in backward repeats the choice."""
+        """Return the experts, int64 [T, K]. A recomputation in backward repeats the choice."""
         return call.scores_TE.topk(call.k).indices
 
     def weigh(self, call: RoutingCall, ids_TK: Tensor) -> Tensor:
-        """Weights [T, K], differentiable."""
+        """Return the differentiable weights [T, K]."""
         weights_TK = call.scores_TE.gather(1, ids_TK)
         return torch.cat([weights_TK[:, :1], weights_TK[:, 1:] / 2], dim=1)
 
     def after_choice(self, call: RoutingCall, weights_TK: Tensor) -> Tensor:
-        """The choices that remain: second ones of little weight go."""
+        """Return the experts without choices of small weight, which become -1 (no expert)."""
         return call.ids_TK.masked_fill(weights_TK < 0.01, -1)
 
 

@@ -1,5 +1,6 @@
-"""Experts in place of the feed-forward parts of an ordinary PyTorch model, which learns to write
-Python, and a record of what they do.
+"""Replace feed-forward modules of an ordinary PyTorch model with experts.
+
+The model learns to write Python, and the run records statistics of the experts.
 
     python replace_ffn.py [FOLDER]
     moe-plugin report FOLDER
@@ -20,7 +21,7 @@ from moe_plugin.observe import StatsRecorder
 
 
 class LanguageModel(nn.Module):
-    """Of bytes; nothing in it is ours."""
+    """A language model of bytes in plain PyTorch."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,11 +1,14 @@
-"""A Mixtral over several ranks under the `Trainer` of transformers: it trains, evaluates, saves,
-and goes on from its last checkpoint when it is started again.
+"""Train a Mixtral on several ranks with the `Trainer` of transformers.
+
+The script trains, evaluates and saves. When it is started again, it continues from the last
+checkpoint.
 
     pip install ".[hf]"
     torchrun --standalone --nproc_per_node 2 trainer_ranks.py --folder runs/trainer --steps 10
     torchrun --standalone --nproc_per_node 2 trainer_ranks.py --folder runs/trainer --steps 20
 
-Your own model: its folder in place of the small random one; your own tokens: for `Counting`.
+For your own model, pass its folder instead of the small random model. For your own tokens, replace
+the data set `Counting`.
 """
 
 from __future__ import annotations
@@ -32,7 +35,7 @@ VOCABULARY, LENGTH, BATCH = 64, 16, 4  # BATCH: sequences of one rank in a step
 
 
 class Counting(Dataset):
-    """Sequences that count up by a step of their own, from a place of their own."""
+    """Sequences that count up, each with a different start and increment."""
 
     def __init__(self, first: int, number: int) -> None:
         self.first, self.number = first, number
@@ -47,9 +50,13 @@ class Counting(Dataset):
 
 
 class KeepsOptimizer(transformers.TrainerCallback):
-    """What `Trainer` does not save of a model in parts: the optimizer, each rank its own part.
+    """Save and load the optimizer, which `Trainer` does not save for a distributed model.
 
-    checkpoint: to go on from; None: the run begins. done: steps before.
+    Each rank saves its own part.
+
+    Args:
+        checkpoint: folder of the checkpoint to continue from. None for a new run.
+        done: number of completed steps in the checkpoint.
     """
 
     def __init__(self, checkpoint: str | None, done: int) -> None:
@@ -63,7 +70,7 @@ class KeepsOptimizer(transformers.TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, *, model: Any, optimizer: Any,
                        **_: Any) -> None:
-        state.global_step = self.done  # the mean loss that is logged at the end counts these, too
+        state.global_step = self.done  # the mean loss at the end includes these steps
         if self.checkpoint is not None:
             values = get_optimizer_state_dict(model, optimizer.optimizer)
             dcp.load(values, checkpoint_id=Path(self.checkpoint) / "optimizer")
@@ -71,7 +78,7 @@ class KeepsOptimizer(transformers.TrainerCallback):
 
 
 def start(folder: Path) -> None:
-    """Write a small random model, on the first rank; the others wait in `main`."""
+    """Write a small random model on the first rank, while the other ranks wait in `main`."""
     torch.manual_seed(0)
     transformers.MixtralForCausalLM(transformers.MixtralConfig(
         vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2,

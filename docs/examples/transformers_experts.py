@@ -1,12 +1,13 @@
-"""A Mixture-of-Experts model of Hugging Face's transformers, whose experts moe-plugin computes,
-learns to write Python, and a record of what they do.
+"""Compute the experts of a Hugging Face transformers model with moe-plugin.
+
+The model learns to write Python, and the run records statistics of the experts.
 
     pip install ".[hf]"
     python transformers_experts.py [FOLDER] [IMPLEMENTATION]
     moe-plugin report FOLDER
 
-IMPLEMENTATION: `moe_plugin`, or one of transformers' own, `grouped_mm`, `eager`: the same losses.
-Your own model: `AutoModelForCausalLM.from_pretrained(...)` in place of the small random one.
+IMPLEMENTATION is `moe_plugin`, or `grouped_mm` or `eager` of transformers, with the same losses.
+For your own model, replace the small random model by `AutoModelForCausalLM.from_pretrained(...)`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Two ranks share the experts of one layer; everything else is torch's FSDP2.
+"""Share the experts of one layer between two ranks, with torch's FSDP2 for all other parameters.
 
     torchrun --standalone --nproc_per_node 2 two_ranks.py
 """
@@ -15,14 +15,14 @@ device = "cuda" if torch.cuda.is_available() else "cpu"
 dist.init_process_group("nccl" if device == "cuda" else "gloo")
 if device == "cuda":
     torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
-torch.manual_seed(0)  # all ranks begin with the same dense weights
+torch.manual_seed(0)  # all ranks start with the same dense weights
 
 config = moe_plugin.from_yaml("configs/moe/switch.yaml", model_dim=32)  # an installed example
 model = nn.Sequential(nn.Linear(16, 32), moe_plugin.MoEBlock(config), nn.Linear(32, 16)).to(device)
 model = moe_plugin.fully_shard_model(model)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 
-x = torch.randn(64, 16, device=device) + dist.get_rank()  # each rank has data of its own
+x = torch.randn(64, 16, device=device) + dist.get_rank()  # each rank has different data
 for step in range(10):
     task = (model(x) - x).square().mean()
     optimizer.zero_grad()

@@ -1,4 +1,4 @@
-"""SwinV2 with experts (`moe_plugin.hosts.timm`), on images made here. For folders of images see
+"""Train SwinV2 with experts (`moe_plugin.hosts.timm`) on generated images. For image folders see
 docs/vision.md.
 
     pip install ".[vision]"     # docs/vision.md says how to keep the torch that you have

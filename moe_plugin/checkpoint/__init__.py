@@ -1,7 +1,7 @@
 """Checkpoints of expert-parallel models.
 
-Shards are stored by global expert index, so that a checkpoint written by any number of ranks can be
-loaded by any other number of ranks.
+Shards are stored by global expert index, so a checkpoint written by any number of ranks can be
+loaded by a different number of ranks.
 """
 
 from moe_plugin.checkpoint.reshard import merge, split

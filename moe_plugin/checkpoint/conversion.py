@@ -1,7 +1,7 @@
 """Conversion of a checkpoint to another format or layout.
 
-A conversion streams the tensors block by block, can be resumed after an interruption, and moves its
-result into place only when the result is complete.
+A conversion processes the tensors block by block and can be resumed after an interruption. The
+result is moved into place only when it is complete.
 """
 
 from __future__ import annotations
@@ -46,18 +46,18 @@ PLAN = "conversion.json"  # stored in the written folder
 
 @dataclass
 class Conversion:
-    """A conversion of one checkpoint, and its progress.
+    """The conversion of a checkpoint to another format or layout.
 
     Attributes:
         source: the open checkpoint to convert.
-        target: folder of the result.
-        to: name of the result's format.
-        layout: sizes and data type of the result.
-        model_only: leave the optimizer state out.
-        force: replace a different folder at `target`.
-        advance: called with the number of bytes that were verified, reused or written; called by
-            several threads.
-        kept: names of the files that an interrupted conversion had completed and that are reused.
+        target: folder in which the converted checkpoint is written.
+        to: name of the format of the converted checkpoint.
+        layout: parallel sizes and data type of the converted checkpoint.
+        model_only: whether to leave out the optimizer state.
+        force: whether to replace a folder at `target` that is not the result of this conversion.
+        advance: function that several threads call with the number of bytes that were verified,
+            reused or written.
+        kept: names of the files that were completed by an interrupted conversion and are reused.
     """
 
     source: Source
@@ -71,18 +71,18 @@ class Conversion:
 
     @property
     def scratch(self) -> Path:
-        """Return the folder in which files are written before the result is complete."""
+        """Return the folder in which files are written until the conversion is complete."""
         return self.target.with_name(self.target.name + ".converting")
 
     def run(self) -> bool:
         """Convert the checkpoint.
 
-        Returns: True if files were written, False if the result already exists.
+        Returns: True if files were written, or False if the converted checkpoint already exists.
 
         Raises:
-            CheckpointError: a file of the source is damaged, the format cannot represent a value,
-                the disk is full, or a different folder exists at the target.
-            ValueError: the layout does not fit the format.
+            CheckpointError: If a file of the source is damaged, the format cannot represent a
+                value, the disk is full, or a different folder exists at the target.
+            ValueError: If the format does not support the layout.
         """
         check_pair(self.source.format, self.to)
         formats.get(self.to)().check(replace(self.layout, dtype=None))
@@ -106,8 +106,8 @@ class Conversion:
         return True
 
     def _plan(self) -> dict[str, Any]:
-        """Return the values that identify a conversion: the source's files and the requested
-        result.
+        """Return the values that identify a conversion: the files of the source and the requested
+        format and layout.
         """
         files = {str(path.absolute()): [path.stat().st_size, path.stat().st_mtime_ns]
                  for path in self.source.files()}
@@ -178,7 +178,7 @@ class _Progress(WriteProgress):
         self._lock = Lock()
 
     def keeps(self, name: str) -> bool:
-        """See `WriteProgress`. A file is reused if its size and checksum are unchanged."""
+        """See `WriteProgress`. Files whose size and checksum are unchanged are reused."""
         path = self._folder / name
         size, crc = self.finished.get(name, (-1, 0))
         if not path.is_file() or path.stat().st_size != size or not _is_as_written(path, crc):

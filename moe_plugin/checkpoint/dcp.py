@@ -1,4 +1,5 @@
-"""Loading `torch.distributed.checkpoint` folders that were written with former parameter names."""
+"""Loading of `torch.distributed.checkpoint` folders that were written with former parameter names.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Threads that write several files at a time; the first failure stops all of them.
+"""Threads that write several files at a time. The first failure stops all of these threads.
 
-One thread reads, sums and writes about as fast as one core copies memory. Two threads keep a fast
-disk busy. More threads would wait for memory or the disk.
+One thread reads data, computes its checksum and writes it about as fast as one core copies memory.
+Two threads suffice to use the bandwidth of a fast disk. More than two threads would wait for memory
+or for the disk.
 """
 
 from __future__ import annotations
@@ -25,16 +26,17 @@ GAP = 1 << 16  # a gap of more bytes is slower to read than to skip with a secon
 
 def read_strided(file: int, start: int, shape: Sequence[int], stride: Sequence[int],
                  dtype: torch.dtype) -> Tensor:
-    """Read a tensor from a file into newly allocated memory, in the file's order of axes.
+    """Read a tensor from a file into newly allocated memory. The order of the axes in memory is the
+    same as in the file.
 
     Args:
         file: descriptor of an open file.
-        start: byte of the first element.
-        shape, stride: shape and strides of the tensor, in elements; strides are not negative.
+        start: file offset of the first element, in bytes.
+        shape, stride: shape and strides of the tensor, in elements. Strides must not be negative.
         dtype: data type of the elements.
     Raises:
-        EOFError: the file ends before the tensor does.
-        OSError: the file cannot be read.
+        EOFError: If the file ends before the tensor does.
+        OSError: If the file cannot be read.
     """
     if 0 in shape:
         return torch.empty(tuple(shape), dtype=dtype)
@@ -66,7 +68,7 @@ def _in_order(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -
 
 
 def _read_span(file: int, start: int, count: int, dtype: torch.dtype) -> Tensor:
-    """Read `count` consecutive elements."""
+    """Read `count` consecutive elements from a file."""
     # numpy and not torch.empty: torch requests memory aligned to 64 bytes, which glibc before 2.38
     # hardly reuses, so that a conversion would need three times as much memory.
     memory = np.empty(count * dtype.itemsize, np.uint8)
@@ -80,7 +82,8 @@ AT_ONCE = 2
 
 
 class Stopped(Exception):
-    """Raised in a worker whose file is no longer needed, because another file or the caller failed.
+    """Raised in a worker thread whose file is no longer needed because writing another file failed,
+    or because the caller failed.
     """
 
 
@@ -92,14 +95,14 @@ def usable_cores() -> int:
 
 
 class FileWorkers:
-    """A context that writes several files at a time in threads.
+    """A context manager that writes several files at a time in threads.
 
-    Up to `at_once` files are produced at a time, while one more may be waiting for the disk. All
-    files are complete when the context ends.
+    The contents of up to `at_once` files are produced at a time, while one more file may be waiting
+    for the disk. All files are complete when the context ends.
 
     Args:
-        at_once: number of files that are produced at a time. Defaults to two, or to one if the
-            process has only one core.
+        at_once: number of files whose contents are produced at the same time. The default is two
+            files, or one file if the process may use only one core.
     """
 
     def __init__(self, at_once: int | None = None) -> None:
@@ -113,11 +116,13 @@ class FileWorkers:
         """Start writing a file as soon as a worker is free.
 
         Args:
-            make: writes the file, in another thread. The iterator yields once, after the file is
-                written and before it is flushed to the disk. `make` must call `check` regularly,
-                and must close its file if `check` raises.
+            make: function that writes the file and is called in another thread. The iterator that
+                it returns must yield exactly once, after the file is written and before it is
+                flushed to the disk. `make` must call `check` regularly, and must close its file if
+                `check` raises.
         Raises:
-            BaseException: the first error that the `make` of another file raised.
+            BaseException: If the `make` function of another file failed. The first such error is
+                raised.
         """
         self._room.acquire()
         try:

@@ -1,4 +1,4 @@
-"""A summary of a checkpoint as JSON values; no tensor values are read."""
+"""A summary of a checkpoint as JSON values. The values of tensors are not read."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ _NUMBER = re.compile(r"^(local_experts\.)?\d+\.")
 
 
 def summary(source: Source) -> dict[str, Any]:
-    """Return format, step, layout, files, fields, layers, tensors and settings of a checkpoint."""
+    """Return the format, step, layout, files, fields, layers, tensors and settings of a checkpoint.
+    """
     return {
         "format": source.format, "step": source.values.get("step"),
         "layout": dict(source.describe()), "files": len(source.files()),
@@ -27,7 +28,9 @@ def summary(source: Source) -> dict[str, Any]:
 
 
 def _settings(values: Mapping[str, Any]) -> Any:
-    """Return the settings of the model or the run. A plain checkpoint stores them in `extra`."""
+    """Return the settings of the model or of the run that are stored in a checkpoint. A plain
+    checkpoint stores settings in `extra`.
+    """
     extra = values.get("extra")
     candidates = [values.get(name) for name in ("settings", "model", "config")]
     if isinstance(extra, Mapping):
@@ -64,7 +67,9 @@ def _name(dtype: Any) -> str:
 
 
 def plain(value: Any) -> Any:
-    """Convert settings to JSON values: namespaces become mappings, other objects become strings."""
+    """Convert settings to JSON values. Namespaces are converted to mappings, and objects that JSON
+    cannot represent are converted to strings.
+    """
     if isinstance(value, argparse.Namespace):
         value = vars(value)
     if isinstance(value, Mapping):

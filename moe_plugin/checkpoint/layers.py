@@ -36,14 +36,15 @@ def write_experts(source: Source, path: str | os.PathLike[str],
                   advance: Callable[[int], None] = lambda _: None) -> None:
     """Write the experts of all layers to a safetensors file, block by block.
 
-    The file is renamed to `path` when it is complete.
+    The file is written under a temporary name and renamed to `path` when it is complete.
 
     Args:
-        source: an open checkpoint of any format; see `formats.open_source`.
-        path: path of the file, ending in `.safetensors`.
-        advance: called with the number of bytes after each write.
+        source: an open checkpoint of any format. See `formats.open_source`.
+        path: path of the file to write. It must end in `.safetensors`.
+        advance: function that is called after each write with the number of bytes written.
     Raises:
-        CheckpointError: the checkpoint has no feed-forward experts, or the file cannot be written.
+        CheckpointError: If the checkpoint has no feed-forward experts, or if the file cannot be
+            written.
     """
     view, path = convert(source, "plain"), check_output(path)
     names = [name for field, name in view.entries if field == MODEL
@@ -80,15 +81,17 @@ NEUTRAL_NAMES = {ours: theirs for theirs, ours in LAYER_NAMES.items()}
 
 
 def layer_settings(source: Source, prefix: str) -> dict[str, Any]:
-    """Return the settings of an `MoELayer` that computes the same as an MoE layer of a neutral
-    source.
+    """Return the settings of an `MoELayer` that computes the same function as an MoE layer of a
+    neutral source.
 
     Args:
         source: a neutral source.
-        prefix: prefix of the layer's names, `layers.N.moe.`, as in `source.layers`.
-    Returns: settings for `moe_plugin.config.from_dict`, without balance losses.
+        prefix: prefix `layers.N.moe.` of the tensor names of the layer, which is a key of
+            `source.layers`.
+    Returns: settings for `moe_plugin.config.from_dict`. They contain no balance losses.
     Raises:
-        CheckpointError: `MoELayer` cannot compute the layer; the message names the setting.
+        CheckpointError: If `MoELayer` cannot compute the same function. The message names the
+            setting that is not supported.
     """
     s = DecoderSettings.from_dict(source.values["model"])
     shapes = {name.removeprefix(prefix): entry.shape for (field, name), entry
@@ -135,24 +138,25 @@ def _router(s: DecoderSettings, biased: bool) -> dict[str, Any]:
 
 
 def local_window(name: str, shape: tuple[int, ...], place: Placement) -> tuple[slice, ...]:
-    """Return the window of a whole expert tensor that a rank stores.
+    """Return the part (window) of a whole expert tensor that a rank stores.
 
     Args:
-        name: name of the tensor below `experts.`; must be a key of `PART_AXIS`.
+        name: name of the tensor after the prefix `experts.`. It must be a key of `PART_AXIS`.
         shape: shape of the whole tensor.
-        place: placement of the experts on the ranks.
+        place: placement that determines which experts each rank stores.
     """
     return window_of_rank(shape, place.comm.rank, place.local, place.shards, PART_AXIS[name])
 
 
 @torch.no_grad()
 def load_layer(layer: MoELayer, source: Source, prefix: str) -> None:
-    """Copy an MoE layer of a neutral source into a layer. Each rank reads only its own experts.
+    """Copy the weights of an MoE layer of a neutral source into an `MoELayer`. Each rank reads only
+    its own experts.
 
     Adapters are not changed.
 
     Raises:
-        CheckpointError: the names or shapes of the tensors differ.
+        CheckpointError: If the names or the shapes of the tensors differ.
     """
     theirs = {name.removeprefix(prefix): entry for (field, name), entry in source.entries.items()
               if field == MODEL and name.startswith(prefix)}
@@ -186,13 +190,15 @@ def load_layer(layer: MoELayer, source: Source, prefix: str) -> None:
 
 
 def full_state(layer: MoELayer, below: str | tuple[str, ...] = "") -> Mapping[str, Tensor]:
-    """Return the state of a layer with all experts, as a single rank would have it.
+    """Return the state dict of a layer with all experts, which equals the state dict of the layer
+    on a single rank.
 
     All ranks must call this function if the experts are spread over several ranks.
 
     Args:
         layer: the layer.
-        below: prefix, or tuple of prefixes, of the names to return. Defaults to all names.
+        below: prefix, or tuple of prefixes, that the names of the returned tensors must have. By
+            default all tensors are returned.
     """
     state = {name: value.detach() for name, value in layer.state_dict().items()
              if isinstance(value, torch.Tensor) and name.startswith(below)}

@@ -1,7 +1,8 @@
-"""Rules that map a format's tensor names to neutral names, usable in both directions.
+"""Rules that map the tensor names of a format to neutral names and back.
 
-A name contains {n} for the number of a layer and {e} for the number of an expert. If a format
-stores each expert in a separate tensor, the neutral tensor has all experts on axis 0.
+In the names of a rule, {n} stands for the index of a layer and {e} for the index of an expert. If a
+format stores each expert in a separate tensor, the neutral tensor contains all experts along axis
+0.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from moe_plugin.checkpoint.source import (
     stacked,
     transposed,
 )
-from moe_plugin.routing.contract import FLOAT32
+from moe_plugin.experts.distributed_state import FLOAT32
 
 # Which tensors of a model stay in float32 when the data type of the model changes.
 #
@@ -49,7 +50,8 @@ Layers = Mapping[str, Mapping[str, Any]]
 
 
 def marked(derived: Iterable[Derived], layers: Layers) -> list[Derived]:
-    """Return the tensors with `TensorEntry.keeps_float32` set where it applies."""
+    """Return the tensors with `TensorEntry.keeps_float32` set for those that must stay in float32.
+    """
     tensors = list(derived)
     widest = _bytes_of_experts(tensors, layers)
     return [replace(one, entry=replace(one.entry, keeps_float32=True))
@@ -72,7 +74,7 @@ def _keeps_float32(key: Key, entry: TensorEntry, layers: Layers, widest: Mapping
 
 
 def _bytes_of_experts(tensors: Iterable[Derived], layers: Layers) -> dict[str, int]:
-    """Return the bytes of the widest floating-point type of each layer's experts."""
+    """Return the size in bytes of the widest floating-point type among each layer's experts."""
     widest: dict[str, int] = {}
     for tensor in tensors:
         (field, name), dtype = tensor.key, tensor.entry.dtype
@@ -90,18 +92,21 @@ Others = Callable[[Derived], Derived]
 
 @dataclass(frozen=True)
 class NameRule:
-    """A rule for a tensor of a format and the neutral tensors that it contains.
+    """A rule that maps a tensor of a format to the neutral tensors that this tensor contains.
 
     Attributes:
-        theirs: name in the format.
-        ours: neutral names, in the order in which the format's tensor joins them.
-        swap: the last two axes are exchanged compared with the neutral tensors.
-        axis: axis of the format's tensor along which the neutral tensors are joined.
-        shares: relative sizes of the neutral tensors along `axis`; empty for equal sizes.
-        groups: number of consecutive groups along `axis`, each with a piece of every neutral
+        theirs: name of the tensor in the format.
+        ours: names of the neutral tensors, in the order in which they are joined in the format's
             tensor.
-        in_turn: elements of the neutral tensors alternate along `axis`.
-        row: the format stores the neutral vector as a matrix with a single row.
+        swap: whether the last two axes of the format's tensor are exchanged compared with the
+            neutral tensors.
+        axis: axis of the format's tensor along which the neutral tensors are joined.
+        shares: relative sizes of the neutral tensors along `axis`, or an empty tuple if the sizes
+            are equal.
+        groups: number of consecutive groups along `axis`. Each group contains a piece of every
+            neutral tensor.
+        in_turn: whether the elements of the neutral tensors alternate along `axis`.
+        row: whether the format stores the neutral vector as a matrix with a single row.
     """
 
     theirs: str
@@ -132,7 +137,8 @@ class NameRule:
         return [self._swapped(_joined(pieces, self.axis)) for pieces in pieces_by_tensor]
 
     def join(self, parts: Iterable[Derived]) -> Derived:
-        """Join neutral tensors into a tensor of the format: the reverse of `split`."""
+        """Join neutral tensors into a tensor of the format. This method is the inverse of `split`.
+        """
         if self.row:
             return stacked(list(parts))
         if self.in_turn:
@@ -153,7 +159,7 @@ def _joined(pieces: list[Derived], axis: int) -> Derived:
 
 
 class _Index:
-    """An index of rules by name, in which numbers match placeholders."""
+    """An index of rules by tensor name. Numbers in a name match the placeholders of a rule."""
 
     def __init__(self, rules: Iterable[tuple[str, NameRule]]) -> None:
         self._alike: dict[str, list[tuple[re.Pattern[str], NameRule]]] = {}
@@ -163,14 +169,14 @@ class _Index:
             alike.append((re.compile(pattern), rule))
 
     def find(self, name: str) -> list[tuple[NameRule, dict[str, str]]]:
-        """Return the rules for a name, each with the values of its placeholders."""
+        """Return the rules that match a name, each with the values of the rule's placeholders."""
         return [(rule, match.groupdict())
                 for pattern, rule in self._alike.get(_NUMBER.sub("0", name), ())
                 if (match := pattern.fullmatch(name))]
 
 
 class NameTable:
-    """All rules of a format.
+    """All name rules of a format.
 
     If several rules match a tensor of the format, the first rule is used. A neutral tensor is
     written under the names of all matching rules.
@@ -186,8 +192,8 @@ class NameTable:
         return next((rule.ours[0].format(**at) for rule, at in self._theirs.find(name)), name)
 
     def their_names(self, name: str, experts: int) -> list[str]:
-        """Return the format's names of a neutral tensor of `experts` experts, or `name` if none
-        match.
+        """Return the names under which the format stores a neutral tensor of `experts` experts. If
+        no rule matches, return only `name`.
         """
         names = [rule.theirs.format(**{"e": expert, **at}) for rule, at in self._ours.find(name)
                  for expert in range(experts if "{e}" in rule.theirs else 1)]
@@ -195,15 +201,15 @@ class NameTable:
 
     def neutral(self, tensors: Iterable[Derived], others: Others,
                 experts: int = 0) -> Iterator[Derived]:
-        """Yield the tensors of the format as neutral tensors.
+        """Convert tensors of the format to neutral tensors and yield them.
 
         Args:
             tensors: tensors of the format.
-            others: converts a tensor that no rule names, or raises.
-            experts: number of experts in a layer; 0 to infer it from the tensors.
+            others: function that converts a tensor whose name matches no rule, or raises an error.
+            experts: number of experts in a layer, or 0 to infer this number from the tensors.
         Raises:
-            CheckpointError: an expert is missing, or the number of its axes does not match its
-                name.
+            CheckpointError: If an expert is missing, or if the tensor of an expert has a wrong
+                number of axes.
         """
         single: dict[Key, tuple[NameRule, dict[int, Derived]]] = {}
         for one in tensors:
@@ -226,12 +232,12 @@ class NameTable:
             yield _checked(whole, name)
 
     def theirs(self, source: Source, others: Others) -> Iterator[Derived]:
-        """Yield the neutral tensors of a source as tensors of the format.
+        """Convert the neutral tensors of a source to tensors of the format and yield them.
 
-        Tensors of single experts follow at the end, expert by expert.
+        Tensors of single experts are yielded at the end, one expert after the other.
 
         Raises:
-            CheckpointError: a tensor of the format cannot be built, because a neutral tensor is
+            CheckpointError: If a tensor of the format cannot be built because a neutral tensor is
                 missing.
         """
         single: dict[Key, list[tuple[NameRule, dict[str, str], Derived]]] = {}
@@ -256,7 +262,8 @@ class NameTable:
 
 
 def _checked(one: Derived, name: str) -> Derived:
-    """Rename a tensor. An expert's tensor must have as many axes as its neutral name implies."""
+    """Rename a tensor. The tensor of an expert must have as many axes as its neutral name implies.
+    """
     layer, experts, last = name.rpartition("experts.")
     if experts and one.key[0] == MODEL and len(last.rpartition("_")[2]) != len(one.entry.shape):
         raise CheckpointError(f"tensor {one.key[1]!r} has shape {one.entry.shape}, which does not "
@@ -275,13 +282,13 @@ def same_parts(theirs: str, ours: str, names: Any) -> Iterator[NameRule]:
     """Yield rules for tensors that differ only in their names.
 
     Args:
-        theirs, ours: prefixes of all names, in the format and in neutral names.
-        names: the format's names -> neutral names.
+        theirs, ours: prefixes that are added to all names of the format and to all neutral names.
+        names: mapping from the names of the format to neutral names, without the prefixes.
     """
     return (NameRule(theirs + name, (ours + neutral,)) for name, neutral in names.items())
 
 
 def both_kinds(names: Any) -> dict[str, str]:
-    """Expand names of linear maps or norms to the names of their weights and biases."""
+    """Expand the names of linear layers or norms to the names of their weights and biases."""
     return {f"{name}.{kind}": f"{neutral}.{kind}" for name, neutral in names.items()
             for kind in KINDS}

@@ -1,9 +1,10 @@
 """Names, shapes and settings of a decoder model that are independent of any framework.
 
-Formats convert to these names and from them, so that n formats need 2n views. D is the width, V the
-vocabulary, A the attention heads, K the heads of keys and values, H the width of a head, P the
-positions, E the experts, F the width inside an expert or MLP, G the width of the shared expert, L
-the latent width.
+Each format only needs a conversion to these names and a conversion from them. The letters in shapes
+have the following meanings: D is the width of the model, V the size of the vocabulary, A the number
+of query heads, K the number of key and value heads, H the width of a head, P the number of
+positions, E the number of experts, F the inner width of an expert or MLP, G the inner width of the
+shared expert, and L the latent width.
 
     embed.weight                         [V, D]
     position.weight                      [P, D]         learned positions only
@@ -31,11 +32,12 @@ the latent width.
     final_norm.weight, bias              [D]
     output.weight                        [V, D]         absent if it equals the embedding
 
-Rotary positions pair element i of a head with i + H/2, as in Hugging Face and Megatron. Optimizer
-fields have the same names and shapes. The keys of a source's `layers` are the prefixes
-`layers.N.moe.`. Its `values["model"]` is `DecoderSettings.to_dict()`, and `values["step"]` is the
-number of updates. If the source has optimizer state, `values["optimizer"]` contains the entries
-named in `OPTIMIZER_VALUES`.
+For rotary positions, element `i` of a head is paired with element `i + H/2`, as in Hugging Face and
+Megatron. The tensors of an optimizer's state have the same names and shapes as the parameters. The
+keys of a source's `layers` are the prefixes `layers.N.moe.`. In a neutral source, `values["model"]`
+is the result of `DecoderSettings.to_dict()`, and `values["step"]` is the number of optimizer steps.
+If the source has optimizer state, `values["optimizer"]` contains the entries named in
+`OPTIMIZER_VALUES`.
 """
 
 from __future__ import annotations
@@ -88,29 +90,35 @@ class DecoderSettings:
     """Settings of a decoder model that cannot be derived from the shapes of its tensors.
 
     Attributes:
-        heads, kv_heads: number of attention heads; number of heads of keys and values.
-        norm: "layernorm" or "rmsnorm", with `norm_eps`.
-        pre_norm: norms are applied before attention and MLP, not after their residual.
-        activation: activation of MLP and experts, by its name in `experts.activation`.
-        gated: MLP and experts compute act(x w_gate) * (x w_in).
-        gate_clamp, linear_offset: same as `experts.clamp`, `experts.linear_offset` of our settings.
-        weights_first: routing weights multiply the experts' inputs, not their outputs.
-        positions: "rotary" (with `rotary_base`), "learned", "sinusoidal" or "none".
-        rotary_part: fraction of a head's width that is rotated; the unrotated part follows it.
-        tied: the output matrix is the embedding.
-        embed_scale: factor for embeddings (not for positions).
-        top_k: experts per token; 0 without MoE layers.
-        router: "softmax" or "sigmoid" scores, or "sparsemixer", with `mixer_eps` of our settings.
-            With `normalize_top_k` the chosen scores are divided by max(sum + `normalize_add`,
-            `normalize_min`), then multiplied by `router_scale`.
-        groups, group_top_k, group_scores: same as `router.groups`, `router.group_top_k`,
-            `router.group_scores` of our settings. With 0 groups, routing is not limited to groups.
-        rotary_scaling: scaling of rotary positions, like `rope_scaling` of Hugging Face with
-            "rope_type"; empty for no scaling.
-        window: number of previous tokens that attention can see; 0 for all tokens.
-        latent: values by the names in `LATENT`, for latent attention.
-        extra: settings outside this list, by the format's own names. A format that does not support
-            such a setting raises an error with its name.
+        heads, kv_heads: number of query heads of the attention, and number of key and value heads.
+        norm: type of the norms, "layernorm" or "rmsnorm". Both use `norm_eps`.
+        pre_norm: whether norms are applied before attention and MLP rather than after the residual
+            addition.
+        activation: activation of MLPs and experts, named as in the setting `experts.activation`.
+        gated: whether MLPs and experts compute `act(x @ w_gate) * (x @ w_in)`.
+        gate_clamp, linear_offset: same as the settings `experts.clamp` and `experts.linear_offset`
+            of this package.
+        weights_first: whether routing weights are multiplied with the experts' inputs rather than
+            with the outputs.
+        positions: type of the position encoding: "rotary" (with `rotary_base`), "learned",
+            "sinusoidal" or "none".
+        rotary_part: fraction of a head's width that is rotated. The rotated part comes first.
+        tied: whether the embedding matrix is also used as the output matrix.
+        embed_scale: factor that token embeddings, but not position embeddings, are multiplied by.
+        top_k: number of experts per token, or 0 if the model has no MoE layers.
+        router: how scores are computed: "softmax", "sigmoid" or "sparsemixer". The last one uses
+            `mixer_eps`, as the setting of this package with that name. If `normalize_top_k` is set,
+            the chosen scores are divided by `max(sum + normalize_add, normalize_min)`. They are
+            then multiplied by `router_scale`.
+        groups, group_top_k, group_scores: same as the settings `router.groups`,
+            `router.group_top_k` and `router.group_scores` of this package. If the number of groups
+            is 0, routing is not limited to groups.
+        rotary_scaling: scaling of rotary positions, in the form of Hugging Face's `rope_scaling`
+            with the key "rope_type". The mapping is empty if positions are not scaled.
+        window: number of previous tokens that each token can attend to, or 0 for all tokens.
+        latent: settings of latent attention, with the names in `LATENT` as keys.
+        extra: settings that are not in this list, by their names in the format. Formats that do not
+            support such a setting raise an error that names the setting.
     """
 
     heads: int
@@ -150,7 +158,9 @@ class DecoderSettings:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> DecoderSettings:
-        """Build settings from `to_dict`; raise `CheckpointError` for missing or unknown entries."""
+        """Build settings from the result of `to_dict`, or raise `CheckpointError` if entries are
+        missing or unknown.
+        """
         known = {setting.name for setting in fields(cls)}
         if unknown := sorted(set(values) - known):
             raise CheckpointError(f"unknown model setting {unknown[0]!r}; known settings: "
@@ -162,21 +172,23 @@ class DecoderSettings:
 
 
 class NeutralModel:
-    """A summary of a neutral source, from its settings and the shapes of its tensors.
+    """A summary of a neutral source that is derived from the settings and the shapes of the
+    tensors.
 
     Attributes:
-        width, vocabulary: D, V.
-        head_dim: H.
-        dense, moe: indices of the layers with an MLP, and of the layers with experts.
+        width, vocabulary: width of the model (D) and size of the vocabulary (V).
+        head_dim: width of an attention head (H).
+        dense, moe: indices of the layers with an MLP, and indices of the layers with experts.
         layers: total number of layers.
-        experts, expert_width, shared_width, dense_width: E, F, G, F; 0 if the model has no such
-            part.
-        biases: biases of attention: "none", "qkv" or "all".
-        qk_norm: "none", "head" or "all".
-        shared: "none", "plain" or "gated".
+        experts, expert_width, shared_width, dense_width: number of experts (E), inner width of an
+            expert (F), of the shared expert (G) and of an MLP (F). A value is 0 if the model has no
+            such part.
+        biases: which linear layers of the attention have biases: "none", "qkv" or "all".
+        qk_norm: what queries and keys are normalized over: "none", each "head" or "all" heads.
+        shared: type of the shared expert: "none", "plain" or "gated".
         dtype: data type of the embedding.
     Raises:
-        CheckpointError: the source is not a complete model.
+        CheckpointError: If the source is not a complete model.
     """
 
     def __init__(self, source: Source) -> None:
@@ -214,7 +226,9 @@ class NeutralModel:
 
     @property
     def group_scores(self) -> int | None:
-        """Return the number of scores that make up a group's score, or None without groups."""
+        """Return the number of expert scores that are added to get the score of a group, or None if
+        there are no groups.
+        """
         s = self.settings
         return None if not s.groups else s.group_scores or max(1, s.top_k // s.group_top_k)
 
@@ -225,8 +239,10 @@ def unfit(model: DecoderSettings, checks: Iterable[tuple[str, bool, str]], held:
 
     Args:
         model: settings of the model.
-        checks: for each setting, its name, whether it fits, and the allowed values.
-        held: settings that the format can store; all other settings must have their default.
+        checks: tuples with the name of a setting, whether its value is allowed, and a description
+            of the allowed values.
+        held: names of the settings that the format can store. All other settings must have their
+            default values.
         extra: keys of `model.extra` that the format supports.
     """
     values = vars(model)
@@ -248,17 +264,19 @@ def check_names(names: Any) -> None:
 
 
 def zeros(like: Derived, name: str) -> Derived:
-    """Return a vector of zeros with one element for each row of a matrix: a bias without effect."""
+    """Return a bias of zeros with one element for each row of a matrix."""
     return filled((like.key[0], name), like.entry.shape[:1], like.entry.dtype)
 
 
 def is_zero(source: Source, name: str) -> bool:
-    """Return whether a small tensor is zero in every field that contains it."""
+    """Return whether a small tensor has only zeros in every field that contains the tensor."""
     return not any(bool(source.read(key).any()) for key in source.entries if key[1] == name)
 
 
 def masters(source: Source) -> list[Derived]:
-    """Return float32 copies of the 16-bit parameters with optimizer state, unless copies exist."""
+    """Return float32 copies of all 16-bit parameters that have optimizer state. If the source
+    already has such copies, return an empty list.
+    """
     trained = {name for field, name in source.entries if field != MODEL}
     if any(field == "master" for field, _ in source.entries):
         return []

@@ -1,9 +1,10 @@
-"""Conversion between the state dicts of ranks and one full state dict.
+"""Conversion between the state dicts of several ranks and one full state dict.
 
-A rank's state has only the rank's experts. A *full* state has all experts, as on a single rank:
-expert tensors start with the axis of all E experts. `merge` and `split` are inverse for every
-number of ranks that fits the experts. Both functions also accept tensors that are still on disk
-(`source.Derived`), and return tensors of the same kind.
+The state dict of a rank contains only the experts that this rank stores. A *full* state dict
+contains all experts, as on a single rank. Axis 0 of an expert tensor then has the size E. `merge`
+and `split` are inverse to each other for every number of ranks that the experts can be divided
+among. Both functions also accept tensors that have not been read from disk yet (`source.Derived`),
+and then return such tensors.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from moe_plugin.checkpoint.source import (
 )
 from moe_plugin.experts.base import with_current_names
 from moe_plugin.experts.ffn import PART_AXIS, SHARD_AXIS
-from moe_plugin.tuning.layout_selector import STATE_VERSION
+from moe_plugin.routed_experts import STATE_VERSION
 
 _CUSTOM = re.compile(r"local_experts\.(\d+)\.(.+)")
 State = Mapping[str, Any]
@@ -41,7 +42,8 @@ GROUPS = "optimizer_groups"  # key in `Source.values`
 
 
 def moe_layers(state: State) -> dict[str, dict[str, int]]:
-    """Return the prefix of every MoE layer in a state dict, with the origin of its experts.
+    """Return a mapping from the prefix of every MoE layer in a state dict to the layer's extra
+    state.
 
     See `MoELayer.get_extra_state`.
     """
@@ -52,17 +54,18 @@ def moe_layers(state: State) -> dict[str, dict[str, int]]:
 
 def merge(states: Sequence[State],
           layers: Mapping[str, Mapping[str, int]] | None = None) -> dict[str, Any]:
-    """Merge the states of ranks 0 to W-1 of one expert-parallel group into the full state.
+    """Merge the state dicts of all ranks of one expert-parallel group into the full state dict.
 
-    Entries that are not experts come from rank 0.
+    Entries that do not belong to experts are copied from rank 0.
 
     Args:
-        states: one state per rank, in rank order, all with the same keys.
-        layers: prefixes and origins of the MoE layers. Defaults to the layers in rank 0's state.
-            Pass the layers for states that do not contain them, such as optimizer states.
+        states: one state dict per rank, in rank order. All of them must have the same keys.
+        layers: extra states of the MoE layers, by the prefix of each layer. Defaults to the layers
+            in the state dict of rank 0. This argument is needed if the state dicts do not contain
+            the extra states, as is the case for optimizer states.
     Raises:
-        ValueError: the number of states differs from the group size, or states are not in rank
-            order.
+        ValueError: If the number of state dicts differs from the group size, or if they are not in
+            rank order.
     """
     layers = moe_layers(states[0]) if layers is None else layers
     for rank, state in enumerate(states):
@@ -89,16 +92,17 @@ def merge(states: Sequence[State],
 
 def split(whole: State, rank: int, size: int, layers: Mapping[str, Mapping[str, int]] | None = None,
           shards: Mapping[str, int] | None = None) -> dict[str, Any]:
-    """Return the state of rank `rank` of `size` from a full state.
+    """Return the part of a full state dict that one rank of an expert-parallel group stores.
 
     Args:
-        whole: the full state.
-        rank, size: rank in the expert-parallel group, and its size.
+        whole: the full state dict.
+        rank, size: rank in the expert-parallel group, and size of this group.
         layers: see `merge`.
-        shards: number of ranks over which each expert is cut, by layer prefix, if `parallel.shards`
-            sets it. Optional.
+        shards: number of ranks that each expert is split over, by layer prefix, if
+            `parallel.shards` sets this number. Optional.
     Raises:
-        ValueError: the experts do not fit this number of ranks, or the rank does not exist.
+        ValueError: If the experts cannot be divided among this number of ranks, or if the rank does
+            not exist.
     """
     if not 0 <= rank < size:
         raise ValueError(f"rank {rank} of {size} ranks does not exist: the rank must be >= 0 and < "
@@ -120,7 +124,9 @@ def split(whole: State, rank: int, size: int, layers: Mapping[str, Mapping[str, 
 
 
 def _layer_of(key: str, layers: Mapping[str, Mapping[str, int]]) -> str | None:
-    """Return the prefix of the MoE layer that `key` belongs to; None for shared entries."""
+    """Return the prefix of the MoE layer that `key` belongs to, or None for entries that all ranks
+    share.
+    """
     for prefix in layers:
         if key.startswith(prefix) and (key.startswith(prefix + "experts.")
                                        or key == prefix + "_extra_state"):
@@ -132,14 +138,14 @@ def _check_fit(prefix: str, experts: int, size: int, shards: int | None) -> None
     if shards is not None:
         if size % shards or experts % (size // shards):
             raise ValueError(
-                f"layer {prefix!r} has num_experts={experts}, which does not fit {size} ranks with "
-                f"shards={shards}: ranks must be a multiple of shards, and num_experts a multiple "
-                "of ranks / shards"
+                f"layer {prefix!r} has num_experts={experts}, which cannot be divided "
+                f"among {size} ranks with shards={shards}: ranks must be a multiple of shards, "
+                "and num_experts a multiple of ranks / shards"
             )
     elif experts % size and size % experts:
         raise ValueError(
-            f"layer {prefix!r} has num_experts={experts}, which does not fit {size} ranks: the "
-            "number of ranks must be a multiple or a divisor of num_experts"
+            f"layer {prefix!r} has num_experts={experts}, which cannot be divided among "
+            f"{size} ranks: the number of ranks must be a multiple or a divisor of num_experts"
         )
 
 
@@ -181,8 +187,9 @@ def _split_key(key: str, value: Any, prefix: str, experts: int, rank: int, size:
     shards = shards or max(1, size // experts)
     axis = _axis(key, name) if shards > 1 else 0
     if shards > 1 and shape[axis] % shards:
-        raise ValueError(f"{key!r} of shape {shape} does not fit {shards} shards: the size of axis "
-                         f"{axis} must be a multiple of the shards; choose another number of ranks")
+        raise ValueError(f"{key!r} of shape {shape} cannot be split into {shards} shards: "
+                         f"the size of axis {axis} must be a multiple of the shards; choose "
+                         "another number of ranks")
     window = window_of_rank(shape, rank, experts * shards // size, shards, axis)
     if isinstance(value, Derived):
         return {key: value if rank == 0 and size == 1 else part_of(value, window)}
@@ -190,14 +197,15 @@ def _split_key(key: str, value: Any, prefix: str, experts: int, rank: int, size:
 
 
 def window_of_rank(shape: Sequence[int], rank: int, local: int, shards: int, axis: int) -> Window:
-    """Return the window of a tensor of all experts that a rank of an expert-parallel group stores.
+    """Return the window that a rank of an expert-parallel group stores of a tensor with all
+    experts.
 
     Args:
-        shape: shape of the tensor of all experts.
+        shape: shape of the tensor with all experts.
         rank: rank in the expert-parallel group.
-        local: number of experts on a rank.
+        local: number of experts that a rank stores, completely or in part.
         shards: number of consecutive ranks that each store a part of the same experts.
-        axis: axis along which these parts are cut.
+        axis: axis along which experts are split into these parts.
     """
     run, shard = divmod(rank, shards)
     window = [slice(0, size) for size in shape]
@@ -209,7 +217,9 @@ def window_of_rank(shape: Sequence[int], rank: int, local: int, shards: int, axi
 
 
 def _shape(value: Any) -> tuple[int, ...]:
-    """Return the shape; empty for values without axes: numbers, scalar tensors, other objects."""
+    """Return the shape of a value. It is empty for numbers, scalar tensors and other objects
+    without axes.
+    """
     if isinstance(value, Derived):
         return value.entry.shape
     return tuple(value.shape) if isinstance(value, Tensor) else ()
@@ -224,7 +234,7 @@ def _join(pieces: Sequence[Any], axis: int) -> Any:
 def _axis(key: str, name: str) -> int:
     if name not in PART_AXIS:
         raise ValueError(
-            f"{key!r} is not a parameter that can be cut into shards; only these can: "
+            f"{key!r} is not a parameter that can be split into shards; only these can: "
             f"{', '.join(SHARD_AXIS)}; use at most as many ranks as experts")
     return PART_AXIS[name]
 
@@ -232,12 +242,12 @@ def _axis(key: str, name: str) -> int:
 def column_source(format: str, columns: Columns, layers: Mapping[str, Mapping[str, int]],
                   values: Mapping[str, Any], description: Mapping[str, Any],
                   paths: Sequence[Path]) -> DerivedSource:
-    """Build a source from columns; values that are not tensors are stored in `values[COLUMNS]`.
+    """Build a source from columns. Values that are not tensors are stored in `values[COLUMNS]`.
 
     Args:
-        format, layers, values: see `Source`.
-        columns: whole tensors on disk and other values, by field and name.
-        description, paths: see `Source.describe` and `Source.files`.
+        format, layers, values: attributes of the new source, as described in `Source`.
+        columns: mapping from field and name to whole tensors on disk and other values.
+        description, paths: results of `Source.describe` and `Source.files` for the new source.
     """
     rest = {field: {name: value for name, value in column.items()
                     if not isinstance(value, Derived)} for field, column in columns.items()}
@@ -249,12 +259,13 @@ def column_source(format: str, columns: Columns, layers: Mapping[str, Mapping[st
 
 def ranked_source(format: str, ranks: Sequence[Columns], values: Mapping[str, Any],
                   description: Mapping[str, Any], paths: Sequence[Path]) -> DerivedSource:
-    """Build a source of whole tensors from the ranks of one expert-parallel group.
+    """Build a source of whole tensors from the columns that the ranks of one expert-parallel group
+    store.
 
     Args:
-        format, values: see `Source`.
+        format, values: attributes of the new source, as described in `Source`.
         ranks: columns of each rank, in rank order.
-        description, paths: see `Source.describe` and `Source.files`.
+        description, paths: results of `Source.describe` and `Source.files` for the new source.
     """
     ranks = [{field: with_current_names(column) for field, column in rank.items()}
              for rank in ranks]
@@ -264,7 +275,7 @@ def ranked_source(format: str, ranks: Sequence[Columns], values: Mapping[str, An
 
 
 def columns_of(source: Source) -> dict[str, dict[str, Any]]:
-    """Return all tensors and other values that a source has in columns."""
+    """Return all tensors and other values of a source as columns."""
     whole: dict[str, dict[str, Any]] = {MODEL: {}}
     for field, name in source.entries:
         whole.setdefault(field, {})[name] = source.tensor((field, name))
@@ -279,8 +290,8 @@ def columns_of_rank(source: Source, rank: int, size: int,
 
     Args:
         source: the source.
-        rank, size: rank in the expert-parallel group, and its size.
-        shards: number of ranks over which each expert is cut, for all layers or by layer prefix.
+        rank, size: rank in the expert-parallel group, and size of this group.
+        shards: number of ranks that each expert is split over, for all layers or by layer prefix.
             Optional.
     """
     if isinstance(shards, int):
@@ -306,8 +317,8 @@ def sizes_of(layers: Mapping[str, Mapping[str, int]]) -> dict[str, Any]:
 
 
 def bytes_of_ranks(source: Source, world: int, ep: int) -> int:
-    """Return the bytes of tensors that `world` ranks write; each writes its experts and all the
-    rest.
+    """Return the total size in bytes of the tensors that `world` ranks write. Each rank writes the
+    experts that it stores and all other tensors.
     """
     ahead, total = tuple(prefix + "experts." for prefix in source.layers), 0
     for (_, name), entry in source.entries.items():

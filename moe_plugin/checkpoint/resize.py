@@ -1,8 +1,9 @@
-"""Change of the number of expert-parallel ranks between two steps of a run, without a checkpoint.
+"""Change of the number of expert-parallel ranks between two training steps, without a checkpoint.
 
 Experts and their optimizer state are sent point to point from the ranks that store them to the
-ranks that will store them (`planner.resharding`). Nothing is gathered, and data that stays on a
-rank is not sent. If several ranks store the same experts, each of them sends a part.
+ranks that will store them. `planner.resharding` plans these transfers. No rank gathers all experts,
+and data that stays on a rank is not sent. If several ranks store the same experts, each of them
+sends a part.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from moe_plugin.planner.resharding import TensorLayout
 from moe_plugin.utils.dtensors import is_sharded
 
 # attributes of a layer that depend on its group; router and experts are moved separately
-_OF_THE_GROUP = ("comm", "config", "placement", "tokens", "layouts", "capacity", "ddp_check")
+_OF_THE_GROUP = ("comm", "config", "placement", "token_entry", "routed_experts", "capacity",
+                 "ddp_check")
 Positions = Sequence[int]  # by rank of the world: its rank in its expert-parallel group
 
 
@@ -38,30 +40,31 @@ def change_expert_parallel(model: nn.Module, optimizer: torch.optim.Optimizer | 
 
     Call this function between `optimizer.step()` and the next forward pass, because gradients of
     experts are dropped. Layers remain the same objects, and so do all parameters except those of
-    the experts. The optimizer receives the new expert parameters with their state. Any setup of the
-    old parameters must be repeated. For example, call `gradients.sync.reduce_experts` again if it
-    was called before, or pass the new groups to `sync_gradients`. The measurements of a tuner are
-    lost. The call is collective over `world`. During the call, memory must hold two copies of one
-    layer's experts.
+    the experts. The optimizer receives the new expert parameters with their state. Any setup that
+    used the old parameters must be repeated for the new parameters. For example, call
+    `gradients.sync.reduce_experts` again if it was called before, or pass the new groups to
+    `sync_gradients`. The measurements of a layout tuner are lost. The call is collective over
+    `world`. During the call, memory must hold two copies of one layer's experts.
 
     Args:
-        model: model of a plain training loop, wrapped or not.
-        optimizer: optimizer of all trainable expert parameters. The optimizer's state of a
-            parameter must consist of tensors of the parameter's shape or of one element, as in all
-            optimizers of torch except Adafactor. Moving averages of weights that are stored
-            elsewhere need a separate call without an optimizer. Optional.
-        comm: the new group of this rank, of any size that fits the experts. In a group of size 1
-            every rank has all experts.
-        world: all data-parallel ranks. Defaults to the ranks of the default group.
-        copies: tensors that the optimizer updates in place of parameters, such as float32 copies of
-            16-bit weights, by parameter. Copies of expert parameters are replaced. Optional.
+        model: model of a plain training loop, with or without a wrapper.
+        optimizer: optimizer of all trainable expert parameters. Every tensor in the optimizer's
+            state of a parameter must have the parameter's shape or one element. This is the case
+            for all optimizers of torch except Adafactor. If moving averages of the weights are
+            stored outside the optimizer, they need a separate call without an optimizer. Optional.
+        comm: the new expert-parallel group of this rank. The group may have any size that the
+            experts can be divided among. In a group of size 1 every rank has all experts.
+        world: all data-parallel ranks. Defaults to the ranks of the default process group.
+        copies: mapping from parameters to the tensors that the optimizer updates in their place,
+            such as float32 copies of 16-bit weights. In this mapping, copies of expert parameters
+            are replaced. Optional.
     Returns: a mapping from the experts' old parameters to their new parameters.
     Raises:
-        ValueError: the model, the optimizer or the groups do not support the change. Reasons are
-            custom experts, ranks with the same tokens, experts that do not fit the group, groups of
-            different sizes, parameters that are sharded or missing in the optimizer, and optimizer
-            states that have other shapes or differ between ranks. The error is raised before any
-            data is moved.
+        ValueError: If the model, the optimizer or the groups do not support the change. Possible
+            reasons are custom experts, ranks with the same tokens, experts that cannot be divided
+            among the ranks, groups of different sizes, parameters that are sharded or missing in
+            the optimizer, and optimizer states that have unsupported shapes or differ between
+            ranks. The error is raised before any data is moved.
     """
     world = default_comm() if world is None else world
     layers = named_layers_in(model)
@@ -79,13 +82,14 @@ def change_expert_parallel(model: nn.Module, optimizer: torch.optim.Optimizer | 
 
 
 def check_sizes(model: nn.Module, sizes: Mapping[int, int], world: int) -> None:
-    """Raise `ValueError` if an expert-parallel group of one of these sizes does not fit.
+    """Raise `ValueError` if an expert-parallel group of one of these sizes is not possible.
 
-    The message names setting, value, bound and remedy. See `change_expert_parallel`.
+    The message names the setting, the value, the bound and a remedy. See `change_expert_parallel`.
 
     Args:
         model: the model.
-        sizes: size of the expert-parallel group by step.
+        sizes: mapping from training steps to the size of the expert-parallel group from that step
+            on.
         world: number of data-parallel ranks.
     """
     for step, size in sizes.items():
@@ -111,7 +115,7 @@ def _check_movable(name: str, layer: MoELayer) -> None:
     if not layer.experts.supports_gather:
         raise ValueError(f"layer {name!r} has custom experts, whose parameters cannot be split by "
                          "expert: use experts of a registered kind, or a checkpoint")
-    if layer.layouts.experts.adapters is not None:
+    if layer.routed_experts.experts.adapters is not None:
         raise ValueError(f"layer {name!r} has adapters, whose settings a rebuilt layer would lose: "
                          "merge them with merge_lora(model), or save a checkpoint and use "
                          "moe-plugin reshard")
@@ -146,7 +150,7 @@ def _experts_of(layers: Mapping[str, MoELayer]) -> dict[str, Tensor]:
 
 def _check_states(tensors: Mapping[str, Tensor], optimizer: torch.optim.Optimizer | None,
                   world: Comm) -> None:
-    """Check that all ranks move the same tensors with the same optimizer state.
+    """Check that the same tensors with the same optimizer state will be moved on all ranks.
 
     tensors: parameters and buffers that will be moved.
     """
@@ -188,11 +192,11 @@ def _moves(value: Any, parameter: Tensor) -> bool:
 
 
 def _positions(name: str, comm: Comm, world: Comm) -> Positions:
-    """Return, for each rank of the world, its rank in its expert-parallel group.
+    """Return the rank in the expert-parallel group for each global rank.
 
-    name: description of the groups for the error message.
+    name: description of the groups that is used in the error message.
 
-    Raises: ValueError: an expert-parallel group is incomplete.
+    Raises: ValueError: If an expert-parallel group is incomplete.
     """
     mine = torch.tensor([[comm.rank, comm.size]], dtype=torch.int64, device=world.device)
     places = world.all_gather(mine).tolist()
@@ -239,18 +243,22 @@ def _moved(move: Resharding, value: Tensor) -> Tensor:
 
 
 def _wrapped_like(old: Tensor, value: Tensor) -> Tensor:
-    """Return the value as a parameter if `old` is a parameter, with the same requires_grad."""
+    """Return the value as a parameter with the same `requires_grad` if `old` is a parameter.
+    Otherwise return the value unchanged.
+    """
     new = nn.Parameter(value) if isinstance(old, nn.Parameter) else value
     return new.requires_grad_(old.requires_grad)
 
 
 def _rebuilt(layer: MoELayer, comm: Comm) -> MoELayer:
-    """Build a layer like this one over another group, with its router and uninitialized experts."""
+    """Build a layer like the given layer for a different group. The new layer has the same router
+    and uninitialized experts.
+    """
     probe = layer.experts.anchor
     where = {"dtype": probe.dtype, "device": probe.device}
     cards = [probe.device] if probe.device.type == "cuda" else []
     with torch.random.fork_rng(cards):  # the random values drawn here are overwritten
-        new = MoELayer(layer.given, comm, host=layer.layouts.host,
+        new = MoELayer(layer.given, comm, host=layer.routed_experts.host,
                        router=layer.router if layer.has_own_router else None, **where)
     for name, module in layer.router.named_modules():
         twin = new.router.get_submodule(name)
@@ -264,7 +272,7 @@ def _rebuilt(layer: MoELayer, comm: Comm) -> MoELayer:
 
 
 def _keep_hooks(old: nn.Module, new: nn.Module) -> None:
-    """Copy hooks, so that observers of the old router also observe the new one."""
+    """Copy hooks from the old router to the new router, so that observers continue to work."""
     for key, hook in list(old._forward_hooks.items()):
         if hook not in new._forward_hooks.values():
             new._forward_hooks[key] = hook
@@ -273,7 +281,7 @@ def _keep_hooks(old: nn.Module, new: nn.Module) -> None:
 
 
 def _layout(place: Placement, name: str, local: Tensor, positions: Positions) -> TensorLayout:
-    """Describe which part of an expert parameter each rank of the world stores."""
+    """Describe which part of an expert parameter each global rank stores."""
     axis, shards = SHARD_AXIS[name], place.shards
     shape = [place.experts, *local.shape[1:]]
     shape[axis] *= shards
@@ -285,7 +293,7 @@ def _layout(place: Placement, name: str, local: Tensor, positions: Positions) ->
 
 def _replace(optimizer: torch.optim.Optimizer, old: Tensor, new: Tensor,
              state: Mapping[str, Any]) -> None:
-    """Make the optimizer update `new` instead of `old`."""
+    """Make the optimizer update the parameter `new` instead of the parameter `old`."""
     if isinstance(new, nn.Parameter):
         mark_expert(new)
     for group in optimizer.param_groups:

@@ -1,6 +1,6 @@
-"""Checkpoints of plain PyTorch training, written atomically and readable by any number of ranks.
+"""Atomically written checkpoints of plain PyTorch training. Any number of ranks can load them.
 
-`formats.plain` describes the files. Loading verifies the checksums of the files first.
+See `formats.plain` for the files. Loading verifies the checksums of the files first.
 """
 
 from __future__ import annotations
@@ -47,18 +47,18 @@ def save(directory: str | os.PathLike[str], model: nn.Module,
          extra: Mapping[str, Any] | None = None, keep_old: bool = False) -> None:
     """Write a checkpoint. All ranks of `comm` must call this function.
 
-    The files are moved into place at the end, so a killed run leaves the old or the new checkpoint.
+    Files are moved into place at the end, so a killed run leaves a whole old or new checkpoint.
 
     Args:
-        model: model of a plain training loop, also with FSDP2, but without the wrapper of DDP.
+        model: model of a plain training loop, which may use FSDP2, but without the DDP wrapper.
         optimizer: optimizer to save. Optional.
         comm: expert-parallel group. Defaults to the group of the model's `MoELayer`s.
-        extra: JSON values (step, seed, ...), equal on all ranks; checked before writing starts.
-        keep_old: keep the old checkpoint as `DIRECTORY.old`, which `load` uses after damage.
+        extra: JSON values such as the step, equal on all ranks. They are checked before writing.
+        keep_old: whether to keep the old checkpoint as `DIRECTORY.old`, a backup for `load`.
     Raises:
-        CheckpointError: raised on every rank if a rank could not write or `extra` is not JSON.
-        ValueError: layers use several groups and `comm` is missing, or experts with adapters are
-            spread over ranks.
+        CheckpointError: If a rank could not write or `extra` is not JSON. All ranks raise it.
+        ValueError: If layers use several groups and `comm` is missing, or if experts with adapters
+            are spread over ranks.
     """
     comm = comm or _group_of(model)
     _refuse_adapters(model, comm)
@@ -105,7 +105,7 @@ def _check_extra(extra: Mapping[str, Any]) -> None:
 
 
 def _group_of(model: nn.Module) -> Comm:
-    """Return the group of the model's layers, so that ranks do not write the same file."""
+    """Return the communication group of the model's layers, whose ranks write different files."""
     from moe_plugin.layer import layers_in  # slow to import, so only imported if there is a model
 
     groups = {layer.comm.name: layer.comm for layer in layers_in(model)}
@@ -117,7 +117,7 @@ def _group_of(model: nn.Module) -> Comm:
 
 
 def _refuse_adapters(model: nn.Module, comm: Comm) -> None:
-    """Raise `ValueError` if adapters wrap spread experts, because adapters cannot be joined."""
+    """Raise `ValueError` if adapters of experts are on several ranks, as they cannot be joined."""
     from moe_plugin.layer import named_layers_in
 
     for name, layer in named_layers_in(model).items():
@@ -142,7 +142,7 @@ def _check_group(state: Mapping[str, Any], comm: Comm) -> None:
 
 @contextmanager
 def _on_all_ranks(comm: Comm, target: Path) -> Iterator[None]:
-    """Run a phase that fails on all ranks if it fails on one; the errors name the failed ranks."""
+    """Run a block that fails on all ranks if it fails on one. Errors name the failed ranks."""
     error: Exception | None = None
     try:
         yield
@@ -168,18 +168,18 @@ def _on_all_ranks(comm: Comm, target: Path) -> Iterator[None]:
 def load(directory: str | os.PathLike[str], model: nn.Module,
          optimizer: torch.optim.Optimizer | None = None, comm: Comm | None = None,
          leave: Leave | None = None) -> dict[str, Any]:
-    """Load a checkpoint into this rank's model and optimizer. Nothing changes if reading fails.
+    """Load a checkpoint into this rank's model and optimizer. No tensor changes if reading fails.
 
     Any number of ranks may have written the checkpoint. All ranks of `comm` (see `save`) must call
     this function. Each rank verifies some of the files and reads only the tensors that it stores.
 
     Args:
-        leave: returns the names of model tensors that are not loaded, such as a head for other
-            classes; cannot be combined with an optimizer. Defaults to loading all tensors.
-    Returns: the `extra` that was passed to `save`.
+        leave: function that returns the names of model tensors that are not loaded, such as those
+            of a new head. It cannot be combined with an optimizer. By default all are loaded.
+    Returns: the values that were passed to `save` as `extra`.
     Raises:
-        CheckpointError: the checkpoint is missing, truncated, or of another model or expert count.
-        ValueError: both an optimizer and `leave` were passed, or see `save`.
+        CheckpointError: If the checkpoint is missing, truncated or from a different model.
+        ValueError: If both an optimizer and `leave` are passed, or if `save` would raise it.
     """
     if leave is not None and optimizer is not None:
         raise ValueError("leave cannot be combined with an optimizer, because the saved optimizer "
@@ -214,7 +214,7 @@ def load(directory: str | os.PathLike[str], model: nn.Module,
 
 @contextmanager
 def _refuse_other_values(source: Path) -> Iterator[None]:
-    """Convert errors caused by types or shapes that `save` never writes to `CheckpointError`."""
+    """Raise `CheckpointError` for errors caused by types or shapes that `save` never writes."""
     try:
         yield
     except CheckpointError:
@@ -228,9 +228,9 @@ def _refuse_other_values(source: Path) -> Iterator[None]:
 
 
 def _whole_folder(target: Path, comm: Comm) -> tuple[Path, dict[str, Any]]:
-    """Return folder and index of the checkpoint, the same on all ranks.
+    """Return the folder and the index of the checkpoint, which are the same on all ranks.
 
-    If the checkpoint is missing or damaged, the predecessor in `DIRECTORY.old` is loaded.
+    If the checkpoint is missing or damaged, the older checkpoint in `DIRECTORY.old` is used.
     """
     old = target.with_name(target.name + ".old")
     [older, found] = comm.agree_max([float(old.exists()), float(target.exists())])
@@ -247,7 +247,7 @@ def _whole_folder(target: Path, comm: Comm) -> tuple[Path, dict[str, Any]]:
 
 
 def _verify(source: Path, comm: Comm) -> dict[str, Any]:
-    """Verify the parts, divided among the ranks, and return the index; fail on all ranks."""
+    """Divide the files among the ranks, verify them and return the index, or fail on all ranks."""
     error, index, sealed = None, {}, True
     try:
         index, sealed = read_index(source)
@@ -279,7 +279,7 @@ def _check_layers(theirs: Mapping[str, Mapping[str, int]],
 
 
 def _of_wrappers(prefix: str, theirs: Collection[str]) -> str:
-    """Return advice if only the checkpoint or only the model is in a wrapper, such as DDP's."""
+    """Return advice if only the checkpoint or only the model has a wrapper such as DDP."""
     for start, inner in (("module.", "model.module"), ("_orig_mod.", "model._orig_mod")):
         if prefix.startswith(start) and prefix.removeprefix(start) in theirs:
             return f"; the model is in a wrapper: pass {inner}"
@@ -335,10 +335,10 @@ def _check_optimizer(state: dict[str, Any] | None, model: nn.Module,
 
 
 def _check_kind(state: dict[str, Any], optimizer: torch.optim.Optimizer) -> None:
-    """Raise `ValueError` if the state belongs to another optimizer class, which would fail later.
+    """Raise `ValueError` if the state belongs to a different optimizer class.
 
-    Versions of torch add flags, and schedulers add settings. So two classes count as different only
-    if each has a setting (not a flag) that the other lacks.
+    Newer versions of torch add flags to optimizers, and schedulers add settings. So two classes are
+    different only if each has a setting (not a flag) that the other lacks.
     """
     numbers = {name for name, value in optimizer.defaults.items()
                if value is not None and not isinstance(value, bool)}
@@ -372,13 +372,13 @@ def _load_optimizer(state: dict[str, Any], model: nn.Module,
 
 
 def whole(state: Any, comm: Comm) -> Any:
-    """Return a state dict with whole tensors; collective over the ranks that share them.
+    """Return a state dict with whole tensors. The ranks that share them must all call this.
 
     Args:
-        state: nested mappings; sharded tensors are in the same order on all ranks.
+        state: nested mappings. Sharded tensors must have the same order on all ranks.
         comm: the ranks that write the checkpoint.
     Raises:
-        ValueError: other ranks than those of `comm` share a tensor.
+        ValueError: If a tensor is sharded over ranks that differ from the ranks of `comm`.
     """
     if isinstance(state, Mapping):
         return {key: whole(value, comm) for key, value in state.items()}
@@ -394,7 +394,7 @@ def whole(state: Any, comm: Comm) -> Any:
 
 
 def as_stored(value: Any, target: Any) -> Any:
-    """Shard a whole tensor like the tensor `mine`; return other values unchanged."""
+    """Shard a whole tensor like the tensor `target`, and return all other values unchanged."""
     if is_sharded(target) and isinstance(value, Tensor) and value.shape == target.shape:
         return sharded_as(value, target)
     return value

@@ -1,8 +1,8 @@
 """Checkpoints as lazy sources of tensors.
 
-Every reader of a checkpoint is a `Source`: it provides the names, shapes and data types of all
-tensors and reads any slice of a tensor. Every conversion is a `View` of another source, and every
-writer accepts a source. A conversion therefore needs memory for a single slice at a time.
+Every reader of a checkpoint is a `Source`, which provides the names, shapes and data types of all
+tensors and can read any slice of a tensor. Every conversion is a `View` of another source, and
+every writer accepts a source. A conversion therefore needs memory for a single slice at a time.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ UNREADABLE = (RuntimeError, OSError, pickle.UnpicklingError, EOFError, ValueErro
 
 
 class CheckpointError(ValueError):
-    """A checkpoint is missing, truncated or of another model. The message names file and remedy."""
+    """A missing, damaged or unsuitable checkpoint. The message names the file and a remedy."""
 
 
 @contextmanager
 def refused_if_unreadable(what: str, remedy: str) -> Iterator[None]:
-    """Convert errors of reading untrusted or damaged files to `CheckpointError`.
+    """Convert errors that occur while untrusted or damaged files are read to `CheckpointError`.
 
-    what: the file and the problem.
+    what: start of the error message, which names the file and the problem.
     """
     try:
         yield
@@ -59,7 +59,7 @@ def refused_if_unreadable(what: str, remedy: str) -> Iterator[None]:
 
 
 def refuse_damaged(paths: Iterable[Path]) -> None:
-    """Raise `CheckpointError` if a file does not match its checksum; skip files without a checksum.
+    """Raise `CheckpointError` if a file does not match its checksum. Skip files without a checksum.
     """
     for path in filter(Path.is_file, paths):
         with refused_if_unreadable(f"checkpoint file {str(path)!r} is damaged",
@@ -72,9 +72,9 @@ class TensorEntry:
     """Shape and data type of a tensor.
 
     Attributes:
-        shape: shape of the whole tensor; an expert tensor has all E experts on axis 0.
+        shape: shape of the whole tensor. Axis 0 of an expert tensor has the size E (all experts).
         dtype: data type in the checkpoint.
-        keeps_float32: `cast` converts the tensor to float32 or wider, see `checkpoint.name_table`.
+        keeps_float32: whether `cast` keeps the tensor in float32 or wider. See `name_table`.
     """
 
     shape: tuple[int, ...]
@@ -83,17 +83,17 @@ class TensorEntry:
 
     @property
     def numel(self) -> int:
-        """Return the number of elements."""
+        """Return the number of elements of the tensor."""
         return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
-        """Return the size of the values in bytes."""
+        """Return the size of the tensor in bytes."""
         return self.numel * self.dtype.itemsize
 
 
 def is_code(dtype: torch.dtype) -> bool:
-    """Return whether a data type stores quantization codes: one-byte floats, which need scales."""
+    """Return whether a data type stores quantization codes (one-byte floats that need scales)."""
     return dtype.is_floating_point and dtype.itemsize == 1
 
 
@@ -103,14 +103,14 @@ def full_window(shape: Sequence[int]) -> Window:
 
 
 def check_window(window: Window | None, shape: Sequence[int]) -> Window:
-    """Return the window with a start and a stop on every axis; missing axes at the end are whole.
+    """Complete a window so that every axis has a start and a stop. Missing axes are selected whole.
 
     Raises:
-        ValueError: the window has more axes than the tensor, has a step, or exceeds the tensor.
+        ValueError: If the window has more axes than the tensor, has a step or exceeds the tensor.
     """
     given = window or ()
     if len(given) > len(shape):
-        raise ValueError(f"a window of {len(given)} axes does not fit a tensor of shape "
+        raise ValueError(f"a window of {len(given)} axes is invalid for a tensor of shape "
                          f"{tuple(shape)}; use at most one slice per axis")
     full = []
     for axis, size in enumerate(shape):
@@ -118,14 +118,14 @@ def check_window(window: Window | None, shape: Sequence[int]) -> Window:
         start = 0 if part.start is None else part.start
         stop = size if part.stop is None else part.stop
         if part.step not in (None, 1) or not 0 <= start <= stop <= size:
-            raise ValueError(f"window {part} does not fit axis {axis} of shape {tuple(shape)}: it "
-                             "must lie within the axis and have step 1")
+            raise ValueError(f"window {part} is invalid for axis {axis} of shape {tuple(shape)}: "
+                             "it must lie within the axis and have step 1")
         full.append(slice(start, stop))
     return tuple(full)
 
 
 def blocks(entry: TensorEntry, limit: int) -> Iterator[Window]:
-    """Yield windows that cover a tensor in memory order, each of at most `limit` bytes."""
+    """Yield windows of at most `limit` bytes each that cover a tensor in memory order."""
     row, axis = entry.dtype.itemsize, len(entry.shape)
     while axis > 0 and row * entry.shape[axis - 1] <= limit:
         axis -= 1
@@ -142,7 +142,7 @@ def blocks(entry: TensorEntry, limit: int) -> Iterator[Window]:
 
 
 def window_shape(window: Window) -> tuple[int, ...]:
-    """Return the shape that a window with starts and stops selects."""
+    """Return the shape of the part of a tensor that a complete window selects."""
     return tuple(part.stop - part.start for part in window)
 
 
@@ -151,11 +151,11 @@ class Source(ABC):
 
     Attributes:
         format: name of the format, as registered in `moe_plugin.checkpoint.formats.base`.
-        entries: shapes and data types of all whole tensors, by key.
-        values: all values that are not tensors, JSON-like where possible: "step", "settings",
-            schedules, random states, optimizer groups.
-        layers: name prefix of each MoE layer -> {"num_experts": E, ...}, as in
-            `reshard.moe_layers`; the experts' names start with the prefix and "experts.".
+        entries: shapes and data types of all tensors, by key (field and name).
+        values: all values that are not tensors, such as "step", "settings", schedules, random
+            states and parameter groups.
+        layers: properties of each MoE layer, such as `{"num_experts": E}`, by name prefix. The
+            names of expert tensors start with the prefix and "experts.".
     """
 
     format: str
@@ -164,15 +164,15 @@ class Source(ABC):
     layers: Mapping[str, Mapping[str, int]]
 
     def read(self, key: Key, window: tuple[slice, ...] | None = None) -> Tensor:
-        """Read a tensor, or a window of it; no other values are read from the files.
+        """Read a tensor or a window of a tensor, and nothing else, from the files.
 
         Args:
             key: field and name of the tensor.
-            window: one slice per axis; missing slices at the end select whole axes. Defaults to the
-                whole tensor.
+            window: one slice per axis. Axes without a slice at the end are read whole. Defaults to
+                the whole tensor.
         Raises:
-            CheckpointError: the tensor does not exist, or its file is damaged.
-            ValueError: the window does not fit the tensor.
+            CheckpointError: If the tensor does not exist, or if a file is damaged.
+            ValueError: If the window is not valid for the tensor.
         """
         if key not in self.entries:
             refuse_damaged(self.files())  # a damaged file may contain a wrong name
@@ -190,26 +190,26 @@ class Source(ABC):
 
     @abstractmethod
     def _read(self, key: Key, window: Window) -> Tensor:
-        """Read a known key and a checked window; see `read`."""
+        """Read a checked window of an existing tensor. See `read`."""
 
     def tensor(self, key: Key) -> Derived:
-        """Return a tensor that has not been read yet."""
+        """Return a tensor whose values are not read yet."""
         return Derived(key, self.entries[key], lambda window: self.read(key, window))
 
     def decoded(self, dtype: torch.dtype) -> Source:
-        """Return this source with dequantized weights in another data type.
+        """Return this source with dequantized weights in a given data type.
 
-        Weights of quantized files are computed in `dtype` as they are read, without intermediate
-        rounding. All other tensors are unchanged.
+        Weights of quantized files are dequantized directly to `dtype` when they are read. All other
+        tensors are unchanged.
         """
         return self
 
     def describe(self) -> Mapping[str, Any]:
-        """Return layout (ranks, EP, TP, shards), step and settings, for `moe-plugin inspect`."""
+        """Return the parallel sizes, step and settings that `moe-plugin inspect` shows."""
         return {}
 
     def files(self) -> Sequence[Path]:
-        """Return the files that contain tensors; sealed files are verified before a conversion."""
+        """Return the files that contain tensors. A conversion verifies those with checksums."""
         return ()
 
     def unsealed(self) -> Sequence[Path]:
@@ -228,10 +228,10 @@ class Source(ABC):
 
 @dataclass(frozen=True)
 class Derived:
-    """A tensor of a view: its key, its shape and data type, and a function that reads a window.
+    """A tensor with a key, a shape, a data type and a function that reads any window.
 
     Attributes:
-        read: accepts a window with a start and a stop on every axis, returns the values.
+        read: function that returns the values of a window with a start and a stop on every axis.
     """
 
     key: Key
@@ -247,11 +247,11 @@ class DerivedSource(Source):
     """A source that consists of independently readable tensors.
 
     Args:
-        derived: all tensors.
-        format, values, layers: see `Source`.
-        description, paths, unsealed: see `Source.describe`, `Source.files`, `Source.unsealed`.
+        derived: all tensors of the source.
+        format, values, layers: attributes of the source, as described in `Source`.
+        description, paths, unsealed: results of the methods `describe`, `files` and `unsealed`.
     Raises:
-        CheckpointError: two tensors have the same key.
+        CheckpointError: If two tensors have the same key.
     """
 
     def __init__(self, derived: Iterable[Derived], format: str, values: Mapping[str, Any],
@@ -285,12 +285,12 @@ class DerivedSource(Source):
 
 
 class View(DerivedSource):
-    """A source derived from another source. A read loads only the required parts of the origin.
+    """A source derived from another source. Only the required parts of the other source are read.
 
     Args:
-        origin: the source to read from; closed together with the view.
+        origin: the source to read from. It is closed together with the view.
         derived: all tensors of the view.
-        format, values, layers: optional; default to the values of the origin.
+        format, values, layers: attributes that differ from those of `origin`. Optional.
     """
 
     def __init__(self, origin: Source, derived: Iterable[Derived], *, format: str | None = None,
@@ -316,14 +316,14 @@ def filled(key: Key, shape: Sequence[int], dtype: torch.dtype, value: float = 0.
 
 
 def in_memory(key: Key, tensor: Tensor) -> Derived:
-    """Wrap a tensor in memory as a `Derived` tensor."""
+    """Wrap a tensor that is in memory as a `Derived` tensor."""
     values = tensor.detach()
     return Derived(key, TensorEntry(tuple(values.shape), values.dtype),
                    lambda window: values[window])
 
 
 def transposed(tensor: Derived, order: Sequence[int]) -> Derived:
-    """Return the tensor with its axes in another order, as `Tensor.permute` does."""
+    """Return the tensor with permuted axes, as `Tensor.permute` does."""
     inverse = sorted(range(len(order)), key=lambda axis: order[axis])
     shape = tuple(tensor.entry.shape[axis] for axis in order)
 
@@ -345,7 +345,7 @@ def part_of(tensor: Derived, window: Window) -> Derived:
 
 
 def pieces_of(tensor: Derived, count: int, axis: int = 0) -> list[Derived]:
-    """Cut the tensor along an axis into `count` pieces of equal size; a remainder is left out."""
+    """Split the tensor along an axis into `count` pieces of equal size, without a remainder."""
     size, before = tensor.entry.shape[axis] // count, (slice(None),) * axis
     return [part_of(tensor, (*before, slice(at * size, (at + 1) * size))) for at in range(count)]
 
@@ -354,7 +354,7 @@ def joined(parts: Sequence[Derived], axis: int) -> Derived:
     """Join tensors along an axis, as `torch.cat` does. The result has the key of the first tensor.
 
     Raises:
-        CheckpointError: the other axes or the data types differ.
+        CheckpointError: If the sizes of other axes or the data types differ.
     """
     first, start, starts = parts[0], 0, []
     for one in parts:
@@ -383,7 +383,7 @@ def joined(parts: Sequence[Derived], axis: int) -> Derived:
 
 
 def every(tensor: Derived, first: int, step: int, axis: int) -> Derived:
-    """Return every `step`-th element along an axis, from `first` on; a remainder is left out."""
+    """Return every `step`-th element along an axis from `first` on, without a remainder."""
     before, size = (slice(None),) * axis, tensor.entry.shape[axis] // step
     shape = (*tensor.entry.shape[:axis], size, *tensor.entry.shape[axis + 1:])
 
@@ -397,7 +397,7 @@ def every(tensor: Derived, first: int, step: int, axis: int) -> Derived:
 
 
 def interleaved(parts: Sequence[Derived], axis: int) -> Derived:
-    """Interleave tensors of one shape along an axis; the result has the key of the first tensor."""
+    """Interleave tensors of one shape along an axis. The result has the first tensor's key."""
     whole, count, before = joined(parts, axis), len(parts), (slice(None),) * axis
 
     def read(window: Window) -> Tensor:
@@ -412,8 +412,8 @@ def interleaved(parts: Sequence[Derived], axis: int) -> Derived:
 
 
 def stacked(parts: Sequence[Derived]) -> Derived:
-    """Stack tensors of one shape on a new axis 0, as `torch.stack` does. The result has the first
-    key.
+    """Stack tensors of one shape on a new axis 0, as `torch.stack` does. The result has the key of
+    the first tensor.
     """
     return joined([_with_axis(tensor) for tensor in parts], 0)
 
@@ -436,10 +436,10 @@ def item_of(tensor: Derived, index: int) -> Derived:
 
 
 def cast(one: Derived, dtype: torch.dtype) -> Derived:
-    """Return the tensor in another data type, or in float32 or wider if `keeps_float32` is set.
+    """Return the tensor in a different data type, at least float32 if `keeps_float32` is set.
 
     Raises:
-        CheckpointError: the tensor contains quantization codes, which a cast cannot convert.
+        CheckpointError: If the tensor contains quantization codes, which cannot be cast.
     """
     if is_code(one.entry.dtype):
         raise CheckpointError(

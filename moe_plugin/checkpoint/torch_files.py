@@ -1,6 +1,6 @@
 """Reading and writing `torch.save` files tensor by tensor.
 
-The structure of a file is read without its tensors, and written before its tensors.
+The structure of a file is read without the values of tensors and written before these values.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ FLUSH = 1 << 26  # after this many bytes the disk starts to write, while the nex
 
 
 class StoredTensor:
-    """The location of a tensor in a file.
+    """The position of a tensor in a file.
 
     Args:
         path: path of the file.
-        start: byte of the tensor's first element.
-        shape, stride: shape and strides of the tensor, in elements; strides are not negative.
+        start: file offset of the tensor's first element, in bytes.
+        shape, stride: shape and strides of the tensor, in elements. Strides must not be negative.
         dtype: data type of the elements.
-        check: called before each read; see `checksums.FirstRead`.
+        check: function that is called before each read. See `checksums.FirstRead`.
     """
 
     def __init__(self, path: Path, start: int, shape: Sequence[int], stride: Sequence[int],
@@ -56,10 +56,10 @@ class StoredTensor:
         self.entry = TensorEntry(tuple(shape), dtype)
 
     def read(self, window: Window) -> Tensor:
-        """Read the values of a window into newly allocated memory.
+        """Read the values of a window of the tensor into newly allocated memory.
 
         Raises:
-            CheckpointError: the file cannot be read, is damaged, or was truncated since it was
+            CheckpointError: If the file cannot be read, is damaged, or was truncated after it was
                 opened.
         """
         first = self.start + self.entry.dtype.itemsize * sum(
@@ -76,12 +76,12 @@ class StoredTensor:
 
 def _stored_tensor(path: Path, tensor: Tensor, part: tuple[int, int],
                    check: Callable[[], None]) -> StoredTensor:
-    """Locate a tensor of `_structure` in a file.
+    """Return the position in a file of a tensor that `_structure` returned.
 
     Args:
-        part: first byte and end of the data that `torch.save` wrote in the file.
+        part: start and end of the data that `torch.save` wrote, as file offsets in bytes.
     Raises:
-        ValueError: the tensor is not dense, or exceeds this part of the file.
+        ValueError: If the tensor is not dense, or if it exceeds this part of the file.
     """
     if tensor.layout is not torch.strided or tensor.is_quantized:
         raise ValueError(f"it contains a tensor of layout {tensor.layout}, which is not dense")
@@ -92,7 +92,7 @@ def _stored_tensor(path: Path, tensor: Tensor, part: tuple[int, int],
                 for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
     nbytes = (reach + 1) * item if tensor.numel() else 0
     if ahead + nbytes > storage.nbytes() or start + nbytes > part[1]:
-        raise ValueError("it contains a tensor that reaches beyond the end of the data")
+        raise ValueError("it contains a tensor that extends beyond the end of the data")
     # expanding such a tensor could fill a disk from a small file
     if tensor.numel() * item > nbytes:
         raise ValueError(f"it contains a tensor with {tensor.numel()} elements in only {nbytes} "
@@ -114,18 +114,18 @@ def open_lazily(path: Path, allowed: Iterable[Any], what: str, trusted: bool = F
                 stream: Any = None, part: tuple[int, int] | None = None) -> Any:
     """Load a `torch.save` file with a `Derived` in place of every tensor.
 
-    Tensors of one storage and shape are read by the same function.
+    Tensors that share a storage and have the same shape are read by the same function.
 
     Args:
         path: path of the file.
-        allowed: classes that the file may contain, see `trust.load`.
-        what: description of the file for error messages.
-        trusted: unpickle classes of any kind.
-        stream, part: for a file inside another file: a stream of its bytes, and its first byte and
-            end in the outer file.
+        allowed: classes that the file may contain. See `trust.load`.
+        what: description of the file that is used in error messages.
+        trusted: whether to unpickle classes of any kind.
+        stream, part: stream of the bytes of a file that is stored inside a different file, and the
+            start and the end of these bytes in the outer file.
     Raises:
-        ValueError: the file has tensors that are not dense or that exceed the file.
-        UntrustedFile: the file contains other classes than `allowed`, see `trust.load`.
+        ValueError: If the file has tensors that are not dense or that exceed the file.
+        UntrustedFile: If the file contains classes that are not in `allowed` (see `trust.load`).
     """
     def load(**options: Any) -> Any:
         file = path if stream is None else stream
@@ -140,15 +140,15 @@ def open_lazily(path: Path, allowed: Iterable[Any], what: str, trusted: bool = F
 
 def open_mapping(path: Path, remedy: str, allowed: Iterable[Any] = (), trusted: bool = False,
                  check: Callable[[dict[str, Any]], None] = lambda _: None) -> dict[str, Any]:
-    """Load a checkpoint file that contains a mapping, see `open_lazily`.
+    """Load a checkpoint file that contains a mapping. See `open_lazily`.
 
     Args:
         path: path of the file.
-        remedy: advice for a damaged file.
-        allowed, trusted: see `open_lazily`.
-        check: raises `ValueError` if the mapping is not valid for the format.
+        remedy: advice that the error message gives for a damaged file.
+        allowed, trusted: arguments of `open_lazily`.
+        check: function that raises `ValueError` if the mapping is not valid for the format.
     Raises:
-        CheckpointError: the file is truncated, damaged or contains something else.
+        CheckpointError: If the file is truncated, is damaged or contains no valid mapping.
     """
     what = f"checkpoint file {str(path)!r}"
     with refused_if_unreadable(f"{what} cannot be read, it is truncated or damaged", remedy):
@@ -180,7 +180,7 @@ def read_all(value: Any) -> Any:
 
 
 def _map_values(value: Any, type_: type, change: Callable[[Any], Any]) -> Any:
-    """Copy nested mappings, lists and tuples, and apply `change` to all values of type `kind`."""
+    """Copy nested mappings, lists and tuples, and apply `change` to all values of type `type_`."""
     if isinstance(value, type_):
         return change(value)
     if isinstance(value, Mapping):
@@ -193,14 +193,15 @@ def _map_values(value: Any, type_: type, change: Callable[[Any], Any]) -> Any:
 class SealedWriter:
     """A writer of `torch.save` files with checksums, which reads `Derived` tensors block by block.
 
-    Two files are written at a time if two cores are available. The disk writes data in the
-    background; all files are on the disk when the context ends. Tensors that are read by the same
-    function are stored once in a file.
+    Two files are written at a time if two cores are available. Data is flushed to the disk in the
+    background. All files are on the disk when the context ends. Tensors that are read by the same
+    function are stored only once in a file.
 
     Args:
-        advance: called by several threads with the number of tensor bytes that were written.
-        at_once: number of files that are written at a time. Defaults to the choice of
-            `FileWorkers`.
+        advance: function that several threads call with the number of tensor bytes that were
+            written.
+        at_once: number of files that are written at a time. By default `FileWorkers` chooses this
+            number.
     """
 
     def __init__(self, advance: Callable[[int], None] = lambda _: None,
@@ -215,11 +216,11 @@ class SealedWriter:
             path: path of the file.
             state: nested mappings, lists and tuples with tensors, `Derived` tensors and other
                 values.
-            done: called by another thread when the file is on the disk.
+            done: function that a different thread calls when the file is on the disk.
         Raises:
-            OSError: this file or an earlier file could not be written, for example because the disk
-                is full.
-            CheckpointError: an earlier file could not be written, because its tensors cannot be
+            OSError: If this file or an earlier file could not be written, for example because the
+                disk is full.
+            CheckpointError: If an earlier file could not be written because its tensors cannot be
                 read.
         """
         tensors: dict[Any, tuple[Derived, Tensor]] = {}
@@ -241,12 +242,13 @@ class SealedWriter:
 
     def fill(self, path: Path, order: Sequence[tuple[int, Derived]],
              done: Callable[[], None] = lambda: None) -> None:
-        """Start writing tensors into an existing file; `checksums.seal` completes the file.
+        """Start writing tensors into an existing file. `checksums.seal` then completes the file.
 
         Args:
             path: path of the file.
-            order: first byte of each tensor and the tensor, in ascending order.
-            done: called by another thread when the file is on the disk.
+            order: pairs of a file offset in bytes and the tensor to write there, in ascending order
+                of offsets.
+            done: function that a different thread calls when the file is on the disk.
         """
         self._workers.start(partial(self._make, path, order, done))
 
@@ -261,7 +263,7 @@ class SealedWriter:
 
     def _fill(self, file: io.FileIO, pieces: Iterator[tuple[int | None, memoryview]],
               disk: Executor) -> int:
-        """Write the pieces and return the checksum of the whole file."""
+        """Write pieces of data into a file and return the checksum of the whole file."""
         size, at, crc, begun = os.path.getsize(file.name), 0, 0, 0
         for start, data in pieces:
             self._workers.check()
@@ -286,9 +288,10 @@ class SealedWriter:
 
 def _blocks(order: Iterable[tuple[int, Derived]],
             reader: Executor) -> Iterator[tuple[int | None, memoryview]]:
-    """Yield the bytes of all tensors, with the file offset of each tensor's first byte.
+    """Yield the bytes of all tensors block by block. The first block of a tensor has the file
+    offset of the tensor.
 
-    Another thread reads the next block while the caller processes the current block.
+    A different thread reads the next block while the caller processes the current block.
     """
     ahead = None
     for start, tensor in order:
@@ -302,7 +305,9 @@ def _blocks(order: Iterable[tuple[int, Derived]],
 
 
 def _in_memory() -> Callable[[Tensor], Derived]:
-    """Return a function that wraps tensors in memory; the same tensor gives the same `Derived`."""
+    """Return a function that wraps tensors in memory. It returns the same `Derived` for the same
+    tensor.
+    """
     known: dict[int, Derived] = {}
 
     def stored(tensor: Tensor) -> Derived:
@@ -324,7 +329,7 @@ def _bytes_of(tensor: Derived, window: Window) -> memoryview:
 
 
 def _sum_existing(file: io.FileIO, at: int, until: int, crc: int) -> tuple[int, int]:
-    """Add existing bytes between tensors to the checksum; return the new position and checksum."""
+    """Add existing bytes between tensors to the checksum. Return the new position and checksum."""
     while at < until:
         file.seek(at)
         data = file.read(min(until - at, BLOCK))
@@ -333,7 +338,7 @@ def _sum_existing(file: io.FileIO, at: int, until: int, crc: int) -> tuple[int, 
 
 
 def _offsets_by_id(written: Any, skeleton: Any) -> dict[int, int]:
-    """Return the file offset of each tensor of a skeleton, by the tensor's id."""
+    """Return the file offset of each tensor of a skeleton, by the `id()` of the tensor."""
     return {id(fake): stored.untyped_storage()._checkpoint_offset
             for stored, fake in zip(_tensors(written), _tensors(skeleton), strict=True)}
 

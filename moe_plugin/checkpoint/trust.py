@@ -1,6 +1,6 @@
 """Loading of files from untrusted sources.
 
-Only plain values and listed classes are unpickled, so that no code in the files runs.
+Only plain values and listed classes are unpickled, so no code in the files is executed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _LEGACY = 4  # number of pickles ahead of the tensors in a `torch.save` file tha
 
 
 class UntrustedFile(ValueError):
-    """A file needs classes that are not listed, so that loading it could run code."""
+    """A file needs classes that are not listed, so loading the file could run code."""
 
     def __init__(self, what: str, classes: Iterable[str]) -> None:
         super().__init__(
@@ -36,17 +36,17 @@ class UntrustedFile(ValueError):
 
 
 def load(file: Any, allowed: Iterable[Any], what: str, **options: Any) -> Any:
-    """Call `torch.load` for plain values, tensors and `allowed` classes only.
+    """Call `torch.load`, but accept only plain values, tensors and the classes in `allowed`.
 
     Args:
-        file: path or stream.
+        file: path of the file, or an open stream.
         allowed: classes and functions that the pickle may reference.
         what: description of the file for error messages.
-        options: passed to `torch.load`.
+        options: further keyword arguments of `torch.load`.
     Raises:
-        UntrustedFile: the pickle references other classes.
-        RuntimeError, pickle.UnpicklingError: `torch.load` cannot read the damaged file.
-        ValueError: loading would need more memory than the size of the file.
+        UntrustedFile: If the pickle references classes that are not in `allowed`. RuntimeError,
+            pickle.UnpicklingError: If the file is damaged and `torch.load` cannot read it.
+        ValueError: If loading the file would need more memory than the size of the file.
     """
     check_sizes(file, what)
     known = {*get_safe_globals()}
@@ -63,12 +63,14 @@ def load(file: Any, allowed: Iterable[Any], what: str, **options: Any) -> Any:
 
 
 def check(file: Any, what: str, cause: BaseException | None = None) -> None:
-    """Raise `UntrustedFile` if a `torch.save` file references classes that are not listed.
+    """Raise `UntrustedFile` if a file written by `torch.save` references classes that are not
+    listed.
 
-    The listed classes are those in `torch.serialization.safe_globals`. No code in the file runs.
+    The listed classes are those in `torch.serialization.safe_globals`. No code in the file is
+    executed.
 
     Args:
-        file: path or stream.
+        file: path of the file, or an open stream.
         what: description of the file for error messages.
         cause: error from which `UntrustedFile` is raised. Optional.
     """
@@ -81,9 +83,10 @@ def check(file: Any, what: str, cause: BaseException | None = None) -> None:
 
 
 def check_sizes(file: Any, what: str) -> None:
-    """Raise `ValueError` if a `torch.save` zip file is compressed or its members exceed its size.
+    """Raise `ValueError` if a zip file of `torch.save` is compressed or has members that exceed its
+    size.
 
-    Reading such a file could exhaust the memory. torch does not write such files.
+    Reading such a file could exhaust the memory. `torch.save` does not write such files.
     """
     with _opened(file) as stream, contextlib.suppress(zipfile.BadZipFile):
         members = zipfile.ZipFile(stream).infolist()
@@ -98,7 +101,9 @@ def check_sizes(file: Any, what: str) -> None:
 
 @contextlib.contextmanager
 def _opened(file: Any) -> Iterator[Any]:
-    """Yield the bytes of a path, or of a stream from its position; the position is restored."""
+    """Yield a stream of a file's bytes. For a stream, reading starts at the current position, which
+    is restored at the end.
+    """
     if isinstance(file, str | os.PathLike):
         with open(file, "rb") as stream:
             yield stream
@@ -111,9 +116,10 @@ def _opened(file: Any) -> Iterator[Any]:
 
 
 class _FromStart(io.RawIOBase):
-    """A stream that seeks only from its start.
+    """A stream that supports seeking only relative to the start.
 
-    torch's views of a part of a file apply an offset from the end with the wrong sign.
+    This class is needed because torch's views of a part of a file use the wrong sign for an offset
+    from the end.
     """
 
     def __init__(self, file: Any) -> None:
@@ -128,7 +134,7 @@ class _FromStart(io.RawIOBase):
 
 
 def _pickles(stream: Any) -> Iterator[Any]:
-    """Yield the pickles in a `torch.save` file."""
+    """Yield all pickles that a `torch.save` file contains."""
     start = stream.tell()
     with contextlib.suppress(zipfile.BadZipFile):
         archive = zipfile.ZipFile(stream)
@@ -162,10 +168,11 @@ class Unpickler(pickle.Unpickler):
 
     Args:
         stream: the pickle.
-        allowed: `module.name` of each class.
+        allowed: names of the accepted classes, in the form `module.name`.
         what: description of the file for error messages.
     Raises:
-        UntrustedFile: raised by `load` if the pickle references another class.
+        UntrustedFile: If the pickle references a class that is not listed. The method `load` raises
+            this error.
     """
 
     def __init__(self, stream: Any, allowed: Iterable[str], what: str) -> None:
@@ -173,7 +180,8 @@ class Unpickler(pickle.Unpickler):
         self._allowed, self._what = frozenset(allowed), what
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return a listed class or a data type of torch; raise `UntrustedFile` for other names."""
+        """Return a listed class or a data type of torch. Raise `UntrustedFile` for all other names.
+        """
         if f"{module}.{name}" in self._allowed:
             return super().find_class(module, name)
         if module == "torch" and isinstance(torch.__dict__.get(name), torch.dtype):

@@ -1,18 +1,19 @@
-"""Upcycling: conversion of a dense model to a Mixture of Experts that initially computes the same.
+"""Upcycling: conversion of a dense model to a Mixture of Experts that initially computes the same
+function.
 
-Copy: every expert is a copy of the layer's MLP, routers are random, and the weights of the chosen
-experts sum to 1, so that any choice gives the MLP's output. Source: Komatsuzaki and others 2023,
-Sparse Upcycling.
+Copies: every expert is a copy of the layer's MLP, and routers are random. The weights of the chosen
+experts sum to 1, so the layer has the same output as the MLP for any choice of experts. Source:
+Komatsuzaki and others 2023, Sparse Upcycling.
 
-Granular: the MLP is cut along its inner width into G pieces, and the experts are E / G copies of
-the G pieces: expert c * G + g has piece g of copy c. The output equals the MLP's output only if
-every piece is chosen equally often with equal weights. Therefore the router starts with one random
-row per copy, which the copy's G experts share (a virtual group). The G experts have equal scores,
-so for a top_k that is a multiple of G the router always chooses whole groups. The weights of each
-piece then sum to 1 / G, which a factor of G on the output matrices compensates. Source: He and
-others 2024, Upcycling Large Language Models into Mixture of Experts, section "virtual group
-initialization". Here the factor is applied only to the output matrix, where it is exact for every
-activation.
+Granular experts: the MLP is split along the inner width into `G` pieces, and the experts are `E /
+G` copies of these pieces. Expert `c * G + g` contains piece `g` of copy `c`. The output equals the
+MLP's output only if every piece is chosen equally often with equal weights. Therefore the router is
+initialized with one random row per copy, which is used for all `G` experts of the copy (a virtual
+group). These `G` experts have equal scores, so the router always chooses whole groups if `top_k` is
+a multiple of `G`. The weights of each piece then sum to `1 / G`, which is compensated by a factor
+of `G` on the output matrices. Source: He and others 2024, Upcycling Large Language Models into
+Mixture of Experts, section "virtual group initialization". In this implementation the factor is
+applied only to the output matrix, where it is exact for every activation.
 """
 
 from __future__ import annotations
@@ -53,16 +54,16 @@ class Upcycling:
     """Settings of the conversion of a dense model.
 
     Attributes:
-        experts: E, number of experts of each MoE layer.
-        top_k: experts per token.
-        granularity: G, number of pieces into which an MLP is cut; 1 for copies.
-        shared: fraction of the MLP's output that a shared expert (a copy of the MLP) contributes,
-            from 0 to below 1; the routed experts contribute the rest.
-        shared_gate: add Qwen2-MoE's gate to the shared expert.
-        every: the last layer of every run of this many layers becomes an MoE layer; 1 for all
-            layers.
-        encoder_every, decoder_every: like `every`, for one stack of a translation model; 0 converts
-            no layer of the stack. Defaults to `every`.
+        experts: number of experts of each MoE layer (E).
+        top_k: number of experts per token.
+        granularity: number of pieces into which an MLP is split (G), or 1 for whole copies.
+        shared: fraction (0 <= x < 1) of the MLP's output that a shared expert contributes. The
+            shared expert is a copy of the MLP, and the routed experts contribute the rest.
+        shared_gate: whether to add the gate of Qwen2-MoE to the shared expert.
+        every: distance between MoE layers. The last of every `every` consecutive layers is
+            converted to an MoE layer, and 1 converts all layers.
+        encoder_every, decoder_every: same as `every` for the encoder or decoder of a translation
+            model. The value 0 converts none of these layers. Defaults to `every`.
         router_std: standard deviation of the routers' random rows.
         seed: seed of the routers' random rows.
     """
@@ -102,10 +103,11 @@ class Upcycling:
 def upcycle(source: Source, plan: Upcycling) -> View:
     """Return a lazy view of a neutral dense model as a neutral Mixture of Experts.
 
-    Optimizer state does not fit the new model, so it is left out, and this is logged.
+    Optimizer state cannot be used for the new model, so it is left out, and this is logged.
 
     Raises:
-        CheckpointError: the model already has MoE layers, or no MLP can become experts.
+        CheckpointError: If the model already has MoE layers, or if no MLP can be converted to
+            experts.
     """
     settings = DecoderSettings.from_dict(source.values["model"])
     refuse_experts(source, settings.top_k)
@@ -141,7 +143,7 @@ def tell_left_out(source: Source) -> None:
 
 
 def _mlps(source: Source) -> dict[int, dict[str, Derived]]:
-    """Return the tensors of each layer's MLP by their names below the MLP."""
+    """Return the tensors of each layer's MLP, by layer index and by name within the MLP."""
     mlps: dict[int, dict[str, Derived]] = {}
     for key in source.entries:
         parts = key[1].split(".")
@@ -165,15 +167,15 @@ def _tensors(source: Source, plan: Upcycling, mlps: Mapping[int, Mapping[str, De
 
 def moe_tensors(mlp: Mapping[str, Derived], plan: Upcycling, layer: int,
                 prefix: str) -> Iterator[Derived]:
-    """Yield the tensors of the MoE layer that an MLP becomes, with neutral names.
+    """Yield the tensors, with neutral names, of the MoE layer that replaces an MLP.
 
     Args:
-        mlp: tensors of the MLP by their neutral names below the MLP.
+        mlp: tensors of the MLP, by their neutral names within the MLP.
         plan: settings of the conversion.
-        layer: a number that is unique among MoE layers, for the seed of the router.
-        prefix: prefix of the new names.
+        layer: number that is unique among MoE layers and is used in the seed of the router.
+        prefix: prefix of the names of the new tensors.
     Raises:
-        CheckpointError: the MLP cannot be cut into `plan.granularity` pieces.
+        CheckpointError: If the MLP cannot be split into `plan.granularity` pieces.
     """
     inner = mlp["w_in.weight"].entry.shape[0]
     if inner % plan.granularity:
@@ -223,7 +225,9 @@ def _scaled(one: Derived, factor: float) -> Derived:
 
 
 def _router(like: Derived, plan: Upcycling, layer: int) -> Derived:
-    """Return router weights: one random row per copy, repeated for the copy's experts."""
+    """Return router weights with one random row per copy, which is repeated for all experts of the
+    copy.
+    """
     entry = TensorEntry((plan.experts, like.entry.shape[1]), like.entry.dtype)
 
     def read(window: Window) -> Tensor:
@@ -236,10 +240,12 @@ def _router(like: Derived, plan: Upcycling, layer: int) -> Derived:
 
 
 def write_new(source: Source, to: Format, target: Path) -> None:
-    """Write a source with a format's names as a new checkpoint; remove partial files on failure.
+    """Write a source whose names are those of a format as a new checkpoint. Partial files are
+    removed if writing fails.
 
     Raises:
-        CheckpointError: the target exists, the format cannot store the source, or the disk is full.
+        CheckpointError: If the target exists, if the format cannot store the source, or if the disk
+            is full.
     """
     if target.exists():
         raise CheckpointError(f"{str(target)!r} already exists; choose another folder")

@@ -1,1 +1,1 @@
-"""The `moe-plugin` command. No other module of the package imports this one."""
+"""The `moe-plugin` command. No module outside this package imports it."""

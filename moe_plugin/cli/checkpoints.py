@@ -26,7 +26,7 @@ _OF_EXPERTS = re.compile("moe|expert|router|gate")
 
 
 def _add_source_options(p: argparse.ArgumentParser) -> None:
-    """Add the options for the format of a checkpoint and for trusting its files."""
+    """Add the options for the format of a checkpoint and for trusting the files."""
     from moe_plugin.checkpoint import trust
     from moe_plugin.checkpoint.formats.all import formats
 
@@ -126,7 +126,9 @@ def reshard_options(p: argparse.ArgumentParser) -> None:
 
 
 def reshard(args: argparse.Namespace) -> int:
-    """Convert a checkpoint. Print what was written, how fast, and the peak memory."""
+    """Convert a checkpoint. Convert a checkpoint, and print what was written, the speed and the
+    peak memory.
+    """
     import torch
 
     from moe_plugin.checkpoint.conversion import Conversion
@@ -252,11 +254,11 @@ def check_hf_options(p: argparse.ArgumentParser) -> None:
 
 
 def _say_unused_code(folder: Path, config: Mapping[str, Any]) -> None:
-    """Print a note if a model includes its own code, which is not run.
+    """Print a note if a model contains Python code, which is not executed.
 
     Raises:
-        ValueError: the configuration refers to code in another repository, which transformers would
-            download.
+        ValueError: If the configuration refers to code in a different repository, which
+            transformers would download.
     """
     for name, value in config.items():
         if name.endswith("_implementation") and "/" in str(value):
@@ -269,7 +271,8 @@ def _say_unused_code(folder: Path, config: Mapping[str, Any]) -> None:
 
 
 def check_hf(args: argparse.Namespace) -> int:
-    """Compare our layers with a model's own. Returns 0 if the difference is within the tolerance.
+    """Compare the results of this package's layers with those of a model's own layers. Return 0 if
+    the difference is within the tolerance.
     """
     import torch
     import torch.distributed as dist

@@ -1,6 +1,7 @@
 """Commands for clusters: `calibrate`, `profile-device`, `simulate all-to-all`, `simulate routing`.
 
-`calibrate` and `profile-device` measure and write the files that `plan` reads.
+The commands `calibrate` and `profile-device` perform measurements and write the files that `plan`
+reads.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ def calibrate_options(p: argparse.ArgumentParser) -> None:
 
 
 def calibrate(args: argparse.Namespace) -> int:
-    """Measure, fit, write the file, and print how well the fit describes the measurements."""
+    """Measure the network, fit the link model, write the file, and print how well the model
+    describes the measurements.
+    """
     from moe_plugin.cli.measure.all_to_all import NAMES, Plan, measure_rows, measurements_of
     from moe_plugin.planner import Cluster, dump_cluster
     from moe_plugin.planner.fit import fit
@@ -81,7 +84,7 @@ def profile_device_options(p: argparse.ArgumentParser) -> None:
 
 
 def profile_device(args: argparse.Namespace) -> int:
-    """Measure the processor and write the file."""
+    """Measure the processor and write the file that `plan` reads."""
     import torch
     import yaml
 
@@ -126,7 +129,7 @@ def simulate_all_to_all_options(p: argparse.ArgumentParser) -> None:
 
 
 def simulate_all_to_all(args: argparse.Namespace) -> int:
-    """Predict the times and print them."""
+    """Predict the times of all-to-all algorithms and print them."""
     from moe_plugin.cli.planning.explain import plot_model, predicted_parts
     from moe_plugin.planner import load_cluster, predict_table
     from moe_plugin.planner.units import parse_counts, parse_size
@@ -180,7 +183,7 @@ def simulate_routing_options(p: argparse.ArgumentParser) -> None:
 
 
 def simulate_routing(args: argparse.Namespace) -> int:
-    """Replay the traces in the planner and print the result."""
+    """Replay routing traces in the planner and print the result."""
     from moe_plugin.cli.figures import refuse_links
     from moe_plugin.cli.plan import check_counts
     from moe_plugin.observe.traces import read_traces
@@ -205,7 +208,7 @@ def simulate_routing(args: argparse.Namespace) -> int:
 
 
 def _emulate_routing(args: argparse.Namespace) -> int:
-    """Replay the traces through the layer itself and print the result."""
+    """Replay routing traces in the layer itself on an emulated cluster and print the result."""
     from moe_plugin.cli.figures import links_of
     from moe_plugin.observe.traces import read_traces
     from moe_plugin.planner.model import load_model

@@ -1,9 +1,9 @@
-"""A text corpus that needs no download: the Python standard library's sources.
+"""A text corpus that needs no download. It consists of the sources of the Python standard library.
 
-The text depends only on the Python version. Files without tests are added in the order of a hash of
-their names until the requested size is reached. One tenth of the files goes to `valid`, and another
-tenth to `test`. Tokens are bytes in every format, so losses in nats per token can be compared
-between hosts and with the unigram entropy.
+The text of the corpus depends only on the Python version. All files except tests are sorted by a
+hash of the file name and added until the requested size is reached. One tenth of the files goes to
+`valid`, and another tenth to `test`. Tokens are bytes in every format, so losses in nats per token
+can be compared between hosts and with the unigram entropy.
 
 | file | content |
 |---|---|
@@ -45,11 +45,11 @@ class CorpusInfo:
 
     Attributes:
         size: requested number of bytes.
-        source: folder of the text, or `stdlib` for the standard library.
-        python: version of Python.
+        source: folder from which the text was read, or `stdlib` for the standard library.
+        python: version of Python that the corpus was built with.
         files: number of files of each split.
-        tokens: number of tokens of each split. A token is a byte.
-        unigram_entropy: entropy of the training text in nats per token. This is the loss of a model
+        tokens: number of tokens of each split. Each token is one byte.
+        unigram_entropy: entropy of the training text in nats per token. It is the loss of a model
             that knows only the frequency of each byte.
         format: version of the format.
     """
@@ -67,13 +67,14 @@ def build_corpus(out: Path, *, size: int = 4_000_000, source: Path | None = None
     """Write the corpus to `out`, unless it already exists with the same size, source and Python.
 
     Args:
-        out: folder, created if missing.
-        size: total number of bytes of all splits. The result is a little larger, because only whole
-            files are added.
-        source: folder of Python files. Optional. Defaults to the standard library of the running
+        out: folder to which the corpus is written. It is created if it does not exist.
+        size: requested total number of bytes in all splits. The corpus is slightly larger, because
+            only whole files are added.
+        source: folder with Python files. Optional. Defaults to the standard library of the running
             interpreter.
     Raises:
-        ValueError: a split would be empty, the folder has no sources, or a file cannot be written.
+        ValueError: If a split would be empty, the folder has no sources, or a file cannot be
+            written.
     """
     if size < 1:
         raise ValueError(f"corpus size {size} is out of bounds: it must be >= 1 byte, e.g. 4000000")
@@ -104,7 +105,8 @@ def build_corpus(out: Path, *, size: int = 4_000_000, source: Path | None = None
 
 
 def read_info(out: Path) -> CorpusInfo | None:
-    """Return the description of the complete corpus in `out`, or None without such a corpus."""
+    """Return the description of the complete corpus in `out`, or None if there is no such corpus.
+    """
     try:
         values = json.loads((out / "corpus.json").read_text())
         complete = all(
@@ -115,7 +117,8 @@ def read_info(out: Path) -> CorpusInfo | None:
 
 
 def unigram_entropy(tokens: Iterable[int]) -> float:
-    """Return -sum_v p(v) ln p(v) for the relative frequencies p of the tokens, in nats per token.
+    """Return the entropy `-sum(p * ln(p))` in nats per token, where `p` are the relative
+    frequencies of the tokens.
     """
     counts = Counter(tokens)
     total = sum(counts.values())
@@ -130,9 +133,9 @@ def byte_token(byte: int) -> str:
 
 
 def token_lines(text: bytes) -> Iterator[str]:
-    """Yield the lines of a text as tokens separated by blanks.
+    """Yield the lines of a text as tokens that are separated by spaces.
 
-    The line break is fairseq's end-of-sentence token.
+    The line break stands for fairseq's end-of-sentence token.
     """
     names = [byte_token(b) for b in range(256)]
     for line in text.splitlines():
@@ -140,7 +143,7 @@ def token_lines(text: bytes) -> Iterator[str]:
 
 
 def _files(root: Path) -> list[Path]:
-    """Return all sources below `root`, in an order that mixes packages and is always the same."""
+    """Return all source files below `root` in a reproducible order in which packages are mixed."""
     sources = []
     for folder, folders, names in os.walk(root):
         folders[:] = [
@@ -175,7 +178,9 @@ def _split(files: list[Path], size: int, root: Path) -> dict[str, list[bytes]]:
 
 
 def _read(path: Path) -> bytes:
-    """Read a file as UTF-8 without trailing whitespace. The result is empty for skipped files."""
+    """Read a file as UTF-8 without trailing whitespace. The result is an empty string for skipped
+    files.
+    """
     try:
         if path.stat().st_size > _LARGEST_FILE:
             return b""

@@ -1,4 +1,4 @@
-"""Helpers for output: Markdown tables, figures in files, readable axes, and shared options."""
+"""Helpers for Markdown tables, figures in files, readable axes, and shared options."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ def add_links(p: argparse.ArgumentParser) -> None:
 
 
 def links_of(args: argparse.Namespace) -> dict[str, float]:
-    """Return keyword arguments of `EmulatedCluster`, in bit/s and seconds."""
+    """Return the options for links as keyword arguments of `EmulatedCluster`, in bit/s and seconds.
+    """
     rate, delay, cost = (usual if (given := getattr(args, name)) is None else given
                          for name, usual in _LINKS.items())
     return {"rate_bit_s": parse_rate(rate), "delay_s": parse_time(delay),
@@ -46,7 +47,7 @@ def refuse_links(args: argparse.Namespace) -> None:
 
 
 def add_exchange_sizes(p: argparse.ArgumentParser, sizes: str) -> None:
-    """Add the options of all-to-all measurements. sizes: the default of `--sizes`."""
+    """Add the options of all-to-all measurements. sizes: default value of `--sizes`."""
     p.add_argument(
         "--emulate", metavar="NxP",
         help="nodes x ranks per node of an emulated cluster, e.g. 8x4; separate several by commas")
@@ -65,8 +66,9 @@ STEPS = ((0.4, (1, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6, 1.8, 2, 2.5, 3, 3.5, 4, 5, 6, 7
 def columns(records: Iterable[Any], cells: Mapping[str, str | Callable[[Any], str]]) -> str:
     """Return a Markdown table with a row for each record.
 
-    cells: by header, a function of the record or a format string. A format refers to the record's
-        values ("{seconds:.1f}") or to an object's attributes ("{0.seconds:.1f}").
+    cells: mapping from the header of a column to a function of the record or a format string. A
+        format string refers to values of a record that is a mapping ("{seconds:.1f}") or to
+        attributes of a record ("{0.seconds:.1f}").
     """
     def show(cell: str | Callable[[Any], str], one: Any) -> str:
         if callable(cell):
@@ -86,12 +88,12 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def save_figure(figure: Any, path: str | os.PathLike[str]) -> None:
-    """Write a figure to .png or .svg and close it.
+    """Write a figure to a .png or .svg file and close the figure.
 
-    The file contains no date and no random names, so that equal plots give equal files.
+    The file contains no date and no random names, so equal plots are written as equal files.
 
     Raises:
-        ValueError: the file has another suffix or cannot be written.
+        ValueError: If the file has a different suffix or cannot be written.
     """
     content, suffix = io.BytesIO(), check_figure(path)
     if figure.get_layout_engine() is None:
@@ -105,7 +107,8 @@ def save_figure(figure: Any, path: str | os.PathLike[str]) -> None:
 def check_figure(path: str | os.PathLike[str]) -> str:
     """Return the format in which `save_figure` will write a file.
 
-    Called before a measurement, so that a bad file name raises `ValueError` early.
+    This function is called before a measurement, so that `ValueError` is raised early for an
+    invalid file name.
     """
     suffix = check_output(path).suffix.removeprefix(".").lower()
     if suffix not in ("png", "svg"):
@@ -114,7 +117,9 @@ def check_figure(path: str | os.PathLike[str]) -> str:
 
 
 def pyplot() -> Any:
-    """Return matplotlib's pyplot without a display. Raise `ValueError` if it is not installed."""
+    """Return `matplotlib.pyplot` with a backend that needs no display. Raise `ValueError` if it is
+    not installed.
+    """
     try:
         import matplotlib
     except ImportError as error:
@@ -127,7 +132,9 @@ def pyplot() -> Any:
 
 def log_ticks(axis: Any, values: Sequence[float],
               show: Callable[[float], str] = "{:,g}".format) -> None:
-    """Make the x axis logarithmic with ticks only at these values. show: formats a value."""
+    """Make the x axis logarithmic with ticks only at the given values. show: function that formats
+    a value as a label.
+    """
     from matplotlib.ticker import NullLocator
 
     axis.set(xscale="log")
@@ -139,8 +146,8 @@ def log_ticks(axis: Any, values: Sequence[float],
 def log_scale(axis: Any) -> None:
     """Make the y axis logarithmic with plain numbers as labels.
 
-    The ticks are powers of ten, or also values between them if the axis spans few decades. Call
-    this function after everything is drawn, because it reads the range of the axis.
+    The ticks are at powers of ten, and also at values in between if the axis spans few decades.
+    Call this function after everything is drawn, because it reads the range of the axis.
     """
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 

@@ -1,8 +1,9 @@
-"""`moe-plugin <command>`: find the command in `COMMANDS`, import only its module, and run it.
+"""The console script `moe-plugin <command>`. It finds the command in `COMMANDS`, imports only the
+module of the command, and runs it.
 
-A command is a function `name(args)` in its module that returns the exit status.
-`name_options(parser)` adds the options and the description of the command. Laboratory commands are
-in `scripts`, which exists only in a checkout of the repository.
+A command is a function `name(args)` in a module and returns the exit status. The function
+`name_options(parser)` in the module adds the options and the description of the command. Laboratory
+commands are in `scripts`, which exists only in a checkout of the repository.
 """
 
 from __future__ import annotations
@@ -28,13 +29,14 @@ _LINE = 2000  # largest number of characters of an error message
 
 @dataclass(frozen=True)
 class Command:
-    """A command and its line in `--help`.
+    """A command and the line about it in `--help`.
 
     Attributes:
-        help: the line in `--help`.
+        help: the line about the command in `--help`.
         module: module of the command in this package.
-        laboratory: module of the command in `scripts`, instead of `module`.
-        study: a study of `bench`, which has the functions `add_arguments(parser)` and `run(args)`.
+        laboratory: module of the command in `scripts`, which is used instead of `module`.
+        study: module of a study for `bench`. It has the functions `add_arguments(parser)` and
+            `run(args)`.
         parts: function that returns the subcommands.
     """
 
@@ -110,10 +112,10 @@ GROUPS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the console script.
 
-    An error ends the command with one line on stderr; `--verbose` shows its traceback.
+    If an error occurs, one line is printed on stderr. `--verbose` shows the traceback.
 
-    Returns: the exit status: 0 for success, 1 if the command failed or found a problem, and 2 for
-        bad arguments.
+    Returns: the exit status, which is 0 for success, 1 if the command failed or found a problem,
+        and 2 for invalid arguments.
     """
     own = argv is None  # whether this process runs only this command
     argv = list(sys.argv[1:] if argv is None else argv)
@@ -138,9 +140,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 @contextmanager
 def _not_collected() -> Iterator[None]:
-    """Disable garbage collection during imports, and exclude the imported objects from it later.
+    """Disable garbage collection during imports, and exclude the imported objects from later
+    collections.
 
-    Collecting torch's million objects takes a second, also when the process ends.
+    Collecting the million objects of torch takes a second, and takes it again when the process
+    ends.
     """
     gc.disable()
     try:
@@ -155,10 +159,10 @@ def _words(argv: Sequence[str]) -> list[str]:
 
 
 def _one_line(error: Exception) -> str:
-    """Format an error as one line.
+    """Format an exception as one line.
 
-    Our own errors contain the remedy. Other errors are shown with their type and a hint to
-    `--verbose`.
+    Errors of this package contain the remedy. All other errors are shown with the type and a hint
+    about `--verbose`.
     """
     if isinstance(error, ValueError):
         return printable(" ".join(str(error).split()), _LINE)
@@ -167,10 +171,11 @@ def _one_line(error: Exception) -> str:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """Parse the options of the command in `argv`. Call `run(options)` of the result to run it.
+    """Parse the options of the command in `argv`. Call `run(options)` of the result to run the
+    command.
 
     Raises:
-        SystemExit: argparse found bad arguments (status 2).
+        SystemExit: If argparse finds invalid arguments (status 2).
     """
     parser = Parser(
         prog="moe-plugin", formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -209,16 +214,17 @@ def _help(parser: argparse.ArgumentParser, status: int) -> int:
 def add_commands(parser: argparse.ArgumentParser, commands: Mapping[str, Command],
                   words: Sequence[str], above: str = "", level: str = "command",
                   shown: bool = True) -> None:
-    """Add all commands, and the options of the command that `words` begins with.
+    """Add all commands to a parser, and the options of the command that `words` begins with.
 
-    Options are added only for that command, because importing a command's module may take seconds.
+    Options are added only for this command, because importing the module of a command may take
+    seconds.
 
     Args:
-        parser: parser to extend.
+        parser: parser to which the commands are added.
         commands: the commands by name.
         words: words of the command line without flags.
-        above: prefix of the function names of subcommands.
-        level: word for the commands in `--help`.
+        above: prefix that the function names of subcommands have.
+        level: word that `--help` uses for the commands.
         shown: whether `--help` lists the commands in this order.
     """
     listed = all(command.study for command in commands.values())

@@ -1,8 +1,8 @@
-"""`moe-plugin plan`: plan how to train a model on a cluster, and explain the plan.
+"""`moe-plugin plan`, which plans how to train a model on a cluster and explains the plan.
 
-The command chooses tensor, expert, data and pipeline parallel sizes, the layout of the experts and
-the all-to-all. Other options plan the memory of one device, pieces of prompts, or the schedule of
-pipeline stages.
+The command chooses the tensor, expert, data and pipeline parallel sizes, the layout of the experts
+and the all-to-all algorithm. With other options, it plans the memory of one device, the pieces of
+prompts, or the schedule of pipeline stages.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ COLORS = {"experts": "tab:orange", "a2a_out": "tab:blue", "a2a_back": "tab:cyan"
 
 
 def host_options(p: argparse.ArgumentParser, data: str | None, top: int, with_: str = "") -> None:
-    """Add the options that select the host and how its plan is shown and written.
+    """Add the options that select the host and determine how a plan is shown and written.
 
     Args:
-        p: parser to extend.
-        data: default of `--data`.
-        top: default of `--top`.
-        with_: prefix of the help texts of options for writing.
+        p: parser to which the options are added.
+        data: default value of `--data`.
+        top: default value of `--top`.
+        with_: prefix of the help texts for the options that write files.
     """
     p.add_argument("--host", choices=HOSTS, default="megatron",
                    help="host to plan and write for (default: %(default)s); fairseq supports only "
@@ -137,7 +137,7 @@ def plan(args: argparse.Namespace) -> int:
 
 
 def check_counts(args: argparse.Namespace, *names: str) -> None:
-    """Raise `ValueError` if one of these options is used with a value below 1."""
+    """Raise `ValueError` if one of the given options has a value below 1."""
     for name in given_options(args, names):
         if getattr(args, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} {short(getattr(args, name))} must be >= "
@@ -145,7 +145,7 @@ def check_counts(args: argparse.Namespace, *names: str) -> None:
 
 
 def _plan_sizes(args: argparse.Namespace) -> None:
-    """Plan the parallel sizes, the layout of the experts and the all-to-all."""
+    """Plan the parallel sizes, the layout of the experts and the all-to-all algorithm."""
     from moe_plugin.cli.planning.explain import breakdown, explain, predicted
     from moe_plugin.planner.cluster import load_cluster, load_device
     from moe_plugin.planner.model import load_model
@@ -197,14 +197,14 @@ def write_plan(args: argparse.Namespace, folder: Path, model: Any, best: Any, cl
     """Write the YAML file and launch script of a plan, and return the launch line.
 
     Args:
-        args: arguments with the options of `host_options`.
-        folder: folder to write to.
+        args: parsed arguments with the options of `host_options`.
+        folder: folder to which the files are written.
         model: the model.
         best: a `PlanCost`.
         cluster: the cluster.
         device: the device.
-        start: values of the launch line that do not depend on the plan.
-        activations: what each layer does with its activations, see `PlanCost`.
+        start: values in the launch line that do not depend on the plan.
+        activations: policy of each layer for the activations. See `PlanCost`.
     """
     from moe_plugin.cli.planning.explain import predicted
     from moe_plugin.cli.planning.launch import launch_script, launch_text, launch_words, plan_yaml
@@ -237,7 +237,9 @@ def _scale(args: argparse.Namespace, model: Any, cluster: Any, device: Any) -> N
 
 
 def _plot_plans(path: Path, plans: list[Any]) -> None:
-    """Draw the plans' times as stacked bars, and the best plan's MoE layer as a timeline."""
+    """Draw the times of the plans as stacked bars, and the MoE layer of the best plan as a
+    timeline.
+    """
     from moe_plugin.cli.figures import pyplot, save_figure
 
     plt = pyplot()
@@ -267,7 +269,7 @@ def _plot_plans(path: Path, plans: list[Any]) -> None:
 
 
 def _plan_prefill(args: argparse.Namespace) -> None:
-    """Choose pieces and kernel for each prompt length."""
+    """Choose the number of pieces and the kernel for each prompt length."""
     from moe_plugin.cli.planning.prefill import as_dict, explain, prefill_table
     from moe_plugin.planner.cluster import load_cluster
     from moe_plugin.planner.model import load_model

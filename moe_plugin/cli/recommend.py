@@ -1,6 +1,7 @@
-"""`moe-plugin recommend`: measure the ranks it runs on, and plan a model for them.
+"""`moe-plugin recommend`, which measures the ranks on which it runs and plans a model for these
+ranks.
 
-The command prints the host's launch line with the predicted step time.
+The command prints the launch line of the host and the predicted step time.
 """
 
 from __future__ import annotations
@@ -67,7 +68,9 @@ def recommend_options(p: argparse.ArgumentParser) -> None:
 
 
 def recommend(args: argparse.Namespace) -> int:
-    """Measure, plan, write and print. Only rank 0 writes and prints."""
+    """Measure the ranks, plan the model, write the plan and print the result. Only rank 0 writes
+    files and prints.
+    """
     from moe_plugin.cli.measure.own_cluster import own_ranks
     from moe_plugin.planner.model import load_model
 
@@ -134,7 +137,9 @@ def _check_links(grid: tuple[int, int], wanted: tuple[int, int]) -> None:
 
 def _search(args: argparse.Namespace, model: ModelShape, cluster: Cluster,
             device: Device) -> list[PlanCost]:
-    """Return plans that fit the memory. Some of them recompute layers."""
+    """Return the plans that do not exceed the memory. In some of these plans, layers are
+    recomputed.
+    """
     from moe_plugin.planner.all_to_all_cost import distinct
     from moe_plugin.planner.cluster import MAX_NUMBER
     from moe_plugin.planner.model_search import Space, search
@@ -156,7 +161,8 @@ def _search(args: argparse.Namespace, model: ModelShape, cluster: Cluster,
 def _measured(args: argparse.Namespace, model: ModelShape, comm: Comm, device: torch.device,
               grid: tuple[int, int], memory: float) -> tuple[MeasuredNetwork | None,
                                                              Processor | None]:
-    """Return measurements from rank 0's folder if they fit, otherwise measure and write them.
+    """Return the measurements in the folder of rank 0 if they can be reused. Otherwise measure and
+    write the results.
 
     Cached measurements are not shared with the other ranks. With a single rank there is no network
     to measure.
@@ -188,7 +194,9 @@ def _measured(args: argparse.Namespace, model: ModelShape, comm: Comm, device: t
 
 def _kept(args: argparse.Namespace, comm: Comm, kind: type[Record], name: str,
           about: dict[str, str]) -> tuple[bool, Record | None]:
-    """Return whether rank 0's folder has fitting measurements, and on rank 0 the measurements."""
+    """Return whether the folder of rank 0 has measurements that can be reused, and on rank 0 these
+    measurements.
+    """
     from moe_plugin.planner.model import load
 
     record, path = None, args.out / name

@@ -1,4 +1,6 @@
-"""Commands around runs: `configs`, `corpus` (data), `report`, and `watch` (the current state)."""
+"""Commands around runs: `configs` (settings files), `corpus` (data), `report`, and `watch` (current
+state).
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,7 @@ def configs_options(p: argparse.ArgumentParser) -> None:
 
 
 def configs(args: argparse.Namespace) -> int:
-    """List the installed files, or print one of them."""
+    """List the installed settings files, or print one of these files."""
     requested = str(Path(TOP, (args.name or "").removeprefix(f"{TOP}/").removeprefix(TOP)))
     matches = {name: path for name, path in _files().items()
                if name == requested or name.startswith(f"{requested}/")}
@@ -63,7 +65,9 @@ def _near(name: str) -> list[str]:
 
 
 def summary(text: str) -> str:
-    """Return the first sentence of a file's comment, without a command. For JSON: its name."""
+    """Return the first sentence in the comment of a settings file, without a command. For JSON: its
+    name.
+    """
     if text.startswith("{"):
         return str(json.loads(text).get("name", ""))
     lines = []
@@ -114,7 +118,9 @@ def report_options(p: argparse.ArgumentParser) -> None:
 
 
 def report(args: argparse.Namespace) -> int:
-    """Write the page. Print its path, and notes about everything that could not be read."""
+    """Write the page. Print the path of the report, and notes about everything that could not be
+    read.
+    """
     # a long log has many records and no reference cycles: collection would take a third of the time
     collects = gc.isenabled()
     gc.disable()
@@ -180,7 +186,9 @@ def watch(args: argparse.Namespace) -> int:
 
 
 def _state(run: RunRecord) -> dict[str, Any]:
-    """Return the current state of a run for JSON: the last records, and the findings."""
+    """Return the current state of a run for JSON, which consists of the last records and the
+    findings.
+    """
     from moe_plugin.observe.findings import findings
 
     return {

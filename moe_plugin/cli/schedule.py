@@ -1,6 +1,8 @@
-"""`moe-plugin schedule`, and the part of `moe-plugin plan` for the memory of one device.
+"""The command `moe-plugin schedule`, and the part of `moe-plugin plan` that plans the memory of one
+device.
 
-`schedule` computes the fastest schedule of a collective on a network, with a proof.
+The command computes the fastest schedule of a collective on a network and proves that no schedule
+is faster.
 """
 
 from __future__ import annotations
@@ -22,12 +24,12 @@ OF_SIZES = ("model", "device", "cluster", "scale", "write")  # options only for 
 
 
 def given_options(args: argparse.Namespace, names: Iterable[str]) -> list[str]:
-    """Return the names of those options that were used."""
+    """Return the names of the given options that were used."""
     return [name for name in names if getattr(args, name) is not None]
 
 
 def plan_memory(args: argparse.Namespace) -> None:
-    """Plan where tensors are stored, for a model that is larger than its device."""
+    """Plan where tensors are stored for a model that exceeds the memory of the device."""
     from moe_plugin.planner.offload.schedule import load_profile
     from moe_plugin.planner.units import parse_size
 
@@ -57,7 +59,7 @@ def plan_memory(args: argparse.Namespace) -> None:
 
 
 def _experts(args: argparse.Namespace, limit: int) -> Any:
-    """Choose where experts are stored while text is generated."""
+    """Choose where experts are stored during text generation."""
     from moe_plugin.planner.cluster import load_device
     from moe_plugin.planner.model import load_model
     from moe_plugin.planner.offload import pregate
@@ -99,7 +101,7 @@ def _weights(args: argparse.Namespace, profile: Any, limit: int) -> Any:
 
 
 def _plot_streams(path: Path, outcome: Any, limit: int) -> None:
-    """Draw the streams as lanes above the bytes on the device."""
+    """Draw the activity of each stream over time, and below it the bytes on the device."""
     from moe_plugin.cli.figures import pyplot, save_figure
 
     plt = pyplot()

@@ -58,7 +58,7 @@ class CommConfig(SettingsSection):
 
 @dataclass(kw_only=True)
 class DispatchConfig(SettingsSection):
-    """How tokens become expert rows, and how many rows an expert accepts."""
+    """How tokens are converted to expert rows, and how many rows an expert accepts."""
 
     PATH = "dispatch."
 

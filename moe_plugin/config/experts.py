@@ -17,7 +17,7 @@ ROUNDED = ("fp8", "fp8_blockwise", "fp8_blockwise_hybrid", "mxfp8", "mxfp8_hybri
 
 @dataclass(kw_only=True)
 class ExpertsConfig(SettingsSection):
-    """What an expert is, and how a rank computes its experts."""
+    """Structure of an expert, and how a rank computes the experts that it stores."""
 
     PATH = "experts."
 
@@ -113,8 +113,8 @@ class ExpertsConfig(SettingsSection):
                         "use experts.store=disk", "store_path")
 
     def in_steps(self) -> list[str]:
-        """Return the names of the enabled settings that only the torch strategies support, not the
-        fused kernels.
+        """Return the names of the enabled settings that the torch strategies support but the fused
+        kernels do not.
         """
         return [name for name in ("dropout", "clamp", "linear_offset") if getattr(self, name)]
 

@@ -1,8 +1,8 @@
 """Command-line flags generated from the settings: every setting that declares a `flag` becomes
 `--moe-<flag>`, or `--<flag>` for settings of a whole model.
 
-A flag that is not given has the value `None`. The setting then comes from the YAML file of
-`--moe-config`, or else from the defaults.
+A flag that is not given has the value `None`. The value of the setting is then read from the YAML
+file given by `--moe-config`, or else from the defaults.
 """
 
 from __future__ import annotations
@@ -49,12 +49,13 @@ class FlagSpec:
 
     Attributes:
         flag: command-line name, such as `--moe-top-k`.
-        path: dotted path of the setting; empty for flags about the settings file.
+        path: dotted path of the setting, or an empty string for flags about the settings file.
         kind: type of the setting's value.
         help: help text, including the default value.
-        choices: allowed values; empty if the values are not a fixed set.
-        entry: form of one entry of a mapping, such as name=weight; empty for other types.
-        optional: whether the setting may be None, written as `none` on the command line.
+        choices: allowed values, or an empty tuple if the values are not a fixed set.
+        entry: form of one entry of a mapping, such as `name=weight`, or an empty string if the
+            setting is not a mapping.
+        optional: whether the setting may be None. On the command line, None is written as `none`.
     """
 
     flag: str
@@ -109,7 +110,9 @@ def _help(f: dataclasses.Field[Any]) -> str:
 
 
 def flag_specs() -> list[FlagSpec]:
-    """Return all generated flags: the flags about the settings file, then `setting_specs`."""
+    """Return all generated flags: first the flags about the settings file, then those of
+    `setting_specs`.
+    """
     return [CONFIG_FLAG, TRUST_FLAG, *setting_specs()]
 
 
@@ -122,13 +125,12 @@ def setting_specs() -> tuple[FlagSpec, ...]:
 def file_settings(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of the `--moe-config` file that no flag overrides, as dotted paths.
 
-    Settings that nothing reads once the flags are applied are left out and logged once. For
+    Settings that are not read after the flags are applied are left out and logged once. For
     example, `--moe-capacity-factor none` makes every capacity setting of the file ineffective.
 
     Args:
-        values: parsed flags by `dest`.
-    Returns:
-        Values by dotted path; empty without `--moe-config`.
+        values: parsed values of the flags, by `FlagSpec.dest`.
+    Returns: Values by dotted path. The mapping is empty if `--moe-config` is not given.
     Raises:
         ValueError: see `settings_from_yaml`.
     """
@@ -147,9 +149,7 @@ def file_settings(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _made_unread(found: Mapping[str, Any], given: Mapping[str, Any]) -> set[str]:
-    """Return the settings of a file, `found`, that are read without the flags `given` but not
-    together with them.
-    """
+    """Return the settings of a file (`found`) that the flags (`given`) make ineffective."""
     made = set()
     if given.get("dispatch.capacity_factor", 0) is None:
         made = {name for name, value in found.items()
@@ -167,12 +167,13 @@ def _say_once(text: str) -> None:
 
 def as_given(text: str, values: Mapping[str, Any],
              other_flags: Mapping[str, str] = types.MappingProxyType({})) -> str:
-    """Return an error text extended by where the user set the mentioned settings: a flag or a file.
+    """Return an error message with the flag or file that set each setting it mentions.
 
     Args:
         text: the error message.
-        values: parsed flags by `dest`.
-        other_flags: optional. The host's own flags, by the dotted path that each flag sets.
+        values: parsed values of the flags, by `FlagSpec.dest`.
+        other_flags: optional. Names of the host's own flags, by the dotted path of the setting that
+            each flag sets.
     """
     names = {path: f"in {values[CONFIG_FLAG.dest]}" for path in _in_file(values)}
     names |= {path: flag for path, flag in other_flags.items()}
@@ -193,12 +194,12 @@ def _in_file(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def parse_value(spec: FlagSpec, text: Any) -> Any:
-    """Return the value of a flag's text, with the type of the setting.
+    """Convert the text of a flag to a value with the type of the setting.
 
     The text `none` becomes None. A mapping is written as `name=number,...`.
 
     Raises:
-        ValueError: the text cannot be converted to the type of the setting.
+        ValueError: If the text cannot be converted to the type of the setting.
     """
     if not isinstance(text, str):
         return text
@@ -223,14 +224,14 @@ def parse_value(spec: FlagSpec, text: Any) -> Any:
 
 
 def flag_texts(settings: Mapping[str, Any]) -> dict[str, str]:
-    """Return the flags that express the given settings, the inverse of `parse_value`.
+    """Return the flags that express the given settings. This function is the inverse of
+    `parse_value`.
 
     Settings without a flag are left out.
 
     Args:
         settings: values by dotted path.
-    Returns:
-        The text of each flag, by `dest`.
+    Returns: The text of each flag, by `FlagSpec.dest`.
     """
     specs = {spec.path: spec for spec in setting_specs()}
     return {specs[path].dest: _text(value) for path, value in settings.items() if path in specs}
@@ -265,10 +266,12 @@ def config_from_flags(values: Mapping[str, Any],
     Each source in this list overrides the sources before it.
 
     Args:
-        values: parsed flags by `dest`. A flag that is absent or None was not given.
-        base: optional. Settings that the host knows, such as `{"model_dim": 512}`.
+        values: parsed values of the flags, by `FlagSpec.dest`. A flag that is absent or None was
+            not given.
+        base: optional. Settings that the host supplies by dotted path, such as `{"model_dim":
+            512}`.
     Raises:
-        ValueError: for an invalid setting. The message contains the flag or path, the value, the
+        ValueError: If a setting is invalid. The message contains the flag or path, the value, the
             bound and the remedy.
     """
     return with_overrides(MoEConfig(), of_layer({**file_settings(values), **(base or {}),
@@ -279,23 +282,25 @@ def run_from_flags(values: Mapping[str, Any]) -> RunConfig:
     """Build the settings of a run from the defaults, the `--moe-config` file and the flags.
 
     Args:
-        values: parsed flags by `dest`. A flag that is absent or None was not given.
+        values: parsed values of the flags, by `FlagSpec.dest`. A flag that is absent or None was
+            not given.
     Raises:
-        ValueError: for an invalid setting, as in `config_from_flags`.
+        ValueError: If a setting is invalid, as in `config_from_flags`.
     """
     return run_config({**file_settings(values), **settings_from_flags(values)})
 
 
 def settings_from_flags(values: Mapping[str, Any],
                         skip: Container[str] = frozenset()) -> dict[str, Any]:
-    """Return the settings given by flags, as dotted paths, without the settings of the
-    `--moe-config` file.
+    """Return the settings given by flags, by dotted path. Settings of the `--moe-config` file are
+    not included.
 
     Args:
-        values: parsed flags by `dest`. A flag that is absent or None was not given.
+        values: parsed values of the flags, by `FlagSpec.dest`. A flag that is absent or None was
+            not given.
         skip: dotted paths of the flags that the host does not offer.
     Raises:
-        ValueError: a flag cannot be parsed, or a setting is given under both of its names.
+        ValueError: If a flag cannot be parsed, or if a setting is given under both of its names.
     """
     given = {spec.path: parse_value(spec, values[spec.dest]) for spec in setting_specs()
              if values.get(spec.dest) is not None and spec.path not in skip}

@@ -61,7 +61,7 @@ def refuse_lacking(settings: RunConfig, host: str) -> None:
 
     Args:
         settings: settings of the run.
-        host: key of `HOSTS`.
+        host: name of the host, a key of `HOSTS`.
     """
     defaults, given = (flatten(to_dict(config)) for config in (RunConfig(), settings))
     for (path, lacking), lack in LACKS.items():

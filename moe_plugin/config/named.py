@@ -1,5 +1,5 @@
-"""Settings given as keyword arguments named like their flags: `named_config(512, router="switch",
-top_k=1)`.
+"""Settings given as keyword arguments with the names of their flags, for example `named_config(512,
+router="switch", top_k=1)`.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ def named_config(model_dim: int, **settings: Any) -> MoEConfig:
     """Build a config from keyword arguments.
 
     Args:
-        model_dim: D, width of a token.
+        model_dim: width of a token (D).
         settings: settings by flag name without `--moe-` (`top_k=1`, `router="switch"`,
             `all_to_all="linear"`; docs/config.md lists all names), or whole sections as mappings,
             as in a YAML file (`router={"name": "switch", "top_k": 1}`).
     Raises:
-        ValueError: a setting does not exist, is given twice or has an invalid value. The message
+        ValueError: If a setting does not exist, is given twice or has an invalid value. The message
             contains the value, the bound and the remedy.
     """
     return with_overrides(MoEConfig(), {"model_dim": model_dim, **overrides(settings)})
@@ -56,24 +56,25 @@ def overrides(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _meant(name: str, flags: Mapping[str, str], top: list[str]) -> str:
-    """Return a hint with existing settings similar to a wrong name: settings whose path ends with
-    the name, or else names with similar letters.
+    """Return a hint that lists existing settings similar to a wrong name. These are the settings
+    whose path ends with the name, or else settings with a similar spelling.
     """
     near = [flag for flag, path in flags.items() if path.rpartition(".")[2] == name]
     return did_you_mean(near[:3] or alike(name, [*top, *flags]))
 
 
 def layer_config(config: MoEConfig | int, settings: Mapping[str, Any], **either: Any) -> MoEConfig:
-    """Return the config of a layer that accepts either a whole config or a width and settings.
+    """Return the config of a layer, which is given either as a whole config or as a width and
+    settings.
 
     Args:
-        config: a whole config, or D, the width of a token.
-        settings: settings as in `named_config`. Must be empty with a whole config.
-        either: arguments that are a setting if they are a string or a mapping, and are ignored here
-            otherwise.
+        config: a whole config, or the width of a token (D).
+        settings: settings as in `named_config`. They must be empty if a whole config is given.
+        either: arguments that may be settings or other objects. An argument is used as a setting if
+            it is a string or a mapping, and is ignored by this function otherwise.
     Raises:
-        ValueError: a setting is invalid (see `named_config`), or settings are given together with a
-            whole config.
+        ValueError: If a setting is invalid (see `named_config`), or if settings are given together
+            with a whole config.
     """
     given = {**settings, **{name: value for name, value in either.items()
                             if isinstance(value, str | Mapping)}}

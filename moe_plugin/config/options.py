@@ -29,13 +29,13 @@ def option(default: Any, help: str, *, choices: tuple[str, ...] = (), flag: str 
     """Declare one setting of a section.
 
     Args:
-        default: the value of the setting if the user does not set it.
+        default: value that the setting has if the user does not set it.
         help: description shown in the docs and in the `--help` of the hosts.
-        choices: optional. All allowed values, if the set of values is fixed.
+        choices: optional. All allowed values, if the setting has a fixed set of values.
         flag: optional. Name of the command-line flag, without the prefix. By default the setting
             has no flag.
         alias: optional. A second name of the setting in files, code and flags.
-        prefix: prefix of the flag. Settings of a whole model use `--`.
+        prefix: prefix of the flag. Settings of a whole model use the prefix `--`.
     """
     return field(default=default,
                  metadata={"help": help, "choices": choices, "flag": flag, "alias": alias,
@@ -43,7 +43,8 @@ def option(default: Any, help: str, *, choices: tuple[str, ...] = (), flag: str 
 
 
 def check(ok: bool, path: str, value: Any, bound: str, remedy: str) -> None:
-    """Raise a `ValueError` with the setting, its value, the bound and a remedy unless `ok` is true.
+    """Raise a `ValueError` that names the setting, its value, the bound and a remedy unless `ok` is
+    true.
     """
     if not ok:
         raise ValueError(f"{path}={short(value)} is out of bounds: must be {bound}; {remedy}")
@@ -59,8 +60,8 @@ def unread_allowed() -> Iterator[set[str]]:
     `SettingsSection.read_where` raises no error inside this block. Use the block for settings of a
     file that flags will still override, and for settings of a finished run.
 
-    Yields:
-        The set of dotted paths that nothing reads; it grows while the block runs.
+    Yields: The set of dotted paths of settings that nothing reads. Paths are added while the block
+        runs.
     """
     token = _UNREAD.set(met := set[str]())
     try:
@@ -73,13 +74,13 @@ def unread_allowed() -> Iterator[set[str]]:
 class SettingsSection:
     """Base class of all sections of the settings tree, which are dataclasses.
 
-    The constructor checks types, choices and bounds, in this order. Nested sections are checked
-    before, by their own constructors.
+    The constructor checks types, choices and bounds, in this order. Nested sections have already
+    been checked by their own constructors.
 
     Attributes:
         PATH: dotted path of the section in the tree, with a trailing dot.
-        SHORTHAND: name of the setting that a plain string in place of the section sets; empty if
-            the section has no short form.
+        SHORTHAND: name of the setting that is set if a plain string is given in place of the
+            section. It is an empty string if the section has no short form.
     """
 
     PATH: ClassVar[str] = ""
@@ -93,21 +94,21 @@ class SettingsSection:
         """Check the constraints that types and choices do not express, with `require`."""
 
     def require(self, name: str, ok: bool, bound: str, remedy: str) -> None:
-        """Raise a `ValueError` for the setting `name`, or `section.name` of a nested section,
-        unless `ok` is true.
+        """Raise a `ValueError` unless `ok` is true. The message is about the setting `name`, which
+        may be a dotted name (`section.name`) in a nested section.
         """
         if not ok:
             check(False, self.PATH + name, operator.attrgetter(name)(self), bound, remedy)
 
     def read_where(self, ok: bool, where: str, remedy: str, *names: str) -> None:
-        """Require the default values for settings that nothing reads, so that no request is ignored
-        silently.
+        """Require that settings which nothing reads have their default values, so that no request
+        is ignored silently.
 
         Args:
-            ok: whether something reads the settings; if so, nothing is checked.
-            where: when the settings are not read, such as "where guard.votes=0".
+            ok: whether the settings are read by anything. If they are, nothing is checked.
+            where: condition under which the settings are not read, such as "where guard.votes=0".
             remedy: what the user can do to make the settings effective.
-            names: names of the settings. Defaults to all settings of the section.
+            names: names of the settings. By default all settings of the section are checked.
         """
         if ok:
             return
@@ -141,8 +142,8 @@ _Changed = TypeVar("_Changed", bound=SettingsSection)
 
 
 def resolved(section: _Changed, **values: Any) -> _Changed:
-    """Return a copy of `section` with values that this package chose for settings that the user
-    left open.
+    """Return a copy of `section` in which settings that the user did not set have values chosen by
+    this package.
 
     The copy is not checked again, because some of the user's settings may no longer be read with
     the chosen values.
@@ -158,10 +159,10 @@ class _Leaf(NamedTuple):
     Attributes:
         name: name of the field.
         hint: type of the field.
-        is_section: whether the field is a nested section.
-        plain: types for which a value needs no further check.
-        numbers: numeric types for which a value must fit in 64 bits.
-        choices: allowed values; empty if the values are not a fixed set.
+        is_section: whether the field is a nested section rather than a single setting.
+        plain: types whose values need no further check.
+        numbers: numeric types whose values must be representable in 64 bits.
+        choices: allowed values, or an empty tuple if the values are not a fixed set.
     """
 
     name: str
@@ -216,11 +217,11 @@ def build(cls: type, values: Mapping[str, Any], prefix: str, base: Any = None,
         prefix: dotted path of the section, with a trailing dot.
         base: optional. A section that supplies the settings missing from `values`. By default the
             missing settings have their default values.
-        root: optional. The tree in which error messages search for similar names. Defaults to
-            `cls`.
+        root: optional. The settings tree that is searched for similar names, which are then shown
+            in error messages. Defaults to `cls`.
     Raises:
-        ValueError: for an unknown key, a setting given under two names, a wrong type or an invalid
-            value. The message contains the dotted path.
+        ValueError: If a key is unknown, if a setting is given under two names, or if a value is
+            invalid or has a wrong type. The message contains the dotted path.
     """
     fields = {f.name: f for f in dataclasses.fields(cls)}
     values = canonical(values, aliases(cls), prefix)
@@ -248,8 +249,8 @@ def _below(cls: type, name: str, prefix: str) -> list[str]:
 
 
 def aliases(cls: type, prefix: str = "") -> Mapping[str, str]:
-    """Return the second names of all settings in a section and its nested sections, as a mapping
-    from dotted path to dotted path.
+    """Return the second names of all settings in a section and in its nested sections. The mapping
+    contains the dotted path of the setting for the dotted path of each second name.
     """
     main_names: dict[str, str] = {}
     hints = hints_of(cls)
@@ -268,9 +269,9 @@ def canonical(values: Mapping[str, Any], names: Mapping[str, str],
     Args:
         values: values by name or alias.
         names: main name of each alias, as returned by `aliases`.
-        prefix: text that error messages put before a name.
+        prefix: string that is put before a name in error messages.
     Raises:
-        ValueError: a setting is given under both of its names.
+        ValueError: If a setting is given under both of its names.
     """
     for alias, name in names.items():
         if alias in values and name in values:
@@ -322,7 +323,9 @@ def _convert(hint: Any, value: Any, path: str, base: Any = None, root: type | No
 
 
 def says_none(value: Any) -> bool:
-    """Return whether a value is the word "none", which flags and their help texts use for None."""
+    """Return whether a value is the string "none", which stands for None in flags and in their help
+    texts.
+    """
     return isinstance(value, str) and value.lower() == "none"
 
 

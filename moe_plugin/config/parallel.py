@@ -22,7 +22,7 @@ LEAST_SPEED = 1e-6
 
 @dataclass(kw_only=True)
 class ParallelConfig(SettingsSection):
-    """Layout of a layer, fixed or tuned. `parallel: auto` is short for `parallel: {mode: auto}`."""
+    """Parallel layout of a layer. `parallel: auto` is short for `parallel: {mode: auto}`."""
 
     PATH = "parallel."
     SHORTHAND = "mode"
@@ -106,20 +106,18 @@ class ParallelConfig(SettingsSection):
 
     @property
     def may_be_tuned(self) -> bool:
-        """Whether layouts may be measured during training, as far as the settings alone determine
-        it.
-        """
+        """True if the settings alone do not exclude that layouts are measured during training."""
         return self.mode in (None, "auto")
 
     def rank_speeds(self, ranks: int) -> tuple[float, ...] | None:
-        """Return `speeds` as numbers.
+        """Return the setting `speeds` as a sequence of numbers.
 
         Args:
             ranks: number of expert-parallel ranks.
         Returns:
             One relative speed per rank, or None if the speeds are not given or are measured.
         Raises:
-            ValueError: the number of speeds differs from `ranks`.
+            ValueError: If the number of speeds differs from `ranks`.
         """
         if self.speeds is None or self.speeds == MEASURED:
             return None
@@ -139,7 +137,7 @@ def _are_speeds(text: str) -> bool:
 
 @dataclass(kw_only=True)
 class TunerConfig(SettingsSection):
-    """How `parallel.mode: auto` searches for the fastest layout; see docs/adaptive.md."""
+    """How `parallel.mode: auto` searches for the fastest layout. See docs/adaptive.md."""
 
     PATH = "tuner."
 

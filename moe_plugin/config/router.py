@@ -22,7 +22,7 @@ from moe_plugin.utils.registry import KINDS
 
 @dataclass(kw_only=True)
 class HashConfig(SettingsSection):
-    """The table of the hash router, which maps token ids to experts."""
+    """Settings of the hash router's table, which maps token ids to experts."""
 
     PATH = "router.hash."
 
@@ -47,7 +47,7 @@ class HashConfig(SettingsSection):
 
 @dataclass(kw_only=True)
 class SparsityConfig(SettingsSection):
-    """Temperature schedule of the dense-to-sparse router, from all experts to a few."""
+    """Temperature schedule of the dense-to-sparse router, which gradually uses fewer experts."""
 
     PATH = "router.sparsity."
 
@@ -68,7 +68,7 @@ class SparsityConfig(SettingsSection):
 
 @dataclass(kw_only=True)
 class LinksConfig(SettingsSection):
-    """How routers use the network's link costs (routers topology_quota and ta_moe, loss ta_moe)."""
+    """How routers and losses that depend on the network use the costs of its links."""
 
     PATH = "router.links."
 
@@ -109,7 +109,7 @@ class LinksConfig(SettingsSection):
 
 @dataclass(kw_only=True)
 class SelectionConfig(SettingsSection):
-    """Which router of a list is used for a call that does not name one."""
+    """Which of several configured routers is used for a call that does not name a router."""
 
     PATH = "router.selection."
 
@@ -147,8 +147,8 @@ def router_names(text: str) -> list[str]:
 def router_class(name: str) -> Any:
     """Return the class or function registered as a router under `name`.
 
-    A router class of this package declares which settings the router reads and how many experts a
-    token has (`routing.RouterModule`). A user may register a function.
+    A router class of this package declares which settings the router reads and to how many experts
+    it sends a token (see `routing.RouterModule`). Users may also register functions.
 
     Returns:
         The registered object, or None if the name is unknown or no router is loaded yet. Settings
@@ -159,28 +159,28 @@ def router_class(name: str) -> Any:
 
 
 def reads_of(name: str) -> frozenset[str] | None:
-    """Return the settings of `router` that a router of this package declares to read.
+    """Return the names of the router settings that a router of this package reads.
 
-    Returns:
-        The names of the settings, or None for a user's router, which may read any setting, and for
-            an unknown name (see `router_class`).
+    The result is None for unknown names and for a user's router, which may read any setting.
     """
     return getattr(router_class(name), "__dict__", {}).get("reads")
 
 
 def fixed_k_of(name: str) -> int | None:
-    """Return the number of experts per token if the router fixes it, or None if `top_k` decides."""
+    """Return the number of experts per token that a router always uses, or None if it reads
+    `top_k`.
+    """
     return getattr(router_class(name), "fixed_k", None)
 
 
 def built_in() -> dict[str, frozenset[str]]:
-    """Return the routers of this package with the settings that they read (see `reads_of`)."""
+    """Return the names of this package's routers with the settings that each router reads."""
     routers = {entry.name: reads_of(entry.name) for entry in KINDS.get("router", ())}
     return {name: reads for name, reads in routers.items() if reads is not None}
 
 
 def readers_of(setting: str, value: Any) -> Collection[str]:
-    """Return the routers of this package that read a setting of `router` with the given value.
+    """Return the routers of this package that read a router setting if it has the given value.
 
     All routers of this package are returned if no router declares the setting.
     """
@@ -193,14 +193,14 @@ def readers_of(setting: str, value: Any) -> Collection[str]:
 
 
 def may_be_read(names: Collection[str], readers: Collection[str]) -> bool:
-    """Return whether any of the routers `names` is one of `readers` or a user's own router."""
+    """Return whether any of the routers in `names` is one of `readers` or a user's own router."""
     return not set(names).isdisjoint(readers) or None in map(reads_of, names)
 
 
 def _use(readers: Collection[str]) -> str:
     """Return a remedy that names the routers in `readers`.
 
-    The most common router comes first, or else the last reader.
+    The remedy names the most common of these routers, or else the last one.
     """
     usual = [name for name in ("topk", "sigmoid_bias") if name in readers]
     first = next(iter([*usual, *reversed(list(readers))]), "topk")
@@ -210,7 +210,7 @@ def _use(readers: Collection[str]) -> str:
 
 @dataclass(kw_only=True)
 class RouterConfig(SettingsSection):
-    """How each token chooses its experts."""
+    """Settings that determine how experts are chosen for each token."""
 
     PATH = "router."
 
@@ -392,12 +392,12 @@ class RouterConfig(SettingsSection):
 
     @property
     def several_k(self) -> list[int]:
-        """All values of the experts per token: `top_k`, then the values in `top_k_at`."""
+        """All configured numbers of experts per token: `top_k`, then the values in `top_k_at`."""
         return [self.top_k, *self.top_k_at.values()]
 
     @property
     def experts_per_token(self) -> int:
-        """The largest number of experts per token of any configured router and step."""
+        """The largest number of experts per token over all configured routers and steps."""
         return max(fixed_k_of(name) or max(self.several_k) for name in self.names)
 
     def most_per_token(self, experts: int) -> int:

@@ -58,8 +58,8 @@ class ObserveConfig(SettingsSection):
 
     @property
     def writes(self) -> bool:
-        """Whether statistics are written anywhere other than the host's log, or choices are read
-        from a trace.
+        """True if statistics are written anywhere other than to the host's log, or if routing
+        choices are read from a trace.
         """
         return bool(self.jsonl or self.tensorboard or self.wandb or self.trace or self.replay)
 
@@ -81,7 +81,7 @@ class ObserveConfig(SettingsSection):
 
 @dataclass(kw_only=True)
 class GuardConfig(SettingsSection):
-    """Checks that compare the results of ranks, run by the hosts; see docs/wrong_ranks.md."""
+    """Checks in which the hosts compare the results of ranks. See docs/wrong_ranks.md."""
 
     PATH = "guard."
 
@@ -112,7 +112,7 @@ class GuardConfig(SettingsSection):
 
 @dataclass(kw_only=True)
 class OffloadConfig(SettingsSection):
-    """Memory for training, managed by the hosts for a whole model; see docs/activations.md."""
+    """How hosts reduce the memory for training a whole model. See docs/activations.md."""
 
     PATH = "offload."
 
@@ -183,15 +183,15 @@ class OffloadConfig(SettingsSection):
                         "use swap, auto or offload.weights=host", "path")
 
     def each_layer(self) -> list[str]:
-        """Split `activations` at commas into policy names: one name for all layers, or one name per
-        layer.
+        """Return the policy names in `activations`, which are separated by commas: one name for all
+        layers, or one name per layer.
         """
         return [name.strip() for name in self.activations.split(",")]
 
 
 @dataclass(kw_only=True)
 class PipelineConfig(SettingsSection):
-    """The order of forward and backward passes over pipeline stages; see docs/pipeline.md."""
+    """Order of forward and backward passes over pipeline stages. See docs/pipeline.md."""
 
     PATH = "pipeline."
     SHORTHAND = "schedule"
@@ -227,14 +227,14 @@ class PipelineConfig(SettingsSection):
 
     @property
     def cuts(self) -> bool:
-        """Whether a model's layers may receive slices of sequences."""
+        """True if the layers of a model may receive slices of sequences."""
         tries = self.schedule == "auto" and self.slices is not None
         return self.schedule == "terapipe" or tries
 
 
 @dataclass(kw_only=True)
 class SwarmConfig(SettingsSection):
-    """Peers that may join and leave, and compute a model's stages (Megatron); see docs/swarm.md."""
+    """Peers that compute a model's stages and may join and leave (Megatron). See docs/swarm.md."""
 
     PATH = "swarm."
     SHORTHAND = "role"
@@ -277,7 +277,7 @@ class SwarmConfig(SettingsSection):
 
 @dataclass(kw_only=True)
 class ResizeConfig(SettingsSection):
-    """Changes of a run between two of its steps; see docs/replicas.md."""
+    """Changes that are made to a run between two training steps. See docs/replicas.md."""
 
     PATH = "resize."
 
@@ -299,10 +299,10 @@ class ResizeConfig(SettingsSection):
                      f"1 to {MOST_RANKS} ranks", "use a divisor of the run's ranks")
 
     def size_at(self, step: int, before: int) -> int:
-        """Return the number of expert-parallel ranks of a step.
+        """Return the number of expert-parallel ranks during a training step.
 
         Args:
-            step: number of the step, from 1.
+            step: index of the training step, counted from 1.
             before: number of expert-parallel ranks before the first change.
         """
         return next((size for first, size in reversed(self.expert_parallel_at.items())
@@ -311,7 +311,9 @@ class ResizeConfig(SettingsSection):
 
 @dataclass(kw_only=True)
 class RunConfig(SettingsSection):
-    """Settings of a training run as a whole. No single layer reads them."""
+    """Settings of a training run as a whole. They apply to a whole model, and no single layer reads
+    them.
+    """
 
     observe: ObserveConfig = field(default_factory=ObserveConfig)
     guard: GuardConfig = field(default_factory=GuardConfig)
@@ -335,5 +337,5 @@ class RunConfig(SettingsSection):
 
 
 def reader_of(path: str) -> str:
-    """Return how to use the run setting at a dotted path without a host."""
+    """Return a sentence that explains how to use a setting of a run without a host."""
     return next(text for start, text in READERS.items() if f"{path}.".startswith(start))

@@ -48,7 +48,7 @@ from moe_plugin.utils.yaml_file import read_yaml
 class MoEConfig(SettingsSection):
     """All settings of one MoE layer.
 
-    Hosts set `model_dim`. Users set all other settings by flag, YAML file or code.
+    Hosts set `model_dim`. Users set all other settings with flags, in a YAML file or in code.
     """
 
     model_dim: int = option(0, "width of a token; the host sets it")
@@ -179,7 +179,7 @@ def from_dict(values: Mapping[str, Any]) -> MoEConfig:
     """Build and validate the settings of a layer from plain nested values.
 
     Raises:
-        ValueError: for an unknown key, a wrong type, an invalid value or a setting of a run. The
+        ValueError: If a key is unknown, a value is invalid, or a setting belongs to a run. The
             message contains the key, the expected value and a remedy.
     """
     return _build(MoEConfig, values)
@@ -189,7 +189,7 @@ def run_from_dict(values: Mapping[str, Any]) -> RunConfig:
     """Build and validate the settings of a run from plain nested values.
 
     Raises:
-        ValueError: for an invalid value or a setting of a layer, as in `from_dict`.
+        ValueError: If a value is invalid, or if a setting belongs to a layer.
     """
     return _build(RunConfig, values)
 
@@ -209,13 +209,14 @@ def _build(tree: type[_Tree], values: Mapping[str, Any], base: _Tree | None = No
 
 
 def _part(tree: type[MoEConfig] | type[RunConfig], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries of nested values, or of dotted paths, that belong to a tree."""
+    """Return the entries that belong to a settings tree, given as nested values or by dotted path.
+    """
     names = {f.name for f in dataclasses.fields(tree)}
     return {path: value for path, value in values.items() if str(path).split(".")[0] in names}
 
 
 def of_run(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a run among nested values or dotted paths."""
+    """Return the entries that are settings of a run, given as nested values or by dotted path."""
     return _part(RunConfig, values)
 
 
@@ -229,7 +230,7 @@ def of_layer(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def run_config(settings: Mapping[str, Any]) -> RunConfig:
-    """Build the settings of a run from dotted paths. Settings of layers are ignored."""
+    """Build the settings of a run from values by dotted path. Settings of layers are ignored."""
     return with_overrides(RunConfig(), of_run(settings))
 
 
@@ -238,14 +239,14 @@ def from_yaml(path: str, *, trust_imports: bool = False,
     """Read and validate the settings of a layer from a YAML file (see `configs/`).
 
     Args:
-        path: path of the file.
-        trust_imports: whether to accept the file's `imports`, whose code runs when a layer is
-            built.
-        model_dim: optional. Replaces the `model_dim` of the file; files shared by several models do
-            not set it.
+        path: path of the YAML file.
+        trust_imports: whether to accept the setting `imports`. Building a layer runs the imported
+            modules.
+        model_dim: optional. Token width that replaces the file's `model_dim`. Files shared by
+            several models do not set it.
     Raises:
-        ValueError: the file is not a YAML mapping, contains an unknown or invalid setting or a
-            setting of a run, or has `imports` without `trust_imports`.
+        ValueError: If the file is not a YAML mapping, contains an unknown or invalid setting or a
+            setting of a run, or sets `imports` without `trust_imports`.
     """
     values = _read(path, trust_imports)
     with _of_file(path):
@@ -254,8 +255,8 @@ def from_yaml(path: str, *, trust_imports: bool = False,
 
 def both_from_yaml(path: str, *, trust_imports: bool = False,
                    model_dim: int | None = None) -> tuple[MoEConfig, RunConfig]:
-    """Read a file with settings of layers and of a run, as hosts do; arguments and errors as in
-    `from_yaml`.
+    """Read a YAML file with settings of layers and of a run, as hosts do. The arguments and the
+    errors are the same as in `from_yaml`.
     """
     values = _read(path, trust_imports)
     with _of_file(path):
@@ -273,9 +274,9 @@ def _of_file(path: str) -> Iterator[None]:
 
 
 def without_hosts(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return nested values without the sections for the hosts' own arguments (`HOSTS`).
+    """Return nested values without the sections in `HOSTS`, which contain the hosts' own arguments.
 
-    This makes it possible to use one file for all hosts.
+    This function makes it possible to use one settings file for all hosts.
     """
     return {name: value for name, value in values.items() if name not in HOSTS}
 
@@ -302,7 +303,7 @@ def _read(path: str, trust_imports: bool) -> dict[str, Any]:
 
 
 def settings_from_yaml(path: str, *, trust_imports: bool = False) -> dict[str, Any]:
-    """Return the settings in a YAML file, of layers and of a run, as dotted paths.
+    """Return all settings of layers and of a run in a YAML file, by dotted path.
 
     Arguments and errors are the same as in `from_yaml`, except that settings of a run are accepted.
     """
@@ -315,12 +316,12 @@ def settings_from_yaml(path: str, *, trust_imports: bool = False) -> dict[str, A
 
 
 def unread(values: Mapping[str, Any]) -> set[str]:
-    """Return the dotted paths of the settings, of layers and of a run, that nothing would read.
+    """Return the dotted paths of the given settings of layers and runs that nothing would read.
 
     Args:
         values: nested values, or values by dotted path.
     Raises:
-        ValueError: for an invalid setting, as in `from_dict`.
+        ValueError: If a setting is invalid, as in `from_dict`.
     """
     with unread_allowed() as met:
         _trees_of(values)
@@ -347,14 +348,15 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def to_dict(config: MoEConfig | RunConfig) -> dict[str, Any]:
-    """Convert a settings tree to plain nested values, the inverse of `from_dict`."""
+    """Convert a settings tree to plain nested values. This function is the inverse of `from_dict`.
+    """
     return dataclasses.asdict(config)
 
 
 def with_overrides(config: _Tree, overrides: Mapping[str, Any]) -> _Tree:
-    """Return a new tree with values replaced by dotted path, such as `{"router.top_k": 1}`.
+    """Return a new tree with values replaced by dotted path, for example `{"router.top_k": 1}`.
 
-    The new tree shares all sections without replaced values.
+    The new and the old tree share all sections in which no value is replaced.
     """
     values: dict[str, Any] = {}
     hints = hints_of(type(config))
@@ -388,7 +390,9 @@ def _section_at(config: MoEConfig | RunConfig, values: dict[str, Any], above: li
 
 
 def register_hydra() -> None:
-    """Register the typed trees in Hydra's ConfigStore as `moe/base` (group `moe`, name `base`)."""
+    """Register the typed settings trees in Hydra's `ConfigStore` as `moe/base` (group `moe`, name
+    `base`).
+    """
     from hydra.core.config_store import ConfigStore
 
     node = dataclasses.make_dataclass("Settings", (), bases=(RunConfig, MoEConfig), kw_only=True)

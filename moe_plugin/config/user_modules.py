@@ -1,4 +1,4 @@
-"""Import of the user's own modules, which register routers, losses, dispatchers and experts."""
+"""Import of the user's own modules, which may register routers, losses, dispatchers and experts."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ def import_user_modules(names: str | None) -> None:
     """Import each module of a comma-separated list, once per process.
 
     Args:
-        names: optional. Dotted module names or paths of `.py` files, separated by commas.
+        names: optional. Comma-separated list of dotted module names or paths of `.py` files.
     Raises:
-        ValueError: a module cannot be imported, for any reason. The message contains the reason.
+        ValueError: If a module cannot be imported for any reason. The message contains the reason.
     """
     for name in (part.strip() for part in (names or "").split(",")):
         if not name:

@@ -1,4 +1,4 @@
-"""Dispatchers: how tokens become expert rows and come back."""
+"""Dispatchers, which send the rows of tokens to their experts and return the results."""
 
 from moe_plugin.dispatch.all_gather import AllGatherDispatcher
 from moe_plugin.dispatch.base import (

@@ -1,17 +1,19 @@
-"""All-gather dispatch: every rank gets all tokens, computes its own experts' rows, and the sums go
-back, without an all-to-all.
+"""The dispatcher `all_gather`: every rank receives all tokens and computes the rows of its experts.
 
-The experts' ids are gathered first, so that all sizes are known; then tokens and gate weights in
-one exchange. One reduce-scatter adds the ranks' parts up. Backward is the mirror: the gradient of
-the sums is gathered, those of tokens and gate weights come back in one reduce-scatter (two where
-their dtypes differ). A sum's bytes do not grow with k: an all-to-all sends more where k S is above
-W (S shards per expert, W ranks), and less below.
+The expert ids are gathered first, so that all sizes are known, then the tokens and gate weights in
+one exchange. A reduce-scatter sums the results of the ranks. Backward is the mirror image: the
+gradient of the sums is gathered, and the gradients of tokens and gate weights return in one
+reduce-scatter, or in two if their dtypes differ. The number of bytes does not depend on the number
+k of choices. An all-to-all sends more bytes if k S > W, and fewer if k S < W, with S shards per
+expert and W ranks.
 
-Under Megatron's sequence parallelism it is PPMoE's index-slice dispatch (Chen et al. 2023), with
-the tensor-parallel all-reduce as its two halves. Elements that a rank sends, ring collectives:
-(W - 1) T (D + 2K) in and (W - 1) T D out forward, (W - 1) T D and (W - 1) T (D + K) backward.
+With Megatron's sequence parallelism this is PPMoE's index-slice dispatch (Chen et al. 2023), whose
+all-reduce is divided into its two halves. With ring collectives a rank sends (W - 1) T (D + 2K)
+elements for the tokens and (W - 1) T D for the results in forward, and (W - 1) T D and
+(W - 1) T (D + K) elements in backward.
 
-Legend: T tokens here; A tokens of all ranks, W times the longest rank's; D width; K choices.
+In tensor names, T counts the tokens of this rank, and A the tokens of all ranks, which is W times
+the tokens of the longest rank. D is the width, and K the number of choices.
 """
 
 from __future__ import annotations
@@ -39,12 +41,13 @@ from moe_plugin.records import ExpertRows, KeptRouting
 
 @dataclass(frozen=True)
 class GatheredPlan(TokenPlan):
-    """row_plan: over the tokens of all ranks, each rank's padded to `longest`.
+    """The plan of `all_gather`. Its `row_plan` covers the tokens of all ranks, padded to `longest`.
 
     Attributes:
-        weights_TK: gate weights of this rank's tokens, differentiable.
-        longest: tokens of the rank that has most.
-        wanted: the tokens that each node gets: those with an expert there; None: all.
+        weights_TK: [T, K], the gate weights of this rank's tokens, differentiable.
+        longest: the largest number of tokens of any rank.
+        wanted: the tokens that each node needs, because it has one of their experts. None to send
+            all tokens to all nodes.
     """
 
     weights_TK: Tensor
@@ -54,14 +57,18 @@ class GatheredPlan(TokenPlan):
 
 @dispatchers.register("all_gather")
 class AllGatherDispatcher(Dispatcher):
-    """Every rank gets all tokens, computes its own experts' rows; gather and reduce-scatter."""
+    """A dispatcher that gathers all tokens on every rank and reduce-scatters the results."""
 
     traits = DispatchTraits(single_layout=True)
 
     def plan(self, kept: KeptRouting) -> GatheredPlan:
-        """See `Dispatcher`. Numbers of tokens between hosts, then ids; one copy to the host."""
+        """See `Dispatcher`. The hosts exchange the numbers of tokens, then the ids are gathered.
+
+        The host waits for the device once.
+        """
         comm, routing = self.placement.comm, kept.routing
         tokens = routing.ids_TK.shape[0]
+        # ranks may have different numbers of tokens, but an all-gather needs equal sizes
         longest = _longest(comm, routing.ids_TK)
         ids_AK = _all_ids(comm, pad(routing.ids_TK, (0, 0, 0, longest - tokens), value=-1),
                           self.placement.experts)
@@ -72,7 +79,7 @@ class AllGatherDispatcher(Dispatcher):
         return GatheredPlan(rows.counts.total, rows, routing.weights_TK, longest, wanted)
 
     def _nodes_of(self, ids_AK: Tensor) -> Tensor:
-        """Whether a token has an expert, or a shard of one, on a node: bool [A, nodes]."""
+        """Return bool [A, nodes]: whether a token has an expert, or an expert shard, on a node."""
         place, topology = self.placement, self.placement.comm.topology
         on_node_EN = torch.zeros(place.experts + 1, len(topology.nodes), dtype=torch.bool)
         for expert in range(place.experts):
@@ -92,8 +99,9 @@ class AllGatherDispatcher(Dispatcher):
 
 
 def _longest(comm: Comm, ids_TK: Tensor) -> int:
-    """Tokens of the rank that has most, agreed between hosts; over nodes in fewer rounds than an
-    all-reduce.
+    """Return the largest number of tokens of any rank, which the hosts exchange.
+
+    Over several nodes `agree_max` needs fewer rounds than an all-reduce.
     """
     if comm.by_nodes:
         return int(comm.agree_max([len(ids_TK)])[0])
@@ -101,7 +109,8 @@ def _longest(comm: Comm, ids_TK: Tensor) -> int:
 
 
 def _all_ids(comm: Comm, ids_TK: Tensor, experts: int) -> Tensor:
-    """All ranks' ids, int64 [A, K]; between nodes they travel in two bytes where they fit."""
+    """Gather the ids of all ranks, int64 [A, K]. Between nodes they are sent as int16 if possible.
+    """
     if not comm.by_nodes or experts > torch.iinfo(torch.int16).max:
         return comm.all_gather(ids_TK)
     packed, layout = pack([ids_TK.to(torch.int16)])
@@ -119,7 +128,7 @@ def _reduce(comm: Comm, x: Tensor, wanted: Wanted | None) -> Tensor:
 
 
 class _Scatter(torch.autograd.Function):
-    """The ranks' parts of this rank's tokens, summed."""
+    """Sums the results of all ranks for this rank's tokens."""
 
     @staticmethod
     def forward(ctx: Any, part_AD: Tensor, comm: Comm, wanted: Wanted | None) -> Tensor:
@@ -132,7 +141,7 @@ class _Scatter(torch.autograd.Function):
 
 
 class _Gather(torch.autograd.Function):
-    """All ranks' tokens and weights, each rank's padded to `longest` tokens."""
+    """Gathers the tokens and gate weights of all ranks, padded to `longest` tokens per rank."""
 
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, weights_TK: Tensor, anchor: Tensor | None, comm: Comm,
@@ -140,6 +149,7 @@ class _Gather(torch.autograd.Function):
         ctx.comm, ctx.tokens, ctx.dtypes = comm, x_TD.shape[0], (x_TD.dtype, weights_TK.dtype)
         ctx.wanted = wanted
         missing = (0, 0, 0, longest - x_TD.shape[0])
+        # one exchange for tokens and weights, whatever their dtypes
         packed, layout = pack([pad(x_TD, missing), pad(weights_TK, missing)])
         x_AD, weights_AK = unpack(_gather(comm, packed, wanted), layout)
         return x_AD, weights_AK
@@ -150,8 +160,9 @@ class _Gather(torch.autograd.Function):
         if grad_AD.dtype == grad_AK.dtype:
             both = _reduce(comm, torch.cat([grad_AD, grad_AK], dim=1), wanted)
             mine_TD, mine_TK = both.split([width, grad_AK.shape[1]], dim=1)
-        else:  # the gates' gradients keep their precision
+        else:  # the gradients of the gate weights keep their precision
             mine_TD = _reduce(comm, grad_AD, wanted)
             mine_TK = _reduce(comm, grad_AK, wanted)
+        # the gradients of padding are cut off
         x_grad = mine_TD[:ctx.tokens].to(ctx.dtypes[0])
         return x_grad, mine_TK[:ctx.tokens].to(ctx.dtypes[1]), None, None, None, None

@@ -1,8 +1,8 @@
-"""The dispatch contract: sizes are planned, rows go to their experts' ranks, results come back.
+"""The interface of dispatchers: plan the sizes, send rows to the experts, combine the results.
 
-A dispatcher declares what it can do in `traits`; the layer, the layouts and the exactness tests
-read them there and never look for methods. It holds no state between calls: what a call needs is
-in its plan.
+A dispatcher declares its abilities in `traits`. The layer, the layouts and the exactness tests read
+the traits and never probe for methods. A dispatcher stores no state between calls: the plan carries
+everything that a call needs.
 """
 
 from __future__ import annotations
@@ -23,30 +23,33 @@ from moe_plugin.planner.spill import Counts, SpillPlan
 from moe_plugin.records import DispatchPlan, KeptRouting, Overlap, Routing, Sent
 from moe_plugin.utils.registry import Registry
 
-SpillPlanner = Callable[[Counts], SpillPlan | None]  # rows by source rank and expert to a plan
+SpillPlanner = Callable[[Counts], SpillPlan | None]  # maps rows by (source rank, expert) to a plan
 
 
 @dataclass(frozen=True)
 class DispatchTraits:
-    """What a dispatcher declares.
+    """The abilities that a dispatcher declares.
 
     Attributes:
-        fixed_slots: makes C slots per expert and source rank, empty ones too; needs a capacity.
-            False: exactly the rows that were routed.
-        supports_pieces: can split its rows into pieces (`Overlap`), so that exchanges overlap
-            with matmuls.
-        piece_axes: then, along what, see `dispatch.pieces`.
-        shares_tokens: all ranks of the group hold the same tokens.
-        splits_slots: ranks that hold the same tokens (`Placement.replicas`) share out the slots.
-        single_layout: runs where parameters are stored, in one layout; False: in any `r`.
-        bounded: exact rows in buffers of a fixed length, whose counts stay on the device; it has
-            the layer's `DispatchContext.limit`.
-        spills: other ranks than its owner may compute an expert's rows (`parallel.spill`): with a
-            `DispatchContext.spill_planner` it makes `SpillingPlan`s. Exact rows alone, in any
-            layout.
-        sends_once: `dispatch.once` (of bounded rows `dispatch.bounded_once`) may take its place: a
-            token's row goes once to every rank, or every node, that has some of its experts. Exact
-            rows alone, in any layout.
+        fixed_slots: whether the dispatcher sends C slots per expert and source rank, including
+            empty slots. Such a dispatcher needs a capacity. Other dispatchers send exactly the
+            rows that were routed.
+        supports_pieces: whether rows can be split into pieces (`Overlap`), so that exchanges
+            overlap with matmuls.
+        piece_axes: the axes along which rows can be split into pieces (`dispatch.pieces`).
+        shares_tokens: whether all ranks of the group have the same tokens.
+        splits_slots: whether ranks with the same tokens (`Placement.replicas`) divide the slots
+            among them.
+        single_layout: whether the dispatcher runs in one layout only, in which every expert is
+            computed where it is stored. Other dispatchers support every `r`.
+        bounded: whether rows travel in buffers of a fixed length (`DispatchContext.limit`), with
+            counts that stay on the device.
+        spills: whether ranks other than the owner may compute rows of an expert
+            (`parallel.spill`). Such a dispatcher returns a `SpillingPlan` if it has a
+            `DispatchContext.spill_planner`. Requires exact rows and support for every layout.
+        sends_once: whether `dispatch.once` (or `dispatch.bounded_once` for bounded rows) may
+            replace the dispatcher. A token's row is then sent once to each rank or node that has
+            some of the token's experts. Requires exact rows and support for every layout.
     """
 
     fixed_slots: bool = False
@@ -62,16 +65,20 @@ class DispatchTraits:
 
 @dataclass(frozen=True)
 class DispatchContext:
-    """What a dispatcher is made with.
+    """The arguments of a dispatcher.
 
     Attributes:
-        placement: where experts are, and which exchange carries rows.
-        overlap: pieces; more than one only where `traits.supports_pieces`.
-        limit: of the layer's rows, kept between calls; None unless `traits.bounded`.
-        spill_planner: says who computes what, the same on all ranks; None: owners do.
-        configured: of the dispatcher that the settings name, where another takes its place.
-        counts_on_device: whether experts take the numbers of their rows from a device.
-        weights_first: whether a dispatcher that `sends_once` puts gate weights on experts' inputs.
+        placement: the ranks that store each expert, and the exchange algorithm.
+        overlap: the number of pieces. More than one is allowed only with
+            `traits.supports_pieces`.
+        limit: the bound on the rows of the layer, which persists between calls. None unless
+            `traits.bounded`.
+        spill_planner: decides which rank computes which rows; equal on all ranks. None if every
+            rank computes only its own experts.
+        configured: the traits of the configured dispatcher, if this dispatcher replaces it.
+        counts_on_device: whether the experts can read the numbers of their rows on the device.
+        weights_first: whether a dispatcher that sends rows once multiplies the experts' inputs,
+            instead of their results, by the gate weights.
     """
 
     placement: Placement
@@ -84,10 +91,10 @@ class DispatchContext:
 
 
 class Dispatcher(ABC):
-    """Moves tokens to their experts' ranks and results back, in one layout.
+    """Sends tokens to the ranks of their experts and brings the results back, in one layout.
 
     Attributes:
-        reads_anchor: whether `dispatch` makes use of an anchor: where ranks exchange anything.
+        reads_anchor: whether `dispatch` uses its anchor, which is the case if ranks exchange data.
     """
 
     traits: ClassVar[DispatchTraits]
@@ -99,41 +106,54 @@ class Dispatcher(ABC):
 
     @abstractmethod
     def plan(self, kept: KeptRouting) -> DispatchPlan:
-        """Agree on all sizes. The only step in which the host may wait for the device."""
+        """Agree on all sizes of a call.
+
+        This is the only step in which the host may wait for the device.
+        """
 
     def start_sizes(self, routing: Routing, tokens: bool = False) -> Any:
-        """Begin what `plan` agrees on, for a call whose choices are known early and all kept;
-        None: nothing. It goes into the routing's `sizes`. All ranks begin theirs in the same order.
+        """Start to exchange the sizes of a call before its `plan`.
 
-        tokens: the largest number of tokens of a rank, too (`dispatch.ragged.SentSizes`).
+        Useful if the router's choices are known early and none of them will be dropped. All ranks
+        must start their exchanges in the same order.
+
+        Args:
+            routing: the routing of the call. The caller must set `routing.sizes` to the result.
+            tokens: whether the largest number of tokens of any rank is exchanged, too.
+        Returns: the exchange in progress (`dispatch.ragged.SentSizes`), or None if the dispatcher
+            has nothing to exchange early.
         """
         return None
 
     @abstractmethod
     def dispatch(self, x_TD: Tensor, plan: DispatchPlan, anchor: Tensor | None) -> Sent:
-        """Rows on their way to their experts.
+        """Send the rows to their experts.
 
-        What travels in the background (`Overlap`) has started when this returns.
+        Exchanges that run in the background (`Overlap`) have been started on return.
 
         Args:
             x_TD: [T, D] tokens of this rank.
-            plan: of this call.
-            anchor: a parameter; it keeps exchanges in the graph on every rank or on none, see
-                `comm.functional`.
+            plan: the plan of this call.
+            anchor: a parameter that connects the exchanges to the autograd graph on all ranks or
+                on none (`comm.functional`). Optional.
         """
 
     @abstractmethod
     def combine(self, sent: Sent, plan: DispatchPlan) -> Tensor:
-        """y_TD [T, D]: each token's rows weighted and summed.
+        """Return the outputs [T, D]: the weighted sum of each token's rows.
 
         Args:
-            sent: of `dispatch`; the results of all its pieces were put back.
-            plan: of this call.
+            sent: the rows returned by `dispatch`, after the results of all pieces were put back.
+            plan: the plan of this call.
         """
 
 
 class WrappedDispatcher(Dispatcher):
-    """Another dispatcher, with something done around its steps. inner: that dispatcher."""
+    """Base of dispatchers that add work around the steps of another dispatcher.
+
+    Args:
+        inner: the wrapped dispatcher.
+    """
 
     def __init__(self, inner: Dispatcher) -> None:
         super().__init__(inner.context)
@@ -152,18 +172,20 @@ class WrappedDispatcher(Dispatcher):
         return self.inner.combine(sent, plan)
 
 
-_CAPACITY = ("a dispatcher with fixed slots needs a capacity; set it (0 never drops), or use "
-             "dispatch.name='ragged'")
+_CAPACITY = ("a dispatcher with fixed slots needs a capacity. Set dispatch.capacity_factor (0 "
+             "never drops a token), or use dispatch.name='ragged'")
 
 
 def _check_traits(name: str, dispatcher: type[Dispatcher]) -> None:
     traits = dispatcher.traits
-    for one, why in (("spills", "that spill"), ("sends_once", "that are sent once")):
-        for other in ("fixed_slots", "shares_tokens", "single_layout", "bounded"):
-            if getattr(traits, one) and getattr(traits, other) and (one, other) != (
+    # `dispatch.bounded_once` sends bounded rows once, so this combination is allowed
+    for trait, rows in (("spills", "that spill"), ("sends_once", "that are sent once")):
+        for excluded in ("fixed_slots", "shares_tokens", "single_layout", "bounded"):
+            if getattr(traits, trait) and getattr(traits, excluded) and (trait, excluded) != (
                     "sends_once", "bounded"):
-                raise ValueError(f"dispatcher {name!r} declares {one} and {other}: must be one of "
-                                 f"them; rows {why} are exact")
+                raise ValueError(
+                    f"dispatcher {name!r} declares both {trait} and {excluded}, but rows {rows} "
+                    "must be exact. Declare only one of the two traits")
 
 
 dispatchers: Registry[type[Dispatcher]] = Registry("dispatcher", base=Dispatcher,
@@ -171,10 +193,15 @@ dispatchers: Registry[type[Dispatcher]] = Registry("dispatcher", base=Dispatcher
 
 
 def check_settings(config: DispatchConfig, training: bool = True) -> None:
-    """`ValueError` where the configured dispatcher has fixed slots and nothing says how many, or
-    where rows are bounded that it does not bound.
+    """Check the capacity and the settings of bounded rows.
 
-    training: whether the layer may train: what holds in evaluation alone is then not enough.
+    Args:
+        config: the dispatch settings.
+        training: whether the layer may be trained. A capacity for evaluation alone is then not
+            enough.
+    Raises:
+        ValueError: the dispatcher has fixed slots but no capacity, or a setting of bounded rows is
+            set for a dispatcher without a bound.
     """
     default = DispatchConfig()
     traits = dispatchers.get(config.name).traits
@@ -182,32 +209,43 @@ def check_settings(config: DispatchConfig, training: bool = True) -> None:
         value = getattr(config, name)
         if value != getattr(default, name) and not traits.bounded:
             raise ValueError(f"dispatch.{name}={value!r} does not fit dispatch.name="
-                             f"{config.name!r}, which bounds no rows; use 'bounded', or leave it "
-                             "out")
+                             f"{config.name!r}, which has no bound on rows. Use "
+                             "dispatch.name='bounded', or leave the setting out")
     outside = config.eval_capacity_factor is not None or config.eval_token_fraction > 0
     if traits.fixed_slots and config.capacity_factor is None and (training or not outside):
         raise ValueError(
-            f"dispatch.capacity_factor=none does not fit dispatch.name={config.name!r}:"
-            f" {_CAPACITY}")
+            f"dispatch.capacity_factor=none does not fit dispatch.name={config.name!r}: "
+            f"{_CAPACITY}")
 
 
 def fixed_slots(kept: KeptRouting) -> tuple[Tensor, int]:
-    """(slots_TK int64 [T, K], capacity); `ValueError` where this call has none."""
+    """Return the slot of each choice, int64 [T, K], and the capacity.
+
+    Raises:
+        ValueError: this call has no capacity.
+    """
     if kept.slots_TK is None or kept.capacity is None:
         raise ValueError(f"dispatch.capacity_factor=none does not fit this call: {_CAPACITY}")
     return kept.slots_TK, kept.capacity
 
 
 def expand(place: Placement, routing: Routing, slots_TK: Tensor | None) -> tuple[Tensor, Tensor]:
-    """(ids int64, weights) over shards of experts, [T, K*r]: each of the r slices of a chosen
-    expert gets the token.
+    """Return the choices over shards of experts: ids int64 [T, K*r] and weights [T, K*r].
 
-    Slot s of an expert goes to member s % (S/r) of the ranks that share a slice. slots_TK: int64
-    [T, K], slot of each choice inside its expert; None: counted here, where it is needed.
+    Each of the r slices of a chosen expert receives the token. The S/r ranks that share a slice
+    divide the slots of an expert: slot s goes to member s % (S/r).
+
+    Args:
+        place: the ranks that store each expert, and r.
+        routing: the choices over whole experts.
+        slots_TK: int64 [T, K], the slot of each choice inside its expert. Computed here if it is
+            None and needed.
     """
     if place.shards == 1:
         return routing.ids_TK, routing.weights_TK
     local = place.local
+    # Shards are numbered by the rank that stores them. The S shards of an expert are on S
+    # consecutive ranks, so their numbers are `local` apart.
     slice_r = torch.arange(0, place.shards, place.token_shards,
                            device=routing.ids_TK.device) * local
     first_TK = (torch.div(routing.ids_TK, local, rounding_mode="floor") * (place.shards * local)
@@ -222,8 +260,9 @@ def expand(place: Placement, routing: Routing, slots_TK: Tensor | None) -> tuple
 
 
 def expand_slots(place: Placement, slots_TK: Tensor, capacity: int) -> tuple[Tensor, int]:
-    """(slots int64 [T, K*r], capacity) of shards: an expert's slots dealt to the S/r ranks that
-    share it.
+    """Return the slots int64 [T, K*r] and the capacity over shards of experts.
+
+    The slots of an expert are dealt to the S/r ranks that share it.
     """
     if place.token_shards > 1:
         slots_TK = torch.div(slots_TK, place.token_shards, rounding_mode="floor")

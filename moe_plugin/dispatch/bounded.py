@@ -1,11 +1,12 @@
-"""Bounded dispatch: exact rows in buffers of a fixed length, whose counts stay on the device.
+"""The dispatcher `bounded`: exact rows in buffers of a fixed length, with counts on the device.
 
-Every rank sends every rank the same number P of rows (`RowsLimit.slots`), its own first and zeros
-after them, and with them how many each expert gets. Kernels take the counts from the device, so the
-host waits for nothing, and a call can be captured in a graph. If a rank has more than P rows for
-another, all ranks learn it with the counts: the outputs of that call are NaN, and
-`overflow.overflowed` reports it when the step asks. Megatron-core and torchtitan have the same
-with one bound on what a rank receives, over an exchange that writes into its peers' memory.
+Every rank sends the same number P of rows (`RowsLimit.slots`) to every rank: the real rows first,
+then zeros. The numbers of rows of each expert are sent, too. Kernels read these counts on the
+device, so the host never waits, and a CUDA graph can capture a call. If a rank has more than P rows
+for another rank, all ranks learn this from the counts. The outputs of the call are then NaN, and
+`moe_plugin.dispatch.rows_limit.overflowed` reports the overflow at the end of the step.
+Megatron-core and torchtitan offer a similar mode. They bound the rows that a rank receives, and
+their exchange writes directly into the memory of its peers.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from moe_plugin.records import DeviceCounts, KeptRouting
 
 @dispatchers.register("bounded")
 class BoundedDispatcher(ExchangeDispatcher):
-    """Exact rows like `ragged`, padded to a bound on the way; the host reads nothing."""
+    """A dispatcher that pads exact rows to a fixed bound, so that the host never waits."""
 
     traits = DispatchTraits(supports_pieces=True, bounded=True, sends_once=True)
 
@@ -37,11 +38,11 @@ class BoundedDispatcher(ExchangeDispatcher):
 
     @property
     def maps_rows(self) -> bool:
-        """See `ExchangeDispatcher`. Pages take rows without the filler behind the experts'."""
+        """See `ExchangeDispatcher`. False with pages, which store rows without the padding."""
         return not self.limit.stashes
 
     def plan(self, kept: KeptRouting) -> ExchangePlan:
-        """See `Dispatcher`. One even exchange of counts; nothing is read on the host."""
+        """See `Dispatcher`. Costs one even exchange of counts. The host reads nothing."""
         place, comm = self.placement, self.placement.comm
         ids_TK, weights_TK = expand(place, kept.routing, kept.slots_TK)
         slots, _ = self.limit.slots(kept.routing.ids_TK, place)
@@ -49,15 +50,16 @@ class BoundedDispatcher(ExchangeDispatcher):
         most = count_WL.sum(1).amax() * says_load(ids_TK, weights_TK)
         most_W1 = most.expand(comm.size)[:, None]
         fits_WL = _fitting(count_WL, slots)
+        # the largest number of rows travels with the counts, so that no all-reduce is needed
         header_WM = comm.all_to_all(torch.cat([fits_WL, most_W1], dim=1))
         recv_WL = header_WM[:, :-1]
         over = self.limit.record(header_WM[:, -1].amax(), slots)
-        # nothing computed without the rows that did not fit may pass for a result; their choices
-        # share a row with others, so that they count, too
+        # If some rows did not fit, all results must be NaN, so that they cannot be used by mistake.
+        # Choices without a slot share a row with other choices, so they become NaN, too.
         weights_TK = weights_TK * weights_TK.new_ones(()).masked_fill(over, torch.nan)
         rank_TK = torch.div(ids_TK, place.local, rounding_mode="floor")
         slot_TK = slot_TK.clamp(max=slots - 1)
-        number = min(self.pieces, slots)
+        number = min(self.pieces, slots)  # no piece may be empty
         starts = [slots * c // number for c in range(number + 1)]
         position_TK = slot_positions(rank_TK, slot_TK, comm.size, starts)
         pieces = tuple(_piece(recv_WL, first, end) for first, end in pairwise(starts))
@@ -67,7 +69,10 @@ class BoundedDispatcher(ExchangeDispatcher):
         return plan
 
     def weigh(self, rows_ND: Tensor, plan: ExchangePlan) -> Tensor:
-        """See `ExchangeDispatcher`. For the gates' gradient rows are kept: without filler."""
+        """See `ExchangeDispatcher`.
+
+        The gradient of the gate weights needs the rows. With pages, only the real rows are stored.
+        """
         choices = plan.position_TK.numel()
         if not self.limit.stashes or rows_ND.shape[0] <= choices:
             return super().weigh(rows_ND, plan)
@@ -78,16 +83,20 @@ class BoundedDispatcher(ExchangeDispatcher):
 
 
 def says_load(ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
-    """Whether a routing counts, a bool scalar: an earlier layer whose rows did not fit leaves
-    nothing but NaN, whose routing says nothing of the load. With a single finite weight the rows
-    are counted, since tokens would be lost.
+    """Return whether a routing reflects a real load, as a bool scalar on the device.
+
+    If the rows of an earlier layer did not fit, all values are NaN, and the routing of such tokens
+    must not change the bound. A single finite weight is enough to count the rows, because otherwise
+    tokens would be lost without an error.
     """
     return (weights_TK.isfinite() & (ids_TK >= 0)).any()
 
 
 def _slots_by_rank(place: Placement, ids_TK: Tensor) -> tuple[Tensor, Tensor]:
-    """(place of each choice among the rows for its rank, which lie expert after expert, int64
-    [T, K*r]; rows by rank and its local expert, int64 [W, L]).
+    """Return the slot of each choice and the numbers of rows.
+
+    The rows for a rank are ordered by expert. Returns the position of each choice among the rows
+    for its rank, int64 [T, K*r], and the rows by rank and local expert, int64 [W, L].
     """
     number_N, count_V = running_count(ids_TK.reshape(-1), place.virtual)
     count_WL = count_V.view(place.comm.size, place.local)
@@ -96,21 +105,24 @@ def _slots_by_rank(place: Placement, ids_TK: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _fitting(count_WL: Tensor, slots: int) -> Tensor:
-    """Of rows by (rank, expert), those among the first `slots` of each rank."""
+    """Return the rows by (rank, expert) that are among the first `slots` rows of each rank."""
     end_WL = count_WL.cumsum(1).clamp(max=slots)
     return end_WL.diff(dim=1, prepend=end_WL.new_zeros(end_WL.shape[0], 1))
 
 
 def _piece(recv_WL: Tensor, first: int, end: int) -> Piece:
-    """Slots `first` to `end` of every rank's rows: experts' rows first, then what is filler.
+    """Return the piece with slots `first` to `end` of every rank's rows.
 
-    recv_WL: int64, real rows from every rank for every local expert; a rank's rows lie expert
-    after expert, filler behind them.
+    Args:
+        recv_WL: int64, the real rows from each rank for each local expert. The rows of a rank are
+            ordered by expert and followed by padding.
+        first: the first slot of the piece.
+        end: the slot after the last slot of the piece.
     """
     ranks, experts = recv_WL.shape
     slots = end - first
     stop_WL = recv_WL.cumsum(1)
-    # filler as one more expert; what is in this piece of each rank and expert
+    # padding is treated as one more expert
     stop_WG = torch.cat([stop_WL.clamp(first, end), stop_WL.new_full((ranks, 1), end)], dim=1)
     start_WG = torch.cat([stop_WL.new_full((ranks, 1), first), stop_WG[:, :-1]], dim=1)
     count_WG = stop_WG - start_WG

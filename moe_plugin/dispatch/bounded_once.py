@@ -1,15 +1,17 @@
 """Bounded rows that are sent once: `dispatch.once` in buffers of a fixed length.
 
-From one rank to one other go at most P pairs (`RowsLimit.slots`, the bound on rows that are sent
-for each expert) and as many rows, of T tokens at most T. So many slots travel, filled or not, and
-the receiver counts on the device what is there: the host waits for nothing. Where a rank has more
-pairs for another, all ranks learn it before rows leave, as in `dispatch.bounded`; the outputs and
-gradients of that call are NaN.
+A rank sends at most P pairs to another rank (`RowsLimit.slots`, the bound of `dispatch.bounded`),
+and at most min(P, T) rows of its T tokens. All slots are sent, whether filled or empty. The
+receiver counts the pairs on the device, so the host never waits. If a rank has more pairs for
+another rank, all ranks learn this before rows are sent, as in `dispatch.bounded`. The outputs and
+gradients of the call are then NaN.
 
-To nodes: a hop to m ranks has m P pairs, and rank to rank inside a node those of all ranks that
-send to the first. So what fits in the bound fits in both hops, and nothing else is agreed on.
+With `dispatch.send: nodes`, an exchange with a node of m ranks has m P pairs. Inside a node, a rank
+forwards the pairs of all ranks that send to it. So rows that respect the bound fit in both
+exchanges, and no further agreement is needed.
 
-Legend: see `dispatch.bundles`; S sources of a hop.
+In tensor names, S counts the sources of an exchange. The other letters are explained in
+`dispatch.bundles`.
 """
 
 from __future__ import annotations
@@ -37,11 +39,14 @@ from moe_plugin.records import DeviceCounts, KeptRouting, RowPlan
 
 @dataclass(frozen=True)
 class SlotHop:
-    """An exchange that has as many slots for every target as from every source.
+    """An exchange with the same number of slots for each target and from each source.
 
     Attributes:
-        targets, sources: ranks, ascending.
-        rows, pairs: slots of each.
+        comm: the group of all ranks.
+        targets: the ranks to which this rank sends, ascending.
+        sources: the ranks from which this rank receives, ascending.
+        rows: the number of slots for rows, per target and per source.
+        pairs: the number of slots for pairs, per target and per source.
     """
 
     comm: Comm
@@ -51,20 +56,25 @@ class SlotHop:
     pairs: int
 
     def sizes(self, slots: int) -> tuple[list[int], list[int]]:
-        """(to each rank, from each rank) where every target has so many slots."""
+        """Return the sizes to each rank and from each rank, for `slots` slots per target."""
         ranks = range(self.comm.size)
+        # the exchange runs over the whole group, in which other ranks send and receive nothing
         return ([slots if rank in self.targets else 0 for rank in ranks],
                 [slots if rank in self.sources else 0 for rank in ranks])
 
     def loaded(self, target_TK: Tensor) -> Loaded:
-        """Choices in their slots. target_TK: int64, which of `targets`; -1: none."""
+        """Assign choices to slots.
+
+        Args:
+            target_TK: int64 [T, K], the index in `targets` for each choice, or -1.
+        """
         bundles = Bundles.of(target_TK, len(self.targets))
         number_N = torch.arange(target_TK.numel(), device=target_TK.device)
         target_N = target_TK.reshape(-1)[bundles.order_N].clamp(min=0)
 
         def slots_of(each_N: Tensor, count_W: Tensor, slots: int) -> Tensor:
             before_W = count_W.cumsum(0) - count_W
-            # what does not fit shares a slot with others: it is found, and everything is NaN
+            # choices that do not fit share a slot; the overflow is detected and all results are NaN
             slot_N = (each_N - before_W[target_N]).clamp(0, slots - 1)
             return torch.empty_like(slot_N).index_copy_(0, bundles.order_N, slot_N).view(
                 target_TK.shape)
@@ -76,13 +86,15 @@ class SlotHop:
 
 @dataclass(frozen=True)
 class Loaded:
-    """Choices in the slots of a hop.
+    """Choices in the slots of an exchange.
 
     Attributes:
-        target_TK: see `SlotHop.loaded`.
-        first_TK: bool, whether a choice begins a row.
-        rows_W: int64, rows for each target.
-        row_TK, pair_TK: int64, slots among those of its target.
+        hop: the exchange.
+        target_TK: int64 [T, K], the index of each choice's target, or -1.
+        first_TK: bool [T, K], whether a choice begins a row.
+        rows_W: int64 [W], the number of rows for each target.
+        row_TK: int64 [T, K], the slot of each choice's row, among the slots of its target.
+        pair_TK: int64 [T, K], the slot of each choice's pair, among the slots of its target.
     """
 
     hop: SlotHop
@@ -93,8 +105,10 @@ class Loaded:
     pair_TK: Tensor
 
     def rows(self, starts: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """(source_N, position_TK), see `kernels.rows`. starts: first slot of each piece, and the
-        number of slots.
+        """Return the choice of each row and the row of each choice (`kernels.rows`).
+
+        Args:
+            starts: the first slot of each piece, followed by the number of slots.
         """
         targets = len(self.hop.targets)
         position_TK = slot_positions(torch.where(self.first_TK, self.target_TK, -1), self.row_TK,
@@ -102,7 +116,12 @@ class Loaded:
         return slot_sources(position_TK, targets * self.hop.rows), position_TK
 
     def pairs(self, shard_TK: Tensor, shards: int) -> Pairs:
-        """Pairs in their slots. shard_TK: int64, expert shard of each choice, of `shards`."""
+        """Encode the pairs in their slots.
+
+        Args:
+            shard_TK: int64 [T, K], the expert shard of each choice.
+            shards: the number of expert shards on all ranks.
+        """
         slots = self.hop.pairs
         position_TK = torch.where(self.target_TK >= 0, self.target_TK * slots + self.pair_TK, -1)
         choice_P = slot_sources(position_TK, len(self.hop.targets) * slots)
@@ -115,15 +134,15 @@ class Loaded:
 
 @dataclass(frozen=True)
 class ArrivedSlots:
-    """The pairs of a hop that arrived, filler among them.
+    """The received pairs of an exchange, including padding.
 
     Attributes:
-        shard_SP: int64, -1: filler.
-        row_SP: int64, slot of its row among those of its source.
-        number_SP: int64, which of its row's pairs it is.
-        weight_Q: differentiable.
-        rows: slots of a source.
-        choices: K, the most that a row can have.
+        shard_SP: int64 [S, P], the expert shard of each pair. -1 for padding.
+        row_SP: int64 [S, P], the slot of the pair's row, among the slots of its source.
+        number_SP: int64 [S, P], the index of the pair among the pairs of its row.
+        weight_Q: [S * P], the gate weights, differentiable.
+        rows: the number of slots for rows, per source.
+        choices: the largest number K of choices of a row.
     """
 
     shard_SP: Tensor
@@ -135,19 +154,29 @@ class ArrivedSlots:
 
     @classmethod
     def of(cls, code_Q: Tensor, weight_Q: Tensor, hop: SlotHop, choices: int) -> ArrivedSlots:
-        """From what `Pairs.travel` gives."""
+        """Decode the results of `Pairs.travel`.
+
+        Args:
+            code_Q: int64 [S * P], the codes.
+            weight_Q: [S * P], the gate weights.
+            hop: the exchange.
+            choices: the largest number K of choices of a row.
+        """
         code_SP = code_Q.view(len(hop.sources), hop.pairs)
         first_SP = (code_SP >= 0) & ((code_SP & 1) > 0)
         place_P = torch.arange(hop.pairs, device=code_SP.device)
         row_SP = first_SP.cumsum(1) - 1
         number_SP = place_P - torch.where(first_SP, place_P, 0).cummax(1).values
-        # the last two where rows did not fit, of which nothing is used
+        # the last two conditions fail only after an overflow, when no result is used
         here_SP = (code_SP >= 0) & (row_SP >= 0) & (row_SP < hop.rows) & (number_SP < choices)
         return cls(torch.where(here_SP, code_SP >> 1, -1), row_SP, number_SP, weight_Q, hop.rows,
                    choices)
 
     def piece(self, start: int, end: int) -> Arrived:
-        """The pairs of the rows in slots `start` to `end` of every source; others are filler."""
+        """Return the pairs of the rows in slots `start` to `end` of each source.
+
+        All other pairs become padding.
+        """
         sources, slots = self.shard_SP.shape[0], end - start
         inside_SP = (self.shard_SP >= 0) & (self.row_SP >= start) & (self.row_SP < end)
         source_S1 = torch.arange(sources, device=self.shard_SP.device)[:, None]
@@ -162,7 +191,14 @@ class ArrivedSlots:
 
 
 def bounded_plan(arrived: Arrived, first_shard: int, local: int, most: int) -> RowPlan:
-    """`Arrived.row_plan` in a buffer for `most` pairs, whose counts stay on the device."""
+    """Return `Arrived.row_plan` in a buffer for `most` pairs, with counts on the device.
+
+    Args:
+        arrived: the received pairs.
+        first_shard: the first expert shard of this rank.
+        local: the number of expert shards on this rank.
+        most: the size of the buffer.
+    """
     expert_Q = torch.where(arrived.shard_Q >= 0, arrived.shard_Q - first_shard, -1)
     order_Q, count_L = sort_by_expert(expert_Q[:, None], local)
     order_Q = order_Q[:most]
@@ -174,8 +210,13 @@ def bounded_plan(arrived: Arrived, first_shard: int, local: int, most: int) -> R
 
 @dataclass(frozen=True)
 class BoundedOncePlan(OncePlan):
-    """Attributes: `hop`: from tokens on. `starts`: see `Loaded.rows`. `slots`: P. `sound`: 1, or
-    NaN where rows did not fit.
+    """The plan of bounded rows that are sent once.
+
+    Attributes:
+        hop: the first exchange, which sends the tokens.
+        starts: the first slot of each piece, followed by the number of slots.
+        slots: the bound P.
+        sound: a scalar factor of all results, 1 or, if rows did not fit, NaN.
     """
 
     hop: SlotHop | None = None
@@ -185,7 +226,7 @@ class BoundedOncePlan(OncePlan):
 
 
 class _GradTimes(torch.autograd.Function):
-    """The same rows, without a copy; their gradient is multiplied by a scalar."""
+    """Returns the rows unchanged, and multiplies their gradient by a scalar."""
 
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, factor: Tensor) -> Tensor:
@@ -198,7 +239,10 @@ class _GradTimes(torch.autograd.Function):
 
 
 class BoundedOnceDispatcher(ExchangeDispatcher):
-    """Once to every rank. Not registered: see `OnceDispatcher`."""
+    """A dispatcher that sends bounded rows once to each rank.
+
+    The class has no registered name, like `OnceDispatcher`.
+    """
 
     traits = DispatchTraits(supports_pieces=True, bounded=True, sends_once=True)
 
@@ -207,7 +251,7 @@ class BoundedOnceDispatcher(ExchangeDispatcher):
         self.limit, self.weights_first = context.limit, context.weights_first
 
     def plan(self, kept: KeptRouting) -> BoundedOncePlan:
-        """See `Dispatcher`. One even exchange of counts; nothing is read on the host."""
+        """See `Dispatcher`. Costs one even exchange of counts. The host reads nothing."""
         place = self.placement
         ids_TK, gates_TK = expand(place, kept.routing, kept.slots_TK)
         rank_TK = torch.div(ids_TK, place.local, rounding_mode="floor")
@@ -215,7 +259,7 @@ class BoundedOnceDispatcher(ExchangeDispatcher):
         hop = self.first_hop(slots, tokens)
         loaded = hop.loaded(self.next_target(rank_TK))
         rows, over = self._agree(rank_TK, loaded, slots, says_load(ids_TK, gates_TK))
-        # nothing computed without the rows that did not fit may pass for a result or a gradient
+        # if rows did not fit, all results and gradients become NaN, so that they cannot be used
         sound = gates_TK.new_ones(()).masked_fill(over, torch.nan)
         number = min(self.pieces, hop.rows)
         starts = tuple(hop.rows * c // number for c in range(number + 1))
@@ -236,7 +280,7 @@ class BoundedOnceDispatcher(ExchangeDispatcher):
             plan.gates_TK.shape[1])
         for piece, (start, end) in zip(plan.pieces, pairwise(plan.starts), strict=True):
             self.read_pairs(piece, arrived.piece(start, end), plan.slots, end - start, anchor)
-        # of a token that was lost no gradient comes back
+        # a lost token would receive a gradient of zero, so its gradient is made NaN here
         return super().dispatch(_GradTimes.apply(x_TD, plan.sound), plan, anchor)
 
     def weigh(self, rows_ND: Tensor, plan: BoundedOncePlan) -> Tensor:
@@ -245,59 +289,79 @@ class BoundedOnceDispatcher(ExchangeDispatcher):
 
     @property
     def even(self) -> bool:
-        """Whether every rank sends every rank as many rows."""
+        """Whether all ranks send each other the same number of rows."""
         return True
 
     def first_hop(self, slots: int, tokens: int) -> SlotHop:
-        """From tokens on. slots: pairs of a rank for one other. tokens: T."""
+        """Return the exchange that sends the tokens.
+
+        Args:
+            slots: the bound P on the pairs from one rank to another.
+            tokens: the largest number T of tokens of any rank.
+        """
         ranks = range(self.placement.comm.size)
         return SlotHop(self.placement.comm, ranks, ranks, min(slots, tokens), slots)
 
     def next_target(self, rank_TK: Tensor) -> Tensor:
-        """Which of the first hop's targets a choice goes to on its way to a rank, int64; -1: none.
+        """Return the index of each choice's target in the first exchange, int64, or -1.
+
+        Args:
+            rank_TK: int64 [T, K], the rank of each choice's expert, or -1.
         """
         return rank_TK
 
     def read_pairs(self, piece: OncePiece, arrived: Arrived, slots: int, rows: int,
                    anchor: Tensor | None) -> None:
-        """What a piece needs for the rows that will arrive, so many from each source."""
+        """Prepare a piece for its rows, of which `rows` arrive from each source."""
         place, choices = self.placement, arrived.weights_RK.shape[1]
+        # a source sends at most `slots` pairs, and at most K of them for each row
         most = place.comm.size * min(slots, rows * choices)
         piece.rows = bounded_plan(arrived, place.comm.rank * place.local, place.local, most)
 
     def _agree(self, rank_TK: Tensor, loaded: Loaded, slots: int,
                counts: Tensor) -> tuple[Tensor, Tensor]:
-        """(rows of this rank's experts, whether any rank had more than fit), on the device.
+        """Return the rows of this rank's experts, and whether the rows of any rank did not fit.
 
-        counts: see `says_load`.
+        Both values stay on the device.
+
+        Args:
+            rank_TK: int64 [T, K], the rank of each choice's expert, or -1.
+            loaded: the choices in their slots.
+            slots: the bound P.
+            counts: whether the routing reflects a real load (`says_load`).
         """
         comm = self.placement.comm
         pairs_W = expert_load(rank_TK, comm.size)
         rows, most = loaded.rows_W.amax(), pairs_W.amax()
-        # more tokens than any rank had when they were counted, with few experts each
+        # A rank may have more tokens than any rank had when T was determined. Its rows can then
+        # exceed their slots although its pairs fit, so the number of rows is reported instead.
         beyond = torch.maximum(rows, most.new_full((), slots + 1)) * (rows > loaded.hop.rows)
         most_W = (torch.maximum(most, beyond) * counts).expand(comm.size)
         got_W2 = comm.all_to_all(torch.stack([pairs_W.clamp(max=slots), most_W], dim=1))
         over = self.limit.record(got_W2[:, 1].amax(), slots)
-        # what is lost of a routing that says nothing of the load is NaN as well
+        # lost rows make the results NaN even if the routing does not reflect a real load
         return got_W2[:, 0].sum(), over | (most > slots) | (rows > loaded.hop.rows)
 
 
 class BoundedOnceToNodesDispatcher(BoundedOnceDispatcher):
-    """Once to every node, to one rank that sends it on; see `dispatch.once_nodes`."""
+    """A dispatcher that sends bounded rows once to each node, where one rank forwards them.
+
+    See `dispatch.once_nodes`.
+    """
 
     def __init__(self, context: DispatchContext) -> None:
         super().__init__(context)
         comm = self.placement.comm
         topology, peers = comm.topology, NodePeers.of(comm)
-        self.here, self.sources, self.targets = peers.here, peers.sources, sorted(peers.via)
-        self.most_sources = max(map(peers.entry.count, self.here))
+        self.node_ranks, self.sources = peers.node_ranks, peers.sources
+        self.targets = sorted(peers.via)
+        self.most_sources = max(map(peers.entry.count, self.node_ranks))
         self.most_on_a_node = max(map(len, topology.nodes))
-        # made once, on the device: a captured call copies nothing there
+        # created once, because a captured call must not copy from the host to the device
         self.target_W = torch.tensor(
             [*(self.targets.index(peers.via[node]) for node in topology.node_of), -1],
             device=comm.device)
-        self.mate_W = torch.tensor([self.here.index(rank) if rank in self.here else -1
+        self.mate_W = torch.tensor([self.node_ranks.index(rank) if rank in self.node_ranks else -1
                                     for rank in range(comm.size)] + [-1], device=comm.device)
 
     @property
@@ -305,21 +369,22 @@ class BoundedOnceToNodesDispatcher(BoundedOnceDispatcher):
         return False
 
     def first_hop(self, slots: int, tokens: int) -> SlotHop:
+        # the rows for all ranks of a node go to one of them; a token is one row
         pairs = slots * self.most_on_a_node
         return SlotHop(self.placement.comm, self.targets, self.sources, min(pairs, tokens), pairs)
 
     def next_target(self, rank_TK: Tensor) -> Tensor:
-        return self.target_W.to(rank_TK.device)[rank_TK]  # of -1 the last one
+        return self.target_W.to(rank_TK.device)[rank_TK]  # the last element is for -1
 
     def read_pairs(self, piece: OncePiece, arrived: Arrived, slots: int, rows: int,
                    anchor: Tensor | None) -> None:
-        """See `BoundedOnceDispatcher`. Pairs go on to the ranks of their experts, too."""
+        """See `BoundedOnceDispatcher`. The pairs are forwarded to the ranks of their experts."""
         place, comm = self.placement, self.placement.comm
         shard_RK = arrived.shards()
         choices = shard_RK.shape[1]
         all_rows = self.most_sources * rows
         pairs = min(self.most_sources * slots, all_rows * choices)
-        hop = SlotHop(comm, self.here, self.here, min(pairs, all_rows), pairs)
+        hop = SlotHop(comm, self.node_ranks, self.node_ranks, min(pairs, all_rows), pairs)
         rank_RK = torch.div(shard_RK, place.local, rounding_mode="floor")
         mate_RK = self.mate_W.to(rank_RK.device)[rank_RK]
         loaded = hop.loaded(mate_RK)
@@ -330,4 +395,4 @@ class BoundedOnceToNodesDispatcher(BoundedOnceDispatcher):
         piece.forwarding = Forwarding(place, Sizes(*hop.sizes(hop.rows), [], []), source_N,
                                       position_RK, anchor)
         piece.rows = bounded_plan(there, comm.rank * place.local, place.local,
-                                  len(self.here) * pairs)
+                                  len(self.node_ranks) * pairs)

@@ -1,13 +1,13 @@
-"""A token as one row to each target that has some of its experts, and (expert, weight) pairs beside
-it: how rows and pairs are made where a token leaves, and read where it arrives.
+"""Rows that are sent once to each target, with (expert, weight) pairs: encoding and decoding.
 
-A choice is a pair: the expert shard, the gate weight, and whether it begins a new row. Pairs lie by
-target, within a target by token, within a token in choice order; so do rows. A pair is six to
-twelve bytes (`code_dtype`), and no row number travels: the pairs between one that begins a row and
-the next are of one row.
+A token is sent as one row to each target rank that has some of its experts. In addition, a pair is
+sent for each of these experts. A pair contains the expert shard, the gate weight, and a flag that
+says whether the pair begins a new row. Rows and pairs are ordered by target, then by token, and
+pairs then by choice. A pair has 6 to 12 bytes (`code_dtype`). No row numbers are sent: all pairs
+from one that begins a row up to the next such pair belong to the same row.
 
-Legend: T tokens (or rows that arrived and go on), K choices, N rows, P pairs that leave, Q pairs
-that arrive, R rows that arrive, W ranks.
+In tensor names, T counts tokens (or received rows that are forwarded), K choices, N rows, P pairs
+that are sent, Q pairs that are received, R rows that are received, and W ranks.
 """
 
 from __future__ import annotations
@@ -29,8 +29,12 @@ from moe_plugin.records import RowCounts, RowPlan
 
 
 def first_of_each(key_TK: Tensor) -> Tensor:
-    """Whether a choice is the first of its token with this key, bool [T, K]; not where it is -1."""
-    # sorted, since comparing all pairs of choices takes K times the memory
+    """Return bool [T, K]: whether a choice is the first one of its token with this key.
+
+    Args:
+        key_TK: int64 [T, K], the keys. The result is False for a key of -1.
+    """
+    # sorting needs less memory than comparing all pairs of choices, by a factor of K
     sorted_TK, order_TK = key_TK.sort(dim=1, stable=True)
     first_TK = torch.ones_like(sorted_TK, dtype=torch.bool)
     first_TK[:, 1:] = sorted_TK[:, 1:] != sorted_TK[:, :-1]
@@ -39,15 +43,16 @@ def first_of_each(key_TK: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Bundles:
-    """Choices put together by target; nothing here is known on the host.
+    """Choices grouped by target. The host does not know any of the values.
 
     Attributes:
-        target_TK: int64, rank to which a choice goes next; -1: none.
-        first_TK: bool, whether it is the first of its token that goes there.
-        order_N: int64 [T*K], choices as pairs lie, those without a target last.
-        first_N: bool, whether a pair begins a row.
-        row_N: int64, the row of a pair.
-        rows_W, pairs_W: int64, to each rank.
+        target_TK: int64 [T, K], the rank to which each choice is sent next, or -1.
+        first_TK: bool [T, K], whether the choice is the first of its token for this target.
+        order_N: int64 [T*K], the choices in the order of pairs. Choices without a target are last.
+        first_N: bool [T*K], whether each pair begins a row.
+        row_N: int64 [T*K], the row of each pair.
+        rows_W: int64 [W], the number of rows for each rank.
+        pairs_W: int64 [W], the number of pairs for each rank.
     """
 
     target_TK: Tensor
@@ -60,29 +65,41 @@ class Bundles:
 
     @classmethod
     def of(cls, target_TK: Tensor, ranks: int) -> Bundles:
-        """See the class."""
+        """Group choices by target.
+
+        Args:
+            target_TK: int64 [T, K], the rank to which each choice is sent next, or -1.
+            ranks: the number W of ranks.
+        """
         order_N, pairs_W = sort_by_expert(target_TK, ranks)
         first_TK = first_of_each(target_TK)
         first_N = first_TK.reshape(-1)[order_N]
+        # a token is one row for a target, counted by its first choice there
         rows_W = expert_load(torch.where(first_TK, target_TK, -1), ranks)
         return cls(target_TK, first_TK, order_N, first_N, first_N.cumsum(0) - 1, rows_W, pairs_W)
 
     def sources(self, rows: int) -> Tensor:
-        """The choice that each row is sent for, the first of its token with that target, int64 [N];
-        see `kernels.rows`. rows: N, which the host knows by now.
+        """Return the choice that each row is sent for, int64 [N] (`kernels.rows`).
+
+        Each row is sent for the first choice of its token for the row's target.
+
+        Args:
+            rows: the number N of rows.
         """
         row_N = torch.where(self.first_N, self.row_N, -1)
         position_N = torch.empty_like(row_N).index_copy_(0, self.order_N, row_N)
         return slot_sources(position_N.view(self.target_TK.shape), rows)
 
     def pieces(self, share_WC: Tensor) -> Tensor:
-        """The piece of each choice's row, int64 [T, K]; see `dispatch.pieces`.
+        """Return the piece of each choice's row, int64 [T, K] (`dispatch.pieces`).
 
-        share_WC: int64, cumulative shares of the pieces of the rows to each rank.
+        Args:
+            share_WC: int64, the cumulative shares of the pieces, for the rows to each rank.
         """
         end_WC = torch.div(self.rows_W[:, None] * share_WC, share_WC[:, -1:],
                            rounding_mode="floor")
         target_N = self.target_TK.reshape(-1)[self.order_N].clamp(min=0)
+        # the index of a row among the rows for its target decides its piece
         before_W = self.rows_W.cumsum(0) - self.rows_W
         place_N1 = (self.row_N - before_W[target_N])[:, None]
         piece_N = (place_N1 >= end_WC[target_N, 1:-1]).sum(1)
@@ -91,19 +108,21 @@ class Bundles:
 
 
 def code_dtype(shards: int) -> torch.dtype:
-    """In which a pair's expert shard and whether it begins a row travel together."""
+    """Return the dtype of the code that contains a pair's expert shard and its row flag."""
     return torch.int16 if 2 * shards <= torch.iinfo(torch.int16).max else torch.int32
 
 
 @dataclass(frozen=True)
 class Pairs:
-    """(expert, weight) pairs of one call on their way.
+    """The (expert, weight) pairs that this rank sends in one call.
 
     Attributes:
-        code_P: 2 * shard + (1: begins a row); -1: filler.
-        choice_P: int64, which of the T*K choices it is; T*K: filler.
-        send, recv: pairs to and from each rank.
-        filler: whether there is some.
+        code_P: the code of each pair, 2 * shard + 1 if it begins a row, otherwise 2 * shard. -1 for
+            padding.
+        choice_P: int64 [P], the index of the choice, from 0 to T*K - 1. T*K for padding.
+        send: the number of pairs sent to each rank.
+        recv: the number of pairs received from each rank.
+        filler: whether there may be padding.
     """
 
     code_P: Tensor
@@ -115,7 +134,15 @@ class Pairs:
     @classmethod
     def of(cls, bundles: Bundles, shard_TK: Tensor, shards: int, send: list[int],
            recv: list[int]) -> Pairs:
-        """shard_TK: int64, the expert shard of each choice, of `shards`."""
+        """Encode the pairs of grouped choices.
+
+        Args:
+            bundles: the choices, grouped by target.
+            shard_TK: int64 [T, K], the expert shard of each choice.
+            shards: the number of expert shards on all ranks.
+            send: the number of pairs for each rank.
+            recv: the number of pairs from each rank.
+        """
         total = sum(send)
         choice_P = bundles.order_N[:total]
         code_P = 2 * shard_TK.reshape(-1)[choice_P] + bundles.first_N[:total]
@@ -123,13 +150,15 @@ class Pairs:
 
     def travel(self, weights_TK: Tensor, comm: Comm,
                anchor: Tensor | None) -> tuple[Tensor, Tensor]:
-        """(codes int64 [Q], weights [Q], differentiable) as they arrive, by source rank."""
+        """Exchange the pairs. Returns the received codes, int64 [Q], and the differentiable
+        weights [Q], both ordered by source rank.
+        """
         code_Q, weight_Q = _Travel.apply(weights_TK, anchor, self, comm)
         return code_Q.to(torch.int64), weight_Q
 
 
 class _Travel(torch.autograd.Function):
-    """Codes and weights in one exchange; the gates' gradients come back in another."""
+    """Sends codes and weights in one exchange. Backward returns the gradients of the weights."""
 
     @staticmethod
     def forward(ctx: Any, weights_TK: Tensor, anchor: Tensor | None, pairs: Pairs,
@@ -138,6 +167,7 @@ class _Travel(torch.autograd.Function):
         weights_N = weights_TK.reshape(-1)
         if pairs.filler:
             weights_N = torch.cat([weights_N, weights_N.new_zeros(1)])
+        # one exchange for both, as raw bytes
         packed, layout = pack([pairs.code_P, weights_N[pairs.choice_P]])
         linear = algorithms.get("linear")
         code_Q, weight_Q = unpack(linear(comm, packed, pairs.send, pairs.recv), layout)
@@ -149,18 +179,19 @@ class _Travel(torch.autograd.Function):
         pairs = ctx.pairs
         grad_P = all_to_all(grad_Q, ctx.comm, algorithms.get("linear"), pairs.recv, pairs.send)
         choices = ctx.shape.numel()
+        # the additional element absorbs the gradients of padding
         grad_N = grad_P.new_zeros(choices + pairs.filler).index_copy(0, pairs.choice_P, grad_P)
         return grad_N[:choices].view(ctx.shape), None, None, None
 
 
 @dataclass(frozen=True)
 class Arrived:
-    """The pairs of rows that arrived, as the choices of these rows.
+    """Received pairs, as the choices of the received rows.
 
     Attributes:
-        shard_Q: int64, expert shard; -1: filler.
-        choice_Q: int64, which of the R*K choices of rows it is; R*K: filler.
-        weights_RK: gate weights, differentiable; 0 where a row has fewer choices.
+        shard_Q: int64 [Q], the expert shard of each pair. -1 for padding.
+        choice_Q: int64 [Q], the index of the pair among the R*K choices of rows. R*K for padding.
+        weights_RK: [R, K], the gate weights, differentiable. 0 if a row has fewer choices.
     """
 
     shard_Q: Tensor
@@ -169,27 +200,35 @@ class Arrived:
 
     @classmethod
     def of(cls, code_Q: Tensor, weight_Q: Tensor, rows: int, choices: int) -> Arrived:
-        """From what `Pairs.travel` gives. rows: R. choices: K, the most that a row can have."""
+        """Decode the results of `Pairs.travel`.
+
+        Args:
+            code_Q: int64 [Q], the codes.
+            weight_Q: [Q], the gate weights.
+            rows: the number R of received rows.
+            choices: the largest number K of choices of a row.
+        """
         first_Q = code_Q & 1
         number_Q = torch.arange(code_Q.numel(), device=code_Q.device)
+        # the position of the pair that begins the row of each pair
         begin_Q = torch.where(first_Q > 0, number_Q, 0).cummax(0).values
         choice_Q = (first_Q.cumsum(0) - 1) * choices + number_Q - begin_Q
         weights_N = weight_Q.new_zeros(rows * choices).index_copy(0, choice_Q, weight_Q)
         return cls(code_Q >> 1, choice_Q, weights_N.view(rows, choices))
 
     def shards(self) -> Tensor:
-        """Expert shard of each choice of the rows, int64 [R, K]; -1: none."""
-        choices = self.weights_RK.numel()  # and one place for filler
+        """Return the expert shard of each choice of the rows, int64 [R, K], or -1."""
+        choices = self.weights_RK.numel()  # one more element absorbs the padding
         shard_N = torch.full((choices + 1,), -1, dtype=torch.int64, device=self.shard_Q.device)
         shard_N.index_copy_(0, self.choice_Q, self.shard_Q)
         return shard_N[:choices].view(self.weights_RK.shape)
 
     def row_plan(self, first_shard: int, counts: Sequence[int]) -> RowPlan:
-        """How this rank's experts read the rows: through a map, without a copy per expert.
+        """Return the index by which this rank's experts read the rows, without copying them.
 
         Args:
-            first_shard: the first of this rank's.
-            counts: rows of each.
+            first_shard: the first expert shard of this rank.
+            counts: the number of rows of each local expert shard.
         """
         order_Q = stable_order(self.shard_Q - first_shard, len(counts))
         source_Q = self.choice_Q[order_Q]

@@ -1,9 +1,13 @@
-"""Dispatch by DeepEP (deepseek-ai), where the package `deep_ep` is installed: NVLink inside a node,
-RDMA between nodes. Not measured on a GPU. What all such packages share: `token_exchange`.
+"""The dispatchers `deepep` and `deepep_v2`, which use DeepEP (deepseek-ai).
 
-`deepep`: the `Buffer` of versions 1.x (1.2.1: `get_dispatch_layout`, `dispatch`, `combine`), which
-2.x still has. `deepep_v2`: the `ElasticBuffer` of 2.1.0 (`dispatch` without `do_expand`,
-`combine`), whose operations all ranks call with one `num_max_tokens_per_rank`.
+Both dispatchers need the package `deep_ep`, which uses NVLink inside a node and RDMA between nodes.
+Neither was measured on a GPU. `dispatch.token_exchange` contains the code that all such packages
+share.
+
+`deepep` uses the class `Buffer` of versions 1.x (1.2.1: `get_dispatch_layout`, `dispatch`,
+`combine`), which versions 2.x still contain. `deepep_v2` uses the class `ElasticBuffer` of 2.1.0
+(`dispatch` without `do_expand`, `combine`). All ranks must call its operations with the same
+`num_max_tokens_per_rank`.
 """
 
 from __future__ import annotations
@@ -29,21 +33,24 @@ SOURCE = "github.com/deepseek-ai/DeepEP"
 
 
 def why_not() -> str | None:
-    """None where a DeepEP with `Buffer` is installed, else the reason and the remedy."""
+    """Return None if a DeepEP with `Buffer` is installed, otherwise the reason and a remedy."""
     reasons = [package_why_not(PACKAGE, file, "DeepEP 1.x", SOURCE)
                for file in ("buffer.py", "buffers/legacy.py")]
     return reasons[0] if all(reasons) else None
 
 
 def v2_why_not() -> str | None:
-    """None where a DeepEP with `ElasticBuffer` is installed, else the reason and the remedy."""
+    """Return None if a DeepEP with `ElasticBuffer` is installed, otherwise the reason and a remedy.
+    """
     return package_why_not(PACKAGE, "buffers/elastic.py", "DeepEP 2.1", SOURCE)
 
 
 class _Buffered(TokenExchange):
-    """What both buffers do alike.
+    """The code that both buffers share.
 
-    Attributes: `later`: the argument by which an operation can be waited for later.
+    Attributes:
+        buffer: the package's buffer.
+        later: the argument that lets an operation run in the background.
     """
 
     buffer: Any
@@ -60,18 +67,19 @@ class _Buffered(TokenExchange):
 
 
 class DeepEP(_Buffered):
-    """`deep_ep.Buffer`."""
+    """An exchange that uses `deep_ep.Buffer`."""
 
     agrees = False
     later = {"async_finish": True}
 
     def __init__(self, comm: Comm, size: Size) -> None:
         super().__init__(comm, size)
-        kind = importlib.import_module(PACKAGE).Buffer
-        configs = kind.get_dispatch_config(comm.size), kind.get_combine_config(comm.size)
+        buffer_class = importlib.import_module(PACKAGE).Buffer
+        configs = (buffer_class.get_dispatch_config(comm.size),
+                   buffer_class.get_combine_config(comm.size))
         nvlink = max(c.get_nvl_buffer_size_hint(size.token_bytes, comm.size) for c in configs)
         rdma = max(c.get_rdma_buffer_size_hint(size.token_bytes, comm.size) for c in configs)
-        self.buffer = kind(comm.group, nvlink, rdma)
+        self.buffer = buffer_class(comm.group, nvlink, rdma)
 
     def send(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, experts: int) -> Arrival:
         per_rank, per_node_rank, per_expert, is_in_rank, _ = self.buffer.get_dispatch_layout(
@@ -84,7 +92,7 @@ class DeepEP(_Buffered):
 
 
 class ElasticDeepEP(_Buffered):
-    """`deep_ep.ElasticBuffer`."""
+    """An exchange that uses `deep_ep.ElasticBuffer`."""
 
     later = {"async_with_compute_stream": True}
 
@@ -104,7 +112,7 @@ class ElasticDeepEP(_Buffered):
 
 @dispatchers.register("deepep", why_not=why_not, optional=True)
 class DeepEPDispatcher(TokenDispatcher):
-    """DeepEP's fused kernels: tokens once to every rank that has one of their experts (bf16)."""
+    """A dispatcher that sends tokens with DeepEP's fused kernels, once to each rank (bf16)."""
 
     name, exchange = "deepep", DeepEP
     traits = DispatchTraits(single_layout=True, supports_pieces=True)
@@ -112,7 +120,7 @@ class DeepEPDispatcher(TokenDispatcher):
 
 @dispatchers.register("deepep_v2", why_not=v2_why_not, optional=True)
 class ElasticDeepEPDispatcher(TokenDispatcher):
-    """DeepEP 2's elastic buffer: as `deepep`, over NCCL's device interface (bf16)."""
+    """A dispatcher that uses DeepEP 2's elastic buffer over NCCL's device interface (bf16)."""
 
     name, exchange = "deepep_v2", ElasticDeepEP
     traits = DispatchTraits(single_layout=True, supports_pieces=True)

@@ -1,14 +1,15 @@
-"""Dispatch by all-to-all: what padded, ragged and Parm S2 dispatch have in common; and rows that
-travel in pieces while others are computed (Tutel's adaptive pipelining), forward and backward.
+"""Dispatch by all-to-all: the base of several dispatchers, and exchanges in pieces.
 
-Forward posts all pieces at once; each is computed when it has arrived and posted back when it is
-done; the last step waits for all. Backward is the mirror and may group the pieces differently: rows
-are split in `lcm(d, d_backward)` pieces, and exchanges carry groups of them. Pieces that stay on
-their rank travel in no group.
+With several pieces, the exchange of one piece overlaps with the computation of another, in forward
+and in backward (Tutel's adaptive pipelining). The forward pass sends all pieces at once. Each piece
+is computed when it has arrived, and its results are sent back immediately. The last step waits for
+all results. The backward pass is the mirror image and may group the pieces differently: rows are
+divided into `lcm(d, d_backward)` pieces, and each exchange carries a group of pieces. Pieces that
+stay on their rank belong to no group.
 
-There are two kinds of autograd node, tied by scalar tokens: rows bypass autograd, the exchange
-object carries them. So a node may end before its rows have arrived. Nodes run in the reverse order
-of their creation on all ranks, so all ranks post in the same order.
+Rows bypass autograd: the exchange object carries them. Two kinds of autograd nodes, connected by
+scalar tokens, send and receive a piece, so that a node may finish before its rows have arrived.
+Autograd runs nodes in the reverse order of their creation, so all ranks send in the same order.
 """
 
 from __future__ import annotations
@@ -35,14 +36,14 @@ from moe_plugin.records import ExpertRows, KeptRouting, Overlap
 
 
 class PipelinedExchange:
-    """One exchange of all pieces of a plan, for rows and, in backward, for their gradients.
+    """The exchange of all pieces of a plan, for rows and, in backward, for their gradients.
 
     Args:
         placement: the ranks and the exchange algorithm.
-        pieces: they travel from `send` to `recv`.
-        even: see `ExchangePlan`.
-        overlap: groups of pieces that travel together, forward and backward.
-        reverse: rows travel from `recv` to `send`, back to their tokens.
+        pieces: the pieces, with the rows to send to and receive from each rank.
+        even: whether all ranks send each other the same number of rows (`ExchangePlan.even`).
+        overlap: the numbers of groups of pieces in forward and backward.
+        reverse: whether the rows travel in the opposite direction, back to their tokens.
     """
 
     def __init__(self, placement: Placement, pieces: Sequence[Piece], even: bool,
@@ -51,24 +52,29 @@ class PipelinedExchange:
                  for p in pieces]
         algorithm = placement.algorithm.back if reverse else placement.algorithm
         self.forward = _Direction(placement.comm, algorithm, there, overlap.forward, even)
+        # autograd reverses the order of the nodes, so backward puts in the last piece first
         self.backward = _Direction(
             placement.comm, algorithm.back, [_Sizes(p.recv, p.send, p.local) for p in there],
             overlap.backward or overlap.forward, even, last_first=True)
 
     def post(self, number: int, rows_ND: Tensor, anchor: Tensor | None) -> Tensor:
-        """Hand over a piece [N, D], which may start to travel; a scalar token for `take`.
+        """Send a piece and return a scalar token for `take`. Pieces must be posted in order.
 
-        Pieces are posted in order. anchor: a parameter, see `comm.functional`.
+        Args:
+            number: the index of the piece.
+            rows_ND: [N, D], the rows of the piece.
+            anchor: a parameter that connects the exchange to the autograd graph
+                (`comm.functional`). Optional.
         """
         return _Send.apply(self, number, rows_ND, anchor)
 
     def take(self, number: int, token: Tensor) -> Tensor:
-        """The rows of a piece on the other side; waits for them. token: of its `post`."""
+        """Wait for the rows of a piece and return them. `token` is the result of `post`."""
         return _Receive.apply(self, number, token)
 
 
 class _Sizes(NamedTuple):
-    """Rows of a piece to and from each rank in one direction; whether it stays on its rank."""
+    """The rows of a piece to and from each rank, and whether the piece stays on its rank."""
 
     send: list[int]
     recv: list[int]
@@ -76,22 +82,28 @@ class _Sizes(NamedTuple):
 
 
 class _Direction:
-    """One direction: pieces are put in, travel in groups, are taken out on the other side.
+    """One direction of an exchange. `put` sends pieces in groups, and `take` receives them.
 
-    last_first: the order in which they are put in.
+    Args:
+        comm: the ranks.
+        algorithm: the exchange algorithm.
+        pieces: the sizes of the pieces.
+        groups: the number of groups.
+        even: whether all ranks send each other the same number of rows.
+        last_first: whether the pieces are put in starting with the last one.
     """
 
     def __init__(self, comm: Comm, algorithm: Exchange, pieces: Sequence[_Sizes], groups: int,
                  even: bool, last_first: bool = False) -> None:
         self.comm, self.algorithm, self.pieces, self.even = comm, algorithm, pieces, even
-        # a piece that stays on its rank needs no exchange: its rows are there before any arrive
+        # a piece that stays on its rank needs no exchange
         travelling = [number for number, piece in enumerate(pieces) if not piece.local]
         size = -(-len(travelling) // groups)
         self.members = [travelling[i : i + size] for i in range(0, len(travelling), size)]
         if last_first:
             self.members.reverse()
         self.group_of = {n: group for group, members in enumerate(self.members) for n in members}
-        self.task: int | None = None  # autograd's number of the backward pass that runs; -1: none
+        self.task: int | None = None  # autograd's number of the running backward; -1 in forward
         self._begin()
 
     def _begin(self) -> None:
@@ -100,9 +112,9 @@ class _Direction:
         self.arrived: dict[int, Tensor] = {}
 
     def put(self, number: int, rows: Tensor) -> None:
-        """Hand over a piece; the group's last one starts the exchange."""
+        """Add a piece to its group. The last piece of a group starts the exchange."""
         task = torch._C._current_graph_task_id()
-        if task != self.task:  # another pass over this graph, maybe after one that was aborted
+        if task != self.task:  # another pass over this graph; an aborted pass may have left pieces
             self.task = task
             self._begin()
         if self.pieces[number].local:
@@ -110,8 +122,8 @@ class _Direction:
             return
         self.waiting[number] = rows
         members = self.members[self.group_of[number]]
-        # the group is one exchange, which every rank starts when its last piece is there: ranks
-        # hand pieces over in one order, so they start the groups in one order, too
+        # A group is one exchange. All ranks put pieces in the same order and start a group with
+        # its last piece, so they also start the groups in the same order.
         if any(n not in self.waiting for n in members):
             return
         if self.series is None:
@@ -123,7 +135,7 @@ class _Direction:
         self.series.put(self.group_of[number], buffer)
 
     def take(self, number: int) -> Tensor:
-        """A piece that has arrived; waits for it."""
+        """Wait for a piece and return its rows."""
         if number not in self.arrived:
             members = self.members[self.group_of[number]]
             rows = self.series.take(self.group_of[number])
@@ -137,7 +149,7 @@ def _sum(lengths: Sequence[list[int]]) -> list[int]:
 
 
 def _by_rank(parts: Sequence[Tensor], lengths: Sequence[list[int]]) -> Tensor:
-    """Pieces, each by rank, to one buffer by rank."""
+    """Merge pieces that are each ordered by rank into one buffer ordered by rank."""
     if len(parts) == 1:
         return parts[0].contiguous()
     split = [part.split(length) for part, length in zip(parts, lengths, strict=True)]
@@ -145,7 +157,12 @@ def _by_rank(parts: Sequence[Tensor], lengths: Sequence[list[int]]) -> Tensor:
 
 
 def by_piece(rows: Tensor, lengths: Sequence[list[int]]) -> list[Tensor]:
-    """The inverse of `_by_rank`."""
+    """Divide a buffer ordered by rank into pieces: the inverse of `_by_rank`.
+
+    Args:
+        rows: the rows of all pieces.
+        lengths: for each piece, its number of rows by rank.
+    """
     if len(lengths) == 1:
         return [rows]
     ranks = len(lengths[0])
@@ -155,12 +172,13 @@ def by_piece(rows: Tensor, lengths: Sequence[list[int]]) -> list[Tensor]:
 
 
 class _Send(torch.autograd.Function):
-    """Rows of a piece go in; a scalar token comes out. Backward waits for their gradients."""
+    """Sends the rows of a piece and returns a scalar token. Backward waits for the gradients."""
 
     @staticmethod
     def forward(ctx: Any, exchange: PipelinedExchange, number: int, rows: Tensor,
                 anchor: Tensor | None) -> Tensor:
         ctx.exchange, ctx.number = exchange, number
+        # detached, because gradients return through `exchange.backward` instead of autograd
         exchange.forward.put(number, rows.detach())
         return rows.new_zeros(())
 
@@ -171,9 +189,7 @@ class _Send(torch.autograd.Function):
 
 
 class _Receive(torch.autograd.Function):
-    """The scalar token of a piece in, its rows out when they have arrived. Backward posts their
-    gradients.
-    """
+    """Takes the scalar token of a piece, and returns its rows. Backward sends the gradients."""
 
     @staticmethod
     def forward(ctx: Any, exchange: PipelinedExchange, number: int, token: Tensor) -> Tensor:
@@ -188,13 +204,14 @@ class _Receive(torch.autograd.Function):
 
 
 class SentPieces(Sent):
-    """Several pieces: the results of each travel back while the next one is computed.
+    """Rows in several pieces. The results of a piece return while the next piece is computed.
 
     Args:
-        arriving, anchor: see `Sent`.
-        plan: of the call.
-        mapped: see `Piece.results`.
-        back: the exchange by which results travel.
+        arriving: the work for the experts, piece by piece (`Sent`).
+        anchor: the anchor that was passed to `Dispatcher.dispatch`.
+        plan: the plan of the call.
+        mapped: whether experts write results in the order of arrival (`Piece.results`).
+        back: the exchange that returns the results.
     """
 
     def __init__(self, arriving: Iterable[ExpertRows], anchor: Tensor | None, plan: ExchangePlan,
@@ -203,18 +220,21 @@ class SentPieces(Sent):
         self.plan, self.mapped, self.back = plan, mapped, back
 
     def put_back(self, result: Tensor) -> None:
-        """See `Sent`; a token of the exchange takes the place of the result."""
-        number = len(self.results)
+        """See `Sent`. Stores the token of the exchange instead of the result."""
+        number = len(self.results)  # results are put back in the order of the pieces
         rows_RD = self.plan.pieces[number].results(result, self.mapped)
         self.results.append(self.back.post(number, rows_RD, self.anchor))
 
     def returned(self) -> Iterator[Tensor]:
-        """The rows of every piece where they came from, [N, D] each; waits for each in turn."""
+        """Return the results of each piece on the rank of its tokens, [N, D] each.
+
+        The iterator waits for one piece after another.
+        """
         return (self.back.take(number, token) for number, token in enumerate(self.results))
 
 
 class ExchangeDispatcher(Dispatcher):
-    """Rows out by all-to-all, through the experts, back by all-to-all. Subclasses give `plan`."""
+    """Base of dispatchers that send and return rows by all-to-all. Subclasses implement `plan`."""
 
     def __init__(self, context: DispatchContext) -> None:
         super().__init__(context)
@@ -222,8 +242,9 @@ class ExchangeDispatcher(Dispatcher):
 
     @property
     def pieces(self) -> int:
-        """Pieces into which a call's rows are split; under `torch.compile` one, because a graph
-        runs one exchange after the other.
+        """The number of pieces of a call's rows.
+
+        It is 1 under `torch.compile`, because a compiled graph runs one exchange at a time.
         """
         return 1 if torch.compiler.is_compiling() else self.overlap.pieces
 
@@ -234,6 +255,7 @@ class ExchangeDispatcher(Dispatcher):
     def dispatch(self, x_TD: Tensor, plan: ExchangePlan, anchor: Tensor | None) -> Sent:
         rows_ND = gather_rows(x_TD, plan.source_N, plan.position_TK, plan.complete)
         background = self.overlap.background and not torch.compiler.is_compiling()
+        # one piece without other work has nothing to overlap with
         if len(plan.pieces) == 1 and not background:
             piece = plan.pieces[0]
             rows_RD = self._exchange(self.route, self.own_part(rows_ND), piece.send, piece.recv,
@@ -257,35 +279,36 @@ class ExchangeDispatcher(Dispatcher):
 
     def _in_background(self, rows_ND: Tensor, plan: ExchangePlan,
                        anchor: Tensor | None) -> Iterable[ExpertRows]:
-        """All pieces start to travel now; work of each when it has arrived."""
+        """Send all pieces now, and return the work of each piece when it has arrived."""
         parts = rows_ND.split([self.sharers * sum(piece.send) for piece in plan.pieces])
         out = PipelinedExchange(self.placement, plan.pieces, plan.even, self.overlap)
+        # all pieces are posted before the first one is awaited
         tokens = [out.post(number, self.own_part(part), anchor)
                   for number, part in enumerate(parts)]
         return (piece.work(out.take(number, tokens[number]), self.maps_rows)
                 for number, piece in enumerate(plan.pieces))
 
     def weigh(self, rows_ND: Tensor, plan: ExchangePlan) -> Tensor:
-        """Each token's rows weighted and summed, [T, D]."""
+        """Return the weighted sum of each token's rows, [T, D]."""
         return combine_rows(rows_ND, plan.weights_TK, plan.source_N, plan.position_TK,
                             plan.complete)
 
     @property
     def maps_rows(self) -> bool:
-        """Whether experts take rows as they arrived, see `Piece.work`."""
+        """Whether experts read rows in the order of arrival through an index (`Piece.work`)."""
         return True
 
     @property
     def sharers(self) -> int:
-        """Ranks that share out the rows of their tokens."""
+        """The number of ranks that have the same tokens and divide their rows."""
         return 1
 
     def own_part(self, rows_ND: Tensor) -> Tensor:
-        """Of a piece [sharers * N, D] the rows that this rank sends, [N, D]."""
+        """Return the rows [N, D] of a piece [sharers * N, D] that this rank sends."""
         return rows_ND
 
     def all_parts(self, rows_ND: Tensor) -> Tensor:
-        """The inverse of `own_part`, on the rows that came back."""
+        """Apply the inverse of `own_part` to the returned rows."""
         return rows_ND
 
     def _exchange(self, route: Route, rows: Tensor, send: list[int], recv: list[int], even: bool,

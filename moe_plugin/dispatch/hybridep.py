@@ -1,11 +1,13 @@
-"""Dispatch by HybridEP (NVIDIA), where the branch `hybrid-ep` of DeepEP is installed as `deep_ep`:
-few processors of a GPU over NVLink and RDMA. Not measured on a GPU.
+"""The dispatcher `hybridep`, which uses HybridEP (NVIDIA).
 
-Interface: its `HybridEPBuffer` (commit 94a9f8f, July 2026): `dispatch_with_permute` and
-`combine_with_unpermute`, which give one row for each choice, expert after expert, in place of
-tokens, and add a token's rows up. All ranks give it as many tokens: shorter ranks are padded with
-tokens that no expert has. It has no operation that can be waited for later, so rows travel in one
-piece, and nothing overlaps with them.
+The branch `hybrid-ep` of DeepEP must be installed as `deep_ep`. HybridEP occupies few processors
+of a GPU and uses NVLink and RDMA. The dispatcher was not measured on a GPU.
+
+The interface is `HybridEPBuffer` (commit 94a9f8f, July 2026). `dispatch_with_permute` returns one
+row for each choice, sorted by expert, instead of tokens. `combine_with_unpermute` sums the rows of
+a token. All ranks must pass the same number of tokens, so shorter ranks are padded with tokens that
+have no expert. The operations cannot run in the background, so rows are sent in one piece and
+overlap with nothing.
 """
 
 from __future__ import annotations
@@ -34,19 +36,19 @@ PACKAGE = "deep_ep"
 
 
 def why_not() -> str | None:
-    """None where a DeepEP with `HybridEPBuffer` is installed, else the reason and the remedy."""
+    """Return None if `HybridEPBuffer` is installed, otherwise the reason and a remedy."""
     return package_why_not(PACKAGE, "hybrid_ep_buffer.py", "HybridEP",
                            "branch hybrid-ep of github.com/deepseek-ai/DeepEP")
 
 
 @dataclass
 class _Handle:
-    """What the way back needs.
+    """The data that is needed to return results.
 
     Attributes:
-        ours: of the package.
-        ids_TK: of the tokens without padding.
-        rows: that arrived.
+        ours: the handle of the package.
+        ids_TK: int64 [T, K], the expert shards of the tokens, without padding.
+        rows: the number of received rows.
     """
 
     ours: Any
@@ -55,7 +57,7 @@ class _Handle:
 
 
 class HybridEP(TokenExchange):
-    """`deep_ep.HybridEPBuffer`."""
+    """An exchange that uses `deep_ep.HybridEPBuffer`."""
 
     def __init__(self, comm: Comm, size: Size) -> None:
         super().__init__(comm, size)
@@ -67,7 +69,7 @@ class HybridEP(TokenExchange):
         return size.width, size.experts
 
     def send(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, experts: int) -> Arrival:
-        # a column more takes what is no choice
+        # the additional last column absorbs choices without an expert
         index_TK = ids_TK.masked_fill(ids_TK < 0, experts)
         probs_TE = weights_TK.new_zeros(len(ids_TK), experts + 1).scatter(1, index_TK, weights_TK)
         map_TE = torch.zeros_like(probs_TE, dtype=torch.bool).scatter(1, index_TK, True)
@@ -75,7 +77,7 @@ class HybridEP(TokenExchange):
             hidden=self._padded(x_TD), routing_map=self._padded(map_TE[:, :experts]),
             probs=self._padded(probs_TE[:, :experts]),
             num_of_experts_per_rank=experts // self.comm.size)
-        counts = counts_L.tolist()
+        counts = counts_L.tolist()  # the host waits for the device here
         ids_R = torch.arange(len(counts), device=x_TD.device).repeat_interleave(
             torch.tensor(counts).to(x_TD.device), output_size=sum(counts))
         return Arrival(x_RD, ids_R[:, None], probs_R[:, None], counts,
@@ -102,7 +104,7 @@ class HybridEP(TokenExchange):
 
 @dispatchers.register("hybridep", why_not=why_not, optional=True)
 class HybridEPDispatcher(TokenDispatcher):
-    """HybridEP's kernels, which also sort rows by expert (bf16)."""
+    """A dispatcher that uses HybridEP's kernels, which also sort rows by expert (bf16)."""
 
     name, exchange = "hybridep", HybridEP
     traits = DispatchTraits(single_layout=True)

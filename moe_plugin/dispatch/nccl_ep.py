@@ -1,10 +1,12 @@
-"""Dispatch by NCCL's expert parallelism, where nccl4py with `nccl.ep` is installed. Experimental
-there; not measured on a GPU.
+"""The dispatcher `nccl_ep`, which uses NCCL's expert parallelism.
 
-Interface: `nccl.ep` of nccl4py 0.3.1 (libnccl_ep 0.1.0): `Group`, `Handle`, algorithm
-`HIGH_THROUGHPUT`, layout `FLAT`, both pass directions. The host reads the numbers of rows once
-more than with DeepEP; the library itself waits in each dispatch, so rows travel in one piece.
-A handle owns memory of the device: it is used again when a call no longer needs it.
+The package nccl4py with its experimental module `nccl.ep` must be installed. The dispatcher was not
+measured on a GPU.
+
+The interface is `nccl.ep` of nccl4py 0.3.1 (libnccl_ep 0.1.0): `Group`, `Handle`, the algorithm
+`HIGH_THROUGHPUT`, the layout `FLAT`, and both pass directions. The host reads the numbers of rows
+one time more than with DeepEP. The library waits in each dispatch, so rows are sent in one piece. A
+handle owns device memory, so it is reused when its call has finished.
 """
 
 from __future__ import annotations
@@ -32,15 +34,22 @@ PACKAGE = "nccl"
 
 
 def why_not() -> str | None:
-    """None where nccl4py has `nccl.ep`, else the reason and the remedy."""
+    """Return None if nccl4py with `nccl.ep` is installed, otherwise the reason and a remedy."""
     return package_why_not(PACKAGE, "ep/handle.py", "nccl4py 0.3.1 or newer",
                            "pip install 'nccl4py[cu13]'")
 
 
 class _Lease:
-    """A handle, until no call needs it. ids_TK: its memory is the library's, too, until then.
+    """Owns a handle until the call has finished, and then makes it available again.
 
-    Attributes: `rows`: that arrived.
+    Args:
+        ours: the handle of the package.
+        ids_TK: int64 [T, K], the expert shards. The library reads this memory, so it must not be
+            freed before the call has finished.
+        free: the list of handles that can be reused.
+
+    Attributes:
+        rows: the number of received rows.
     """
 
     def __init__(self, ours: Any, ids_TK: Tensor, free: list[Any]) -> None:
@@ -49,7 +58,7 @@ class _Lease:
 
 
 class NCCLExchange(TokenExchange):
-    """`nccl.ep.Group`."""
+    """An exchange that uses `nccl.ep.Group`."""
 
     def __init__(self, comm: Comm, size: Size) -> None:
         super().__init__(comm, size)
@@ -65,7 +74,7 @@ class NCCLExchange(TokenExchange):
 
     @classmethod
     def key(cls, size: Size) -> tuple[Any, ...]:
-        return size.experts, size.top_k  # a handle is for one K
+        return size.experts, size.top_k  # a handle supports only one value of K
 
     def send(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, experts: int) -> Arrival:
         ep, tensor, stream = self.ep, self.ep.Tensor, _stream(x_TD)
@@ -115,13 +124,13 @@ class NCCLExchange(TokenExchange):
 
 
 def _stream(x: Tensor) -> int:
-    """The address of a GPU's current stream; 0: none."""
+    """Return the address of the current stream of a GPU, or 0 on a CPU."""
     return torch.cuda.current_stream(x.device).cuda_stream if x.is_cuda else 0
 
 
 @dispatchers.register("nccl_ep", why_not=why_not, optional=True)
 class NCCLDispatcher(TokenDispatcher):
-    """NCCL's own dispatch and combine kernels, in high-throughput mode (bf16)."""
+    """A dispatcher that uses NCCL's dispatch and combine kernels in high-throughput mode (bf16)."""
 
     name, exchange = "nccl_ep", NCCLExchange
     traits = DispatchTraits(single_layout=True)

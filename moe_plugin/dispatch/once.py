@@ -1,24 +1,24 @@
-"""Exact rows of which a token sends one to every rank, or every node, that has some of its experts.
+"""Exact rows that are sent once to each rank, or once to each node, that has some of the experts.
 
-With k experts per token `ragged` sends k rows, also where several of them are on one rank. Here a
-token sends one row to each rank that has some (`dispatch.send: ranks`), with (expert, weight) pairs
-beside it (`dispatch.bundles`). The experts read rows through a map; what they give is weighted and
-summed there in float32, rounded once, and one row comes back. For even routing these are
-W (1 - (1 - 1/W)^k) rows of a token in place of k.
+With k experts per token, `ragged` sends k rows, even if several of these experts are on one rank.
+With `dispatch.send: ranks` a token sends one row to each rank that has some of its experts,
+together with (expert, weight) pairs (`dispatch.bundles`). The experts read the rows through an
+index. Their results are weighted and summed on their rank in float32, rounded once, and returned as
+one row. For even routing over W ranks a token sends W (1 - (1 - 1/W)^k) rows instead of k.
 
-`dispatch.send: nodes`: one row to each node, to the rank with the sender's place on it (all network
-cards work, as in 2DH; on a smaller node with m ranks the place modulo m). That rank sends it on to
-the ranks of its node, adds up what they give back, and returns one row. Rows between nodes travel
-by `comm.all_to_all` (through one card a node with `leader`) and in `comm.wire`; inside a node they
-travel as they are.
+With `dispatch.send: nodes` a token sends one row to each node, to the rank that has the sender's
+position in its node (modulo m on a smaller node with m ranks). So all network cards are used, as in
+2DH. The receiving rank forwards the row to the ranks of its node, sums their results, and returns
+one row. Between nodes rows are sent by `comm.all_to_all` (through one card per node with `leader`)
+and in the format `comm.wire`. Inside a node they are sent in their own dtype.
 
-Backward is the mirror: the gradient of a token's output goes out once, that of its input comes back
-once, summed; the gradients of gate weights are computed where the experts are, and come back as k
-numbers. Sizes are agreed in `plan`, in an exchange that takes the way of the rows (`_Agreed`); the
-host reads once, and in backward never. Rows of a piece have all their choices with them, so that
-pieces are cut by rows or peers, never by experts.
+Backward is the mirror image: the gradient of a token's output is sent once, and the gradient of its
+input returns once, summed. The gradients of gate weights are computed on the ranks of the experts
+and return as k numbers. `plan` agrees on the sizes in an exchange along the path of the rows
+(`Agreed`). The host reads once per call, and never in backward. A row has all its choices in the
+same piece, so pieces are divided along rows or peers, never along experts.
 
-Sources: DeepEP (deepseek-ai), which does this in kernels; HierMoE (arXiv 2508.09591).
+Sources: DeepEP (deepseek-ai), which implements this in kernels; HierMoE (arXiv 2508.09591).
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ from moe_plugin.dispatch.pieces import (
     order_by_piece,
     shares_along,
 )
-from moe_plugin.dispatch.ragged import spilled
 from moe_plugin.dispatch.rows import positions
+from moe_plugin.dispatch.spill import spilled
 from moe_plugin.kernels import combine_rows, gather_rows, weigh_rows
 from moe_plugin.kernels.choices import expert_load
 from moe_plugin.planner.spill import SpillPlan
@@ -53,7 +53,14 @@ from moe_plugin.utils.machine import to_device
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of one hop, by rank: rows to it and from it, pairs to it, and from it in every piece."""
+    """The sizes of one exchange.
+
+    Attributes:
+        send: the number of rows to each rank.
+        recv: the number of rows from each rank.
+        pairs_out: the number of pairs to each rank.
+        pairs_in_PW: the number of pairs from each rank, for each piece.
+    """
 
     send: list[int]
     recv: list[int]
@@ -62,7 +69,7 @@ class Sizes:
 
     @property
     def pairs_in(self) -> list[int]:
-        """Pairs of all pieces from each rank."""
+        """The number of pairs from each rank, for all pieces together."""
         return [sum(column) for column in zip(*self.pairs_in_PW, strict=True)]
 
 
@@ -71,9 +78,10 @@ class Agreed:
     """All sizes of a call.
 
     Attributes:
-        first: from tokens on.
-        inner: of each piece inside a node, where rows go on; else empty.
-        counts_PL: rows of this rank's experts in every piece.
+        first: the sizes of the first exchange, which sends the tokens.
+        inner: the sizes of the exchange inside a node, for each piece. Empty if rows are not
+            forwarded.
+        counts_PL: the rows of each of this rank's experts, for each piece.
     """
 
     first: Sizes
@@ -83,11 +91,14 @@ class Agreed:
 
 @dataclass
 class Forwarding:
-    """Rows of a piece that arrived on a node, on to the ranks of it that have their experts.
+    """Forwards the received rows of a piece to the ranks of the node that have the experts.
 
     Attributes:
-        source_N, position_RK: of these rows, see `kernels.rows`.
-        anchor: see `comm.functional`.
+        place: the ranks that store each expert.
+        sizes: the sizes of the exchange inside the node.
+        source_N: int64 [N], the choice of each forwarded row (`kernels.rows`).
+        position_RK: int64 [R, K], the forwarded row of each choice, or -1.
+        anchor: a parameter that connects the exchange to the autograd graph (`comm.functional`).
     """
 
     place: Placement
@@ -97,12 +108,12 @@ class Forwarding:
     anchor: Tensor | None
 
     def there(self, rows_RD: Tensor) -> Tensor:
-        """Rows as they arrive on the ranks of their experts."""
+        """Send the rows to the ranks of their experts and return the rows received here."""
         rows_ND = gather_rows(rows_RD, self.source_N, self.position_RK)
         return self._exchange(rows_ND, self.sizes.send, self.sizes.recv)
 
     def back(self, rows_ND: Tensor) -> Tensor:
-        """What these ranks give for each row, summed."""
+        """Return the results to the forwarding ranks, and sum them for each row."""
         rows_ND = self._exchange(rows_ND, self.sizes.recv, self.sizes.send)
         return combine_rows(rows_ND, None, self.source_N, self.position_RK)
 
@@ -112,11 +123,15 @@ class Forwarding:
 
 @dataclass
 class OncePiece:
-    """Rows that travel together, as `dispatch.pieces.Piece`.
+    """Rows that are sent together, with the interface of `dispatch.pieces.Piece`.
 
     Attributes:
-        weights_first: gate weights are on the experts' inputs.
-        rows, forwarding: set when pairs have arrived, before rows leave.
+        send: the number of rows sent to each rank.
+        recv: the number of rows received from each rank.
+        local: whether all rows of the piece stay on their rank.
+        weights_first: whether gate weights multiply the inputs of the experts.
+        rows: how the experts read the received rows. Set after the pairs have arrived.
+        forwarding: forwards the rows inside a node. None if rows are not forwarded.
     """
 
     send: list[int]
@@ -127,10 +142,11 @@ class OncePiece:
     forwarding: Forwarding | None = None
 
     def work(self, rows_RD: Tensor, mapped: bool) -> ExpertRows:
-        """See `Piece.work`; a row of several experts is taken through a map, or copied to each."""
+        """See `Piece.work`. The experts read rows through an index, or get a copy of each row."""
         plan = self.rows
         if self.forwarding is not None:
             rows_RD = self.forwarding.there(rows_RD)
+        # with weights on the inputs, each expert needs a separate copy of the row
         if self.weights_first:
             rows_RD = weigh_rows(rows_RD, plan.weights_TK, plan.source_R, plan.position_TK)
         elif mapped:
@@ -140,7 +156,7 @@ class OncePiece:
         return ExpertRows(rows_RD, plan.counts)
 
     def results(self, rows_RD: Tensor, mapped: bool) -> Tensor:
-        """See `Piece.results`: one for each row that arrived."""
+        """See `Piece.results`. Returns one result for each received row."""
         plan = self.rows
         if self.weights_first or not mapped:
             weights_TK = None if self.weights_first else plan.weights_TK
@@ -151,14 +167,14 @@ class OncePiece:
 
 @dataclass(frozen=True)
 class OncePlan(ExchangePlan):
-    """Its `weights_TK` is None: results arrive weighted.
+    """The plan of rows that are sent once. `weights_TK` is None, because results arrive weighted.
 
     Attributes:
-        gates_TK: gate weights, differentiable.
-        pairs: they and their experts, on their way.
-        agreed: all sizes.
-        width: experts of a rank, those that it borrows among them.
-        spill: see `SpillingPlan`.
+        gates_TK: the gate weights, differentiable.
+        pairs: the encoded pairs to send.
+        agreed: all sizes of the call.
+        width: the number of experts per rank, including borrowed experts.
+        spill: which rank computes which rows (`SpillingPlan.spill`).
     """
 
     gates_TK: Tensor | None = None
@@ -169,8 +185,10 @@ class OncePlan(ExchangePlan):
 
 
 class OnceDispatcher(ExchangeDispatcher):
-    """Once to every rank. Not registered: `dispatch.send` puts it in the place of a dispatcher that
-    declares `sends_once`.
+    """A dispatcher that sends a token's row once to each rank.
+
+    The class has no registered name. The setting `dispatch.send` selects it instead of a dispatcher
+    that declares `sends_once`.
     """
 
     traits = DispatchTraits(supports_pieces=True, piece_axes=("rows", "peers"), spills=True,
@@ -182,17 +200,20 @@ class OnceDispatcher(ExchangeDispatcher):
 
     @property
     def maps_rows(self) -> bool:
-        """See `ExchangeDispatcher`. Rows of borrowed experts lie apart."""
+        """See `ExchangeDispatcher`. False if rows of borrowed experts are computed separately."""
         return self.planner is None
 
     def plan(self, kept: KeptRouting) -> OncePlan:
-        """See `Dispatcher`. One exchange of counts, and one copy of them from device to host; with
-        a spill planner one more before them, since its plan says which rows there are.
+        """See `Dispatcher`.
+
+        Costs one exchange of counts and one copy from device to host. With a spill planner there is
+        one more of each, because the plan of the spilling determines the rows.
         """
         place, comm = self.placement, self.placement.comm
         ids_TK, gates_TK = expand(place, kept.routing, kept.slots_TK)
         width, spill = place.local, None
         if self.planner is not None:
+            # the ids become rank * width + local expert, for the rank that computes the row
             ids_TK, width, spill = spilled(ids_TK, place, self.planner)
         rank_TK = torch.div(ids_TK, width, rounding_mode="floor")
         bundles = Bundles.of(self.next_rank(rank_TK), comm.size)
@@ -204,13 +225,14 @@ class OnceDispatcher(ExchangeDispatcher):
             shares.parts([[rows] for rows in by_rank], comm.rank, outgoing)
             for by_rank, outgoing in ((first.send, True), (first.recv, False)))
         source_N = bundles.sources(sum(first.send))
+        # pairs stay in the order of targets: they are sent before all pieces, in one exchange
         if shares.pieces > 1:
             source_N = source_N[order_by_piece(send_PW1, source_N)]
         complete = source_N.numel() == ids_TK.numel()
         pieces = tuple(
-            OncePiece(*([rows for [rows] in by_rank] for by_rank in both), piece in shares.local,
+            OncePiece(*([rows for [rows] in by_rank] for by_rank in sizes), piece in shares.local,
                       self.weights_first)
-            for piece, both in enumerate(zip(send_PW1, recv_PW1, strict=True)))
+            for piece, sizes in enumerate(zip(send_PW1, recv_PW1, strict=True)))
         pairs = Pairs.of(bundles, ids_TK, comm.size * width, first.pairs_out, first.pairs_in)
         plan = OncePlan(sum(map(sum, agreed.counts_PL)), source_N,
                         positions(source_N, ids_TK, complete), None, pieces, False, complete,
@@ -219,7 +241,7 @@ class OnceDispatcher(ExchangeDispatcher):
         return plan
 
     def dispatch(self, x_TD: Tensor, plan: OncePlan, anchor: Tensor | None) -> Sent:
-        """See `Dispatcher`. Pairs go first, in a small exchange of their own."""
+        """See `Dispatcher`. The pairs are sent before the rows, in a separate small exchange."""
         code_Q, weight_Q = plan.pairs.travel(plan.gates_TK, self.placement.comm, anchor)
         lengths = plan.agreed.first.pairs_in_PW
         parts = zip(by_piece(code_Q, lengths), by_piece(weight_Q, lengths), strict=True)
@@ -229,23 +251,28 @@ class OnceDispatcher(ExchangeDispatcher):
         return super().dispatch(x_TD, plan, anchor)
 
     def next_rank(self, rank_TK: Tensor) -> Tensor:
-        """To which rank a choice goes next on its way to one, int64; -1: it has none."""
+        """Return the rank to which each choice is sent first, int64, or -1.
+
+        Args:
+            rank_TK: int64 [T, K], the rank of each choice's expert, or -1.
+        """
         return rank_TK
 
     def read_pairs(self, plan: OncePlan, number: int, arrived: Arrived,
                    anchor: Tensor | None) -> None:
-        """What piece `number` needs for the rows that will arrive."""
+        """Prepare piece `number` for the rows that will arrive."""
         plan.pieces[number].rows = arrived.row_plan(self.placement.comm.rank * plan.width,
                                                     plan.agreed.counts_PL[number])
 
     def agree(self, table_WPL: Tensor, rows_W: Tensor) -> Agreed:
-        """Sizes of all ranks that concern this one; collective.
+        """Exchange the sizes of a call. Collective.
 
         Args:
-            table_WPL: see `_table`.
-            rows_W: int64, rows to each rank.
+            table_WPL: the rows and pairs of this rank (`_table`).
+            rows_W: int64 [W], the number of rows to each rank.
         """
         size = self.placement.comm.size
+        # an even exchange, whose sizes all ranks know
         arriving = self.placement.comm.all_to_all(table_WPL.flatten(1))
         sent, got = torch.stack([table_WPL, arriving.view(table_WPL.shape)]).tolist()
         send, recv = ([sum(piece[0] for piece in row) for row in rows] for rows in (sent, got))
@@ -256,8 +283,10 @@ class OnceDispatcher(ExchangeDispatcher):
 
     def _table(self, ids_TK: Tensor, rank_TK: Tensor, width: int, bundles: Bundles,
                shares: PieceShares) -> Tensor:
-        """What ranks will compute of this rank's tokens, int64 [W, P, 1 + L]: in every piece its
-        rows, and its pairs by local expert. width: L.
+        """Return the rows and pairs of this rank's tokens, int64 [W, P, 1 + L].
+
+        For each rank and piece, the first column is the number of rows, and the other columns are
+        the numbers of pairs by local expert. `width` is L.
         """
         place, pieces = self.placement, shares.pieces
         cell_TK = rank_TK
@@ -267,6 +296,7 @@ class OnceDispatcher(ExchangeDispatcher):
                                   for rank in ranks], ids_TK.device)
             cell_TK = rank_TK * pieces + bundles.pieces(share_WC)
         cell_TK = cell_TK * (1 + width)
+        # a token with several experts on a rank counts as one row there, but as several pairs
         rows_TK = torch.where(first_of_each(rank_TK), cell_TK, -1)
         pairs_TK = torch.where(rank_TK >= 0, cell_TK + 1 + ids_TK % width, -1)
         both_M1 = torch.cat([rows_TK, pairs_TK]).reshape(-1, 1)
@@ -275,10 +305,10 @@ class OnceDispatcher(ExchangeDispatcher):
 
 
 def pairs_of(table_PL: Sequence[Sequence[int]]) -> int:
-    """Pairs in some pieces of a table."""
+    """Return the number of pairs in some pieces of a table."""
     return sum(sum(row[1:]) for row in table_PL)
 
 
 def experts_of(table_WL: Sequence[Sequence[int]]) -> list[int]:
-    """Pairs of each expert from all ranks."""
+    """Return the number of pairs of each expert from all ranks."""
     return [sum(column) for column in zip(*table_WL, strict=True)][1:]

@@ -1,21 +1,24 @@
-"""Plans of an exchange: rows in pieces that travel and are computed one after another.
+"""Plans of an exchange: rows in pieces that are sent and computed one after another.
 
-Rows lie piece after piece, within a piece by expert shard, within a shard in slot order. Exact rows
-fall into pieces as `piece_axes` says; of a capacity n slot i goes to piece floor(((i + 1) m - 1) /
-n) of m, which gives piece c the slots from floor(n c / m) to floor(n (c + 1) / m).
+Rows are ordered by piece, within a piece by expert shard, and within a shard by slot. Exact rows
+are divided into pieces along an axis of `PIECE_AXES`. A capacity of n slots is divided into m
+pieces: piece c contains the slots from floor(n c / m) to floor(n (c + 1) / m), so that slot i
+belongs to piece floor(((i + 1) m - 1) / n).
 
-How rows are shared out over the pieces that travel one after another: by rows, experts or peers.
+Sender and receiver compute the piece of an exact row from counts that both know. A table s of
+cumulative shares divides the n rows of each (source rank, expert, destination rank): piece c
+contains the rows floor(n s[c] / s[-1]) to floor(n s[c + 1] / s[-1]). The axis is one of the
+following three.
 
-Which row falls into which piece follows from counts that sender and receiver both know: the n rows
-of every (source rank, expert, destination rank) are shared out over the pieces by a table of
-cumulative shares, and piece c takes rows floor(n s[c] / s[-1]) to floor(n s[c + 1] / s[-1]).
+The axis `rows`: every piece contains the same share of the rows of each expert from each rank
+(Tutel).
 
-rows: as many of each expert from each rank in every piece (Tutel).
-experts: each rank's local experts one after another (EPS-MoE), so that a piece has few of them with
-all their rows.
-peers: ranks in the order of their distance (FasterMoE's smart schedule). What stays on its rank
-needs no exchange: one half is computed before the first piece arrives, the other while the last one
-travels back.
+The axis `experts`: the pieces contain the local experts of each rank one after another, so that a
+piece has all rows of a few experts (EPS-MoE).
+
+The axis `peers`: the pieces contain the ranks in the order of their distance (FasterMoE's smart
+schedule). Rows that stay on their rank need no exchange: one half is computed before the first
+piece arrives, the other half while the last piece returns.
 """
 
 from __future__ import annotations
@@ -33,18 +36,19 @@ from moe_plugin.kernels.choices import slot_sources
 from moe_plugin.records import DispatchPlan, ExpertRows, Overlap, RowCounts, RowPlan
 from moe_plugin.utils.machine import to_device
 
-Counts = list[list[int]]  # rows by (rank, its local expert)
-Shares = Callable[[int, int], list[int]]  # (distance of the ranks, local expert) to cumulative ones
+Counts = list[list[int]]  # rows by rank and local expert
+Shares = Callable[[int, int], list[int]]  # (distance of ranks, local expert) to cumulative shares
 
 
 @dataclass(frozen=True)
 class PieceShares:
-    """Pieces of one call's rows.
+    """The division of the rows of one call into pieces.
 
     Attributes:
-        shares: see the module.
-        pieces: their number.
-        local: pieces whose rows stay on their rank.
+        shares: a function that returns the cumulative shares of the pieces, given the distance of
+            two ranks and the local expert.
+        pieces: the number of pieces.
+        local: the pieces whose rows stay on their rank.
     """
 
     shares: Shares
@@ -52,12 +56,13 @@ class PieceShares:
     local: tuple[int, ...] = ()
 
     def parts(self, rows_WL: Counts, rank: int, outgoing: bool) -> list[Counts]:
-        """Rows of every piece.
+        """Return the numbers of rows of each piece.
 
         Args:
-            rows_WL: of all pieces together, by the other rank and the receiver's local expert.
-            rank: this rank.
-            outgoing: rows go to the other ranks, instead of coming from them.
+            rows_WL: the rows of all pieces together, by the other rank and the receiver's local
+                expert.
+            rank: the index of this rank.
+            outgoing: whether the rows are sent to the other ranks. False if they are received.
         """
         if self.pieces == 1:
             return [rows_WL]
@@ -71,12 +76,15 @@ class PieceShares:
 
 
 def _divided(rows: int, shares: list[int]) -> list[int]:
+    # Rounded cumulative values instead of rounded parts: the parts add up to `rows`, and sender and
+    # receiver compute the same parts.
     ends = [rows * share // shares[-1] for share in shares]
     return [end - start for start, end in zip(ends, ends[1:])]
 
 
 def _window(number: int, items: int, index: int) -> list[int]:
-    """Cumulative shares of item `index` of `items`, which `number` pieces take one after another.
+    """Return the cumulative shares of item `index`, if `number` pieces contain `items` items one
+    after another.
     """
     return [min(max(piece * items - number * index, 0), number) for piece in range(number + 1)]
 
@@ -92,9 +100,10 @@ def _by_experts(number: int, ranks: int, local: int) -> PieceShares:
 
 
 def _by_peers(number: int, ranks: int, local: int) -> PieceShares:
-    here = [0, *[1] * (number + 1), 2]
-    shares_W = [here, *([0, *window, number] for window in
-                        (_window(number, ranks - 1, peer) for peer in range(ranks - 1)))]
+    # rows of distance 0 stay on their rank: half of them in the first piece, half in the last one
+    local_shares = [0, *[1] * (number + 1), 2]
+    windows = (_window(number, ranks - 1, peer) for peer in range(ranks - 1))
+    shares_W = [local_shares, *([0, *window, number] for window in windows)]
     return PieceShares(lambda distance, expert: shares_W[distance], number + 2, (0, number + 1))
 
 
@@ -104,28 +113,31 @@ PIECE_AXES: dict[str, Callable[[int, int, int], PieceShares]] = {
 
 
 def shares_along(name: str, number: int, ranks: int, local: int) -> PieceShares:
-    """How rows fall into `number` pieces that travel.
+    """Return the division of rows into `number` pieces that are sent to other ranks.
 
     Args:
-        name: in `PIECE_AXES`; without effect for one piece.
-        ranks: of the group.
-        local: experts of a rank.
+        name: the axis, a key of `PIECE_AXES`. The axis has no effect with one piece.
+        number: the number of pieces.
+        ranks: the number of ranks of the group.
+        local: the number of experts on a rank.
     """
     return PIECE_AXES[name if number > 1 else "rows"](number, ranks, local)
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Rows that travel together.
+    """Rows that are sent together.
 
     Attributes:
-        send, recv: rows by rank.
-        counts: rows by local expert.
-        order_R, inverse_R: int64 [R], from source-rank-major to expert-major rows; None where both
-            are the same, or where `slots` says how.
-        slots: rows of every (source rank, expert) pair where all have as many (Tutel's flexible
-            layout); None: see order_R.
-        local: on every rank the rows stay there.
+        send: the number of rows sent to each rank.
+        recv: the number of rows received from each rank.
+        counts: the number of received rows by local expert.
+        order_R: int64 [R], for each row in expert-major order its position in the order of arrival
+            (by source rank). None if both orders are equal, or if `slots` is set.
+        inverse_R: int64 [R], the inverse of `order_R`.
+        slots: the number of rows of each (source rank, expert) pair, if it is the same for all
+            pairs (Tutel's flexible layout). None otherwise.
+        local: whether all rows of the piece stay on their rank, on every rank.
     """
 
     send: list[int]
@@ -137,10 +149,12 @@ class Piece:
     local: bool = False
 
     def work(self, rows_RD: Tensor, mapped: bool) -> ExpertRows:
-        """Rows [R, D] as they arrived, by (source rank, expert), as work for the experts.
+        """Return received rows [R, D], ordered by (source rank, expert), as work for the experts.
 
-        mapped: where rows have another order, experts take them out and put results back
-            themselves, without a copy here.
+        Args:
+            rows_RD: [R, D], the rows in the order of arrival.
+            mapped: whether the experts read rows through an index and write results in the order of
+                arrival. Otherwise the rows are copied into expert-major order here.
         """
         if not mapped or not self.reorders:
             return ExpertRows(self.expert_major(rows_RD), self.counts)
@@ -149,18 +163,18 @@ class Piece:
                                            complete=True))
 
     def results(self, rows_RD: Tensor, mapped: bool) -> Tensor:
-        """Results of `work` by (source rank, expert), [R, D]."""
+        """Return the results of `work` in the order of arrival, [R, D]."""
         return rows_RD if mapped and self.reorders else self.rank_major(rows_RD)
 
     @property
     def reorders(self) -> bool:
-        """Whether rows by (expert, source rank) have another order than those that arrive."""
+        """Whether the expert-major order of rows differs from the order of arrival."""
         if self.slots is None:
             return self.order_R is not None
         return len(self.recv) > 1 and len(self.counts.host) > 1 and self.slots > 0
 
     def _orders(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """(order_R, inverse_R); where all pairs have as many rows, made on the device."""
+        """Return (order_R, inverse_R), computed on the device if `slots` is set."""
         if self.slots is None:
             return self.order_R, self.inverse_R
         ranks, experts = len(self.recv), len(self.counts.host)
@@ -171,14 +185,14 @@ class Piece:
         return order_R, inverse_R
 
     def expert_major(self, rows_RD: Tensor) -> Tensor:
-        """[R, D] rows by (source rank, expert) to rows by (expert, source rank)."""
+        """Reorder rows [R, D] from (source rank, expert) to (expert, source rank)."""
         if not self.reorders:
             return rows_RD
         order_R, inverse_R = self._orders(rows_RD.device)
         return permute_rows(rows_RD, order_R, inverse_R)
 
     def rank_major(self, rows_RD: Tensor) -> Tensor:
-        """The inverse of `expert_major`."""
+        """Apply the inverse of `expert_major`."""
         if not self.reorders:
             return rows_RD
         order_R, inverse_R = self._orders(rows_RD.device)
@@ -187,14 +201,16 @@ class Piece:
 
 @dataclass(frozen=True)
 class ExchangePlan(DispatchPlan):
-    """Rows out of this rank's tokens, the pieces in which they travel, and their way back.
+    """The plan of an exchange: how rows are made from tokens, their pieces, and the way back.
 
     Attributes:
-        source_N, position_TK: see `kernels.rows`; rows lie piece after piece.
-        weights_TK: [T, K*r] gate weights, differentiable; None: results arrive weighted.
-        pieces: in the order in which they travel.
-        even: every rank sends every rank the same number of rows, in each piece.
-        complete: every choice has a row and no slot is empty; False: perhaps not.
+        source_N: int64 [N], the choice that each row belongs to (`kernels.rows`). Rows are ordered
+            by piece.
+        position_TK: int64 [T, K*r], the row of each choice, or -1.
+        weights_TK: [T, K*r] gate weights, differentiable. None if results arrive weighted.
+        pieces: the pieces in the order in which they are sent.
+        even: whether every rank sends the same number of rows to every rank, in each piece.
+        complete: whether it is known that every choice has a row and no slot is empty.
     """
 
     source_N: Tensor
@@ -207,16 +223,18 @@ class ExchangePlan(DispatchPlan):
 
 def ragged_plan(order_N: Tensor, send_WL: Counts, recv_WL: Counts, ids_TK: Tensor,
                 weights_TK: Tensor, place: Placement, overlap: Overlap) -> ExchangePlan:
-    """Exactly the rows that were routed, in the pieces of `overlap`.
+    """Return the plan for exactly the rows that were routed.
 
     Args:
-        order_N: int64 [T*K], choices by expert shard, those without one last.
-        send_WL: rows by destination rank and its local expert.
-        recv_WL: rows by source rank and local expert.
-        ids_TK: int64 [T, K*r] expert shards.
-        weights_TK: their gate weights.
+        order_N: int64 [N], the choices sorted by expert shard. Choices without an expert are last.
+        send_WL: the rows by destination rank and its local expert.
+        recv_WL: the rows by source rank and local expert.
+        ids_TK: int64 [T, K*r], the expert shard of each choice.
+        weights_TK: [T, K*r], the gate weight of each choice.
+        place: the ranks that store each expert.
+        overlap: the number of pieces and their axis.
     """
-    # with borrowed experts these are more than a rank stores
+    # len(send_WL[0]) includes borrowed experts, so it can exceed place.local
     shares = shares_along(overlap.piece_axis, overlap.pieces, place.comm.size, len(send_WL[0]))
     total = sum(map(sum, send_WL))
     complete = total == order_N.numel()
@@ -234,50 +252,56 @@ def ragged_plan(order_N: Tensor, send_WL: Counts, recv_WL: Counts, ids_TK: Tenso
 
 
 def count_rows(plan: ExchangePlan, place: Placement) -> None:
-    """Count the rows that leave; in a graph of `torch.compile` none, see `TrafficMeter`."""
+    """Add the rows that are sent to the counters. Nothing is counted in a compiled graph."""
     for piece in () if torch.compiler.is_compiling() else plan.pieces:
         place.comm.counters.send_rows(piece.send, place.comm.topology, place.comm.rank)
 
 
 def padded_plan(place: Placement, ids_TK: Tensor, weights_TK: Tensor, slots_TK: Tensor,
                 capacity: int, number: int, sharers: int = 1) -> ExchangePlan:
-    """The capacity in `number` nearly equal parts; with fewer slots, in as many as there are slots.
+    """Return the plan for fixed slots, with the capacity divided into nearly equal pieces.
 
-    Within a piece slots lie by the rank that sends them, where ranks share them out.
+    If several ranks divide the slots, the slots of a piece are ordered by the rank that sends them.
 
     Args:
-        ids_TK, slots_TK: int64 [T, K*r], expert shard and slot of each choice.
-        weights_TK: gate weights.
-        sharers: ranks with the same tokens, of which each sends as many of an expert's slots.
+        place: the ranks that store each expert.
+        ids_TK: int64 [T, K*r], the expert shard of each choice.
+        weights_TK: [T, K*r], the gate weight of each choice.
+        slots_TK: int64 [T, K*r], the slot of each choice inside its expert shard.
+        capacity: the number of slots of an expert shard.
+        number: the number of pieces. If there are fewer slots, there are as many pieces as slots.
+        sharers: the number of ranks that have the same tokens and divide the slots.
     """
-    own = -(-capacity // sharers)
-    number = max(1, min(number, own))
-    starts = [own * c // number for c in range(number + 1)]
+    sharer_slots = -(-capacity // sharers)
+    number = max(1, min(number, sharer_slots))  # no piece may be empty
+    starts = [sharer_slots * c // number for c in range(number + 1)]
     sharer_TK = 0
     if sharers > 1:
-        sharer_TK, slots_TK = slots_TK // max(1, own), slots_TK % max(1, own)
+        sharer_TK, slots_TK = slots_TK // max(1, sharer_slots), slots_TK % max(1, sharer_slots)
     owner_TK = torch.where(ids_TK >= 0, sharer_TK * place.virtual + ids_TK, -1)
     position_TK = slot_positions(owner_TK, slots_TK, sharers * place.virtual, starts)
-    source_N = slot_sources(position_TK, sharers * own * place.virtual)
+    source_N = slot_sources(position_TK, sharers * sharer_slots * place.virtual)
     pieces = tuple(_even_piece(place, starts[c + 1] - starts[c]) for c in range(number))
-    rows = place.comm.size * place.local * own
+    rows = place.comm.size * place.local * sharer_slots
     return ExchangePlan(rows, source_N, position_TK, weights_TK, pieces, True)
 
 
 def _even_piece(place: Placement, slots: int) -> Piece:
-    """A piece of `slots` rows for every expert shard from every rank."""
+    """Return a piece with `slots` rows for each expert shard from each rank."""
     size, local = place.comm.size, place.local
     by_rank = [slots * local] * size
     return Piece(by_rank, by_rank, RowCounts([size * slots] * local), slots=slots)
 
 
 def slot_positions(owner_TK: Tensor, slots_TK: Tensor, owners: int, starts: list[int]) -> Tensor:
-    """Row of each choice where rows lie by (piece, owner, slot), int64 like `owner_TK`; -1: none.
+    """Return the row of each choice, int64, if rows are ordered by (piece, owner, slot).
 
     Args:
-        owner_TK, slots_TK: int64, who has the choice's row (-1: none) and in which of its
-            slots.
-        starts: first slot of each piece, and the number of slots.
+        owner_TK: int64, the owner (expert shard or rank) of each choice's row. -1 means no row;
+            the result is then -1, too.
+        slots_TK: int64, the slot of each choice among the slots of its owner.
+        owners: the number of owners.
+        starts: the first slot of each piece, followed by the number of slots.
     """
     start_TK, length_TK = _slot_parts(slots_TK, starts, starts[-1])
     position_TK = start_TK * owners + owner_TK * length_TK + slots_TK - start_TK
@@ -285,7 +309,7 @@ def slot_positions(owner_TK: Tensor, slots_TK: Tensor, owners: int, starts: list
 
 
 def _slot_parts(slots_TK: Tensor, starts: list[int], capacity: int) -> tuple[Tensor | int, ...]:
-    """(first slot, length) of the part of the capacity in which each slot lies."""
+    """Return the first slot and the length of the piece that contains each slot."""
     number = len(starts) - 1
     if number == 1:
         return 0, capacity
@@ -298,17 +322,19 @@ def _slot_parts(slots_TK: Tensor, starts: list[int], capacity: int) -> tuple[Ten
 
 
 def order_by_piece(send_PWL: list[Counts], source_N: Tensor) -> Tensor:
-    """Rows by expert shard to rows by (piece, expert shard), int64 [N]."""
+    """Return the permutation from rows by expert shard to rows by (piece, expert shard)."""
     device = source_N.device
     lengths_VP = to_device(send_PWL, device).flatten(1).t()
     piece_VP = torch.arange(len(send_PWL), device=device).repeat(lengths_VP.shape[0])
     piece_N = piece_VP.repeat_interleave(lengths_VP.reshape(-1), output_size=source_N.numel())
+    # stable: within a piece rows stay ordered by expert shard
     return torch.argsort(piece_N, stable=True)
 
 
 def _ragged_piece(send_WL: Counts, recv_WL: Counts, device: torch.device, local: bool) -> Piece:
     counts = RowCounts([sum(column) for column in zip(*recv_WL, strict=True)])
     send, recv = [sum(row) for row in send_WL], [sum(row) for row in recv_WL]
+    # from one rank, or for one expert, rows arrive in expert-major order
     if len(recv_WL) == 1 or len(recv_WL[0]) == 1:
         return Piece(send, recv, counts, local=local)
     lengths_M = to_device(recv_WL, device).view(-1)

@@ -1,20 +1,24 @@
-"""Ragged dispatch: exactly the rows that were routed, no padding; sizes are exchanged before data.
+"""The dispatchers `ragged`, `padded` and `parm_s2`.
 
-The host waits for the device once, for the counts, before any row leaves; in backward never. The
-exchange of counts may begin as soon as choices are known.
+`ragged` sends exactly the rows that were routed, without padding. The ranks exchange the numbers of
+rows before the rows. The host waits for the device once per call, for these numbers, and never in
+backward. The exchange of the numbers may start as soon as the choices are known.
 
-With a planner (`planner.spill`), other ranks than the owner may compute an expert's rows. Every
-rank learns how many rows every rank has for every expert, so all make the same plan from the loads
-of this very call; a recomputation that repeats the routing repeats the plan. Rows travel in one
-exchange, as without a plan: a borrowed expert is one more local expert, after the stored ones.
+`padded` sends C slots per expert and source rank in an even all-to-all. The host does not wait,
+because all sizes follow from the capacity (`routing.capacity`). Computing the capacity may itself
+require a wait (docs/synchronization.md).
+
+`parm_s2` is Parm's schedule S2. N ranks have the same tokens, route all of them, and divide the
+slots: each rank sends 1/N of the slots of every expert to all shards of the expert. The returned
+rows are gathered over the N ranks, then weighted and summed. (Schedule S1 divides the tokens before
+the router and works with any other dispatcher, see `dispatch.token_entry`.) Source: Pan et al. 2024
+(Parm); k f T D elements are gathered.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -24,7 +28,6 @@ from moe_plugin.comm.placement import Placement
 from moe_plugin.dispatch.base import (
     DispatchContext,
     DispatchTraits,
-    SpillPlanner,
     dispatchers,
     expand,
     expand_slots,
@@ -39,31 +42,21 @@ from moe_plugin.dispatch.pieces import (
     ragged_plan,
 )
 from moe_plugin.dispatch.rows import known_load, sort_by_expert
-from moe_plugin.planner.spill import SpillPlan
-from moe_plugin.records import KeptRouting, Overlap, Routing
-from moe_plugin.utils.machine import start_to_host, to_device
+from moe_plugin.dispatch.spill import spilling_plan
+from moe_plugin.records import KeptRouting, Routing
+from moe_plugin.utils.machine import start_to_host
 
 
-# Padded dispatch: C slots per expert and source rank; even all-to-all.
-#
-# The host waits for no device: all sizes follow from the capacity (`routing.capacity`), which may
-# have cost a wait itself. See docs/synchronization.md.
-#
-# Parm's schedule S2: N ranks hold the same tokens, route all of them and share out the slots. Each
-# sends 1/N of every expert's slots through the all-to-all, to all shards of the expert at once; the
-# rows that come back are gathered over the N ranks, then weighted and summed. (Schedule S1 splits
-# the
-# tokens before they are routed, with any other dispatcher; see `dispatch.token_entry`.) Source: Pan
-# et al. 2024 (Parm); k f T D elements gathered.
 @dispatchers.register("padded")
 class PaddedDispatcher(ExchangeDispatcher):
-    """Fixed slots with Tutel's flexible layout: [E, C, D] becomes [L, W*C, D], full-height matmuls.
+    """A dispatcher with fixed slots. The exchange turns [E, C, D] into [L, W*C, D] (Tutel's
+    flexible layout), so that each expert computes one large matmul.
     """
 
     traits = DispatchTraits(fixed_slots=True, supports_pieces=True)
 
     def plan(self, kept: KeptRouting) -> ExchangePlan:
-        """See `Dispatcher`. Needs slots and a capacity; empty slots are rows of zeros."""
+        """See `Dispatcher`. Empty slots are rows of zeros."""
         slots_TK, capacity = fixed_slots(kept)
         ids_TK, weights_TK = expand(self.placement, kept.routing, slots_TK)
         slots_TK, capacity = expand_slots(self.placement, slots_TK, capacity)
@@ -73,8 +66,8 @@ class PaddedDispatcher(ExchangeDispatcher):
 
 @dispatchers.register("parm_s2")
 class ParmS2Dispatcher(PaddedDispatcher):
-    """Parm S2: fixed slots, shared after the gate by `parallel.replicas` ranks with the same
-    tokens.
+    """A dispatcher whose fixed slots are divided among `parallel.replicas` ranks with the same
+    tokens (Parm S2).
     """
 
     traits = DispatchTraits(fixed_slots=True, splits_slots=True, supports_pieces=True)
@@ -84,24 +77,26 @@ class ParmS2Dispatcher(PaddedDispatcher):
         return self.placement.replicas.size if self.placement.replicas is not None else 1
 
     def own_part(self, rows_ND: Tensor) -> Tensor:
-        """This replica's part of every expert's slots."""
+        """Return this replica's part of the slots of every expert."""
         replicas = self.placement.replicas
         return rows_ND if replicas is None else split(rows_ND, replicas)
 
     def all_parts(self, rows_ND: Tensor) -> Tensor:
-        """All replicas' parts; what is summed from them is equal on all ranks with these tokens."""
+        """Gather the parts of all replicas, so that their outputs are equal."""
         replicas = self.placement.replicas
         return rows_ND if replicas is None else gather(rows_ND, replicas)
 
 
 @dataclass(eq=False)
 class SentSizes:
-    """The numbers of rows of one call, on their way.
+    """The numbers of rows of one call, while the ranks exchange them.
 
     Attributes:
-        owner: the dispatcher that began it; of one with another placement they are of no use.
-        order_N: the choices by expert, see `sort_by_expert`.
-        most_tokens: the tokens of the rank with most; `rows` sets it, where they were sent.
+        owner: the dispatcher that started the exchange. A dispatcher with another placement cannot
+            use the result.
+        order_N: int64 [N], the choices sorted by expert (`sort_by_expert`).
+        most_tokens: the largest number of tokens of any rank. Set by `rows`, if the exchange
+            includes it.
     """
 
     owner: object
@@ -113,21 +108,23 @@ class SentSizes:
     most_tokens: int | None = None
 
     def rows(self) -> tuple[list[list[int]], list[list[int]]]:
-        """Rows to and from each rank, by the receiver's local expert. The host waits for their copy
-        from the device, and for no work that was launched later.
+        """Return the numbers of rows to and from each rank, by the receiver's local expert.
+
+        The host waits for the numbers, but not for work that was launched after the exchange.
         """
-        if self._rows is None:
-            found = self._arriving().view(self._shape).tolist()
+        if self._rows is None:  # read once: `parallel.prefill` reads the numbers before the plan
+            rows_by_side = self._arriving().view(self._shape).tolist()
             if self._shape[2] > self._local:
-                self.most_tokens = max(row.pop() for side in found for row in side)
-            self._rows = found
+                self.most_tokens = max(row.pop() for side in rows_by_side for row in side)
+            self._rows = rows_by_side
         send_WL, recv_WL = self._rows
         return send_WL, recv_WL
 
 
 def agreed_sizes(owner: object, place: Placement, ids_TK: Tensor, routing: Routing) -> SentSizes:
-    """Exchange the numbers of rows of a call; see `start_sizes`."""
+    """Exchange the numbers of rows of a call. See `start_sizes` for the arguments."""
     order_N, send_V = _sorted(place, ids_TK, routing)
+    # one tensor, so that the host reads both directions in one copy
     both_2V = torch.stack([send_V, place.comm.all_to_all(send_V)])
     return SentSizes(owner, order_N, (2, place.comm.size, place.local), lambda: both_2V,
                      place.local)
@@ -135,158 +132,43 @@ def agreed_sizes(owner: object, place: Placement, ids_TK: Tensor, routing: Routi
 
 def start_sizes(owner: object, place: Placement, ids_TK: Tensor, routing: Routing,
                 tokens: bool = False) -> SentSizes:
-    """Begin to exchange the numbers of rows of a call. All ranks begin theirs in the same order.
+    """Start to exchange the numbers of rows of a call.
+
+    All ranks must start their exchanges in the same order.
 
     Args:
-        owner: the dispatcher.
-        ids_TK: over shards of experts, see `dispatch.base.expand`.
-        routing: that they are of.
-        tokens: each rank's number of tokens travels along; see `SentSizes.most_tokens`.
+        owner: the dispatcher of the call.
+        place: the ranks that store each expert.
+        ids_TK: int64, the choices over shards of experts (`dispatch.base.expand`).
+        routing: the routing of the call.
+        tokens: whether the ranks also exchange their numbers of tokens
+            (`SentSizes.most_tokens`).
     """
     order_N, send_V = _sorted(place, ids_TK, routing)
     if tokens:
         each_WL = send_V.view(place.comm.size, place.local)
+        # as one more column of the table, so that the exchange stays a single one
         own_W1 = each_WL.new_full((place.comm.size, 1), ids_TK.shape[0])
         send_V = torch.cat([each_WL, own_W1], 1).flatten()
     wait = place.comm.start_all_to_all(send_V)
-    if send_V.device.type == "cpu":  # ranks meet while this one computes
+    if send_V.device.type == "cpu":  # the exchange runs while this rank computes
         def arriving() -> Tensor:
             return torch.stack([send_V, wait()])
-    else:  # the exchange is in the device's queue, and so is the copy behind it
+    else:  # both the exchange and the copy to the host are queued on the device
         arriving = start_to_host(torch.stack([send_V, wait()]))
     shape = 2, place.comm.size, place.local + tokens
     return SentSizes(owner, order_N, shape, arriving, place.local)
 
 
 def _sorted(place: Placement, ids_TK: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
-    known = known_load(routing) if place.shards == 1 else ()
-    return sort_by_expert(ids_TK, place.virtual, *known)
-
-
-@dataclass(frozen=True)
-class SpillingPlan(ExchangePlan):
-    """An exchange whose rows by local expert are those of the stored experts and, after them, those
-    of up to `spill.most_guests` borrowed ones.
-
-    spill: who computes what; None: every rank its own experts' rows, and no others.
-    """
-
-    spill: SpillPlan | None = None
-
-
-def spilling_plan(kept: KeptRouting, place: Placement, overlap: Overlap,
-                  planner: SpillPlanner) -> SpillingPlan:
-    """The plan of one call, the same on all ranks. One exchange of counts, and one copy of them
-    from device to host.
-    """
-    ids_TK, weights_TK = expand(place, kept.routing, kept.slots_TK)
-    order_N, counts_WV, spill = _who_computes(ids_TK, place, planner)
-    me, local = place.comm.rank, place.local
-    if spill is None:
-        mine = counts_WV[me]
-        send_WL = [mine[i:i + local] for i in range(0, place.virtual, local)]
-        recv_WL = [row[me * local:(me + 1) * local] for row in counts_WV]
-    else:
-        tables = _Tables(spill)
-        send_WL = [tables.row(me, target) for target in range(spill.ranks)]
-        recv_WL = [tables.row(source, me) for source in range(spill.ranks)]
-        order_N = tables.regroup(order_N, me)
-    plan = ragged_plan(order_N, send_WL, recv_WL, ids_TK, weights_TK, place, overlap)
-    count_rows(plan, place)
-    parts = {f.name: getattr(plan, f.name) for f in dataclasses.fields(plan)}
-    return SpillingPlan(**parts, spill=spill)
-
-
-def _who_computes(ids_TK: Tensor, place: Placement, planner: SpillPlanner) -> tuple[
-        Tensor, list[list[int]], SpillPlan | None]:
-    """(choices by expert, see `sort_by_expert`; rows by source rank and expert; the plan of all
-    ranks, None: every rank computes its own experts' rows).
-    """
-    order_N, send_V = sort_by_expert(ids_TK, place.virtual)
-    # an all-gather in one step instead of a ring's
-    every_V = place.comm.all_to_all(send_V.repeat(place.comm.size))
-    counts_WV = every_V.view(place.comm.size, -1).tolist()
-    spill = planner(counts_WV)
-    return order_N, counts_WV, spill if spill is not None and spill.loans else None
-
-
-def spilled(ids_TK: Tensor, place: Placement,
-            planner: SpillPlanner) -> tuple[Tensor, int, SpillPlan | None]:
-    """(rank * G + its local expert of each choice, int64 [T, K]; G; the plan, None: nothing spills)
-    of ranks that have G experts each, those that they borrow behind the stored ones.
-
-    Collective: one exchange of counts, and one copy of them from device to host.
-
-    ids_TK: int64 expert shards; -1: none, there and here.
-    """
-    order_N, counts_WV, spill = _who_computes(ids_TK, place, planner)
-    if spill is None:
-        return ids_TK, place.local, None
-    tables, me = _Tables(spill), place.comm.rank
-    rows_WG = [tables.row(me, target) for target in range(spill.ranks)]
-    total = sum(map(sum, rows_WG))
-    rows_M = to_device(rows_WG, ids_TK.device).view(-1)
-    label_M = torch.arange(rows_M.numel(), device=ids_TK.device)
-    label_N = label_M.repeat_interleave(rows_M, output_size=total)
-    spilled_N = torch.full_like(order_N, -1).index_copy_(
-        0, tables.regroup(order_N, me)[:total], label_N)
-    return spilled_N.view(ids_TK.shape), place.local + spill.most_guests, spill
-
-
-class _Tables:
-    """Rows of a plan by source rank, target rank and the target's local expert, on the host."""
-
-    def __init__(self, spill: SpillPlan) -> None:
-        self.spill, self.width = spill, spill.most_guests
-        self.flows = {loan.expert: spill.flows(loan.expert) for loan in spill.loans}
-        self.guests = [spill.guests(rank) for rank in range(spill.ranks)]
-
-    def row(self, source: int, target: int) -> list[int]:
-        """Rows from one rank to another by its stored experts, then by those that it borrows."""
-        local, counts = self.spill.local, self.spill.counts_WV[source]
-        stored = [self.flows[e][source][target] if e in self.flows else counts[e]
-                  for e in range(target * local, (target + 1) * local)]
-        guests = [self.flows[e][source][target] for e in self.guests[target]]
-        return stored + guests + [0] * (self.width - len(guests))
-
-    def regroup(self, order_N: Tensor, source: int) -> Tensor:
-        """Choices of `source` by expert to choices by (target, its local expert); int64 [N].
-
-        An expert's rows are cut into runs for the ranks that compute them, in the order of ranks.
-        """
-        starts = [0, *accumulate(self.spill.counts_WV[source])]
-        runs: list[tuple[int, int]] = []
-        local = self.spill.local
-        for target in range(self.spill.ranks):
-            for expert in [*range(target * local, (target + 1) * local), *self.guests[target]]:
-                start, rows = starts[expert], self.spill.counts_WV[source][expert]
-                if expert in self.flows:
-                    flow = self.flows[expert][source]
-                    start, rows = start + sum(flow[:target]), flow[target]
-                if rows:
-                    runs.append((start, rows))
-        return _take_runs(order_N, _merged(runs), starts[-1])
-
-
-def _merged(runs: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Runs (start, length) of which each follows on the one before are put together."""
-    merged: list[tuple[int, int]] = []
-    for start, rows in runs:
-        if merged and sum(merged[-1]) == start:
-            merged[-1] = (merged[-1][0], merged[-1][1] + rows)
-        else:
-            merged.append((start, rows))
-    return merged
-
-
-def _take_runs(order_N: Tensor, runs: list[tuple[int, int]], total: int) -> Tensor:
-    """The runs (start, length) of order_N one after another, then what is behind `total`."""
-    return torch.cat([*(order_N.narrow(0, *run) for run in runs), order_N[total:]])
+    counted = known_load(routing) if place.shards == 1 else ()
+    return sort_by_expert(ids_TK, place.virtual, *counted)
 
 
 @dispatchers.register("ragged")
 class RaggedDispatcher(ExchangeDispatcher):
-    """Exact rows: expert-major sort, exchange of counts, uneven all-to-all (FastMoE, MegaBlocks).
+    """A dispatcher that sends exactly the routed rows: sort by expert, exchange of counts, uneven
+    all-to-all. Sources: FastMoE, MegaBlocks.
     """
 
     traits = DispatchTraits(supports_pieces=True, piece_axes=tuple(PIECE_AXES), spills=True,
@@ -298,16 +180,18 @@ class RaggedDispatcher(ExchangeDispatcher):
 
     @property
     def maps_rows(self) -> bool:
-        """See `ExchangeDispatcher`. Rows of borrowed experts lie apart."""
+        """See `ExchangeDispatcher`. False if rows of borrowed experts are computed separately."""
         return self.planner is None
 
     def plan(self, kept: KeptRouting) -> ExchangePlan:
-        """See `Dispatcher`. One exchange of counts, and one copy of them from device to host."""
+        """See `Dispatcher`. Costs one exchange of counts and one copy from device to host."""
         place = self.placement
         if self.planner is not None:
             return spilling_plan(kept, place, self.overlap, self.planner)
         sizes = kept.routing.sizes
         ids_TK, weights_TK = expand(place, kept.routing, kept.slots_TK)
+        # Numbers exchanged early count all choices, for one placement. They are useless if a
+        # capacity has dropped choices, or if the call runs in another layout.
         if sizes is None or sizes.owner is not self or kept.capacity is not None:
             sizes = agreed_sizes(self, place, ids_TK, kept.routing)
         plan = ragged_plan(sizes.order_N, *sizes.rows(), ids_TK, weights_TK, place, self.overlap)

@@ -1,13 +1,13 @@
-"""Pages for the rows that backward needs: one buffer for all layers of a group.
+"""Pages that store the rows needed in backward, shared by all layers of a group.
 
-Bounded rows lie in buffers as long as the bound, of which backward needs the used part. That is
-copied into pages, as many as are used, and the buffer is free for the next layer: all layers
-together keep one buffer of the worst case and what they use, not one of the worst case each. Which
-pages are free is known on the device alone, so the host waits for nothing. (Megatron-core and
-torchtitan call it a paged stash.)
+Bounded rows are in buffers as long as the bound, but backward needs only the used part. This part
+is copied into pages, and the buffer is free for the next layer. All layers together then need one
+buffer of the maximum size and the pages in use, instead of one buffer of the maximum size per
+layer. The free pages are known only on the device, so the host never waits. Megatron-core and
+torchtitan call this a paged stash.
 
-Where the pages run out, rows go to pages in memory of the host, if there are any; else they are
-lost: their gradients are NaN, and the step is reported as for rows that did not fit.
+If no page is free, rows are stored in pages in host memory, if such pages exist. Otherwise the rows
+are lost: their gradients are NaN, and the step reports an overflow.
 """
 
 from __future__ import annotations
@@ -27,15 +27,22 @@ from moe_plugin.kernels.groups import read_pages, write_pages
 from moe_plugin.kernels.triton_ops import INSTALLED
 from moe_plugin.utils.machine import capturing, pinned_buffer
 
-PAGE = 1 << 12  # elements; at most one page of a saved tensor is partly empty
+PAGE = 1 << 12  # elements per page; only the last page of a saved tensor is partly empty
 MIB = 1 << 20
 
 
 class PageRing:
-    """Free slots of one buffer, given out and taken back in a circle, all on the device.
+    """A ring buffer of the free pages of one memory area, on the device.
 
-    slots: how many. Attributes: `free_S`, int64 [slots + 1], the ring, and one for what is none of
-    it; `head`, `tail`, int64 scalars: slots given out and taken back since the beginning.
+    Args:
+        slots: the number of pages.
+        first: the index of the first page.
+        device: the device of the ring.
+
+    Attributes:
+        free_S: int64 [slots + 1], the ring. The last element absorbs writes of invalid pages.
+        head: int64 scalar, the number of pages that `take` has returned so far.
+        tail: int64 scalar, `slots` plus the number of pages that `give` has returned to the ring.
     """
 
     def __init__(self, slots: int, first: int, device: torch.device) -> None:
@@ -45,19 +52,22 @@ class PageRing:
         self.tail = torch.full((), slots, dtype=torch.int64, device=device)
 
     def take(self, number: Tensor, index_M: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
-        """(slots int64 [M], whether there were `number`); gives out none where there were fewer.
+        """Remove `number` pages from the ring, or none if fewer are free.
 
         Args:
-            wanted: bool scalar, whether any are asked for.
-            index_M: int64, 0 to M - 1.
+            number: int64 scalar, how many pages are needed.
+            index_M: int64 [M], the numbers from 0 to M - 1. M is an upper bound of `number`.
+            wanted: bool scalar. If it is False, no page is removed.
+        Returns: the pages, int64 [M], padded with -1, and whether there were enough pages.
         """
         enough = wanted & (self.tail - self.head >= number)
         slot_M = self.free_S[(self.head + index_M) % max(1, self.slots)]
+        # tensors, not Python numbers: the host does not know how many pages were taken
         self.head += number * enough
         return torch.where(enough & (index_M < number), slot_M, -1), enough
 
     def give(self, record_M: Tensor, index_M: Tensor) -> None:
-        """Take back the slots of a record that are this ring's."""
+        """Return the pages of a record that belong to this ring."""
         mine_M = (record_M >= self.first) & (record_M < self.first + self.slots)
         place_M = torch.where(mine_M, (self.tail + index_M) % max(1, self.slots), self.slots)
         self.free_S.index_copy_(0, place_M, record_M)
@@ -65,17 +75,25 @@ class PageRing:
 
 
 class Pages:
-    """The pages of one dtype on one device.
+    """The pages for one dtype on one device.
 
-    Attributes: `in_use`, `most`, `lost`, int64 scalars on the device: pages that tensors have or
-    found missing, the most of them at once, and tensors that found none.
+    Args:
+        slots: the number of pages on the device.
+        host: the number of pages in host memory.
+        like: a tensor with the dtype and device of the pages.
+
+    Attributes:
+        in_use: int64 scalar on the device, the pages in use, including pages that were missing.
+        most: int64 scalar on the device, the maximum of `in_use`.
+        lost: int64 scalar on the device, the number of tensors that were not stored.
     """
 
     def __init__(self, slots: int, host: int, like: Tensor) -> None:
         device, pinned = like.device, host > 0 and like.device.type == "cuda"
         if pinned and not INSTALLED:
-            raise ValueError("dispatch.stash_host_mib > 0 needs Triton on a GPU: its kernels alone "
-                             "reach memory of the host; install triton, or use 0")
+            raise ValueError("dispatch.stash_host_mib > 0 needs Triton on a GPU, because only "
+                             "Triton kernels can access host memory. Install triton, or use 0")
+        # the last page absorbs the writes of rows for which there is no page
         self.pages_SP = torch.empty(slots + 1, PAGE, dtype=like.dtype, device=device)
         if pinned:
             self.host_SP = pinned_buffer((host + 1, PAGE), like.dtype, device)
@@ -87,17 +105,19 @@ class Pages:
         self._dropped: deque[tuple[Tensor, Tensor]] = deque()
 
     def write(self, x_N: Tensor, used: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(record int64 [M], pages wanted, whether they were there).
+        """Copy the first elements of a tensor into pages.
 
         Args:
-            x_N: [N].
-            used: int64 scalar, how many of its first elements are kept.
+            x_N: [N], the tensor.
+            used: int64 scalar, the number of elements to store.
+        Returns: the pages, int64 [M]; the number of pages needed; and whether there were enough.
         """
-        if not capturing(x_N.device):  # each replay would take them back again
+        if not capturing(x_N.device):  # each replay of the graph would free them again
             self.settle()
         number = torch.div(used + PAGE - 1, PAGE, rounding_mode="floor")
         index_M = torch.arange(-(-x_N.shape[0] // PAGE), device=x_N.device)
         record_M, enough = self.rings[0].take(number, index_M, number >= 0)
+        # host pages are used only if the device has not enough pages for the whole tensor
         on_host_M, on_host = self.rings[1].take(number, index_M, ~enough)
         record_M, enough = torch.maximum(record_M, on_host_M), enough | on_host
         self.in_use += number
@@ -107,7 +127,7 @@ class Pages:
         return record_M, number, enough
 
     def free(self, record_M: Tensor, number: Tensor) -> None:
-        """Take the pages of a record back."""
+        """Free the pages of a record."""
         index_M = torch.arange(record_M.shape[0], device=record_M.device)
         for ring in self.rings:
             ring.give(record_M, index_M)
@@ -115,8 +135,11 @@ class Pages:
 
     @torch.no_grad()
     def drop(self, record_M: Tensor, number: Tensor) -> None:
-        """`free`, by the next `write`: garbage is collected in any thread, with any current stream,
-        so that nothing may be launched there. In a CUDA graph at once, as each replay has to.
+        """Let the next `write` free the pages of a record.
+
+        Called by the garbage collector, which may run in any thread and with any current stream, so
+        that no kernel may be launched here. While a CUDA graph is captured the pages are freed
+        immediately, because each replay must free them.
         """
         if capturing(record_M.device):
             self.free(record_M, number)
@@ -125,14 +148,21 @@ class Pages:
 
     @torch.no_grad()
     def settle(self) -> None:
-        """Take back now what was dropped."""
+        """Free all pages that were passed to `drop`."""
         while self._dropped:
             self.free(*self._dropped.popleft())
 
 
 class Kept:
-    """Rows in pages. They are free again when nothing refers to this any more, so that a graph
-    which is kept, or dropped without a backward pass, needs no care.
+    """The rows of one call, stored in pages.
+
+    The pages are freed when this object is deleted. So an autograd graph that is retained, or
+    dropped without a backward pass, needs no special treatment.
+
+    Args:
+        pages: the pages to use.
+        x_RD: [R, D], the rows, followed by padding.
+        lengths_L: int64 [L], the number of rows of each expert.
     """
 
     def __init__(self, pages: Pages, x_RD: Tensor, lengths_L: Tensor) -> None:
@@ -141,54 +171,57 @@ class Kept:
             x_RD.reshape(-1), lengths_L.sum() * x_RD.shape[1])
 
     def rows(self) -> Tensor:
-        """The rows again, in a buffer of the same shape, whose filler holds any values."""
+        """Return the rows in a buffer of the original shape. The padding has arbitrary values."""
         x_N = read_pages(self.record_M, self.pages.pages_SP, self.pages.host_SP,
                          math.prod(self.shape), self.enough)
         return x_N.view(self.shape)
 
     def __del__(self) -> None:
-        # an object whose making failed has no record
+        # if the constructor failed, there is no record to free
         if "enough" in vars(self) and not sys.is_finalizing():
             self.pages.drop(self.record_M, self.number)
 
 
 class PagedStash(Limit):
-    """The pages of all layers of a group on this rank, by dtype, made when first used.
+    """The pages of all layers of a group on this rank, allocated for each dtype on first use.
 
-    Its settings are those of the layers that exist: the largest sizes, and to repeat a step where
-    any does.
-
-    Attributes: `bytes`, `host_bytes`: memory for each dtype, on the device and of the host.
+    The settings are the maximum over all existing layers. A step is repeated after an overflow if
+    any layer is set to repeat.
     """
 
-    remedy = ("what backward needs took {needed} bytes, more than dispatch.stash_mib and "
-              "dispatch.stash_host_mib hold; raise one of them")
+    remedy = ("the rows needed in backward took {needed} bytes, more than dispatch.stash_mib and "
+              "dispatch.stash_host_mib allow. Raise one of the two settings")
 
     def __init__(self) -> None:
         self._asked: WeakKeyDictionary[object, DispatchConfig] = WeakKeyDictionary()
-        self._grown = 0  # bytes that an overflow asked for
+        self._grown = 0  # bytes that were needed at the last overflow
         self._pages: dict[tuple[torch.dtype, torch.device], Pages] = {}
 
     def ask(self, layer: object, config: DispatchConfig) -> None:
-        """The settings of something that lives as long as a layer."""
-        if not self._asked:  # those before it are gone, with what they needed
+        """Register the settings of a layer.
+
+        Args:
+            layer: an object that lives as long as the layer.
+            config: the dispatch settings of the layer.
+        """
+        if not self._asked:  # all earlier layers were deleted, so their pages are not needed
             self._grown = 0
             self._pages.clear()
         self._asked[layer] = config
 
     @property
     def made(self) -> list[Pages]:
-        """The pages that exist, one entry a dtype and device."""
+        """All allocated pages, one entry per dtype and device."""
         return [*self._pages.values()]
 
     @property
     def bytes(self) -> int:
-        """See the class."""
+        """Bytes of device memory for each dtype."""
         return max([self._grown, *(int(c.stash_mib * MIB) for c in self._asked.values())])
 
     @property
     def host_bytes(self) -> int:
-        """See the class."""
+        """Bytes of host memory for each dtype."""
         return max([0, *(int(c.stash_host_mib * MIB) for c in self._asked.values())])
 
     @property
@@ -197,13 +230,14 @@ class PagedStash(Limit):
 
     @property
     def needed(self) -> Tensor | None:  # type: ignore[override]
-        """See `Limit`; bytes."""
-        each = [pages.most * (pages.lost > 0) * (PAGE * dtype.itemsize)
-                for (dtype, _), pages in self._pages.items()]
-        return torch.stack(each).amax() if each else None
+        """See `Limit`. The unit is bytes."""
+        # 0 unless a tensor was lost: only then were the pages too few
+        needed = [pages.most * (pages.lost > 0) * (PAGE * dtype.itemsize)
+                  for (dtype, _), pages in self._pages.items()]
+        return torch.stack(needed).amax() if needed else None
 
     def grow(self, needed: int) -> None:
-        """See `Limit`. Tensors that are still in pages stay there."""
+        """See `Limit`. Tensors in existing pages remain there."""
         self._grown = max(self._grown, with_room(needed))
         self._pages.clear()
 
@@ -214,20 +248,23 @@ class PagedStash(Limit):
             pages.most.copy_(pages.in_use)
 
     def pages(self, like: Tensor) -> Pages:
-        """The pages for tensors like this one, more where a later layer asked for more."""
+        """Return the pages for tensors with the dtype and device of `like`.
+
+        New, larger pages are allocated if the sizes have grown since the last call.
+        """
         key, page = (like.dtype, like.device), PAGE * like.element_size()
         wanted = self.bytes // page, self.host_bytes // page
-        known = self._pages.get(key)
-        slots = (0, 0) if known is None else tuple(ring.slots for ring in known.rings)
-        if known is None or wanted[0] > slots[0] or wanted[1] > slots[1]:
-            made = self._pages[key] = Pages(*map(max, wanted, slots), like)
-            if known is not None:  # what is in the others stays there, and what they lost counts
-                made.lost.copy_(known.lost)
-                made.most.copy_(known.most)
+        old = self._pages.get(key)
+        slots = (0, 0) if old is None else tuple(ring.slots for ring in old.rings)
+        if old is None or wanted[0] > slots[0] or wanted[1] > slots[1]:
+            new = self._pages[key] = Pages(*map(max, wanted, slots), like)
+            if old is not None:  # stored tensors remain in the old pages; keep their counters
+                new.lost.copy_(old.lost)
+                new.most.copy_(old.most)
         return self._pages[key]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PagedStash:
-        return self  # a copy of a model has the same group
+        return self  # a copy of a model uses the same group and the same pages
 
     def __getstate__(self) -> dict[str, Any]:
         return {"_grown": self._grown}
@@ -240,18 +277,19 @@ class PagedStash(Limit):
         """Copy the rows of all experts into pages.
 
         Args:
-            x_RD: [R, width], rows of the experts first, filler after them.
-            lengths_L: int64 [L].
+            x_RD: [R, width], the rows of the experts, followed by padding.
+            lengths_L: int64 [L], the number of rows of each expert.
         """
         return Kept(self.pages(x_RD), x_RD, lengths_L)
 
 
 def may_keep() -> bool:
-    """Whether rows may go to pages now: not where another decides what autograd saves.
+    """Return whether rows may be stored in pages now.
 
-    That is activation checkpointing, which keeps nothing, and torch.compile.
+    The result is False under activation checkpointing and under `torch.compile`, which decide
+    themselves what autograd saves.
     """
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return False
-    # private, but how torch.utils.checkpoint itself asks
+    # a private function, which torch.utils.checkpoint itself uses for this question
     return torch._C._autograd._top_saved_tensors_default_hooks(False) is None

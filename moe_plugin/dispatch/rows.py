@@ -1,15 +1,15 @@
-"""Which choice lies in which row (expert-major order, fixed slots, and their inverses), and
-dispatch in which tokens stay where they are.
+"""The order of rows (sorted by expert, or in fixed slots), and dispatchers that move no tokens.
 
-Index-slice dispatch (PPMoE): experts inside a group of ranks that all hold the same tokens. Instead
-of an all-to-all, every rank makes the same routing and computes the rows of its own experts; one
-all-reduce sums the parts, the one that a dense feed-forward layer under tensor parallelism needs,
-too. Backward is one all-reduce of the input's gradient, which carries the gradients of the gate
-weights too: so the router's gradients, those of the balance losses included, are complete and equal
-on all ranks. Source: Chen et al. 2023 (PPMoE). Elements per rank and direction: a ring all-reduce
-of T D forward, T (D + K) backward.
+The dispatcher `index_slice` is for groups whose ranks all have the same tokens (PPMoE). Instead of
+an all-to-all, every rank computes the same routing and the rows of its own experts. One all-reduce
+sums the results, as in a dense feed-forward layer under tensor parallelism. Backward is one
+all-reduce of the gradients of the input and of the gate weights. The gradients of the router,
+including those of the balance losses, are therefore complete and equal on all ranks. Each rank
+takes part in a ring all-reduce of T D elements in forward and T (D + K) elements in backward.
+Source: Chen et al. 2023 (PPMoE).
 
-Legend: N choices that become rows, V slots; see `records` for the rest.
+In tensor names, N counts choices that become rows, and V counts slots. The other letters are
+explained in `moe_plugin.records`.
 """
 
 from __future__ import annotations
@@ -44,9 +44,12 @@ from moe_plugin.utils.machine import exporting
 
 
 def known_load(routing: Routing) -> tuple[Tensor | None, bool]:
-    """(load_KE int64 [K, E], None: not counted; whether ids_TK is known to hold no -1)."""
+    """Return the load of a routing, if it was counted, and whether every choice has an expert.
+
+    Returns: the load int64 [K, E], or None; and whether `ids_TK` is known to contain no -1.
+    """
     counted = routing.counted
-    # a routing that was made of another one has other choices
+    # a routing that was derived from another one has different choices
     if counted is None or counted.ids_TK is not routing.ids_TK:
         return None, False
     return counted.load_KE, counted.complete
@@ -54,23 +57,31 @@ def known_load(routing: Routing) -> tuple[Tensor | None, bool]:
 
 def sort_by_expert(ids_TK: Tensor, experts: int, load_KE: Tensor | None = None,
                    complete: bool = False) -> tuple[Tensor, Tensor]:
-    """(choices by expert, those without one last, int64 [T*K]; choices of each expert, int64 [E]).
+    """Sort choices by expert. The choices of an expert stay in token order.
 
     Args:
-        ids_TK: int64 [T, K], -1: no expert. Within an expert choices stay in token order.
-        load_KE, complete: see `known_load`; None: counted here.
+        ids_TK: int64 [T, K], the expert of each choice. -1 means no expert.
+        experts: the number E of experts.
+        load_KE: int64 [K, E], the known load (`known_load`). Counted here if None.
+        complete: whether every choice is known to have an expert.
+    Returns: the indices of the choices sorted by expert, int64 [T*K], with choices without an
+        expert last; and the number of choices of each expert, int64 [E].
     """
     key_N = ids_TK.reshape(-1)
     if not complete:
+        # -1 would be sorted first
         key_N = torch.where(key_N < 0, experts, key_N)
     count_E = expert_load(ids_TK, experts) if load_KE is None else load_KE.sum(0)
     return stable_order(key_N, experts + 1), count_E
 
 
 def positions(source_N: Tensor, ids_TK: Tensor, complete: bool = False) -> Tensor:
-    """The row of each choice, int64 [T, K]; -1: none. The inverse of source_N, int64 [N].
+    """Return the row of each choice, int64 [T, K], or -1 for a choice without a row.
 
-    complete: every choice has a row.
+    Args:
+        source_N: int64 [N], the choice of each row.
+        ids_TK: a tensor of shape [T, K]. Only its shape and device are used.
+        complete: whether every choice has a row.
     """
     if complete:
         return inverse_permutation(source_N).view(ids_TK.shape)
@@ -80,22 +91,24 @@ def positions(source_N: Tensor, ids_TK: Tensor, complete: bool = False) -> Tenso
 
 
 def inverse_permutation(order_R: Tensor) -> Tensor:
-    """inverse[order[i]] = i, int64 [R]."""
+    """Return the inverse of a permutation, int64 [R]: inverse[order[i]] = i."""
     return torch.empty_like(order_R).index_copy_(
         0, order_R, torch.arange(order_R.numel(), device=order_R.device))
 
 
 def exact_rows(ids_TK: Tensor, weights_TK: Tensor, experts: int, load_KE: Tensor | None = None,
                complete: bool = False) -> RowPlan:
-    """Every chosen (token, expert) pair is one row, sorted by expert. Reads the counts on the host.
+    """Return one row for each (token, expert) pair, sorted by expert. The host reads the counts.
 
     Args:
-        ids_TK: int64 [T, K], -1: no row.
-        weights_TK: [T, K] gate weights.
-        load_KE, complete: see `sort_by_expert`.
+        ids_TK: int64 [T, K], the expert of each choice. -1 means no row.
+        weights_TK: [T, K], the gate weights.
+        experts: the number of experts.
+        load_KE: int64 [K, E], the known load. Counted here if None.
+        complete: whether every choice is known to have an expert.
     """
     order_N, count_E = sort_by_expert(ids_TK, experts, load_KE, complete)
-    counts = count_E.tolist()
+    counts = count_E.tolist()  # the host waits for the device here
     total = sum(counts)
     complete = total == order_N.numel()
     source_R = order_N if complete else order_N[:total]
@@ -104,11 +117,12 @@ def exact_rows(ids_TK: Tensor, weights_TK: Tensor, experts: int, load_KE: Tensor
 
 
 def device_rows(ids_TK: Tensor, weights_TK: Tensor, experts: int) -> RowPlan:
-    """As `exact_rows`, in a buffer for all T*K choices, whose counts stay on the device.
+    """Return the rows of `exact_rows` in a buffer for T*K rows, with counts on the device.
 
     Args:
-        ids_TK: int64 [T, K], -1: no row.
-        weights_TK: [T, K] gate weights.
+        ids_TK: int64 [T, K], the expert of each choice. -1 means no row.
+        weights_TK: [T, K], the gate weights.
+        experts: the number of experts.
     """
     source_R, position_TK, count_E = sorted_choices(ids_TK, experts)
     return RowPlan(source_R, position_TK, weights_TK, DeviceCounts(count_E, ids_TK.numel()))
@@ -116,11 +130,16 @@ def device_rows(ids_TK: Tensor, weights_TK: Tensor, experts: int) -> RowPlan:
 
 def slot_rows(ids_TK: Tensor, weights_TK: Tensor, slots_TK: Tensor, capacity: int,
               experts: int) -> RowPlan:
-    """C rows per expert, slot c of expert e in row e*C + c; empty ones too. No host read.
+    """Return C rows per expert, including empty rows. Row e*C + c is slot c of expert e.
+
+    The host reads nothing.
 
     Args:
-        ids_TK, slots_TK: int64 [T, K].
-        weights_TK: [T, K] gate weights.
+        ids_TK: int64 [T, K], the expert of each choice. -1 means no row.
+        weights_TK: [T, K], the gate weights.
+        slots_TK: int64 [T, K], the slot of each choice inside its expert.
+        capacity: the number C of slots per expert.
+        experts: the number of experts.
     """
     position_TK = torch.where(ids_TK >= 0, ids_TK * capacity + slots_TK, -1)
     source_R = slot_sources(position_TK, experts * capacity)
@@ -128,7 +147,7 @@ def slot_rows(ids_TK: Tensor, weights_TK: Tensor, slots_TK: Tensor, capacity: in
 
 
 def rows_of_this_rank(routing: Routing, place: Placement) -> RowPlan:
-    """The rows of this rank's experts (or of its shards of them) out of all tokens of a routing."""
+    """Return the rows of this rank's experts, or expert shards, for all tokens of a routing."""
     ids_TK = routing.ids_TK - place.first_expert
     mine_TK = (ids_TK >= 0) & (ids_TK < place.local) & (routing.ids_TK >= 0)
     return exact_rows(torch.where(mine_TK, ids_TK, -1), routing.weights_TK, place.local)
@@ -136,18 +155,19 @@ def rows_of_this_rank(routing: Routing, place: Placement) -> RowPlan:
 
 @dataclass(frozen=True)
 class TokenPlan(DispatchPlan):
-    """Tokens stay as they are; experts gather their rows from them and add the results up.
+    """The plan of a dispatcher that moves no tokens. Experts read their rows from the tokens.
 
     Attributes:
-        row_plan: which rows of these tokens this rank computes.
+        row_plan: the rows of the tokens that this rank computes.
     """
 
     row_plan: RowPlan
 
 
 class LocalDispatcher(Dispatcher):
-    """For a rank that has all experts, stored or gathered: its tokens stay. Its rows are those of
-    the configured dispatcher: exact, in fixed slots, or of a bounded number.
+    """A dispatcher for a rank that has all experts, stored or gathered. Tokens stay on the rank.
+
+    Rows have the form of the configured dispatcher: exact, in fixed slots, or bounded.
     """
 
     def __init__(self, context: DispatchContext) -> None:
@@ -156,16 +176,18 @@ class LocalDispatcher(Dispatcher):
                                      bounded=context.configured.bounded)
 
     def plan(self, kept: KeptRouting) -> TokenPlan:
-        """See `Dispatcher`. The host does not wait for a device, except for the counts of exact
-        rows where experts need them on the host.
+        """See `Dispatcher`.
+
+        The host waits for the device only if the rows are exact and the experts need their counts
+        on the host.
         """
         routing, compiling = kept.routing, torch.compiler.is_compiling()
         choices = routing.ids_TK, routing.weights_TK
         slots = fixed_slots(kept) if self.traits.fixed_slots else None
-        # on a CPU counts are on the host already: empty slots are left out
+        # on a CPU the host can read the counts without waiting, so empty slots are not computed
         on_host = routing.ids_TK.device.type == "cpu" and not compiling
         if kept.any_load:
-            slots = None  # T for every expert: more than the rows
+            slots = None  # T slots for every expert would be more rows than there are choices
         on_device = slots is None and self.context.counts_on_device and not (on_host or compiling)
         if self.traits.bounded or on_device or (compiling and exporting()):
             rows = device_rows(*choices, self.placement.experts)
@@ -184,26 +206,29 @@ class LocalDispatcher(Dispatcher):
 
 
 def with_weights(plan: RowPlan, weights_TK: Tensor) -> RowPlan:
-    """The same rows with the gate weights [T, K] that came with the tokens."""
+    """Return the same rows with other gate weights [T, K]."""
     return dataclasses.replace(plan, weights_TK=weights_TK)
 
 
 @dispatchers.register("index_slice")
 class IndexSliceDispatcher(Dispatcher):
-    """For tensor-parallel ranks with the same tokens: own rows, then one all-reduce of the sums."""
+    """A dispatcher for ranks with the same tokens. Each rank computes the rows of its own experts,
+    and an all-reduce sums the results (PPMoE).
+    """
 
     traits = DispatchTraits(shares_tokens=True, single_layout=True)
 
     def plan(self, kept: KeptRouting) -> TokenPlan:
-        """See `Dispatcher`. One copy of counts from device to host."""
+        """See `Dispatcher`. Costs one copy of counts from device to host."""
         rows = rows_of_this_rank(kept.routing, self.placement)
         return TokenPlan(rows.counts.total, rows)
 
     def dispatch(self, x_TD: Tensor, plan: TokenPlan, anchor: Tensor | None) -> Sent:
+        # backward sums the gradients of tokens and gate weights over the ranks, in one all-reduce
         x_TD, weights_TK = enter(x_TD, plan.row_plan.weights_TK, anchor, self.placement.comm)
         return Sent([ExpertRows(x_TD, with_weights(plan.row_plan, weights_TK))], anchor)
 
     def combine(self, sent: Sent, plan: TokenPlan) -> Tensor:
-        """See `Dispatcher`. y_TD is equal on all ranks."""
+        """See `Dispatcher`. The result is equal on all ranks."""
         [part_TD] = sent.results
         return sum_parts(part_TD, self.placement.comm)

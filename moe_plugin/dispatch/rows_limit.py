@@ -1,6 +1,8 @@
-"""Memory of a fixed size that may be too small, found when the step asks: an error on all ranks, or
-more memory and the step once more; and one such limit: how many rows one rank sends to another at
-most, where buffers have a fixed length.
+"""Limits on memory of a fixed size, which a step may exceed.
+
+Only the device knows during a step whether a limit was exceeded. The step checks it at its end: it
+raises an error on all ranks, or it enlarges the memory and is repeated. `RowsLimit` bounds the rows
+that one rank sends to another. `dispatch.row_pages.PagedStash` is the other limit.
 """
 
 from __future__ import annotations
@@ -18,22 +20,25 @@ from moe_plugin.comm.placement import Placement
 from moe_plugin.config import MoEConfig
 from moe_plugin.utils.machine import capturing
 
-ROOM = 1.25  # what was too small becomes what was needed, and this much more
+ROOM = 1.25  # a limit that was exceeded grows to the needed size times this factor
 
 
 class RowsOverflow(RuntimeError):
-    """Rows did not fit; what the step computed from them is NaN. Raised on all ranks."""
+    """Raised on all ranks if rows did not fit, so that the results of the step are NaN."""
 
 
 class Limit(ABC):
-    """A size that rows must fit in, and whether they did, which the device alone knows.
+    """A size that rows must not exceed. Only the device knows whether they did.
 
     Attributes:
-        remedy: what was too small and what to do, with `{needed}`.
-        repeats: a step in which rows did not fit is repeated; False: it is an error.
-        needed: int64 scalar on the device: the size that would have been enough, since the last
-            `forget`; 0: it was enough; None: not used yet. Calls without gradients count, too: a
-            step or an evaluation forgets first, and asks at its end.
+        remedy: the text of the error, which says what was too small and how to enlarge it. It
+            contains `{needed}`.
+        repeats: whether a step that exceeds the limit is repeated. If False, exceeding the limit is
+            an error.
+        needed: int64 scalar on the device, the size that would have been enough for all calls since
+            the last `forget`. 0 if the limit was not exceeded; None if it is not used yet. Calls
+            without gradients are included, so a step or an evaluation calls `forget` first and
+            checks the value at its end.
     """
 
     remedy: ClassVar[str]
@@ -42,37 +47,37 @@ class Limit(ABC):
 
     @abstractmethod
     def grow(self, needed: int) -> None:
-        """Have room for `needed` from now on, and forget."""
+        """Enlarge the limit so that `needed` fits, and reset `needed`."""
 
     @abstractmethod
     def forget(self) -> None:
-        """From now on, `needed` is of later calls."""
+        """Reset `needed`, so that it covers only later calls."""
 
 
 def with_room(needed: int) -> int:
-    """The size that follows one which was too small for `needed`."""
+    """Return the new size of a limit that was too small for `needed`."""
     return math.ceil(needed * ROOM)
 
 
 def overflowed(limits: Sequence[Limit], comm: Comm) -> bool:
-    """Whether a step is to be repeated: rows did not fit somewhere since the last time it was
-    asked. The same on all ranks.
+    """Return whether a step must be repeated because rows did not fit on some rank.
 
-    The host waits once; call it after backward and before the optimizer. Limits that repeat have
-    grown afterwards: discard the gradients and repeat the step.
+    Call this function after backward and before the optimizer step. Collective: the result is equal
+    on all ranks. The host waits for the device once. If the result is True, discard the gradients
+    and repeat the step. The limits have been enlarged by then.
 
     Args:
-        limits: of a model's layers; a rank without such layers passes none.
-        comm: all ranks of the model, replicas and pipeline stages included. They all call it.
+        limits: the limits of the layers of this rank. May be empty.
+        comm: all ranks of the model, including replicas and pipeline stages.
     Raises:
-        RowsOverflow: on all ranks, where a limit that does not repeat was exceeded.
+        RowsOverflow: on all ranks, if a limit was exceeded for which steps are not repeated.
     """
     own_N = needed_of(limits, comm.device)
     return settle(limits, torch.cat([comm.all_reduce(most_of(limits, own_N), "max"), own_N]))
 
 
 def needed_of(limits: Sequence[Limit], device: torch.device) -> Tensor:
-    """`needed` of N limits now, a copy: int64 [N]; 0 where a limit is not used yet."""
+    """Return a copy of `needed` of N limits, int64 [N]. 0 for a limit that is not used yet."""
     own_N = torch.zeros(len(limits), dtype=torch.int64, device=device)
     for index, limit in enumerate(limits):
         if (needed := limit.needed) is not None:
@@ -80,32 +85,43 @@ def needed_of(limits: Sequence[Limit], device: torch.device) -> Tensor:
     return own_N
 
 
-def most_of(limits: Sequence[Limit], own: Tensor) -> Tensor:
-    """[..., 2 K] of the [..., N] that limits need: the most of each of K kinds, where that is an
-    error and where the step is repeated.
+def most_of(limits: Sequence[Limit], needs: Tensor) -> Tensor:
+    """Reduce the needs of N limits to the maximum for each of K classes of limits.
+
+    Args:
+        limits: N limits.
+        needs: int64 [..., N], the need of each limit.
+    Returns: int64 [..., 2 K]. For each class the maximum over limits whose overflow is an error,
+        then the maximum over limits whose step is repeated.
     """
     places_N = torch.tensor([2 * _kinds().index(type(limit)) + limit.repeats for limit in limits],
-                            dtype=torch.int64, device=own.device)
-    most = own.new_zeros(*own.shape[:-1], 2 * len(_kinds()))
-    return most.scatter_reduce(-1, places_N.expand_as(own), own, "amax")
+                            dtype=torch.int64, device=needs.device)
+    most = needs.new_zeros(*needs.shape[:-1], 2 * len(_kinds()))
+    return most.scatter_reduce(-1, places_N.expand_as(needs), needs, "amax")
 
 
-def settle(limits: Sequence[Limit], found: Tensor) -> bool:
-    """The end of `overflowed`. The host waits once.
+def settle(limits: Sequence[Limit], needs: Tensor) -> bool:
+    """Grow or reset the limits, the last part of `overflowed`. The host waits once.
 
-    found: int64 [2 K + N]: `most_of` all ranks, then what each of these limits needs.
+    Args:
+        limits: the limits of this rank.
+        needs: int64 [2 K + N], the result of `most_of` reduced over all ranks, followed by the need
+            of each limit of this rank.
+    Returns: whether the step must be repeated.
+    Raises:
+        RowsOverflow: a limit was exceeded for which steps are not repeated.
     """
-    kinds = _kinds()
-    found = found.tolist()
-    for limit, own in zip(limits, found[2 * len(kinds):], strict=True):
-        limit.grow(own) if limit.repeats and own else limit.forget()
-    said = [kind.remedy.format(needed=found[2 * index]) for index, kind in enumerate(kinds)
-            if found[2 * index]]
-    if said:
+    classes = _kinds()
+    needs = needs.tolist()  # the only wait for the device
+    for limit, need in zip(limits, needs[2 * len(classes):], strict=True):
+        limit.grow(need) if limit.repeats and need else limit.forget()
+    errors = [limit_class.remedy.format(needed=needs[2 * index])
+              for index, limit_class in enumerate(classes) if needs[2 * index]]
+    if errors:
         raise RowsOverflow(
-            f"{'; '.join(said)}; or set dispatch.on_overflow to repeat. The step's outputs or "
-            "gradients are NaN: nothing of it may be kept")
-    return any(found[1:2 * len(kinds):2])
+            f"{'; '.join(errors)}; or set dispatch.on_overflow to repeat. The outputs or gradients "
+            "of this step are NaN, so the step must be discarded")
+    return any(needs[1:2 * len(classes):2])
 
 
 def _kinds() -> list[type[Limit]]:
@@ -113,30 +129,33 @@ def _kinds() -> list[type[Limit]]:
 
 
 class RowsLimit(Limit):
-    """The bound on rows from one rank to one other, of one layer, and where it was exceeded.
+    """The bound on the rows that a layer sends from one rank to another.
 
-    T tokens of the rank that has most, k choices, L experts of a rank, W ranks, f factor, r ranks
-    to which each choice goes: min(T k, T L, ceil(f T k r / W)) rows, at least one. Nothing exceeds
-    f = W / r. T L relies on a token's experts being different (`records.Routing`): of a router that
-    names one twice rows may not fit, which is found as any overflow is. Rows that are sent once are
-    T at most.
+    The bound is min(T k, T L, ceil(f T k r / W)) rows, and at least 1. T is the largest number of
+    tokens of any rank, k the number of choices per token, L the number of experts per rank, f the
+    factor `dispatch.max_rows_factor`, r the number of ranks to which each choice is sent, and W the
+    number of ranks. With f = W / r no load exceeds the bound. The term T L assumes that the experts
+    of a token are different (`records.Routing`). If a router chooses an expert twice, rows may not
+    fit, which is detected like any overflow. Rows that are sent once per rank are at most T.
 
     Args:
-        config: of the layer.
-        device: of its parameters.
+        config: the settings of the layer.
+        device: the device of its parameters.
 
     Attributes:
-        choices: T k; None: not agreed yet, which a call with gradients and tokens does.
-        tokens: T.
-        least: a bound that an overflow asked for; 0: none has.
-        stashes: what backward needs is kept without filler, see `stash`.
-        needed: see `Limit`; rows, equal on all ranks of the group.
+        choices: the value T k. None until the ranks have agreed on it, in the first call with
+            gradients and tokens.
+        tokens: the value T.
+        least: a lower limit of the bound, set after an overflow. Initially 0.
+        stashes: whether the rows needed in backward are stored in pages, without padding
+            (`dispatch.row_pages`).
+        needed: the bound that would have been enough, equal on all ranks of the group (`Limit`).
     """
 
-    remedy = ("a rank had {needed} rows for one other, more than dispatch.max_rows_factor lets "
-              "through for dispatch.max_tokens tokens (0: those of the first training call); raise "
-              "dispatch.max_rows_factor (none fits any load of so many tokens), or set "
-              "dispatch.max_tokens to the most tokens that a rank ever has in a call")
+    remedy = ("a rank had {needed} rows for another rank, more than dispatch.max_rows_factor "
+              "allows for dispatch.max_tokens tokens (0: the tokens of the first training call). "
+              "Raise dispatch.max_rows_factor (none allows every load), or set dispatch.max_tokens "
+              "to the largest number of tokens that a rank has in any call")
 
     def __init__(self, config: MoEConfig, device: torch.device | None = None) -> None:
         dispatch = config.dispatch
@@ -145,26 +164,25 @@ class RowsLimit(Limit):
         self.choices: int | None = (
             self.tokens * config.router.most_per_token(config.num_experts) or None)
         self.least, self.stashes = 0, dispatch.stash_mib > 0
-        # made before any call: one that is compiled would be compiled again for another object
+        # created before any call, because a new object would cause another compilation
         self.needed = _zero(device)
 
     def to(self, device: torch.device) -> None:
-        """Follow the layer's parameters; what was recorded is forgotten."""
+        """Move to the device of the layer's parameters. This resets `needed`."""
         if self.needed.device != device:
             self.needed = _zero(device)
 
     def slots(self, ids_TK: Tensor, place: Placement) -> tuple[int, int]:
-        """(the bound, T), the same on all ranks.
+        """Return the bound and T, which are equal on all ranks.
 
-        Unless `dispatch.max_tokens` says T, the first call with gradients asks the ranks for it,
-        by one all-reduce for which the host waits. Calls before it, and such without a token on
-        any rank, ask, too, and settle nothing.
+        Unless `dispatch.max_tokens` is set, the first call with gradients and tokens determines T
+        in an all-reduce, for which the host waits. Calls before it repeat this all-reduce.
 
         Args:
-            ids_TK: [T, k], of which the shape is looked at.
-            place: of the experts.
+            ids_TK: [T, k], the choices of this rank. Only the shape is used.
+            place: the ranks that store each expert.
         Raises:
-            CommError: T is unknown under torch.compile or during a capture.
+            CommError: T is not known under `torch.compile` or while a CUDA graph is captured.
         """
         choices, tokens = self.choices, self.tokens
         if choices is None:
@@ -175,16 +193,20 @@ class RowsLimit(Limit):
         if self.factor is not None:
             copies = place.copies or place.shards
             bound = min(bound, math.ceil(self.factor * choices * copies / place.comm.size))
+        # a rank without tokens needs buffers, too, because it takes part in the exchange
         return max(1, bound, self.least), max(1, tokens, self.least)
 
     def record(self, most: Tensor, slots: int) -> Tensor:
-        """Whether any rank had more rows for one rank than `slots`: a bool scalar on the device.
+        """Update `needed` and return whether the rows exceeded the bound, a bool scalar on the
+        device.
 
-        most: int64 scalar, the largest number of rows of any rank for one rank.
+        Args:
+            most: int64 scalar, the largest number of rows of any rank for another rank.
+            slots: the bound.
         """
         over = most > slots
         self.to(most.device)
-        # in place, so that a replayed graph writes where it is read
+        # in place, because a replayed CUDA graph writes to the memory it captured
         self.needed.copy_(torch.maximum(self.needed, most * over))
         return over
 
@@ -197,19 +219,20 @@ class RowsLimit(Limit):
 
 
 def _zero(device: torch.device | None) -> Tensor:
-    """An int64 scalar that every mode can write."""
+    """Return an int64 scalar that can be written inside and outside inference mode."""
     if torch.is_inference_mode_enabled():
+        # a tensor created in inference mode could not be written in training
         with torch.inference_mode(False):
             return _zero(device)
     return torch.zeros((), dtype=torch.int64, device=device)
 
 
 def _most(ids_TK: Tensor, comm: Comm) -> tuple[int, int]:
-    """The most choices, and tokens, of any rank."""
+    """Return the largest number of choices and of tokens of any rank."""
     if capturing(ids_TK.device) or torch.compiler.is_compiling():
-        raise comm.error("the ranks have not agreed on a number of tokens, which they cannot in a "
-                         "compiled or captured call; set dispatch.max_tokens, or call the layer "
-                         "once as it is, with gradients")
-    own = torch.tensor([ids_TK.numel(), ids_TK.shape[0]], device=ids_TK.device)
-    choices, tokens = comm.all_reduce(own, "max").tolist()
+        raise comm.error("the ranks have not agreed on a number of tokens yet, and they cannot do "
+                         "so in a compiled or captured call. Set dispatch.max_tokens, or call the "
+                         "layer once with gradients before it is compiled or captured")
+    own_sizes = torch.tensor([ids_TK.numel(), ids_TK.shape[0]], device=ids_TK.device)
+    choices, tokens = comm.all_reduce(own_sizes, "max").tolist()
     return choices, tokens

@@ -1,10 +1,10 @@
-"""A call's tokens on their way in and out: checks, one axis, sharing between ranks.
+"""The first and the last step of a call: check and flatten the input, restore the output's shape.
 
-Ranks of the expert group may hold the same tokens (tensor parallelism without sequence
-parallelism). Parm's schedule S1 pauses tensor parallelism before the gate: each of N ranks takes
-1/N of the tokens, routes and sends them like any other rank, and the outputs are gathered. Every
-parameter outside the experts then sees a part of the tokens, so its gradient is summed over the N.
-Source: Pan et al. 2024 (Parm).
+Several ranks of the expert group may have the same tokens, for example with tensor parallelism but
+without sequence parallelism. Parm's schedule S1 then divides the tokens before the router: each of
+these N ranks routes and sends 1/N of the tokens, and the outputs are gathered at the end. Every
+parameter outside the experts sees only a part of the tokens, so its gradient is summed over the N
+ranks. Source: Pan et al. 2024 (Parm).
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ from moe_plugin.records import TokenInfo, Tokens
 
 
 class TokenEntry:
-    """What happens to tokens before they are routed and after their outputs are combined.
+    """Prepares tokens for the router and returns their outputs in the shape of the input.
 
     Args:
-        model_dim: D, width of a token.
-        sharing: ranks that hold the same tokens and share them out (S1); None: each has its own.
+        model_dim: the width D of a token.
+        sharing: the ranks that have the same tokens and divide them (schedule S1). None if each
+            rank has different tokens.
     """
 
     def __init__(self, model_dim: int, sharing: Comm | None) -> None:
@@ -33,15 +34,15 @@ class TokenEntry:
 
     def enter(self, x: Tensor, token_mask: Tensor | None, info: TokenInfo | None,
               dtype: torch.dtype | None) -> Tokens:
-        """This rank's tokens, on one axis.
+        """Check the input and return the tokens of this rank on one axis.
 
         Args:
-            x: [..., D].
-            token_mask: [...] bool, True = real token.
-            info: of the same tokens.
-            dtype: that x must have outside autocast; None: any.
+            x: [..., D], the input of the layer.
+            token_mask: [...] bool, True for real tokens. None if all tokens are real.
+            info: extra information about the tokens. Optional.
+            dtype: the dtype that `x` must have outside autocast. None if any dtype is allowed.
         Raises:
-            ValueError: shapes or dtypes that do not fit.
+            ValueError: a shape or a dtype is wrong.
         """
         self._check(x, token_mask, dtype)
         x_TD = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
@@ -55,21 +56,28 @@ class TokenEntry:
 
     def leave(self, y_TD: Tensor, losses: dict[str, Tensor],
               tokens: Tokens) -> tuple[Tensor, dict[str, Tensor]]:
-        """Outputs in the input's shape, and losses by name; under S1 all ranks' outputs, and the
-        losses as sums of the ranks' parts, both equal on these ranks.
+        """Return the outputs in the shape of the input, and the losses by name.
+
+        With schedule S1 the outputs of all sharing ranks are gathered and their losses are summed,
+        so that the results are equal on these ranks.
         """
         if self.sharing is not None:
+            # cuts off the padding that `split_tokens` has added
             y_TD = gather(y_TD, self.sharing)[:tokens.count]
             losses = {name: sum_parts(part, self.sharing) for name, part in losses.items()}
         return y_TD if y_TD.shape == tokens.shape else y_TD.view(tokens.shape), losses
 
     def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """S1: sum gradients of these parameters, all but the experts', over the sharing ranks.
+        """Sum the gradients of these parameters over the sharing ranks (schedule S1).
 
-        Call it again where there may be new ones; it does nothing twice.
+        Call it again when parameters may have been replaced. A parameter gets only one hook.
+
+        Args:
+            parameters: all parameters of the layer except those of the experts.
         """
         for parameter in parameters if self.sharing is not None else ():
             hooks = (parameter._backward_hooks or {}).values()
+            # two bound methods of one object are equal, so a hook of an earlier call is found
             if parameter.requires_grad and self._summed not in hooks:
                 parameter.register_hook(self._summed)
 
@@ -78,33 +86,36 @@ class TokenEntry:
 
     def _check(self, x: Tensor, token_mask: Tensor | None, dtype: torch.dtype | None) -> None:
         if not isinstance(x, Tensor):
-            raise ValueError(f"input of type {type(x).__name__} does not fit: must be a "
-                             f"torch.Tensor [..., {self.model_dim}]; use torch.as_tensor(x)")
+            raise ValueError(f"the input is a {type(x).__name__}, but must be a torch.Tensor of "
+                             f"shape [..., {self.model_dim}]. Convert it with torch.as_tensor(x)")
         if x.dim() < 2 or x.shape[-1] != self.model_dim:
-            raise ValueError(f"input of shape {tuple(x.shape)} does not fit: must be "
+            raise ValueError(f"the input has shape {tuple(x.shape)}, but the layer expects "
                              f"[..., {self.model_dim}] (model_dim)")
         if not x.is_floating_point():
-            raise ValueError(f"input of dtype {x.dtype} does not fit: must be a floating-point "
-                             "tensor")
+            raise ValueError(f"the input has dtype {x.dtype}, but must be a floating-point tensor")
         if x.is_meta:
             raise ValueError(
-                "input on the meta device does not fit: the experts of each token depend on "
-                "its values; build the layer there, then move it with to_empty() before the first "
-                "forward pass")
+                "the input is on the meta device, but routing depends on the values of the tokens. "
+                "Move the layer to a real device with to_empty() before the first forward pass")
+        # autocast converts tokens and weights to one dtype
         if dtype not in (None, x.dtype) and not torch.is_autocast_enabled(x.device.type):
             raise ValueError(
-                f"input of dtype {x.dtype} does not fit: must be {dtype}, the experts' "
-                "dtype; convert one of the two, or use torch.autocast")
+                f"the input has dtype {x.dtype}, but the experts have dtype {dtype}. Convert one "
+                "of the two, or use torch.autocast")
         if token_mask is not None and (token_mask.shape != x.shape[:-1]
                                        or token_mask.dtype != torch.bool):
             raise ValueError(
-                f"token_mask {token_mask.dtype} {tuple(token_mask.shape)} does not fit: must be "
-                f"bool {tuple(x.shape[:-1])}, True where a token is real")
+                f"token_mask has dtype {token_mask.dtype} and shape {tuple(token_mask.shape)}, but "
+                f"must be a bool tensor of shape {tuple(x.shape[:-1])}, True for real tokens")
 
 
 def split_tokens(x_TD: Tensor, mask_T: Tensor | None,
                  comm: Comm) -> tuple[Tensor, Tensor | None]:
-    """This rank's 1/size of tokens [T, D] and mask [T]; padded with masked tokens to a multiple."""
+    """Return the part of tokens [T, D] and mask [T] that this rank processes, 1/size of them.
+
+    If T is not a multiple of the group size, masked tokens are appended first.
+    """
+    # all ranks need parts of the same size: `gather` concatenates them
     missing = -x_TD.shape[0] % comm.size
     if missing:
         real_T = x_TD.new_ones(x_TD.shape[0], dtype=torch.bool) if mask_T is None else mask_T

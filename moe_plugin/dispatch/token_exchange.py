@@ -1,16 +1,19 @@
-"""Dispatch by packages that send tokens: each once to every rank that has one of its experts.
+"""Dispatch by external packages that send each token once to each rank that has its experts.
 
-A rank weights and sums its own experts' results before they leave, so that bytes do not grow with
-the number of experts that a token has on one rank. The gradient of a dispatch is a combine, and the
-other way round. A `TokenExchange` adapts one package; everything else is here.
+A rank weights and sums the results of its own experts before it returns them, so the number of
+bytes does not depend on how many experts of a token are on one rank. The gradient of a dispatch is
+a combine, and vice versa. Each `TokenExchange` adapts one package. This module contains everything
+that the adapters share.
 
-Sizes arrive with the rows: the host waits for the package's counts in `dispatch`, once a piece, not
-in `plan` (which agrees on the most tokens of any rank, where a package asks for that). Pieces are
-consecutive parts of a rank's tokens. Forward, all of them start to travel at once, and the results
-of each while the next one is computed, and one piece travels while the layer does other work; this
-is so where a package's operations can be waited for later (`supports_pieces`). Backward waits.
+The sizes arrive together with the rows: the host waits for the package's counts in `dispatch`, once
+per piece. `plan` only agrees on the largest number of tokens of any rank, if the package needs this
+number. Pieces are consecutive parts of a rank's tokens. If the package's operations can be awaited
+later (`supports_pieces`), the forward pass sends all pieces at once, returns the results of a piece
+while the next one is computed, and overlaps a single piece with other work of the layer. Backward
+waits for each operation.
 
-Legend: T tokens here; R tokens that arrive; D width; K choices (of HybridEP: one a row).
+In tensor names, T counts tokens of this rank, R received tokens, and K choices (with HybridEP one
+per row). D is the width.
 """
 
 from __future__ import annotations
@@ -32,43 +35,46 @@ from moe_plugin.dispatch.rows import positions, sort_by_expert
 from moe_plugin.kernels.activations import first_derivative_only
 from moe_plugin.records import DispatchPlan, ExpertRows, KeptRouting, RowCounts, RowPlan
 
-DEVICES, DTYPES = ("cuda",), (torch.bfloat16,)  # what all these packages' kernels take
-STEP = 64  # buffers grow by so many tokens; HybridEP's kernels take multiples of it
+DEVICES, DTYPES = ("cuda",), (torch.bfloat16,)  # supported by the kernels of all packages
+STEP = 64  # sizes of buffers in tokens are multiples of 64, as HybridEP's kernels require
 Wait = Callable[[], object]
 
 
 def done() -> None:
-    """There is nothing to wait for."""
+    """Return immediately, for operations that need no waiting."""
 
 
 def package_why_not(package: str, file: str, name: str, install: str) -> str | None:
-    """None where a package has a file, else the reason and the remedy. It is not imported: that
-    loads its libraries and, for some, needs a GPU.
+    """Return None if an installed package contains a file, otherwise the reason and a remedy.
+
+    The package is not imported, because that would load its libraries and may need a GPU.
 
     Args:
-        file: below the package's folder, which tells versions apart.
-        name: of what is missing.
-        install: how it gets there.
+        package: the name of the package.
+        file: a path inside the package that only the required version contains.
+        name: the name of the required software, for the message.
+        install: how to install it, for the message.
     """
     spec = find_spec(package)
     folders = [] if spec is None else list(spec.submodule_search_locations or ())
     if any((Path(folder) / file).is_file() for folder in folders):
         return None
     have = "not installed" if not folders else f"of another version or branch: no {file} in it"
-    return (f"the package {package} is {have}; install {name} ({install}), or use "
+    return (f"the package {package} is {have}. Install {name} ({install}), or use "
             "dispatch.name='ragged'")
 
 
 @dataclass(frozen=True)
 class Size:
-    """What an exchange is made for.
+    """The sizes that an exchange must support.
 
     Attributes:
-        tokens: the most of any rank in one piece, a multiple of 64; 0: it need not be known.
-        width: D.
-        token_bytes: of a token.
-        experts: over all ranks, shards counted.
-        top_k: K.
+        tokens: the largest number of tokens of any rank in one piece, a multiple of 64. 0 if the
+            package does not need this number.
+        width: the width D of a token.
+        token_bytes: the number of bytes of a token.
+        experts: the number of expert shards on all ranks.
+        top_k: the number K of choices per token.
     """
 
     tokens: int
@@ -80,15 +86,16 @@ class Size:
 
 @dataclass
 class Arrival:
-    """Tokens on this rank.
+    """Tokens that this rank has received.
 
     Attributes:
-        x_RD: [R, D].
-        ids_RK: int64 [R, K], this rank's experts from 0 on; -1: another rank's.
-        weights_RK: float32 [R, K].
-        counts: rows of each of this rank's experts.
-        handle: of the package, for the way back.
-        wait: lets the current stream wait for the tensors.
+        x_RD: [R, D], the tokens.
+        ids_RK: int64 [R, K], the local index of each expert on this rank. -1 for experts on other
+            ranks.
+        weights_RK: float32 [R, K], the gate weights.
+        counts: the number of rows of each of this rank's experts.
+        handle: an object of the package that is needed to return the results.
+        wait: a function that makes the current stream wait for the tensors.
     """
 
     x_RD: Tensor
@@ -100,79 +107,91 @@ class Arrival:
 
 
 class TokenExchange(ABC):
-    """A package's buffers for one group; making them is collective.
+    """The buffers of a package for one group. Creating them is collective.
 
     Attributes:
         comm: the group.
-        size: what it must take at most.
+        size: the maximum sizes.
+        agrees: whether the package needs `Size.tokens`.
     """
 
-    agrees: ClassVar[bool] = True  # whether `Size.tokens` must be known
+    agrees: ClassVar[bool] = True
 
     def __init__(self, comm: Comm, size: Size) -> None:
         self.comm, self.size = comm, size
 
     @classmethod
     def key(cls, size: Size) -> tuple[Any, ...]:
-        """Sizes of another key need another exchange."""
+        """Return a key. Sizes with different keys need different exchanges."""
         return ()
 
     @abstractmethod
     def send(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, experts: int) -> Arrival:
-        """Tokens to the ranks of their experts.
+        """Send tokens to the ranks of their experts.
 
         Args:
-            x_TD: contiguous.
-            ids_TK: int64, -1: none.
-            weights_TK: float32, contiguous.
-            experts: over all ranks, shards counted.
+            x_TD: [T, D], the tokens, contiguous.
+            ids_TK: int64 [T, K], the expert shard of each choice. -1 means no expert.
+            weights_TK: float32 [T, K], the gate weights, contiguous.
+            experts: the number of expert shards on all ranks.
         """
 
     @abstractmethod
     def send_again(self, x_TD: Tensor, handle: Any) -> Tensor:
-        """Other values for the same tokens, [R, D]."""
+        """Send other values for the same tokens. Returns the received values [R, D]."""
 
     @abstractmethod
     def send_back(self, x_RD: Tensor, handle: Any, weights_RK: Tensor | None = None
                   ) -> tuple[Tensor, Tensor | None, Wait]:
-        """The ranks' parts of each token, and of its weights, summed on its rank: ([T, D], [T, K]).
+        """Return results to the ranks of the tokens and sum them there.
+
+        Args:
+            x_RD: [R, D], the results of this rank.
+            handle: `Arrival.handle` of the tokens.
+            weights_RK: [R, K], gradients of the gate weights to return, too. Optional.
+        Returns: the sums [T, D]; the returned gradients [T, K], or None; and a function that waits
+            for both.
         """
 
 
 @dataclass
 class _Exchanges:
-    """A group's exchanges by class and key."""
+    """The exchanges of a group, by class and key."""
 
     made: dict[tuple[Any, ...], TokenExchange] = field(default_factory=dict)
 
 
-def exchange_of(kind: type[TokenExchange], comm: Comm, size: Size) -> TokenExchange:
-    """The exchange of a group, large enough; made once, and again for more. Collective when made:
-    all ranks have the same sizes.
+def exchange_of(exchange_class: type[TokenExchange], comm: Comm, size: Size) -> TokenExchange:
+    """Return the exchange of a group for at least these sizes.
+
+    The exchange is created on first use, and again when a larger one is needed. Creating an
+    exchange is collective, and all ranks must pass the same sizes.
     """
     made = comm.state.get(_Exchanges).made
-    key = (kind, *kind.key(size))
-    known = made.get(key)
-    if known is not None:
-        old = known.size
+    key = (exchange_class, *exchange_class.key(size))
+    existing = made.get(key)
+    if existing is not None:
+        old = existing.size
+        # grows in each dimension, so that calls of two sizes do not replace each other's exchange
         size = replace(size, **{name: max(getattr(size, name), getattr(old, name))
                                 for name in ("tokens", "width", "token_bytes", "top_k")})
         if replace(size, experts=old.experts) == old:
-            return known
-    with comm.error_context(lambda: f"making buffers of {kind.__name__} for {size}"):
-        made[key] = kind(comm, size)
+            return existing
+    with comm.error_context(lambda: f"making buffers of {exchange_class.__name__} for {size}"):
+        made[key] = exchange_class(comm, size)
     return made[key]
 
 
 class TokenExchangePlan(DispatchPlan):
-    """What travels. Unlike other plans' its sizes are known only when rows have arrived.
+    """The tokens to send. Unlike in other plans, the sizes are known only after `dispatch`.
 
     Args:
-        ids_TK: int64 [T, K*S], expert shards of this rank's tokens; -1: none.
-        weights_TK: float32 [T, K*S] gate weights, differentiable.
-        most: tokens of the rank with most; 0: not asked for.
+        ids_TK: int64 [T, K*S], the expert shards of this rank's tokens. -1 means no expert.
+        weights_TK: float32 [T, K*S], the gate weights, differentiable.
+        most: the largest number of tokens of any rank. 0 if the package does not need it.
 
-    Attributes: `arrivals`: of the pieces, set by `dispatch`.
+    Attributes:
+        arrivals: the received tokens of each piece. Filled by `dispatch`.
     """
 
     def __init__(self, ids_TK: Tensor, weights_TK: Tensor, most: int) -> None:
@@ -181,12 +200,12 @@ class TokenExchangePlan(DispatchPlan):
 
     @property
     def rows(self) -> int:  # type: ignore[override]
-        """See `DispatchPlan`; 0 before rows have arrived."""
+        """See `DispatchPlan`. 0 before the rows have arrived."""
         return sum(sum(arrival.counts) for arrival in self.arrivals)
 
 
 class _SentTokens(Sent):
-    """Pieces of tokens; see `Sent`."""
+    """Tokens in pieces that were sent by an exchange (`Sent`)."""
 
     def __init__(self, arriving: Iterator[ExpertRows], anchor: Tensor | None,
                  plan: TokenExchangePlan, exchange: TokenExchange) -> None:
@@ -201,7 +220,12 @@ class _SentTokens(Sent):
 
 
 class TokenDispatcher(Dispatcher):
-    """Tokens by one package's exchange. Subclasses name it: `exchange`, `name`."""
+    """Base of dispatchers that use the exchange of a package.
+
+    Attributes:
+        exchange: the class of the exchange.
+        name: the registered name of the dispatcher.
+    """
 
     exchange: ClassVar[type[TokenExchange]]
     name: ClassVar[str]
@@ -210,12 +234,14 @@ class TokenDispatcher(Dispatcher):
         super().__init__(context)
         if not isinstance(self.placement.comm, TorchComm):
             raise ValueError(
-                f"dispatch.name={self.name!r} does not fit the group {self.placement.comm.name!r}: "
-                "must be a torch.distributed group; use 'ragged'")
+                f"dispatch.name={self.name!r} does not fit the group {self.placement.comm.name!r}, "
+                "which is not a torch.distributed group. Use dispatch.name='ragged'")
 
     def plan(self, kept: KeptRouting) -> TokenExchangePlan:
-        """See `Dispatcher`. One all-reduce of a number, which the host reads, where the package
-        asks for the most tokens of any rank.
+        """See `Dispatcher`.
+
+        If the package needs the largest number of tokens of any rank, this costs one all-reduce,
+        for which the host waits.
         """
         ids_TK, weights_TK = expand(self.placement, kept.routing, kept.slots_TK)
         most = 0
@@ -225,11 +251,15 @@ class TokenDispatcher(Dispatcher):
         return TokenExchangePlan(ids_TK.contiguous(), weights_TK.float(), most)
 
     def dispatch(self, x_TD: Tensor, plan: TokenExchangePlan, anchor: Tensor | None) -> Sent:
-        """See `Dispatcher`. Raises: ValueError: not bf16 on a GPU."""
+        """See `Dispatcher`.
+
+        Raises:
+            ValueError: the tokens are not bf16 on a GPU.
+        """
         if x_TD.dtype not in DTYPES or x_TD.device.type not in DEVICES:
             raise ValueError(
-                f"dispatch.name={self.name!r} does not fit {x_TD.dtype} on {x_TD.device.type}: "
-                f"must be {DTYPES[0]} on {DEVICES[0]}; use 'ragged'")
+                f"dispatch.name={self.name!r} does not support {x_TD.dtype} on "
+                f"{x_TD.device.type}, only {DTYPES[0]} on {DEVICES[0]}. Use dispatch.name='ragged'")
         pieces, width = self.overlap.pieces, x_TD.shape[1]
         tokens = max(1, -(-plan.most // (pieces * STEP))) * STEP if self.exchange.agrees else 0
         size = Size(tokens, width, width * max(x_TD.element_size(), 2),
@@ -238,6 +268,7 @@ class TokenDispatcher(Dispatcher):
         experts = self.placement.virtual
         parts = zip(*(t.tensor_split(pieces) for t in (x_TD, plan.ids_TK, plan.weights_TK)),
                     strict=True)
+        # all pieces are sent before the first one is awaited
         sent = [_Send.apply(x, weights, anchor, ids, plan, exchange, experts)
                 for x, ids, weights in parts]
         return _SentTokens(self._arriving(sent, plan), anchor, plan, exchange)
@@ -245,7 +276,7 @@ class TokenDispatcher(Dispatcher):
     def _arriving(self, sent: list[tuple[Tensor, ...]],
                   plan: TokenExchangePlan) -> Iterator[ExpertRows]:
         for (x_RD, weights_RK, ids_RK), arrival in zip(sent, plan.arrivals, strict=True):
-            arrival.wait()
+            arrival.wait()  # the current stream waits, not the host
             order_N, _ = sort_by_expert(ids_RK, self.placement.local)
             counts = RowCounts(arrival.counts)
             source_R = order_N[:counts.total]
@@ -259,7 +290,7 @@ class TokenDispatcher(Dispatcher):
 
 
 class _Send(torch.autograd.Function):
-    """Tokens and gate weights out; their gradients come back summed."""
+    """Sends tokens and gate weights. Backward returns and sums their gradients."""
 
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, weights_TK: Tensor, anchor: Tensor | None,
@@ -281,7 +312,7 @@ class _Send(torch.autograd.Function):
 
 
 class _Return(torch.autograd.Function):
-    """The ranks' parts of each token, summed on the token's rank; their gradient is sent out."""
+    """Returns results and sums them for each token. Backward sends the gradient of the sum."""
 
     @staticmethod
     def forward(ctx: Any, y_RD: Tensor, anchor: Tensor | None, exchange: TokenExchange,

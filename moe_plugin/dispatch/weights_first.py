@@ -1,9 +1,8 @@
-"""Gate weights on the experts' inputs: y_t = sum_j E_j(w_tj x_t), in place of sum_j w_tj E_j(x_t).
+"""Gate weights on the experts' inputs: y_t = sum_j E_j(w_tj x_t) instead of sum_j w_tj E_j(x_t).
 
-Every choice becomes a token of its own that has its weight in it and one expert. So every
-dispatcher and layout works unchanged, and the outputs of a token's choices are summed at the end.
-With several choices per token, dispatchers that move whole tokens (all_gather, index_slice) move
-each K times.
+Each choice becomes a separate token, multiplied by its gate weight, with a single expert. So every
+dispatcher and layout works unchanged. The outputs of a token's choices are summed at the end. A
+dispatcher that sends whole tokens (`all_gather`, `index_slice`) sends each token K times.
 """
 
 from __future__ import annotations
@@ -20,12 +19,12 @@ from moe_plugin.records import DispatchPlan, KeptRouting, Routing
 
 @dataclass(frozen=True)
 class WeighedChoices:
-    """The choices of T tokens as N = T K tokens of one choice each.
+    """The choices of T tokens as N = T K tokens with one choice each.
 
     Attributes:
-        weights_TK: gate weights, differentiable.
-        source_N, position_TK: see `kernels.rows`; choice t * K + j is token t * K + j, or -1 where
-            it has no expert.
+        weights_TK: [T, K], the gate weights, differentiable.
+        source_N: int64 [N], the choice of each new token, or -1 if the choice has no expert.
+        position_TK: int64 [T, K], the new token of each choice: t * K + j, or -1.
     """
 
     weights_TK: Tensor
@@ -34,11 +33,13 @@ class WeighedChoices:
 
     @classmethod
     def split(cls, kept: KeptRouting) -> tuple[KeptRouting, WeighedChoices]:
-        """The routing of the N tokens, whose weights are 1, and how they are made."""
+        """Return the routing of the N new tokens, in which all weights are 1, and the choices."""
         routing = kept.routing
         here_TK = routing.ids_TK >= 0
         number_TK = torch.arange(here_TK.numel(), device=here_TK.device).view(here_TK.shape)
         position_TK = torch.where(here_TK, number_TK, -1)
+        # The weights become 1, because the tokens already contain them. Fields by token of the
+        # original routing do not apply to the new tokens.
         one_each = replace(
             routing, ids_TK=routing.ids_TK.reshape(-1, 1),
             weights_TK=here_TK.reshape(-1, 1).to(routing.weights_TK.dtype),
@@ -49,11 +50,11 @@ class WeighedChoices:
                 cls(routing.weights_TK, position_TK.reshape(-1), position_TK))
 
     def inputs(self, x_TD: Tensor) -> Tensor:
-        """[N, D] from tokens [T, D]."""
+        """Return the N tokens [N, D]: each choice's token multiplied by its gate weight."""
         return weigh_rows(x_TD, self.weights_TK, self.source_N, self.position_TK)
 
     def sum(self, y_ND: Tensor) -> Tensor:
-        """[T, D] from the outputs [N, D] of the choices; one without an expert has zeros."""
+        """Sum the outputs [N, D] of the choices to [T, D]. Choices without an expert are zero."""
         tokens, choices = self.position_TK.shape
         return y_ND.view(tokens, choices, y_ND.shape[1]).sum(1)
 
@@ -63,8 +64,8 @@ class WeighedPlan(DispatchPlan):
     """The plan of `WeightsFirst`.
 
     Attributes:
-        inner: of the dispatcher that moves the choices.
-        choices: see `WeighedChoices`.
+        inner: the plan of the wrapped dispatcher, which sends the choices as tokens.
+        choices: the choices as tokens.
     """
 
     inner: DispatchPlan
@@ -72,7 +73,7 @@ class WeighedPlan(DispatchPlan):
 
 
 class WeightsFirst(WrappedDispatcher):
-    """Moves choices by another dispatcher, as tokens with their gate weights in them."""
+    """Sends each choice as a token that was multiplied by its gate weight."""
 
     def plan(self, kept: KeptRouting) -> WeighedPlan:
         kept, choices = WeighedChoices.split(kept)
@@ -80,7 +81,7 @@ class WeightsFirst(WrappedDispatcher):
         return WeighedPlan(plan.rows, plan, choices)
 
     def start_sizes(self, routing: Routing, tokens: bool = False) -> None:
-        """See `Dispatcher`. Its tokens are others than the routing's."""
+        """Start nothing early, because the choices are sent as tokens of another routing."""
         return None
 
     def dispatch(self, x_TD: Tensor, plan: WeighedPlan, anchor: Tensor | None) -> Sent:

@@ -1,20 +1,21 @@
-"""Wire formats: rows travel in fewer bits than in memory, with stated error bounds.
+"""Wire formats: rows are sent in fewer bits than they have in memory, with known error bounds.
 
-For an element x of a row whose largest magnitude is m, and of a block of 128 consecutive elements
-of that row whose largest is b, with 2^-110 <= b <= m < 2^127, one exchange changes x by at most
+Let x be an element of a row with maximum magnitude m, in a block of 128 consecutive elements with
+maximum magnitude b, and 2^-110 <= b <= m < 2^127. One exchange changes x by at most
 
     bf16   2^-8 |x|
     fp16   2^-11 |x| + 2^-39 m
     fp8    2^-4 |x| + 2^-18 b
     mxfp8  2^-4 |x| + 2^-17 b, in blocks of 32
 
-fp16 scales rows by a power of two, so that nothing overflows, and adds one byte per row. fp8 (e4m3)
-scales blocks (`kernels.quantize_fp8`, in Triton on a GPU), four bytes per block; mxfp8 (e4m3)
-scales blocks by a power of two, one byte each: an expert in MXFP8 reads what arrives without a
-further error. A row with an infinity or a NaN stays not finite, so that loss scaling still sees it.
+The format `fp16` scales each row by a power of two, so that no value overflows, and adds one byte
+per row. The format `fp8` (e4m3) scales blocks (`kernels.quantize_fp8`, in Triton on a GPU) and adds
+four bytes per block. The format `mxfp8` (e4m3) scales blocks by a power of two and adds one byte
+per block. An expert that computes in MXFP8 reads such rows without a further error. A row with an
+infinity or a NaN stays non-finite, so that loss scaling still detects it.
 
-Rows to experts, and the gradients of their results, travel in one format; results, and the
-gradients of those rows, in the same or another one.
+The rows sent to experts, and the gradients of the experts' results, use one format. The results,
+and the gradients of the rows, use the same or another format.
 """
 
 from __future__ import annotations
@@ -38,12 +39,12 @@ from moe_plugin.kernels.fp8 import BLOCK
 
 @dataclass(frozen=True)
 class RowFormat:
-    """How rows are converted.
+    """The conversion of rows to a wire format and back.
 
     Attributes:
-        encode: floating-point rows [R, ...] to the parts that travel, each [R, ...].
-        decode: these parts and `dtype` to rows [R, ...].
-        row_bytes: bytes that a row of n elements takes in this format.
+        encode: converts floating-point rows [R, ...] to the parts that are sent, each [R, ...].
+        decode: converts these parts to rows [R, ...] of a given `dtype`.
+        row_bytes: returns the number of bytes of a row of n elements.
     """
 
     encode: Callable[[Tensor], tuple[Tensor, ...]]
@@ -53,12 +54,15 @@ class RowFormat:
 
 @dataclass(frozen=True)
 class WireFormat(Exchange):
-    """An all-to-all whose rows travel in another format.
+    """An all-to-all that sends rows in a wire format.
 
-    Integers, tensors of one number a row, and rows that would not be smaller pass unchanged.
+    Integers, tensors with one number per row, and rows that would not become smaller are sent
+    unchanged.
 
     Attributes:
-        name, other: formats of this way and of the way back, or none.
+        algorithm: the all-to-all that sends the converted rows.
+        name: the format of this direction, or `none`.
+        other: the format of the opposite direction, or `none`.
     """
 
     algorithm: Exchange
@@ -72,16 +76,17 @@ class WireFormat(Exchange):
 
     @functools.cached_property
     def back(self) -> Exchange:
-        """See `Exchange`: one object, so that both ways are one pair."""
+        """See `Exchange`. The opposite of the result is this object, so that both form a pair."""
         if self.other == self.name:
             return self
-        found = replace(self, name=self.other, other=self.name)
-        found.__dict__["back"] = self
-        return found
+        # stored by hand, because `cached_property` of the new object would create a third one
+        opposite = replace(self, name=self.other, other=self.name)
+        opposite.__dict__["back"] = self
+        return opposite
 
     def __call__(self, comm: Comm, x: Tensor, send: Sequence[int] | None = None,
                  recv: Sequence[int] | None = None) -> Tensor:
-        """See `Exchange`. Rows of `x` come back in its dtype, rounded to the format."""
+        """See `Exchange`. The received rows have the dtype of `x` and are rounded to the format."""
         if self.name == "none":
             return self.algorithm(comm, x, send, recv)
         form = FORMATS[self.name]
@@ -90,24 +95,26 @@ class WireFormat(Exchange):
         parts = form.encode(x)
         if len(parts) == 1:
             return form.decode(self.algorithm(comm, parts[0], send, recv), dtype=x.dtype)
+        # codes and scales travel in one exchange
         packed, layout = pack(parts)
         return form.decode(*unpack(self.algorithm(comm, packed, send, recv), layout), dtype=x.dtype)
 
     def resolve(self, comm: Comm, x: Tensor, send: Sequence[int] | None,
                 recv: Sequence[int] | None) -> Exchange:
-        """See `Exchange`: the choice in program order, the conversion where the exchange runs."""
+        """See `Exchange`. Rows are converted later, when the exchange runs."""
         return replace(self, algorithm=self.algorithm.resolve(comm, x, send, recv))
 
 
 def _saves(form: RowFormat, x: Tensor) -> bool:
-    # from the row's shape alone, so that all ranks decide the same, including those without rows
+    # depends only on the shape of a row, so that ranks without rows make the same decision
     width = math.prod(x.shape[1:])
     return form.row_bytes(width) < width * x.element_size()
 
 
 def _scaled_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """(rows in fp16, int8 scale exponents [R]): x = row * 2^scale up to rounding, magnitudes up to
-    2^15.
+    """Return rows in fp16 and their exponents, int8 [R]: x = row * 2^exponent up to rounding.
+
+    The magnitudes of the fp16 values are at most 2^15.
     """
     largest_R = x.detach().flatten(1).abs().amax(1) if x[0:1].numel() else x.new_zeros(x.shape[0])
     power_R = torch.frexp(largest_R.float())[1]  # largest < 2^power
@@ -125,7 +132,7 @@ def _column(scale_R: Tensor, like: Tensor) -> Tensor:
 
 
 def _blocks(x: Tensor) -> tuple[Tensor, Tensor]:
-    """(codes like x, float32 scales [R, blocks])."""
+    """Return the codes, with the shape of x, and the float32 scales [R, blocks]."""
     codes_RD, scales_RB = quantize_fp8(x.detach().flatten(1), BLOCK)
     return codes_RD.view(x.shape), scales_RB
 
@@ -135,9 +142,9 @@ def _from_blocks(codes: Tensor, scales_RB: Tensor, dtype: torch.dtype) -> Tensor
 
 
 def _codes_and_powers(x: Tensor) -> tuple[Tensor, Tensor]:
-    """(e4m3 codes like x, e8m0 scales [R, blocks])."""
+    """Return the e4m3 codes, with the shape of x, and the e8m0 scales [R, blocks]."""
     made = quantize_mxfp8(x.detach().flatten(1))
-    # as bytes: copies of fp8 are slow or missing on some devices
+    # copied as bytes, because some devices copy fp8 tensors slowly or not at all
     codes = made.codes.view(torch.uint8)[:, :made.width].contiguous()
     return codes.view(made.codes.dtype).view(x.shape), made.scales
 
@@ -158,13 +165,18 @@ FORMATS: dict[str, RowFormat] = {
 
 
 def with_wire(algorithm: Exchange, name: str, back: str = "same") -> Exchange:
-    """The algorithm in a wire format: `none` or one of `FORMATS`.
+    """Return an all-to-all that sends rows in a wire format.
 
-    back: the format of the way back, or `same`.
-    Raises: ValueError: another name.
+    Args:
+        algorithm: the all-to-all.
+        name: the format of rows sent to experts, `none` or a key of `FORMATS`.
+        back: the format of results, or `same`.
+    Raises:
+        ValueError: a format is unknown.
     """
     back = name if back == "same" else back
-    for each in (name, back):
-        if each not in ("none", *FORMATS):
-            raise ValueError(f"unknown wire format {each!r}; known: none, {', '.join(FORMATS)}")
+    for format_name in (name, back):
+        if format_name not in ("none", *FORMATS):
+            raise ValueError(
+                f"unknown wire format {format_name!r}. Known formats: none, {', '.join(FORMATS)}")
     return algorithm if name == back == "none" else WireFormat(algorithm, name, back)

@@ -1,4 +1,4 @@
-"""Experts: parameters in one storage for all layouts, and how a rank computes its own."""
+"""Experts: their parameters, stored in one form for all layouts, and their computation."""
 
 from moe_plugin.experts.base import Experts, expert_kinds, expert_parameters, is_expert, mark_expert
 from moe_plugin.experts.custom import CustomExperts, build_device_experts

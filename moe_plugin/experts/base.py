@@ -1,4 +1,4 @@
-"""What all kinds of experts have in common."""
+"""`Experts`, the base class of all kinds of experts, and the marks of expert parameters."""
 
 from __future__ import annotations
 
@@ -14,35 +14,35 @@ from moe_plugin.comm.base import Comm
 from moe_plugin.experts.lora import ExpertRanks
 from moe_plugin.kernels.expert_ffn import FFNParameters
 from moe_plugin.kernels.weight_grads import LaterGrads
-from moe_plugin.records import ExpertRows
+from moe_plugin.records import ExpertRows, ParameterRequest
 from moe_plugin.utils.registry import Registry
 
-# The names that experts' parameters had in earlier versions, which files may still contain.
-
-# former name -> name now
+# Earlier versions used other parameter names, which checkpoints may still contain.
+# former name -> current name
 FORMER = {"b_in_LF": "bias_in_LF", "b_gate_LF": "bias_gate_LF", "b_out_LD": "bias_out_LD"}
-# name now -> name in Megatron's distributed checkpoints, which every version reads
+# current name -> name in Megatron's distributed checkpoints, which all versions must be able to
+# read
 IN_MEGATRON = {now: former for former, now in FORMER.items()}
-# adapters of peft put the experts one level deeper; optimizer fields may follow the name
+# peft's adapters add `base_layer` to the path; fields of the optimizer may follow the name
 _IN_FULL = re.compile(rf"(?<![^.])experts\.((?:base_layer\.)*)({'|'.join(FORMER)})(?![^.])")
 
 
 def current_name(name: str) -> str:
-    """Return a tensor's name in a model or file with the present name of the experts' parameter."""
+    """Return the name of a tensor, with a former parameter name replaced by the current one."""
     return _IN_FULL.sub(lambda found: f"experts.{found[1]}{FORMER[found[2]]}", name)
 
 
 def with_current_names(column: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a mapping in its order, with `current_name` of every key.
+    """Return a mapping with `current_name` applied to each key, in the same order.
 
     Raises:
-        ValueError: a parameter is there under both names.
+        ValueError: the mapping contains a parameter under its former and its current name.
     """
     renamed = {current_name(name): value for name, value in column.items()}
     if len(renamed) < len(column):
         both = next(name for name in column if current_name(name) != name in column)
-        raise ValueError(f"{both!r} is there under its present name, too ({current_name(both)!r}): "
-                         "a file must contain one of the two; remove the older one")
+        raise ValueError(f"the file contains {both!r} and also {current_name(both)!r}, the current "
+                         "name of the same parameter. Remove the former one")
     return renamed
 
 
@@ -50,26 +50,31 @@ def use_current_names(state: MutableMapping[str, Any], prefix: str) -> None:
     """Rename the parameters of one layer's experts in a state dict.
 
     Args:
-        state: is changed. A parameter that is there under both names keeps them.
-        prefix: the beginning of the experts' names, with a trailing dot.
+        state: the state dict, which is changed in place. A parameter that is present under both
+            names is not changed.
+        prefix: the prefix of the experts' names, with a trailing dot.
     """
     for former, now in FORMER.items():
         if prefix + former in state and prefix + now not in state:
             state[prefix + now] = state.pop(prefix + former)
 
 
-# The mark by which hosts tell expert parameters from all others: `parameter.expert = True`.
 def mark_expert(parameter: nn.Parameter) -> nn.Parameter:
-    """Mark a parameter as an expert's: hosts must not reduce it over all data-parallel ranks."""
+    """Mark a parameter as an expert parameter, by `parameter.expert = True`.
+
+    Hosts must not reduce its gradient over all data-parallel ranks.
+    """
     parameter.expert = True  # type: ignore[attr-defined]
     return parameter
 
 
 def mark_experts(module: nn.Module, ranks: int | None = None) -> None:
-    """Mark every parameter of experts, or of what stands in their place and has them inside: an
-    adapter of a rank's experts is of that rank, as they are.
+    """Mark all parameters of a module as expert parameters.
 
-    ranks: size of the expert-parallel group. Optional: the mark of an earlier call stays.
+    Args:
+        module: experts, or an adapter that wraps them. The parameters of the adapter belong to this
+            rank's experts, so they are marked, too.
+        ranks: the size of the expert-parallel group. If None, an earlier value is kept.
     """
     for parameter in module.parameters():
         mark_expert(parameter)
@@ -78,37 +83,40 @@ def mark_experts(module: nn.Module, ranks: int | None = None) -> None:
 
 
 def expert_ranks(parameter: Tensor) -> int:
-    """Size of the expert-parallel group of an expert's parameter; 1 for all other parameters."""
+    """Return the size of the expert-parallel group of an expert parameter, or 1 for others."""
     return getattr(parameter, "expert_ranks", 1)
 
 
 def is_expert(parameter: Tensor) -> bool:
-    """Whether `mark_expert` marked this parameter, or fairseq marked an fp32 copy of it alike."""
+    """Return whether a parameter, or fairseq's fp32 copy of a parameter, belongs to an expert."""
     return getattr(parameter, "expert", False)
 
 
 def expert_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """A model's expert parameters by name."""
+    """Return the expert parameters of a model by name."""
     return {name: p for name, p in model.named_parameters() if is_expert(p)}
 
 
 class Experts(nn.Module):
-    """Base of all kinds of experts of one rank.
+    """The base class of the experts of one rank.
 
-    Its parameters stay marked as experts' where torch makes new ones of them (deepcopy, leaving the
-    meta device, `load_state_dict(..., assign=True)`).
+    Parameters keep their marks when torch replaces them: in deepcopy, when they leave the meta
+    device, and in `load_state_dict(..., assign=True)`.
 
     Attributes:
-        supports_gather: can compute with parameters gathered from other ranks; then it has
-            `local_parameters` and `compute_parameters`.
-        stored: they are outside the device, so that `prefetch` does something.
-        traceable: `torch.compile` may look inside; else it calls them as they are.
-        reduced: `gradients.sync.reduce_experts` was called; each parameter that has its
-            hooks carries this mark, too.
-        adapters: low-rank ones on these experts, see `experts.lora`; None: there are none.
-        later: where a host has weight gradients left that asks for them after the backward pass.
-        seed_comm: ranks that draw initial values from one seed, whatever their generators are at;
-            None: the generators are alike, or values of one rank are copied to the others.
+        supports_gather: whether the experts can compute with parameters gathered from other ranks.
+            If True, they implement `local_parameters`, `compute_parameters` and
+            `gathered_parameters`.
+        stored: whether the parameters are stored outside the device, so that `prefetch` is useful.
+        traceable: whether `torch.compile` can trace the experts.
+        reduced: whether `gradients.sync.reduce_experts` was called. Each parameter with its hooks
+            has this mark, too.
+        adapters: the ranks of the low-rank adapters on these experts (`experts.lora`). None
+            without adapters.
+        later: collects the weight gradients for a host that computes them after the backward pass.
+            None if the backward pass computes them.
+        seed_comm: the ranks that share one seed for their initial values. None if the generators of
+            the ranks are in the same state, or if values are copied from one rank to the others.
     """
 
     supports_gather: ClassVar[bool] = False
@@ -125,69 +133,97 @@ class Experts(nn.Module):
         self.register_load_state_dict_post_hook(_mark_loaded)
 
     @abstractmethod
-    def forward(self, work: ExpertRows | None) -> Any:
-        """Rows [R, D], or tokens [T, D] with a `RowPlan`, through their experts; the same shape.
+    def forward(self, work: ExpertRows | ParameterRequest) -> Any:
+        """Compute the experts.
 
-        work: None: `local_parameters`, as they are inside of this call: an adapter that stands in
-        the experts' place changes them there alone.
+        Args:
+            work: rows [R, D] sorted by expert, or tokens [T, D] with a `RowPlan`. A
+                `ParameterRequest` instead asks for `local_parameters`.
+        Returns: the results, with the shape of the rows or tokens; or the parameters.
         """
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """The dtype that inputs must have; None: any."""
+        """The dtype that inputs must have. None if any dtype is allowed."""
         return None
 
     @property
     def anchor(self) -> nn.Parameter | None:
-        """A parameter, see `comm.functional`, that trains where one does; None if there are none.
+        """A parameter that connects exchanges to the autograd graph (`comm.functional`).
+
+        The anchor is a trainable parameter if there is one. None without parameters.
         """
         frozen = None
-        for parameter in self._parameters.values():  # `parameters` takes ten times as long
+        for parameter in self._parameters.values():  # `parameters()` is ten times slower
             if parameter is not None and parameter.requires_grad:
                 return parameter
             frozen = parameter if frozen is None else frozen
         return next(self.parameters(), None) if frozen is None else frozen
 
     def local_parameters(self) -> dict[str, Tensor]:
-        """Stored parameters by name, expert axis first."""
+        """Return the stored parameters by name. The first axis of each counts the experts."""
         raise NotImplementedError(f"{type(self).__name__} does not support gathered parameters")
 
     def compute_parameters(self, tensors: dict[str, Tensor] | None = None,
                            first_shard: int | None = None) -> FFNParameters:
-        """What to compute with: `tensors` in the form of `local_parameters`, or the stored ones."""
+        """Return the parameters in the form that strategies use.
+
+        Args:
+            tensors: parameters in the form of `local_parameters`. Defaults to the stored ones.
+            first_shard: the first expert shard in `tensors`. Defaults to the shard of this rank.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not support gathered parameters")
+
+    def gathered_parameters(self, local: dict[str, Tensor] | None, comm: Comm, shards: int,
+                            first_shard: int) -> FFNParameters:
+        """Gather the parameters of several ranks, and return them in the form that strategies use.
+
+        Collective over `comm`.
+
+        Args:
+            local: parameters of this rank in the form of `local_parameters`. None to use the stored
+                ones.
+            comm: the ranks to gather from.
+            shards: how many consecutive ranks store shards of the same expert.
+            first_shard: the first expert shard in the gathered parameters.
+        """
         raise NotImplementedError(f"{type(self).__name__} does not support gathered parameters")
 
     def prefetch(self, ids_TK: Tensor) -> None:
-        """Start to bring experts that a call will need; never waits for them.
+        """Start to load the experts that a call will need, without waiting for them.
 
-        ids_TK: int64, global numbers; -1: none.
+        Args:
+            ids_TK: int64, the global indices of the experts. -1 means no expert.
         """
 
     def use_layer(self, number: int | None) -> None:
-        """These are the experts of MoE layer `number`, from 0; see `HostContext.numbered_later`.
-        None: the host does not know it either.
+        """Set the index of the MoE layer of these experts, counted from 0.
+
+        Args:
+            number: the index. None if the host does not know it (`HostContext.numbered_later`).
         """
 
     def taken_counts(self) -> dict[str, int]:
-        """What the store of `stored` experts did since the last call of this."""
+        """Return the counters of the experts' store since the last call, and reset them."""
         return {}
 
     def mark(self) -> None:
-        """Mark every parameter as an expert's."""
+        """Mark all parameters as expert parameters."""
         mark_experts(self)
 
     def __getstate__(self) -> dict[str, Any]:
+        # a process group cannot be pickled, and is needed only for new initial values
         return {name: value for name, value in vars(self).items() if name != "seed_comm"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self.mark()
         for parameter in self.parameters():
-            parameter.__dict__.pop("reduced", None)  # pickle keeps marks, and no hooks
+            parameter.__dict__.pop("reduced", None)  # pickle restores marks, but not hooks
 
     def _apply(self, fn: Any, recurse: bool = True) -> Experts:
         super()._apply(fn, recurse)
-        self.mark()
+        self.mark()  # torch may have replaced the parameters
         return self
 
 

@@ -1,4 +1,4 @@
-"""Experts that users bring as modules, and building the experts of one rank."""
+"""Custom experts, which are arbitrary modules, and functions that build the experts of a rank."""
 
 from __future__ import annotations
 
@@ -17,18 +17,26 @@ from moe_plugin.utils.machine import memory_bytes
 
 
 class CustomExperts(Experts):
-    """Any modules as experts: `factory(global_index)` makes one that maps [rows, D] to [rows, D].
+    """Experts that are arbitrary modules.
 
-    They need whole experts on a rank (num_experts >= ranks). Parameters are marked as experts'.
+    Experts must not be split, so there must be at least as many experts as ranks. The parameters
+    are marked as expert parameters.
+
+    Args:
+        factory: a function `factory(global_index)` that returns a module, which maps [rows, D] to
+            [rows, D].
+        placement: the ranks that store each expert.
+    Raises:
+        ValueError: the experts would be split into shards.
     """
 
     def __init__(self, factory: Callable[[int], nn.Module], placement: Placement) -> None:
         super().__init__()
         if placement.shards > 1:
             raise ValueError(
-                f"custom experts cannot be split into {placement.shards} shards: "
+                f"custom experts cannot be split into {placement.shards} shards. "
                 f"num_experts={placement.experts} must be >= the "
-                f"{placement.comm.size} expert-parallel ranks; use more experts or fewer ranks, "
+                f"{placement.comm.size} expert-parallel ranks. Use more experts or fewer ranks, "
                 "and leave parallel.shards out"
             )
         self.first = placement.comm.rank * placement.local
@@ -40,12 +48,12 @@ class CustomExperts(Experts):
         """See `Experts`.
 
         Raises:
-            ValueError: an expert's result has not the shape of its rows.
+            ValueError: the result of an expert does not have the shape of its rows.
         """
         return apply_to_rows(self._each, work.x, work.rows)
 
     def _each(self, rows_RD: Tensor, counts: RowCounts) -> Tensor:
-        # each expert, also on zero rows, so that every parameter gets a gradient
+        # experts without rows are called, too, so that every parameter gets a gradient
         parts = rows_RD.split(counts.host)
         results = [expert(rows) for expert, rows in zip(self.local_experts, parts, strict=True)]
         for slot, (result, rows) in enumerate(zip(results, parts, strict=True)):
@@ -54,13 +62,13 @@ class CustomExperts(Experts):
         return torch.cat(results)
 
     def _refused(self, slot: int, rows: Tensor, result: object) -> ValueError:
-        # rows of another number would move those of all later experts to other tokens
+        # a wrong number of rows would shift the rows of all later experts to other tokens
         found = (f"a tensor of shape {tuple(result.shape)}" if isinstance(result, Tensor) else
                  f"a {type(result).__name__}")
         return ValueError(
             f"expert {self.first + slot} ({type(self.local_experts[slot]).__name__}) returned "
-            f"{found} for rows of shape {tuple(rows.shape)}: must be equal; let it map [rows, "
-            f"{rows.shape[1]}] to [rows, {rows.shape[1]}]")
+            f"{found} for rows of shape {tuple(rows.shape)}, but the shapes must be equal. An "
+            f"expert must map [rows, {rows.shape[1]}] to [rows, {rows.shape[1]}]")
 
 
 _MATRICES = {"ffn": 2, "gated_ffn": 3}
@@ -68,11 +76,15 @@ _MATRICES = {"ffn": 2, "gated_ffn": 3}
 
 def build_device_experts(config: MoEConfig, place: Placement, host: HostContext,
                   factory: Callable[[int], nn.Module] | None, **where: Any) -> Experts:
-    """The experts of this rank, of the configured kind.
+    """Build the experts of this rank on the device.
 
     Args:
-        factory: `factory(global_index) -> module`: custom experts instead; None: as configured.
-        where: dtype and device of the parameters.
+        config: the settings of the layer.
+        place: the ranks that store each expert.
+        host: information from the host framework.
+        factory: a function `factory(global_index) -> module` for custom experts. None to build the
+            configured kind.
+        where: the dtype and device of the parameters.
     """
     if factory is not None:
         return CustomExperts(factory, place)
@@ -81,15 +93,18 @@ def build_device_experts(config: MoEConfig, place: Placement, host: HostContext,
 
 def check_memory(config: MoEConfig, place: Placement, factory: Callable[[int], nn.Module] | None,
                  dtype: torch.dtype | None, device: Any) -> None:
-    """Check, before anything is allocated, that this rank's weights can fit its memory at all.
+    """Check, before anything is allocated, that the weights of this rank can fit in memory.
 
-    Nothing is checked on the meta device, for experts that are not ours, and for those on disk.
+    Nothing is checked on the meta device, for custom experts, and for experts on disk.
 
     Args:
-        factory: see `build_device_experts`.
-        dtype, device: of the parameters, as for torch's modules.
+        config: the settings of the layer.
+        place: the ranks that store each expert.
+        factory: the function that builds custom experts, or None.
+        dtype: the dtype of the parameters. Defaults to torch's default dtype.
+        device: the device of the parameters. Defaults to torch's default device.
     Raises:
-        ValueError: they are larger than the whole memory.
+        ValueError: the weights are larger than the total memory of the device.
     """
     store = config.experts.store
     like = torch.empty(0, dtype=dtype, device="cpu" if store == "host" else device)
@@ -104,5 +119,5 @@ def check_memory(config: MoEConfig, place: Placement, factory: Callable[[int], n
         raise ValueError(
             f"num_experts={config.num_experts} with model_dim={width}, "
             f"hidden_dim={config.hidden_dim} needs {elements * like.element_size() / 2**30:.3g} "
-            f"GiB for the weights of this rank: must be <= the {memory / 2**30:.3g} GiB of "
-            f"{like.device}; use more ranks, or fewer or narrower experts")
+            f"GiB for the weights of this rank, but {like.device} has {memory / 2**30:.3g} GiB. "
+            "Use more ranks, or fewer or narrower experts")

@@ -1,63 +1,67 @@
-"""A check that wrappers and tools for data parallelism leave experts alone."""
+"""A check that wrappers for data parallelism do not treat experts as replicas."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from moe_plugin.comm.base import Comm
-from moe_plugin.comm.torch_comm import TorchComm
 from moe_plugin.experts.base import Experts, is_expert
 from moe_plugin.experts.overwrites import LAST_CALL, OverwriteCheck
-from moe_plugin.routing import RouterModule
 
 _TORCH_HOOKS = "torch.distributed.algorithms.ddp_comm_hooks"
 
 
 class DDPCheck:
-    """`ValueError` inside the forward pass of a torch DDP or FSDP, or of DeepSpeed, that takes
-    experts for replicas; where something else overwrites them (`OverwriteCheck`); and where
-    parameters are new since `reduce_experts`.
+    """Raises `ValueError` in the forward pass if something treats experts as replicas.
 
-    Once a wrapper was seen that does not take them, wrappers are not checked any more. With one
-    rank, whose experts may be averaged, only the first training call looks at the wrapper, which
-    must not overwrite what routers count, see `keep_counts`.
+    The check covers DDP and FSDP of torch, DeepSpeed, other code that overwrites experts
+    (`OverwriteCheck`), and parameters that were replaced after `reduce_experts`. The check of the
+    wrapper ends when a wrapper was found that leaves the experts out.
+
+    If the expert-parallel group has one rank, experts may be averaged. In this case only the first
+    training call looks for DDP, which must not overwrite the counters of the router.
 
     Args:
         comm: the expert-parallel group.
-        experts: of this rank.
-        router: of the layer. One that counts nothing need not be looked at with one rank.
+        experts: the experts of this rank.
+        keep_counts: the function `moe_plugin.routing.contract.keep_counts`, if the router of the
+            layer has counters. None otherwise.
     """
 
-    def __init__(self, comm: Comm, experts: Experts, router: nn.Module) -> None:
+    def __init__(self, comm: Comm, experts: Experts,
+                 keep_counts: Callable[[DistributedDataParallel], None] | None) -> None:
         self.alone, self._wrapped = comm.size == 1, False
-        self.passed = self.alone and not router_counts(router)
-        # experts outside the device are not in their parameters
+        self.keep_counts = keep_counts
+        self.passed = self.alone and keep_counts is None
+        # the parameters of experts that are stored outside the device do not contain their values
         self.overwrites = None
         if comm.size > 1 and not experts.stored:
             self.overwrites = OverwriteCheck(comm, experts)
 
     def begin(self, experts: nn.Module) -> None:
-        """The experts have got other values on purpose, such as those of a checkpoint. Local."""
+        """Accept the current values of the experts, for example after a checkpoint was loaded."""
         if self.overwrites is not None:
             self.overwrites.begin(experts)
 
     def expect_wrapper(self) -> None:
-        """A wrapper will be put around the model: check it."""
+        """Check the next wrapper, because the model is about to be wrapped."""
         self.alone = self.passed = self._wrapped = False
 
     def compare_replicas(self, world: Comm | None) -> None:
-        """Compare what these data-parallel ranks store in common, see `OverwriteCheck`. Local."""
+        """Also compare shared parameters and replicas over these ranks (`OverwriteCheck`)."""
         if self.overwrites is not None:
             self.overwrites.world = world
 
     def __call__(self, built: Experts, layer: nn.Module) -> None:
-        """Check; called in every forward pass.
+        """Run the check. Called in every forward pass.
 
         Args:
-            built: the experts with which the layer was built; adapters may stand in their place.
-            layer: which has them.
+            built: the experts of the layer, without any adapter around them.
+            layer: the layer.
         """
         experts: nn.Module = layer.experts  # type: ignore[assignment]
         if torch.compiler.is_compiling():
@@ -70,15 +74,15 @@ class DDPCheck:
         if self.alone:
             self.passed = trains
             ddp = getattr(DistributedDataParallel, "_active_ddp_module", None)
-            if ddp is not None and trains:
-                keep_counts(ddp)
+            if ddp is not None and trains and self.keep_counts is not None:
+                self.keep_counts(ddp)
             return
         if not self._wrapped:
-            # torch (>= 2.1) sets it on all modules below a unit of FSDP1 or FSDP2 whose parameters
-            # are not left out; looked up directly: a missing attribute of a module is slow
+            # torch (>= 2.1) sets this attribute on all modules that FSDP1 or FSDP2 manages. It is
+            # read from __dict__, because looking up a missing attribute of a module is slow.
             if experts.__dict__.get("_is_fsdp_managed_module"):
                 _refuse_sharded(experts)
-            # private in torch (>= 1.11); where it is missing nothing is checked
+            # private in torch (>= 1.11); without it nothing is checked
             ddp = getattr(DistributedDataParallel, "_active_ddp_module", None)
             if ddp is not None:
                 _refuse_averaged(ddp, experts)
@@ -89,40 +93,23 @@ class DDPCheck:
         if watch is None or watch.calls >= LAST_CALL:
             self.passed = self._wrapped
         elif trains:
-            # adapters stand in the experts' place, and so may the experts of another layer
+            # `layer.experts` may be an adapter, or the experts of another layer
             watch(experts if isinstance(experts, Experts) else built, layer)
 
 
-def router_counts(model: nn.Module) -> list[str]:
-    """Names of the buffers in which routers keep what this rank counts and measures."""
-    return [f"{path}.{name}".lstrip(".") for path, module in model.named_modules()
-            if isinstance(module, RouterModule) for name in module._non_persistent_buffers_set]
-
-
-def keep_counts(ddp: DistributedDataParallel) -> None:
-    """Let biases follow the loads of all ranks of a DDP that was put around the model without
-    `ddp_model`.
-
-    Before a forward pass DDP overwrites each rank's buffers by those of rank 0, and the routers'
-    counts of earlier micro-batches with them.
-    """
-    ddp.parameters_to_ignore = {*ddp.parameters_to_ignore, *router_counts(ddp.module)}
-    ddp._assign_modules_buffers()  # before the next pass asks whether any are left to send
-    for router in ddp.module.modules():
-        if isinstance(router, RouterModule) and router.all_ranks is None:
-            router.all_ranks = TorchComm(ddp.process_group)
-
-
 def _refuse_new(experts: nn.Module) -> None:
-    """Parameters without the hooks of `reduce_experts` would train by gradients of one rank."""
+    """Refuse parameters without the hooks of `reduce_experts`.
+
+    They would be trained with the gradient of one rank.
+    """
     for name, parameter in experts.named_parameters():
         if parameter.requires_grad and not getattr(parameter, "reduced", False):
             raise ValueError(
-                f"gradients of the experts' {name!r} are not reduced over ranks: the parameter is "
-                "new, or trainable, since the model was wrapped (reduce_experts), as "
-                "load_state_dict(assign=True), copies and leaving the meta device make new ones; "
-                "load and unfreeze before ddp_model or fully_shard_model, and wrap a copy that "
-                "trains again")
+                f"gradients of the experts' {name!r} are not reduced over ranks, because the "
+                "parameter was replaced or became trainable after the model was wrapped. "
+                "Parameters are replaced by load_state_dict(assign=True), by copying a model, and "
+                "by leaving the meta device. Load and unfreeze parameters before ddp_model or "
+                "fully_shard_model, and wrap a copy of the model again")
 
 
 def _refuse_averaged(ddp: DistributedDataParallel, experts: nn.Module) -> None:
@@ -131,34 +118,33 @@ def _refuse_averaged(ddp: DistributedDataParallel, experts: nn.Module) -> None:
         if id(parameter
               ) in mine and parameter.requires_grad and name not in ddp.parameters_to_ignore:
             raise ValueError(
-                f"DistributedDataParallel averages {name!r}, but every rank holds other experts: "
-                "must be left out; wrap the model by moe_plugin.ddp_model(model) instead, or call "
-                "moe_plugin.training.gradients.sync.exclude_experts(model) before wrapping it, and "
+                f"DistributedDataParallel averages {name!r}, but every rank has different experts. "
+                "Wrap the model with moe_plugin.ddp_model(model), or call "
+                "moe_plugin.training.gradients.sync.exclude_experts(model) before wrapping it and "
                 "sync_gradients after backward")
 
 
 def _refuse_hooks(ddp: DistributedDataParallel) -> None:
-    """Raise `ValueError` for a communication hook that may not divide by the number of ranks."""
-    # private in torch (>= 2.0); where it is missing nothing is checked
+    """Refuse a communication hook that may not divide by the number of ranks."""
+    # private in torch (>= 2.0); without it nothing is checked
     for hook, _ in getattr(ddp, "_comm_hooks", []):
         name = getattr(hook, "__name__", type(hook).__name__)
-        known = (getattr(hook, "__module__", "").startswith(_TORCH_HOOKS)
-                 and name not in ("noop_hook", "post_localSGD_hook"))
-        if not known and not getattr(hook, "averages", False):
+        averages = (getattr(hook, "__module__", "").startswith(_TORCH_HOOKS)
+                    and name not in ("noop_hook", "post_localSGD_hook"))
+        if not averages and not getattr(hook, "averages", False):
             raise ValueError(
-                f"the communication hook {name!r} of DistributedDataParallel is not known to "
-                "average gradients over all ranks, as is done with the experts' gradients. Divide "
-                "by the number of ranks in the hook, and set the attribute averages=True of the "
-                "hook, or leave the hook out")
+                f"the communication hook {name!r} of DistributedDataParallel may not average "
+                "gradients over all ranks, but the gradients of experts are averaged. Divide by "
+                "the number of ranks in the hook and set its attribute averages=True, or leave the "
+                "hook out")
 
 
 def _refuse_sharded(experts: nn.Module) -> None:
-    """What a unit gathers are other tensors than those that were marked (or, in FSDP1, none)."""
+    # the parameters of an FSDP unit are new tensors without the mark; FSDP1 leaves none
     kept = [name for name, parameter in experts.named_parameters() if is_expert(parameter)]
     taken = [name for name, parameter in experts.named_parameters() if not is_expert(parameter)]
     if taken or not kept:
         raise ValueError(
             f"FSDP shards the experts' parameters ({', '.join(taken) or 'all'}), but every rank "
-            "holds other experts: must be left out; wrap the model by "
-            "moe_plugin.fully_shard_model(model) instead of torch's fully_shard or "
-            "FullyShardedDataParallel")
+            "has different experts. Wrap the model with moe_plugin.fully_shard_model(model) "
+            "instead of torch's fully_shard or FullyShardedDataParallel")

@@ -1,9 +1,10 @@
-"""State dicts of models whose experts are spread over ranks, inside and outside of torch's
-distributed checkpoints (DCP).
+"""State dicts of models whose experts are spread over ranks, for torch's distributed checkpoints.
 
-Whatever DCP asks for a state dict (`get_state_dict` and its kin, a model or optimizer that is given
-to it) gets experts as DTensors of all experts, and gives them back as such or whole. Everybody else
-gets and gives this rank's experts, as tensors that DCP refuses.
+Torch's distributed checkpoints (DCP) treat plain tensors with the same name as copies and save one
+of them. So a state dict that DCP requests, by `get_state_dict` or from a model or optimizer that
+was passed to DCP, contains the experts of all ranks as DTensors. DCP may load them as DTensors or
+as whole tensors. All other callers of `state_dict` receive the experts of this rank, as tensors
+that DCP refuses to save.
 """
 
 from __future__ import annotations
@@ -25,14 +26,12 @@ from moe_plugin.comm.placement import Placement
 from moe_plugin.comm.torch_comm import TorchComm
 from moe_plugin.experts.base import use_current_names
 from moe_plugin.experts.ffn import PART_AXIS
-from moe_plugin.routing.contract import FLOAT32
 from moe_plugin.utils.dtensors import is_sharded
 
-# A rank's part of a tensor of all experts, as torch's distributed checkpoints (DCP) need it.
-#
-# DCP takes plain tensors of one name for copies of each other, and saves one of them.
+# key of a layer's extra state: the names of tensors that stay in float32 when others are cast
+FLOAT32 = "float32"
 
-# what gives the same values in another tensor, or begins a copy that gets them
+# functions that copy an `ExpertPart`, or that allocate the target of a copy; they keep the class
 _COPIES = {Tensor.detach, Tensor.clone, Tensor.to, Tensor.cpu, Tensor.cuda, Tensor.contiguous,
            Tensor.pin_memory, Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16,
            Tensor.new_empty, torch.clone, torch.detach}
@@ -40,12 +39,14 @@ _COPIES = {Tensor.detach, Tensor.clone, Tensor.to, Tensor.cpu, Tensor.cuda, Tens
 
 @dataclass(frozen=True)
 class ExpertWindow:
-    """Where a rank's part of an expert tensor lies.
+    """The position of a rank's part in a tensor of all experts.
 
     Attributes:
-        shape: of the whole tensor, all experts first.
-        offsets, sizes: of the part, by axis.
-        shard_axis: along which every expert is cut over several ranks; None: experts are whole.
+        shape: the shape of the whole tensor. The first axis counts all experts.
+        offsets: the offset of the part along each axis.
+        sizes: the size of the part along each axis.
+        shard_axis: the axis along which each expert is split over several ranks. None if experts
+            are whole.
     """
 
     shape: tuple[int, ...]
@@ -55,31 +56,33 @@ class ExpertWindow:
 
     @property
     def index(self) -> tuple[slice, ...]:
-        """What takes the part out of the whole tensor."""
+        """The index that selects the part from the whole tensor."""
         return tuple(slice(first, first + size)
                      for first, size in zip(self.offsets, self.sizes, strict=True))
 
 
 def window_of(name: str, sizes: Sequence[int], place: Placement, *,
               of_parameter: bool = True) -> ExpertWindow:
-    """Where a rank's tensor lies among those of all ranks.
+    """Return the position of a rank's part in the tensor of all experts.
 
     Args:
-        name: ends with that of the parameter, see `PART_AXIS`.
-        sizes: of this rank's part.
-        of_parameter: whether it has the parameter's axes. Other ones (factored optimizer state) are
-            known of whole experts alone.
+        name: the name of the tensor. It ends with the name of a parameter (`PART_AXIS`).
+        sizes: the shape of this rank's part.
+        place: the ranks that store each expert.
+        of_parameter: whether the tensor has the axes of the parameter. The position of other
+            tensors, such as factored optimizer states, is known only if experts are whole.
     Raises:
-        ValueError: it has no axis of experts, or experts are cut along an axis that is not known.
+        ValueError: the first axis does not count experts, or experts are split along an unknown
+            axis.
     """
     cut = place.shards > 1
     axis = PART_AXIS.get(name.rpartition(".")[2]) if cut and of_parameter else None
     if not sizes or sizes[0] != place.local or (cut and axis is None):
         raise ValueError(
-            f"{name!r} of shape {tuple(sizes)}: must have this rank's {place.local} experts as its "
-            "first axis, and experts that are cut over several ranks a known inner axis, for "
-            "torch.distributed.checkpoint to save it by global index (custom experts are modules "
-            "without such an axis); use moe_plugin.checkpoint.save and load")
+            f"torch.distributed.checkpoint cannot save {name!r} of shape {tuple(sizes)}. Its first "
+            f"axis must count this rank's {place.local} experts, and if experts are split over "
+            "several ranks, their axis must be known. Custom experts have no such axes. Use "
+            "moe_plugin.checkpoint.save and load")
     shape, offsets = list(sizes), [0] * len(sizes)
     shape[0], offsets[0] = place.experts, place.first_expert
     if axis is not None:
@@ -89,12 +92,22 @@ def window_of(name: str, sizes: Sequence[int], place: Placement, *,
 
 def window_in(name: str, shape: Sequence[int], place: Placement, *,
               of_parameter: bool = True) -> ExpertWindow:
-    """What of a whole tensor of this shape a rank stores; arguments and errors as `window_of`."""
+    """Return the position of a rank's part in a whole tensor of a given shape.
+
+    Args:
+        name: the name of the tensor, as for `window_of`.
+        shape: the shape of the whole tensor.
+        place: the ranks that store each expert.
+        of_parameter: whether the tensor has the axes of the parameter.
+    Raises:
+        ValueError: the first axis does not count experts, or experts are split along an unknown
+            axis.
+    """
     sizes = list(shape)
     if not sizes or sizes[0] != place.experts:
         raise ValueError(f"{name!r} of shape {tuple(shape)} does not fit a layer with num_experts="
-                         f"{place.experts}: its first axis must be as long; load another "
-                         "checkpoint, or build the layer with its number of experts")
+                         f"{place.experts}, because the first axis must count the experts. Load "
+                         "another checkpoint, or build the layer with its number of experts")
     sizes[0] = place.local
     if place.shards > 1 and of_parameter and (axis := PART_AXIS.get(name.rpartition(".")[2])):
         sizes[axis] //= place.shards
@@ -102,8 +115,9 @@ def window_in(name: str, shape: Sequence[int], place: Placement, *,
 
 
 class ExpertPart(Tensor):
-    """A rank's part of an expert tensor in a state dict: computes, copies and is pickled as the
-    plain tensor that it is, and DCP refuses it.
+    """A rank's part of an expert tensor in a state dict.
+
+    It behaves like a plain tensor in computations, copies and pickles, but DCP refuses to save it.
     """
 
     @classmethod
@@ -116,7 +130,7 @@ class ExpertPart(Tensor):
             return made
 
     def plain(self) -> Tensor:
-        """The same memory as a plain tensor."""
+        """Return a plain tensor that shares the memory."""
         with torch._C.DisableTorchFunctionSubclass():
             return self.as_subclass(Tensor)
 
@@ -135,16 +149,22 @@ class ExpertPart(Tensor):
 
 def _not_all(what: str) -> ValueError:
     return ValueError(
-        f"{what} has the experts of this rank alone, as state_dict() gives them, and "
-        "torch.distributed.checkpoint would keep those of one rank: must be of all experts; give "
-        "it what get_model_state_dict(model) and get_optimizer_state_dict(model, optimizer) of "
-        "torch.distributed.checkpoint.state_dict return, or the model itself")
+        f"{what} was returned by state_dict() and contains only the experts of this rank, but "
+        "torch.distributed.checkpoint would save the experts of a single rank. Pass it the results "
+        "of get_model_state_dict(model) and get_optimizer_state_dict(model, optimizer) of "
+        "torch.distributed.checkpoint.state_dict, or the model itself")
 
 
 def as_dtensor(value: Tensor, window: ExpertWindow, place: Placement) -> Any:
-    """The whole tensor as a DTensor over the expert-parallel ranks, of which `value` is this rank's
-    part. Collective the first time, where experts are cut and not all ranks have the same ones.
+    """Return the tensor of all experts as a DTensor over the expert-parallel ranks.
 
+    The first call is collective if experts are split and the ranks do not all store the same
+    experts.
+
+    Args:
+        value: the part of this rank.
+        window: the position of the part.
+        place: the ranks that store each expert.
     Raises:
         ValueError: the ranks are not a process group of torch.
     """
@@ -152,11 +172,12 @@ def as_dtensor(value: Tensor, window: ExpertWindow, place: Placement) -> Any:
     from torch.distributed.tensor import DTensor, Shard
 
     device, shards = value.device.type, place.shards
+    # tensors on the CPU need a group whose backend supports the CPU
     comm = place.comm if device in (place.comm.device.type, "meta") else place.comm.hosts
     if not isinstance(comm, TorchComm):
-        raise ValueError(f"experts are spread over {comm.size} ranks of a {type(comm).__name__}: "
-                         "must be a TorchComm for torch.distributed.checkpoint; use "
-                         "moe_plugin.checkpoint.save")
+        raise ValueError(f"torch.distributed.checkpoint cannot save experts that are spread over "
+                         f"{comm.size} ranks of a {type(comm).__name__}, which is not a TorchComm. "
+                         "Use moe_plugin.checkpoint.save")
     if shards in (1, comm.size):
         mesh = DeviceMesh.from_group(comm.group, device)
         axes = [Shard(window.shard_axis or 0)]
@@ -171,19 +192,19 @@ def as_dtensor(value: Tensor, window: ExpertWindow, place: Placement) -> Any:
 
 _DCP = "torch.distributed.checkpoint"
 _ORIGIN = ("ep_size", "ep_rank", "shards")
-# Optimizers know their parameters and nothing of the layers that these are of
+# all layers, because an optimizer knows its parameters but not the layers that contain them
 _LAYERS: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def hook(layer: Any) -> None:
-    """State dicts of a new layer, a `MoELayer`, are what the reader needs."""
+    """Register the hooks for state dicts on a new `MoELayer`."""
     layer.register_state_dict_post_hook(give)
     layer.register_load_state_dict_pre_hook(take)
     follow(layer)
 
 
 def follow(layer: Any) -> None:
-    """Optimizers' states of this layer's experts are, too; it has its hooks."""
+    """Make state dicts of optimizers handle the experts of a layer that already has its hooks."""
     _LAYERS.add(layer)
     if layer.comm.size > 1 and not hasattr(Optimizer.state_dict, "gives_experts"):
         Optimizer.state_dict = _giving(Optimizer.state_dict)  # type: ignore[method-assign]
@@ -191,7 +212,8 @@ def follow(layer: Any) -> None:
 
 
 def asked_by_dcp() -> bool:
-    """Whether a function of DCP has called."""
+    """Return whether a function of DCP is on the call stack."""
+    # DCP calls `state_dict` without any argument by which it could be recognized
     frame = sys._getframe(1) if _DCP in sys.modules else None
     while frame is not None:
         if frame.f_globals.get("__name__", "").startswith(_DCP):
@@ -201,8 +223,10 @@ def asked_by_dcp() -> bool:
 
 
 def give(layer: Any, state: dict[str, Any], prefix: str, _: object) -> None:
-    """Hook after `state_dict`. Where DCP asks, the origin of the experts, too, is that of all, and
-    what a tuner learned is left out: it is of these ranks.
+    """Convert the experts of a layer in a state dict. A hook that runs after `state_dict`.
+
+    If DCP requested the state, the extra state describes the experts of all ranks, and the state of
+    the tuner is left out, because it is valid only for these ranks.
     """
     dcp, place = asked_by_dcp(), layer.placement
     for key in [key for key in state if key.startswith(prefix + "experts.")]:
@@ -215,13 +239,14 @@ def give(layer: Any, state: dict[str, Any], prefix: str, _: object) -> None:
 
 
 def take(layer: Any, state: dict[str, Any], prefix: str, *_: object) -> None:
-    """Hook before `load_state_dict`: the inverse of `give`."""
+    """Apply the inverse of `give`. A hook that runs before `load_state_dict`."""
     use_current_names(state, prefix + "experts.")
     place, dcp = layer.placement, asked_by_dcp()
-    own = {f"{prefix}experts.{name}": value for name, value in layer.experts.named_parameters()}
+    shapes = {f"{prefix}experts.{name}": value.shape
+              for name, value in layer.experts.named_parameters()}
     keys = [key for key in state if key.startswith(prefix + "experts.")]
     whole = [key for key in keys if place.comm.size > 1 and (
-        is_sharded(state[key]) or (dcp and key in own and state[key].shape != own[key].shape))]
+        is_sharded(state[key]) or (dcp and key in shapes and state[key].shape != shapes[key]))]
     for key in keys:
         state[key] = (_taken(state[key], window_in(key, state[key].shape, place)) if key in whole
                       else _plain(state[key]))
@@ -241,7 +266,7 @@ def _given(value: Tensor, name: str, place: Placement, dcp: bool, *,
 
 
 def _taken(value: Any, window: ExpertWindow) -> Tensor:
-    """This rank's part of a whole tensor."""
+    """Return this rank's part of a whole tensor."""
     if not is_sharded(value):
         return value[window.index]  # type: ignore[no-any-return]
     chunks = value.__create_chunk_list__()
@@ -255,7 +280,7 @@ def _plain(value: Any) -> Any:
 
 
 def placed_parameters() -> dict[int, tuple[str, Placement]]:
-    """Name and place of every expert parameter that other ranks have more of, by id."""
+    """Return the name and placement of all expert parameters of several ranks, by id."""
     return {id(parameter): (name, layer.placement)
             for layer in list(_LAYERS) if layer.placement.comm.size > 1
             for name, parameter in layer.experts.named_parameters()}
@@ -267,6 +292,7 @@ def _giving(original: Callable[[Optimizer], dict[str, Any]]) -> Any:
         found, dcp = original(self), asked_by_dcp()
 
         def given(parameter: Tensor, value: Any, name: str, place: Placement) -> Any:
+            # step counters and other scalars are not divided over the ranks
             if type(value) is not Tensor or not value.ndim or (
                     value.numel() == 1 and value.shape != parameter.shape):
                 return value
@@ -298,18 +324,25 @@ def _parameters(optimizer: Optimizer) -> list[Tensor]:
     return [*chain.from_iterable(group["params"] for group in optimizer.param_groups)]
 
 
-def _changed(optimizer: Optimizer, found: dict[str, Any], change: Callable[..., Any],
+def _changed(optimizer: Optimizer, state_dict: dict[str, Any], change: Callable[..., Any],
              keys: Iterable[Any]) -> dict[str, Any]:
-    """An optimizer's state with other values for experts' parameters; keys: of its parameters."""
-    placed, state = placed_parameters(), dict(found["state"])
+    """Apply a function to an optimizer's state of each expert parameter.
+
+    Args:
+        optimizer: the optimizer.
+        state_dict: its state dict.
+        change: a function of parameter, value, name and placement that returns the new value.
+        keys: the keys of the parameters in the state dict, in the order of the parameters.
+    """
+    placed, state = placed_parameters(), dict(state_dict["state"])
     for parameter, key in zip(_parameters(optimizer), keys, strict=False):
         if id(parameter) in placed and key in state:
             state[key] = _over(state[key], partial(change, parameter), *placed[id(parameter)])
-    return {**found, "state": state}
+    return {**state_dict, "state": state}
 
 
 def _over(value: Any, change: Callable[..., Any], name: str, place: Placement) -> Any:
-    """Also where states are nested."""
+    # states of some optimizers are nested mappings
     if isinstance(value, Mapping):
         return {key: _over(inner, change, name, place) for key, inner in value.items()}
     return change(value, name, place)

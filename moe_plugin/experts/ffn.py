@@ -1,8 +1,7 @@
-"""Feed-forward experts in one fixed storage layout.
+"""Feed-forward experts, and the gathering of their parameters from other ranks.
 
-Expert parameters gathered from other ranks for one call.
-
-The local ones stay where they are; backward returns their gradients.
+The parameters are stored in one form, which does not depend on the layout of a call. Gathered
+parameters exist for one call only; backward returns their gradients to the ranks that store them.
 """
 
 from __future__ import annotations
@@ -42,31 +41,31 @@ from moe_plugin.kernels.expert_ffn import (
 from moe_plugin.kernels.rounded import RoundedWeights
 from moe_plugin.kernels.weight_grads import WEIGHTS, has_main_grad, redirect_grad
 from moe_plugin.kernels.workspace import Workspace
-from moe_plugin.records import ExpertRows
+from moe_plugin.records import ExpertRows, ParameterRequest
 from moe_plugin.utils.dtensors import fill_, is_sharded
 from moe_plugin.utils.machine import exporting
 
 logger = logging.getLogger(__name__)
 
-# axis along which an expert is cut where there are fewer experts than ranks (axis 0 counts experts)
+# the axis along which an expert is split if there are fewer experts than ranks (axis 0 counts
+# experts)
 SHARD_AXIS = {
     "w_in_LDF": 2, "bias_in_LF": 1, "w_gate_LDF": 2, "bias_gate_LF": 1, "w_out_LFD": 1,
     "bias_out_LD": 1
 }
-# of whatever such experts may store
+# the same for all parameters that an expert may store
 PART_AXIS = {**SHARD_AXIS, **ADAPTER_AXIS}
-# and of what they compute with; None: every shard has all of it
+# the same for the tensors that an expert computes with; None if every shard has the whole tensor
 _USED_AXIS: dict[str, int | None] = {**PART_AXIS, **dict.fromkeys(WHOLE)}
 
 
 @expert_kinds.register("ffn")
 class FFNExperts(Experts):
-    """y = act(x w_in + bias_in) w_out + bias_out, for the experts of this rank.
+    """A feed-forward network per expert: y = act(x w_in + bias_in) w_out + bias_out.
 
-    Storage: w_in_LDF, bias_in_LF, w_out_LFD, bias_out_LD. Where an expert is split into S shards
-    (see `Placement`), F here is hidden/S, and bias_out holds D/S columns: shard j adds its bias to
-    columns [j*D/S, (j+1)*D/S) alone, so that the sum over shards counts each bias once. Nothing in
-    this layout depends on how rows are exchanged or computed.
+    The parameters are w_in_LDF, bias_in_LF, w_out_LFD and bias_out_LD. If an expert is split into S
+    shards (`Placement`), F is hidden_dim / S, and bias_out has D / S columns. Shard j adds its bias
+    only to the columns [j*D/S, (j+1)*D/S), so that the sum over the shards contains each bias once.
     """
 
     gated = False
@@ -82,12 +81,13 @@ class FFNExperts(Experts):
             "blocks" if config.batch_invariant else config.experts.compute)
         if config.batch_invariant:
             check(placement.shards == 1, "batch_invariant", True,
-                  f"False where experts are cut into {placement.shards} parts",
-                  "their sum over ranks is in an order of the batch: use as many experts as ranks")
+                  f"False if experts are split into {placement.shards} shards",
+                  "the order of their sum over ranks depends on the batch. Use at least as many "
+                  "experts as ranks")
         c = self.config
         if (c.dropout or c.clamp or c.linear_offset) and not is_stepwise(self.compute):
             logger.info(
-                "experts.%s: experts.compute=%s does not follow it; torch's matmuls compute the "
+                "experts.%s is not supported by experts.compute=%s, so torch's matmuls compute the "
                 "experts%s", ", experts.".join(c.in_steps()), c.compute,
                 " in training" if c.in_steps() == ["dropout"] else "")
         self.memory = Workspace()
@@ -108,12 +108,14 @@ class FFNExperts(Experts):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Xavier uniform (or normal with `init_std`) for each whole expert, zero biases.
+        """Initialize the weights of each whole expert, and set the biases to zero.
 
-        One draw from torch's generator seeds all experts by their global index, so that values do
-        not depend on the number of ranks, and every rank's generator moves on alike.
+        Weights are Xavier uniform, or normal with the standard deviation `experts.init_std`. One
+        draw from torch's generator, together with the global index of an expert, seeds its values.
+        So the values do not depend on the number of ranks, and all ranks advance their generators
+        by the same amount.
         """
-        # on the CPU wherever the parameters are, and under `torch.device` of "meta" or a GPU
+        # always on the CPU, even inside `with torch.device("meta")` or of a GPU
         seed = torch.randint(2**31, (1,), device="cpu")
         if self.seed_comm is not None:
             seed = self.seed_comm.broadcast(seed.to(self.seed_comm.device))
@@ -130,7 +132,13 @@ class FFNExperts(Experts):
 
     @torch.no_grad()
     def draw(self, slot: int, targets: Mapping[str, Tensor]) -> None:
-        """Put the initial values of one of the `local` experts into tensors by parameter name."""
+        """Write the initial values of one expert into tensors.
+
+        Args:
+            slot: the local index of the expert.
+            targets: the tensors by parameter name.
+        """
+        # one generator per expert, so that values depend neither on other experts nor on the ranks
         generator = torch.Generator().manual_seed(self.seed + self.placement.first_expert + slot)
         for name, axis in (("w_in_LDF", 1), ("w_gate_LDF", 1), ("w_out_LFD", 0)):
             if name in targets:
@@ -142,6 +150,8 @@ class FFNExperts(Experts):
     def _draw(self, like: Tensor, axis: int, generator: torch.Generator) -> Tensor:
         shape, shards = list(like.shape), self.placement.shards
         shape[axis] *= shards
+        # The whole matrix is drawn even if this rank stores a part, and in float32 on the CPU, so
+        # that values are the same for all numbers of ranks, dtypes and devices.
         whole = torch.empty(shape, dtype=torch.float32, device="cpu")
         if self.config.init_std is None:
             bound = (6 / sum(shape)) ** 0.5
@@ -154,11 +164,12 @@ class FFNExperts(Experts):
     def dtype(self) -> torch.dtype:
         return self.w_in_LDF.dtype
 
-    def forward(self, work: ExpertRows | None) -> Any:
-        """See `Experts`. A shard's part of the result where experts are split."""
-        if work is None:
+    def forward(self, work: ExpertRows | ParameterRequest) -> Any:
+        """See `Experts`. If experts are split, the result is the part of this shard."""
+        if isinstance(work, ParameterRequest):
             return self.local_parameters()
         strategy = work.strategy or self.compute
+        # gathered and borrowed parameters come with the work
         parameters = work.parameters or self.compute_parameters()
         p = parameters
         if (p.dropout or p.clamp or p.linear_offset or p.adapters) and not is_stepwise(strategy):
@@ -170,25 +181,30 @@ class FFNExperts(Experts):
         return strategy(work.x, work.rows, parameters)
 
     def local_parameters(self) -> dict[str, Tensor]:
-        """See `Experts`: those of `SHARD_AXIS` that this kind of expert has."""
-        found = {}
+        """See `Experts`. The names are those of `SHARD_AXIS` that this kind of expert has."""
+        parameters = {}
         for name in SHARD_AXIS:
             if (value := getattr(self, name)) is not None:
-                found[name] = value
+                parameters[name] = value
         for name in self.main_grad_weights() if self.adds_to_main_grad else ():
-            found[name] = redirect_grad(found[name])
-        return found if self.adapters is None else {**found, **self.used_adapters()}
+            parameters[name] = redirect_grad(parameters[name])
+        return parameters if self.adapters is None else {**parameters, **self.used_adapters()}
 
     def weights_of(self) -> dict[str, list[Tensor]]:
-        """Stored weights by place in `PLACES`, in its order."""
+        """Return the stored weights by place (`lora.PLACES`)."""
         first = [w for w in (self.w_in_LDF, self.w_gate_LDF) if w is not None]
         return {"in": first, "out": [self.w_out_LFD]}
 
     def add_lora(self, ranks: ExpertRanks, seed: int) -> None:
-        """Give these experts adapters, which change nothing yet: a is drawn, b is 0, m the lengths
-        that there are. Collective where experts are cut over ranks.
+        """Add low-rank adapters to these experts. Collective if experts are split over ranks.
 
-        seed: of the draws, the same on all ranks; an expert's depends on its global index.
+        The outputs do not change at first: `a` is random, `b` is zero, and with DoRA `m` is the
+        current length of each column.
+
+        Args:
+            ranks: the ranks and scales of the adapters.
+            seed: the seed of the random values, the same on all ranks. The values of an expert also
+                depend on its global index.
         """
         place, (local, width, inner) = self.placement, self.w_in_LDF.shape
         like: dict[str, Any] = {"dtype": self.dtype, "device": self.w_in_LDF.device}
@@ -207,7 +223,7 @@ class FFNExperts(Experts):
         self.adapters = ranks
 
     def _drawn_a(self, seed: int, shape: tuple[int, int]) -> Tensor:
-        """As the linear maps of `peft`: uniform within 1 / sqrt(inputs); this rank's part."""
+        """Draw this rank's part of `a`, uniform within 1 / sqrt(inputs), as `peft` does."""
         place, drawn = self.placement, []
         for expert in range(place.first_expert, place.first_expert + place.local):
             whole = torch.empty(shape, dtype=torch.float32)
@@ -217,26 +233,28 @@ class FFNExperts(Experts):
         return torch.stack(drawn)
 
     def _shards(self) -> Comm | None:
-        """The ranks that have parts of the same experts; None: these are whole."""
+        """Return the ranks that store shards of the same experts. None if experts are whole."""
         place = self.placement
         return place.comm.contiguous_subgroup(place.shards) if place.shards > 1 else None
 
     def used_adapters(self) -> dict[str, Tensor]:
-        """Of adapters what a call computes with; nothing where they are merged. Collective where
-        experts are cut over ranks.
+        """Return the adapter tensors that a call computes with.
+
+        Empty if the adapters are merged into the weights. Collective if experts are split over
+        ranks.
         """
         ranks, shards = self.adapters, self._shards()
         if ranks is None or ranks.merged is not None:
             return {}
-        found = {name: value for name in ADAPTER_AXIS
-                 if (value := self._parameters.get(name)) is not None}
-        cut = {name: found[name] for name in WHOLE if name in found and shards is not None}
+        tensors = {name: value for name in ADAPTER_AXIS
+                   if (value := self._parameters.get(name)) is not None}
+        cut = {name: tensors[name] for name in WHOLE if name in tensors and shards is not None}
         if shards is not None and cut:
-            found |= gather_parameters(cut, shards, shards.size, ADAPTER_AXIS)
-        return with_factors(found, self.weights_of(), ranks, self.placement.first_expert, shards)
+            tensors |= gather_parameters(cut, shards, shards.size, ADAPTER_AXIS)
+        return with_factors(tensors, self.weights_of(), ranks, self.placement.first_expert, shards)
 
     def main_grad_weights(self) -> dict[str, Tensor]:
-        """The weights, by name, whose gradients now go to the host's `main_grad`."""
+        """Return the weights, by name, whose gradients are added to the host's `main_grad`."""
         if not (self.adds_to_main_grad and torch.is_grad_enabled()):
             return {}
         return {
@@ -246,21 +264,22 @@ class FFNExperts(Experts):
 
     def compute_parameters(self, tensors: Mapping[str, Tensor] | None = None,
                            first_shard: int | None = None) -> FFNParameters:
-        """What to compute with.
+        """Return the parameters in the form that strategies use.
 
         Args:
-            tensors: in the form of `local_parameters`, but of other or more experts, or of several
-                consecutive shards; None: what is stored here.
-            first_shard: the first of these shards; None: that of this rank.
+            tensors: parameters in the form of `local_parameters`. They may belong to other or more
+                experts, or to several consecutive shards. Defaults to the stored parameters.
+            first_shard: the first shard in `tensors`. Defaults to the shard of this rank.
         """
         redirected, rounded, borrowed = {}, None, tensors is not None
         if tensors is None and self.adds_to_main_grad:
             redirected = self.main_grad_weights()
-        # evaluation may be of averaged weights that were put there unseen
+        # not in evaluation, where averaged weights may have been swapped in without notice
         if tensors is None and self.training and self.config.precision in ROUNDED:
             rounded = self.memory.state(RoundedWeights)
         tensors = self.local_parameters() if tensors is None else tensors
         bias_LD, width = tensors.get("bias_out_LD"), self.w_in_LDF.shape[1]
+        # strategies add a bias of full width: zeros in the columns of other shards
         if bias_LD is not None and bias_LD.shape[1] < width:
             first_shard = self.placement.shard if first_shard is None else first_shard
             before = first_shard * (width // self.placement.shards)
@@ -275,24 +294,34 @@ class FFNExperts(Experts):
                              rounded=rounded, later=None if borrowed else self.later,
                              adapters=as_adapters(tensors) if self.adapters else {})
 
+    def gathered_parameters(self, local: dict[str, Tensor] | None, comm: Comm, shards: int,
+                            first_shard: int) -> FFNParameters:
+        local = self.local_parameters() if local is None else local
+        return self.compute_parameters(gather_parameters(local, comm, shards), first_shard)
+
 
 @expert_kinds.register("gated_ffn")
 class GatedFFNExperts(FFNExperts):
-    """y = (act(x w_gate + bias_gate) * (x w_in + bias_in)) w_out + bias_out.
+    """A gated network per expert: y = (act(x w_gate + bias_gate) * (x w_in + bias_in)) w_out
+    + bias_out.
 
-    With silu this is SwiGLU (Shazeer 2020). `experts.clamp` cuts both factors, and
-    `experts.linear_offset` is added to the second, see `kernels.expert_ffn.gated`.
+    With the activation silu this is SwiGLU (Shazeer 2020). `experts.clamp` limits both factors, and
+    `experts.linear_offset` is added to the second factor (`kernels.expert_ffn.gated`).
     """
 
     gated = True
 
 
 def _by_torch_alone(parameters: FFNParameters) -> Strategy:
-    """The strategy that is in plain operations of torch, for any numbers of rows."""
+    """Return the strategy that uses only operations of torch, for any numbers of rows.
+
+    Raises:
+        ValueError: the experts compute in another precision than ieee.
+    """
     if parameters.precision != "ieee":
-        raise ValueError(f"experts.precision={parameters.precision} in torch.export or torch.func: "
-                         "must be ieee, because neither takes kernels of ours; use a layer of that "
-                         "setting with the same weights")
+        raise ValueError(f"experts.precision={parameters.precision} is not supported by "
+                         "torch.export and torch.func, which cannot run our kernels. Use a layer "
+                         "with experts.precision=ieee and the same weights")
     return strategies.get("loop")
 
 
@@ -304,23 +333,25 @@ def _check_shards(config: MoEConfig, shards: int) -> None:
             if not config.parallel.shards:
                 why = (f"num_experts={config.num_experts} is {shards} times smaller than the "
                        "expert-parallel group")
-            raise ValueError(f"{path}={value} cannot be split into {shards} shards: {why}; use a "
-                             f"multiple of {shards}, more experts, or fewer ranks")
+            raise ValueError(f"{path}={value} cannot be split into {shards} shards, but {why}. Use "
+                             f"a multiple of {shards}, more experts, or fewer ranks")
 
 
 def gather_parameters(local: Mapping[str, Tensor], comm: Comm, shards: int,
                       axes: Mapping[str, int | None] = _USED_AXIS) -> dict[str, Tensor]:
-    """All parameters of `comm`'s ranks in one all-gather; backward is one reduce-scatter (ZeRO's
-    way).
+    """Gather the parameters of several ranks in one all-gather. Backward is one reduce-scatter.
 
     Args:
-        local: this rank's parameters by name, expert axis first.
+        local: the parameters of this rank by name. Their first axis counts the experts.
         comm: the ranks to gather from.
-        shards: how many consecutive ranks hold shards of the same expert; these are put together
-            along the inner axis.
-        axes: this axis by name; None: ranks have all of it, and the first one's is taken.
-    Returns: the same names; [L * size / shards, ...] with inner axes `shards` times as long.
+        shards: how many consecutive ranks store shards of the same expert. The shards are
+            concatenated along the axis in `axes`.
+        axes: the axis of each parameter along which experts are split. None if every shard has the
+            whole tensor; the tensor of the first shard is then used.
+    Returns: tensors [L * size / shards, ...] with the same names. The split axis is `shards` times
+        as long.
     """
+    # one all-gather of all parameters instead of one for each
     flat = torch.cat([*map(torch.flatten, local.values())])
     all_WN = all_gather(flat, comm).view(comm.size, -1)
     parts = all_WN.split([*map(Tensor.numel, local.values())], dim=1)
@@ -331,13 +362,13 @@ def gather_parameters(local: Mapping[str, Tensor], comm: Comm, shards: int,
 
 
 def _together(part_WN: Tensor, like: Tensor, axis: int | None, shards: int) -> Tensor:
-    rest = like.shape[1:]
+    shape = like.shape[1:]
     if shards == 1:
-        return part_WN.reshape(-1, *rest)
-    # runs of ranks with the same experts, their shards, the experts
+        return part_WN.reshape(-1, *shape)
+    # axes: groups of ranks with the same experts, shards of an expert, experts, ...
     split = part_WN.reshape(-1, shards, *like.shape)
     if axis is None:
-        return split[:, 0].reshape(-1, *rest)
-    whole = list(rest)
+        return split[:, 0].reshape(-1, *shape)
+    whole = list(shape)
     whole[axis - 1] *= shards
     return split.movedim(1, axis + 1).reshape(-1, *whole)

@@ -1,9 +1,10 @@
-"""Low-rank adapters on feed-forward experts: LoRA (Hu and others 2021), DoRA (Liu and others 2024).
+"""Low-rank adapters on feed-forward experts: LoRA (Hu et al. 2021) and DoRA (Liu et al. 2024).
 
-Expert l computes with w + scale_l a_l b_l, and only a and b train; with DoRA the columns of this
-sum are scaled to the lengths m, which train, too. Gate and up share one a, as the one tensor in
-which `transformers` stores both has it, and so the files of `peft`. No sum of weights is made: rows
-go through a and b by grouped products of their own (`FFNParameters.adapters`).
+Expert l computes with w + scale_l a_l b_l, and only a and b are trained. With DoRA the columns of
+this sum are scaled to the lengths m, which are trained, too. The gate and up weights share one a,
+because `transformers` stores both in one tensor, and the files of `peft` follow this. The sum of
+the weights is never computed: rows are multiplied by a and b in separate grouped products
+(`FFNParameters.adapters`).
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ from torch import Tensor
 from moe_plugin.comm.base import Comm
 from moe_plugin.kernels.expert_ffn import LowRank
 
-# axis along which each is stored in parts where experts are cut over ranks
+# the axis along which each tensor is split if experts are split over ranks
 ADAPTER_AXIS = {"lora_a_in_LDR": 1, "lora_b_in_LRF": 2, "lora_b_gate_LRF": 2, "lora_m_in_LF": 1,
                 "lora_m_gate_LF": 1, "lora_a_out_LFR": 1, "lora_b_out_LRD": 2, "lora_m_out_LD": 1}
-# every shard of an expert computes with all of these: they are gathered in each call
+# every shard of an expert needs the whole of these tensors, so they are gathered in each call
 WHOLE = ("lora_a_in_LDR", "lora_b_out_LRD", "lora_m_out_LD")
-# the names of one adapter: a, then b and m of each weight
+# the tensors of an adapter by place: a, then b and m of each weight
 PLACES = {"in": ("lora_a_in_LDR", ("lora_b_in_LRF", "lora_b_gate_LRF"),
                  ("lora_m_in_LF", "lora_m_gate_LF")),
           "out": ("lora_a_out_LFR", ("lora_b_out_LRD",), ("lora_m_out_LD",))}
@@ -32,15 +33,17 @@ TARGETS = {"gate_up": "in", "down": "out"}
 
 @dataclass(frozen=True)
 class ExpertRanks:
-    """Ranks and scales of the adapters on all E experts of a layer.
+    """The ranks and scales of the adapters on all experts of a layer.
 
     Attributes:
-        ranks: by place in `PLACES`, r of each expert; 0: it has no adapter. Factors of all experts
-            are as wide as the largest; what is behind an expert's own r has no effect.
-        alphas: by place; an adapter's scale is alpha / r, or, where rooted (rsLoRA), alpha /
-            sqrt(r).
-        dora: whether there are lengths m.
-        merged: what the weights hold and is not computed with; None: adapters are computed with.
+        ranks: for each place in `PLACES`, the rank r of each expert's adapter. 0 if the expert has
+            no adapter. The tensors a and b of all experts have the width of the largest r; the
+            columns that exceed an expert's own r have no effect.
+        alphas: for each place, the value alpha. The scale of an adapter is alpha / r.
+        rooted: whether the scale is alpha / sqrt(r) instead (rsLoRA).
+        dora: whether the adapters have lengths m (DoRA).
+        merged: the adapters that were added to the weights and are no longer computed. None if the
+            adapters are not merged.
     """
 
     ranks: Mapping[str, Sequence[int]]
@@ -51,74 +54,83 @@ class ExpertRanks:
     _scales: dict[object, Tensor] = field(default_factory=dict, compare=False, repr=False)
 
     def scale(self, place: str, rank: int) -> float:
-        """Of an adapter of rank r; 0 where there is none."""
+        """Return the scale of an adapter of rank `rank`, or 0 if the rank is 0."""
         return self.alphas[place] / (math.sqrt(rank) if self.rooted else rank) if rank else 0.0
 
     def scale_LR(self, place: str, first: int, like: Tensor) -> Tensor:
-        """Scales of an adapter's R columns, 0 behind an expert's own rank.
+        """Return the scale of each of the R columns, [L, R], with 0 beyond an expert's own rank.
 
         Args:
-            first: number of the first expert.
-            like: a factor b, [L, R, ...].
+            place: a key of `PLACES`.
+            first: the global index of the first expert.
+            like: a tensor b, [L, R, ...].
         """
         key = place, self.alphas[place], first, like.shape[:2], like.dtype, like.device
         if key not in self._scales:
-            mine = self.ranks[place][first:first + like.shape[0]]
-            rows = [[self.scale(place, r)] * r + [0.0] * (like.shape[1] - r) for r in mine]
-            with torch.inference_mode(False):  # the next call may train
+            ranks_L = self.ranks[place][first:first + like.shape[0]]
+            rows = [[self.scale(place, r)] * r + [0.0] * (like.shape[1] - r) for r in ranks_L]
+            with torch.inference_mode(False):  # the cached tensor must be usable in training
                 self._scales[key] = torch.tensor(rows, dtype=like.dtype, device=like.device)
         return self._scales[key]
 
 
 @torch.no_grad()
 def column_lengths(w_LIO: Tensor, adapter: LowRank | None, shards: Comm | None) -> Tensor:
-    """[L, O], the lengths of the columns of w + a b, without making the sum, in float32 or more.
+    """Return the lengths of the columns of w + a b, [L, O], without computing the sum.
 
-    shards: ranks that have other parts of I; None: this one has all of it.
+    The result is float32, or float64 for float64 weights.
+
+    Args:
+        w_LIO: [L, I, O], the weights.
+        adapter: a and b, already scaled. None to return the lengths of the columns of w.
+        shards: the ranks that store other parts of the axis I. None if this rank stores all of it.
     """
     wide = torch.promote_types(w_LIO.dtype, torch.float32)
     squared = torch.linalg.vector_norm(w_LIO, dim=1, dtype=wide).square()
     if adapter is not None:
         a, b = adapter.a_LIR, adapter.b_LRO.to(wide)
+        # for each column: |w + a b|^2 = |w|^2 + b^T (2 a^T w + a^T a b)
         mixed_LRO = 2 * torch.bmm(a.mT, w_LIO).to(wide)
         mixed_LRO += torch.bmm(torch.bmm(a.mT, a).to(wide), b)
         squared += (mixed_LRO * b).sum(1)
     if shards is not None:
         squared = shards.all_reduce(squared)
-    return squared.clamp(min=1e-12).sqrt()  # of columns of zeros, too, which are divided by it
+    return squared.clamp(min=1e-12).sqrt()  # results are divisors: must not be 0
 
 
-def with_factors(found: dict[str, Tensor], weights: Mapping[str, Sequence[Tensor]],
+def with_factors(tensors: dict[str, Tensor], weights: Mapping[str, Sequence[Tensor]],
                  ranks: ExpertRanks, first: int, shards: Comm | None) -> dict[str, Tensor]:
-    """The same, b times its scale, and in the place of lengths m what columns are multiplied by.
+    """Multiply each b by its scale, and replace the lengths m by the factors of the columns.
 
     Args:
-        found: by name, those of `WHOLE` whole.
-        weights: by place, in the order of `PLACES`.
-        first: number of the first expert.
-        shards: that have the rest of these experts; None: none.
+        tensors: the tensors by name, which are changed in place. The tensors named in `WHOLE` must
+            be whole.
+        weights: the weights by place, in the order of `PLACES`.
+        ranks: the ranks and scales of the adapters.
+        first: the global index of the first expert.
+        shards: the ranks that store other shards of these experts. None if experts are whole.
     """
     for place, (a, bs, ms) in PLACES.items():
         for w_LIO, b, m in zip(weights[place], bs, ms, strict=False):
-            if b not in found:
+            if b not in tensors:
                 continue
-            scale_LR = ranks.scale_LR(place, first, found[b])
-            found[b] = found[b] * scale_LR[..., None]
-            if m in found:
-                # as in the paper (4.3), no gradient reaches the length of the sum
-                length_LO = column_lengths(w_LIO, LowRank(found[a], found[b], None),
+            scale_LR = ranks.scale_LR(place, first, tensors[b])
+            tensors[b] = tensors[b] * scale_LR[..., None]
+            if m in tensors:
+                # as in the paper (section 4.3), the length of the sum has no gradient
+                length_LO = column_lengths(w_LIO, LowRank(tensors[a], tensors[b], None),
                                            shards if place == "out" else None)
-                factor_LO = found[m] / length_LO.to(found[m].dtype)
-                found[m] = torch.where(scale_LR.any(1, keepdim=True), factor_LO, 1.0)
-    return found
+                factor_LO = tensors[m] / length_LO.to(tensors[m].dtype)
+                tensors[m] = torch.where(scale_LR.any(1, keepdim=True), factor_LO, 1.0)
+    return tensors
 
 
-def as_adapters(found: Mapping[str, Tensor]) -> dict[str, LowRank]:
-    """`FFNParameters.adapters` of tensors by name; other names are left out."""
+def as_adapters(tensors: Mapping[str, Tensor]) -> dict[str, LowRank]:
+    """Convert tensors by name to `FFNParameters.adapters`. Other names are ignored."""
     made = {}
     for place, (a, bs, ms) in PLACES.items():
-        if a in found:
-            b, m = ([found[name] for name in names if name in found] for names in (bs, ms))
-            made[place] = LowRank(found[a], b[0] if len(b) == 1 else torch.cat(b, -1),
+        if a in tensors:
+            b, m = ([tensors[name] for name in names if name in tensors] for names in (bs, ms))
+            made[place] = LowRank(tensors[a], b[0] if len(b) == 1 else torch.cat(b, -1),
                                   None if not m else m[0] if len(m) == 1 else torch.cat(m, -1))
     return made

@@ -1,9 +1,9 @@
-"""Stacks of experts' weights as the matrices that they are: for optimizers that treat a matrix as a
-whole, such as Muon (Jordan and others, 2024), expert by expert.
+"""Expert weights as separate matrices, for optimizers such as Muon (Jordan et al. 2024).
 
-A matrix is [out, in], as in `torch.nn.Linear`. The two first maps of a gated expert are one matrix,
-gates above the others, as Megatron, transformers and most checkpoints store them; where an expert
-is cut into shards (`Placement`), a matrix is this rank's part of it.
+Such an optimizer needs the whole matrix of each expert. A matrix is [out, in], as in
+`torch.nn.Linear`. The gate and up weights of a gated expert form one matrix, with the gate rows
+first, as in Megatron, transformers and most checkpoints. If an expert is split into shards
+(`Placement`), the matrix is this rank's part of it.
 """
 
 from __future__ import annotations
@@ -18,11 +18,16 @@ from moe_plugin.experts.base import Experts
 from moe_plugin.experts.ffn import FFNExperts
 
 HALVES = ("none", "concatenated", "alternating")
-MARK = "expert_matrix"  # attribute of a parameter: its `MatrixPart`
+MARK = "expert_matrix"  # the attribute of a parameter that contains its `MatrixPart`
 
 
 class Stack:
-    """One matrix of each expert of a module, from one stack of weights or more."""
+    """One matrix for each expert of a module, stored in one or more weights.
+
+    Args:
+        parts: the number of weights.
+        shards: the number of shards of each expert.
+    """
 
     def __init__(self, parts: int, shards: int) -> None:
         self.parts, self.shards = parts, shards
@@ -30,11 +35,12 @@ class Stack:
 
 @dataclass(frozen=True)
 class MatrixPart:
-    """Which rows of which matrices a weight [L, in, out] is.
+    """The position of a weight [L, in, out] in the matrices of the experts.
 
     Attributes:
-        stack: the same object for all weights of the same matrices.
-        number: of this weight among `stack.parts`, from above.
+        stack: an object that all weights of the same matrices share.
+        number: the index of this weight among the `stack.parts` weights, counted from the first
+            row.
     """
 
     stack: Stack
@@ -42,42 +48,51 @@ class MatrixPart:
 
 
 def mark_matrices(experts: nn.Module, shards: int) -> None:
-    """Mark the weights of feed-forward experts with their `MatrixPart`; others have none.
+    """Mark the weights of feed-forward experts with their `MatrixPart`.
 
-    shards: into which each expert is cut.
+    Args:
+        experts: the experts of a layer.
+        shards: the number of shards of each expert.
     """
-    found = dict(experts.named_parameters())
+    parameters = dict(experts.named_parameters())
     for names in (("w_gate_LDF", "w_in_LDF"), ("w_out_LFD",)):
-        weights = [found[name] for name in names if name in found]
+        weights = [parameters[name] for name in names if name in parameters]
         stack = Stack(len(weights), shards)
         for number, weight in enumerate(weights):
             setattr(weight, MARK, MatrixPart(stack, number))
 
 
 def part_of(parameter: Tensor) -> MatrixPart | None:
-    """Of a marked weight, or of a copy that a host gave the mark to."""
+    """Return the `MatrixPart` of a marked weight, or None."""
     return getattr(parameter, MARK, None)
 
 
 def to_matrices(parts: Sequence[Tensor]) -> list[Tensor]:
-    """Each expert's matrix [sum of out, in] from all parts of a stack, [L, in, out] each."""
-    return [torch.cat([each.t() for each in of_one]) for of_one in zip(*parts, strict=True)]
+    """Return the matrix [sum of out, in] of each expert.
+
+    Args:
+        parts: all weights of a stack, [L, in, out] each.
+    """
+    return [torch.cat([part.t() for part in expert_parts])
+            for expert_parts in zip(*parts, strict=True)]
 
 
 def from_matrices(matrices: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
-    """The inverse of `to_matrices`: new parts, shaped as `like`."""
-    widths = [each.shape[2] for each in like]
+    """Return weights with the shapes of `like`: the inverse of `to_matrices`."""
+    # rows of the matrix are outputs, which are the last axis of a weight
+    widths = [part.shape[2] for part in like]
     split = [matrix.split(widths) for matrix in matrices]
     return [torch.stack([rows.t() for rows in of_part]) for of_part in zip(*split, strict=True)]
 
 
 @dataclass(frozen=True)
 class MatrixForm:
-    """How the matrices [out, in] lie in the two last axes of a parameter.
+    """The form of matrices in the last two axes of a parameter.
 
     Attributes:
-        transposed: they are [in, out] there.
-        halves: of `HALVES`: along `out` one matrix, or two, one behind the other or row by row.
+        transposed: whether the axes are [in, out] instead of [out, in].
+        halves: one of `HALVES`. Whether the axis `out` contains one matrix, two matrices one after
+            the other, or two matrices with alternating rows.
     """
 
     transposed: bool = False
@@ -88,7 +103,10 @@ class MatrixForm:
 
 
 def matrix_forms(model: nn.Module) -> dict[int, MatrixForm]:
-    """Of stacks of experts' weights, by the parameter's id; gate and up are two matrices."""
+    """Return the form of all expert weights of a model, by the id of the parameter.
+
+    Gate and up weights are two matrices.
+    """
     return {id(module._parameters[name]): form for module in model.modules()
             for name, form in _forms_of(module) if module._parameters.get(name) is not None}
 
@@ -106,22 +124,24 @@ def _forms_of(module: nn.Module) -> Iterator[tuple[str, MatrixForm]]:
 
 
 def of_transformers(module: nn.Module) -> bool:
-    """Whether it is of a class that `transformers` decorates with `use_experts_implementation`,
-    which declares how weights lie.
+    """Return whether the class of a module was decorated with transformers'
+    `use_experts_implementation`, which declares the form of the weights.
     """
     return hasattr(module, "is_concatenated")
 
 
 def stacked(model: nn.Module) -> set[int]:
-    """The ids of parameters whose first axis counts experts."""
+    """Return the ids of the parameters whose first axis counts experts."""
     return {id(parameter) for module in model.modules()
             if isinstance(module, Experts) or of_transformers(module)
             for parameter in module._parameters.values() if parameter is not None}
 
 
 def is_vector(parameter: Tensor, stacks: Collection[int]) -> bool:
-    """Whether it is a vector (a bias, a norm), or one for each expert, in whatever shape.
+    """Return whether a parameter is a vector, such as a bias, or one vector for each expert.
 
-    stacks: `stacked` of its model.
+    Args:
+        parameter: the parameter.
+        stacks: the result of `stacked` for its model.
     """
     return parameter.ndim - (id(parameter) in stacks) < 2

@@ -1,4 +1,4 @@
-"""What torch's optimizers may not do with experts, checked in the first step of each optimizer."""
+"""Checks in the first step of each torch optimizer that it treats expert parameters correctly."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from moe_plugin.utils.dtensors import is_sharded
 logger = logging.getLogger(__name__)
 P = ParamSpec("P")
 R = TypeVar("R")
-# Tools that copy or average all parameters of all ranks, by the modules of their code.
+# tools that copy or average all parameters over all ranks, by the module of their code
 _TOOLS = {
     "torch.distributed.optim.zero_redundancy_optimizer":
         "torch.distributed.optim.ZeroRedundancyOptimizer",
@@ -33,22 +33,22 @@ _TOOLS = {
     "deepspeed.runtime.engine": "deepspeed.initialize",
 }
 INSTEAD = (
-    "Wrap the model by moe_plugin.fully_shard_model(model), which shards all other parameters and "
-    "their optimizer states, or by moe_plugin.ddp_model(model), and use an optimizer of "
-    "torch.optim. If every rank should hold all experts, use MoELayer(..., comm=LocalComm())")
-_watched: list[object] = []  # the hooks of all optimizers, registered once
-# by optimizer: whether its steps need groups without a mix of sharded and whole parameters
+    "Wrap the model with moe_plugin.fully_shard_model(model), which shards all other parameters "
+    "and their optimizer states, or with moe_plugin.ddp_model(model), and use an optimizer of "
+    "torch.optim. If every rank should store all experts, use MoELayer(..., comm=LocalComm())")
+_watched: list[object] = []  # the hooks on all optimizers, registered once
+# for each optimizer: whether some of its groups contain both sharded and whole parameters
 _SEEN: WeakKeyDictionary[Optimizer, bool] = WeakKeyDictionary()
 _WHOLE_GROUPS: WeakKeyDictionary[Optimizer, list[dict[str, Any]]] = WeakKeyDictionary()
 
 
 def watch_optimizers() -> None:
-    """Check the first step of every optimizer of torch from now on. Later steps of an optimizer
-    cost one lookup.
+    """Check the first step of every torch optimizer from now on. Later steps cost one lookup.
 
-    The first step raises `ValueError` for an optimizer or tool that treats the experts of several
-    ranks as copies of each other, and for a step inside backward of experts whose gradients are
-    averaged afterwards. It logs a warning for parameters that were replaced in their model.
+    The first step raises `ValueError` if an optimizer or tool treats the experts of several ranks
+    as copies of each other, or if it runs inside backward although the gradients of the experts are
+    averaged at the end of backward. It logs a warning if parameters of the optimizer were replaced
+    in their model.
     """
     if not _watched:
         _watched.append(register_optimizer_step_pre_hook(_before_step))
@@ -56,9 +56,12 @@ def watch_optimizers() -> None:
 
 
 def refuse_tools(ranks: int) -> None:
-    """Raise `ValueError` if the caller runs inside a tool that copies or averages all parameters.
+    """Check that the caller does not run inside a tool that copies or averages all parameters.
 
-    ranks: how many ranks hold different experts.
+    Args:
+        ranks: the number of ranks that store different experts.
+    Raises:
+        ValueError: the caller runs inside such a tool.
     """
     frame = sys._getframe(1)
     while frame is not None:
@@ -74,15 +77,17 @@ def _refuse(tool: str | None, ranks: int) -> None:
 
 
 def replaces_parameters(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a function that replaces modules of its first argument, `model`. Parameters that the
-    model no longer has are marked, and the first step of an optimizer that still has them logs a
-    warning.
+    """Decorate a function that replaces modules of its first argument, `model`.
+
+    The parameters that the model no longer contains are marked. The first step of an optimizer that
+    still contains such parameters logs a warning.
     """
     @functools.wraps(function)
     def marking(*args: P.args, **kwargs: P.kwargs) -> R:
         watch_optimizers()
         model = cast(nn.Module, args[0] if args else kwargs["model"])
-        before = [weakref.ref(parameter) for parameter in model.parameters()]  # keeps no memory
+        # weak references, so that replaced parameters do not stay in memory
+        before = [weakref.ref(parameter) for parameter in model.parameters()]
         result = function(*args, **kwargs)
         after = set(model.parameters())
         for parameter in after:
@@ -110,6 +115,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         mixed = any(_is_mixed(group) for group in optimizer.param_groups)
         _SEEN[optimizer] = mixed
     if mixed:
+        # restored after the step, because schedulers and checkpoints use the original groups
         _WHOLE_GROUPS[optimizer] = optimizer.param_groups
         optimizer.param_groups = [part for group in optimizer.param_groups
                                   for part in _parts(group)]
@@ -122,56 +128,57 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def _is_mixed(group: dict[str, Any]) -> bool:
-    """Whether torch's `foreach` and `fused` functions would fail: they do not take sharded and
-    whole parameters together.
+    """Return whether torch's `foreach` and `fused` functions would fail for a parameter group.
+
+    These functions do not accept sharded and whole parameters in one call.
     """
     return ("foreach" in group or "fused" in group) and len(_parts(group)) > 1
 
 
 def _parts(group: dict[str, Any]) -> list[dict[str, Any]]:
-    """The group of an optimizer, apart for sharded and for whole parameters."""
+    """Split a parameter group into sharded and whole parameters."""
     sharded = [is_sharded(parameter) for parameter in group["params"]]
     if all(sharded) or not any(sharded):
         return [group]
     return [{**group, "params": [parameter for parameter, is_shard in
-                                 zip(group["params"], sharded, strict=True) if is_shard is kind]}
-            for kind in (True, False)]
+                                 zip(group["params"], sharded, strict=True) if is_shard is wanted]}
+            for wanted in (True, False)]
 
 
 def _refuse_products(optimizer: Optimizer, parameters: list[Tensor]) -> None:
-    """Raise `ValueError` for an optimizer whose step of shared parameters would differ by rank."""
+    """Refuse an optimizer whose update of shared parameters would differ between ranks."""
     if not isinstance(optimizer, LBFGS):
         return
     for parameter in parameters:
         comm = getattr(parameter, "part_comm", None)
         if comm is not None and comm.size > 1:
             raise ValueError(
-                f"torch.optim.LBFGS takes products over all parameters, and this rank has the "
-                f"experts of one of {comm.size} ranks: must be an optimizer that steps each "
-                "element, such as torch.optim.AdamW, or experts on every rank, "
-                "MoELayer(..., comm=LocalComm())")
+                "torch.optim.LBFGS computes products over all parameters, but the experts are "
+                f"spread over {comm.size} ranks, so the ranks would compute different updates. Use "
+                "an optimizer that updates each element separately, such as torch.optim.AdamW, or "
+                "store all experts on every rank with MoELayer(..., comm=LocalComm())")
 
 
 def _refuse_copies(optimizer: Optimizer, parameters: list[Tensor]) -> None:
     ranks = max(map(expert_ranks, parameters), default=1)
     if ranks > 1:
-        for kind in type(optimizer).__mro__:
-            _refuse(_TOOLS.get(kind.__module__), ranks)
+        for base in type(optimizer).__mro__:
+            _refuse(_TOOLS.get(base.__module__), ranks)
         refuse_tools(ranks)
 
 
 def _refuse_early(parameters: list[Tensor]) -> None:
-    """Raise `ValueError` for a step before the gradients of replicas are averaged."""
+    """Refuse a step that runs before the gradients of replicas are averaged."""
     if torch._C._current_graph_task_id() == -1:
         return
     for parameter in parameters:
         if (ranks := getattr(parameter, "expert_replicas", 1)) > 1:
             raise ValueError(
-                f"an optimizer steps inside backward, but {ranks} ranks store the same experts and "
-                "average their gradients at the end of backward, so that each would step by its "
-                "own gradient. Call optimizer.step() after backward, at least for the parameters "
-                "with is_expert(parameter) of moe_plugin.experts, or store each expert on one "
-                "rank, with an expert-parallel group of all data-parallel ranks")
+                f"an optimizer runs its step inside backward, but {ranks} ranks store the same "
+                "experts and average their gradients at the end of backward, so each rank would "
+                "use its own gradient. Call optimizer.step() after backward, at least for the "
+                "parameters with is_expert(parameter) of moe_plugin.experts, or store each expert "
+                "on one rank only, with an expert-parallel group of all data-parallel ranks")
 
 
 def _warn_discarded(parameters: list[Tensor]) -> None:

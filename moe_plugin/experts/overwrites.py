@@ -1,8 +1,8 @@
-"""A check that nothing copies or averages experts, or their gradients, over the ranks that store
-different ones; and that what these ranks share does not drift apart.
+"""A check that nothing overwrites experts, and that shared parameters stay equal on all ranks.
 
-Tools for data parallelism, and loops over `model.parameters()`, take all parameters for replicas.
-Not all of them can be recognised, so the check compares samples of the values instead.
+Tools for data parallelism, and loops over `model.parameters()`, treat all parameters as replicas.
+They copy or average experts, or the gradients of experts, over ranks that store different experts.
+Not all such tools can be recognized, so the check compares samples of the values.
 """
 
 from __future__ import annotations
@@ -16,38 +16,38 @@ from torch import Tensor, nn
 from moe_plugin.comm.base import Comm
 from moe_plugin.experts.base import is_expert
 from moe_plugin.experts.optimizers import INSTEAD, refuse_tools, watch_optimizers
-from moe_plugin.routing.replay import inside_backward
 from moe_plugin.utils.dtensors import is_sharded
-from moe_plugin.utils.machine import capturing
+from moe_plugin.utils.machine import capturing, inside_backward
 
 logger = logging.getLogger(__name__)
-# after 1, 3, 6, 12, ... steps: for any period of a few steps, experts that are averaged once in it
-# are equal after some of these
+# Calls 2, 4, 7, ... run after 1, 3, 6, 12, ... steps. If experts are averaged every few steps, then
+# for any such period they are equal after some of these numbers of steps.
 _CALLS = (2, 4, 7, 13, 25, 61, 121, 241)
 LAST_CALL = _CALLS[-1]
-VALUES = 256  # of the experts, and as many of the shared parameters: the sample of a rank
+VALUES = 256  # the size of a rank's sample of expert values, and of its sample of shared values
 AVERAGED = (f"{INSTEAD.partition(', and use')[0]}, or call "
             "moe_plugin.training.gradients.sync.sync_gradients after backward")
-_APART = 0.05  # distance of experts, relative to their norms, at which they count as different
+_APART = 0.05  # experts with a larger distance, relative to their norms, count as different
 
 
 class OverwriteCheck:
-    """Compares the experts of expert-parallel ranks in training calls 2, 4, 7, 13, ..., 241.
+    """Compares the experts of all expert-parallel ranks in training calls 2, 4, 7, 13, ..., 241.
 
-    Every comparison costs one all-gather of 4 KiB from each rank (5 KiB the first time), and as
-    much again over `world`; there are 8 in the life of a layer. The ranks compare each other's
-    changes since the previous comparison (at first those until the first call, since the layer was
-    built or loaded, and those after it), so that experts that start equal do not raise an error.
-    Experts that are equal after they have moved, in two comparisons, do.
+    A layer runs 8 comparisons in total. A comparison costs one all-gather of 4 KiB from each rank
+    (5 KiB the first time), and a second all-gather over `world`. The ranks compare the changes
+    since the previous comparison, so that experts that are equal from the start do not raise an
+    error. The first comparison covers two periods: from building or loading the layer to the first
+    call, and from then to the second call. Experts that have moved and are equal in two comparisons
+    raise an error.
 
     Args:
         comm: the expert-parallel group.
-        experts: of this rank.
+        experts: the experts of this rank.
 
     Attributes:
-        calls: training calls of the layer so far.
-        world: the ranks that have the same shared parameters, replicas of the experts among them.
-            A host sets it. Defaults to None: replicas are not compared.
+        calls: the number of training calls of the layer so far.
+        world: the ranks that have the same shared parameters, including ranks with replicas of the
+            experts. A host sets it. If None, replicas are not compared.
     """
 
     def __init__(self, comm: Comm, experts: nn.Module) -> None:
@@ -57,30 +57,33 @@ class OverwriteCheck:
         self.begin(experts)
 
     def begin(self, experts: nn.Module) -> None:
-        """Compare with the values that the experts have now. Local."""
+        """Use the current values of the experts as the start of the next comparison."""
         self._before_N = _sample(experts.parameters())
-        self._built_N: Tensor | None = None  # what `_before_N` was before the first call
+        self._built_N: Tensor | None = None  # `_before_N` before the first call
         self._shared_N: Tensor | None = None
-        self._equal_RR: Tensor | int = 0  # in how many comparisons experts had moved and were equal
+        self._equal_RR: Tensor | int = 0  # number of comparisons with moved, equal experts
 
     def __call__(self, experts: nn.Module, layer: nn.Module | None) -> None:
-        """Count a training call, and compare if it is its turn; collective over `comm` and `world`.
+        """Count a training call, and run a comparison if it is due.
+
+        Collective over `comm` and `world`.
 
         Args:
-            experts: of this rank.
-            layer: all parameters of it that are not experts' are shared, its router's among them.
-                None if they are not known.
+            experts: the experts of this rank.
+            layer: the layer. All its parameters except those of the experts are shared. None if the
+                layer is not known.
         Raises:
-            ValueError: a tool that overwrites experts is recognised, or, on all ranks, experts that
-                were different are equal, or nearly so, or have changed equally, or experts that
-                have moved are equal although the router tells them apart.
+            ValueError: a tool that overwrites experts was recognized. Also raised, on all ranks, if
+                experts that were different have become equal or nearly equal, or have changed by
+                the same values, or if experts that have moved are equal although the router gives
+                them different tokens.
         """
         self.calls += 1
         if self.calls == 1:
             refuse_tools(self.comm.size)
         elif self.calls not in _CALLS:
             return
-        if capturing(self.comm.device):  # a CUDA graph, in which the host cannot wait
+        if capturing(self.comm.device):  # the host cannot wait while a CUDA graph is captured
             return
         shared = () if layer is None else (p for p in layer.parameters() if not is_expert(p))
         now_N, shared_N = _sample(experts.parameters()), _sample(shared)
@@ -93,7 +96,8 @@ class OverwriteCheck:
     @torch.no_grad()
     def _exchange(self, now_N: Tensor, shared_N: Tensor, router: nn.Module | None) -> None:
         earlier_N = torch.zeros_like(shared_N) if self._shared_N is None else self._shared_N
-        # layers may have moved since, and routers may have no parameters
+        # Samples may be on other devices: the layer may have moved since the last comparison, and
+        # the sample of a router without parameters is on the CPU.
         built, self._built_N = [] if self._built_N is None else [self._built_N], None
         mine_SN = torch.stack([sample_N.to(self.comm.device) for sample_N in
                                (self._before_N, now_N, earlier_N, shared_N, *built)])
@@ -103,7 +107,7 @@ class OverwriteCheck:
             self._compare(earliest_RN, before_RN, True, router)
         self._compare(before_RN, now_RN, False, router)
         world = self.world
-        # inside backward, replicas may be averaging gradients in the same group
+        # inside backward, replicas may be averaging gradients in the same group at the same time
         if world is None or world.size == self.comm.size or inside_backward():
             return _compare_shared(self.comm, earlier_RN, shared_RN)
         place_S1 = torch.full_like(mine_SN[:4, :1], self.comm.rank)
@@ -112,7 +116,7 @@ class OverwriteCheck:
         _compare_shared(world, earlier_RN, shared_RN)
         if (ranks := _drifted(before_RN, now_RN, all_RSN[:, 0, -1].cpu())) is not None:
             _warn(world, "ranks %d and %d store the same experts, which were equal and have become "
-                  "different: the experts' gradients are not averaged over these ranks. %s",
+                  "different, because their gradients are not averaged over these ranks. %s",
                   *ranks, AVERAGED)
 
     def _compare(self, before_RN: Tensor, now_RN: Tensor, first: bool,
@@ -124,16 +128,16 @@ class OverwriteCheck:
         equal_RR = closer_RR | ((apart_RR > 1e-3) & (is_RR == 0))
         change_RN = now_RN - before_RN
         moved_R = change_RN.norm(dim=1)
-        # float32 rounds the changes of values
+        # smaller changes may be rounding errors of float32
         moves_R = moved_R > 1e-4 * now_RN.norm(dim=1)
         alike_RR = ((apart_RR > _APART) & (moves_R[:, None] & moves_R)
                     & (_distances(change_RN) < 0.01 * moved_R))
-        if first:  # values may have been set on purpose
+        if first:  # only a warning, because the values may have been set on purpose
             if (ranks := _pair(equal_RR)) is not None:
                 _warn(self.comm, "experts of ranks %d and %d differed when the layer was built and "
                       "are equal in the first training call. If something has copied all "
-                      "parameters from one rank to the others, then half of the experts or more "
-                      "are lost. %s", *ranks, INSTEAD)
+                      "parameters from one rank to the others, at least half of the experts are "
+                      "lost. %s", *ranks, INSTEAD)
             return
         self._equal_RR = self._equal_RR + _equal_and_moved(before_RN, now_RN, is_RR)
         still_RR = self._equal_RR >= 2
@@ -155,8 +159,8 @@ class OverwriteCheck:
                 raise ValueError(text)
             self._equal_RR = -LAST_CALL  # warn once
             _warn(self.comm, "%s. Or the router gives these experts the same tokens with the same "
-                  "weights. Then they will always be equal: add noise to the experts or the router",
-                  text)
+                  "weights, so that they always stay equal. Then add noise to the experts or to "
+                  "the router", text)
 
 
 def _compare_shared(comm: Comm, before_RN: Tensor, now_RN: Tensor) -> None:
@@ -164,8 +168,8 @@ def _compare_shared(comm: Comm, before_RN: Tensor, now_RN: Tensor) -> None:
         return
     if (ranks := _drifted(before_RN, now_RN, torch.zeros(len(now_RN)))) is not None:
         _warn(comm, "the routers, or other parameters of the layer that all ranks share, were "
-              "equal on ranks %d and %d and have become different: their gradients are not "
-              "averaged. %s", *ranks, AVERAGED)
+              "equal on ranks %d and %d and have become different, because their gradients are "
+              "not averaged. %s", *ranks, AVERAGED)
 
 
 def _warn(comm: Comm, text: str, *values: object) -> None:
@@ -174,10 +178,11 @@ def _warn(comm: Comm, text: str, *values: object) -> None:
 
 
 def _equal_and_moved(before_RN: Tensor, now_RN: Tensor, is_RR: Tensor) -> Tensor:
-    """Pairs of ranks whose experts are equal now and were trained since `before_RN`.
+    """Return the pairs of ranks whose experts are equal now and were trained since `before_RN`.
 
-    Weight decay alone, of experts without tokens, moves every large value towards zero. (Small ones
-    it may carry beyond zero, where an optimizer divides by the gradient's size.)
+    Experts without tokens change by weight decay alone, which moves every large value towards zero.
+    So experts count as trained only if a large value has grown. Small values are ignored, because
+    an optimizer that divides by the size of the gradient may move them across zero.
     """
     large_RN = before_RN.abs() >= before_RN.abs().mean(1, keepdim=True)
     grew_R = (large_RN & ((now_RN - before_RN) * before_RN > 0)).any(1)
@@ -185,37 +190,41 @@ def _equal_and_moved(before_RN: Tensor, now_RN: Tensor, is_RR: Tensor) -> Tensor
 
 
 def _tells_apart(router: nn.Module | None) -> bool:
-    """Whether a router has other weights for each expert; else experts may get the same tokens."""
+    """Return whether a router has different weights for each expert.
+
+    Otherwise experts may receive the same tokens.
+    """
     weights = () if router is None else router.parameters()
     return any(w.dim() == 2 and not is_sharded(w) and len(w.unique(dim=0)) == len(w)
                for w in weights)
 
 
 def _drifted(before_RN: Tensor, now_RN: Tensor, part_R: Tensor) -> tuple[int, int] | None:
-    """Two ranks that have the same part, whose values were equal and are no longer."""
+    """Return two ranks with the same part whose values were equal and are no longer, or None."""
     first_R = (part_R[:, None] == part_R).int().argmax(1)
     drift_R = (now_RN - now_RN[first_R]).norm(dim=1) > 1e-4 * now_RN.norm(dim=1)
-    found = (drift_R & (before_RN == before_RN[first_R]).all(1)).nonzero().flatten().tolist()
-    return (int(first_R[found[0]]), found[0]) if found else None
+    drifted = (drift_R & (before_RN == before_RN[first_R]).all(1)).nonzero().flatten().tolist()
+    return (int(first_R[drifted[0]]), drifted[0]) if drifted else None
 
 
 def _sample(parameters: Iterable[Tensor]) -> Tensor:
-    """Take VALUES values from all parameters, float32, the same number from each. There are zeros
-    where a parameter has too few values, no memory, or is in shards.
+    """Return a sample of VALUES values in float32, with the same number from each parameter.
+
+    The sample is padded with zeros. Parameters without memory and sharded parameters are skipped.
     """
-    found, several = [], [p for p in parameters if p.numel() and p.is_floating_point()]
-    each = max(1, VALUES // max(1, len(several)))
-    for parameter in several[:VALUES]:
+    samples, sampled = [], [p for p in parameters if p.numel() and p.is_floating_point()]
+    per_parameter = max(1, VALUES // max(1, len(sampled)))
+    for parameter in sampled[:VALUES]:
         if parameter.is_meta or is_sharded(parameter):
             continue
         whole = parameter.detach()
-        count = min(each, whole.numel())
-        # by position in memory: parameters may be transposed, and must not be copied for this
+        count = min(per_parameter, whole.numel())
+        # selected by position in memory, because a transposed parameter would otherwise be copied
         values = whole.as_strided((count,), (whole.numel() // count,), whole.storage_offset())
-        found.append(values.to(torch.float32, copy=True))
-    sample_N = torch.zeros(VALUES, device=found[0].device if found else "cpu")
-    if found:
-        taken = torch.cat([values.to(sample_N.device) for values in found])[:VALUES]
+        samples.append(values.to(torch.float32, copy=True))
+    sample_N = torch.zeros(VALUES, device=samples[0].device if samples else "cpu")
+    if samples:
+        taken = torch.cat([values.to(sample_N.device) for values in samples])[:VALUES]
         sample_N[:len(taken)] = taken
     return sample_N
 
@@ -225,12 +234,12 @@ def _distances(x_RN: Tensor) -> Tensor:
 
 
 def _norms(x_RN: Tensor) -> Tensor:
-    """Mean norm of each pair of ranks, [R, R]."""
+    """Return the mean of the norms of each pair of ranks, [R, R]."""
     norm_R = x_RN.norm(dim=1)
     return (norm_R[:, None] + norm_R) / 2
 
 
 def _pair(found_RR: Tensor) -> tuple[int, int] | None:
-    """The first pair of ranks that was found."""
+    """Return the first pair of ranks in the matrix, or None."""
     pairs = found_RR.triu(1).nonzero()
     return None if len(pairs) == 0 else (int(pairs[0, 0]), int(pairs[0, 1]))

@@ -1,4 +1,4 @@
-"""The shared expert, and what else a token's output holds besides its routed experts' results."""
+"""The shared expert, the latent projection, and the other terms of a token's output."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ from moe_plugin.utils.dtensors import fill_, is_sharded
 
 
 class DrawnLinear(nn.Linear):
-    """A linear map that draws its whole initial values, also where they are sharded.
+    """A linear layer whose initial values do not depend on how its parameters are sharded.
 
     Args:
-        std: standard deviation of the weights, with zero biases; None: as torch's.
+        std: the standard deviation of the initial weights; biases are then zero. Defaults to the
+            initialization of `torch.nn.Linear`.
     """
 
     def __init__(self, *args: Any, std: float | None = None, **options: Any) -> None:
@@ -29,12 +30,13 @@ class DrawnLinear(nn.Linear):
         super().__init__(*args, **options)
 
     def reset_parameters(self) -> None:
-        """See the class; the values of `SharedExpert` without sharding."""
+        """Draw the initial values of the whole parameters, and keep the part of this rank."""
         if is_sharded(self.weight):
+            # each rank draws the whole layer, so that values do not depend on the sharding
             whole = DrawnLinear(self.in_features, self.out_features, self.bias is not None,
                                 std=self.std, dtype=self.weight.dtype, device=self.weight.device)
-            for mine, drawn in zip(self.parameters(), whole.parameters(), strict=True):
-                fill_(mine, drawn)
+            for parameter, drawn in zip(self.parameters(), whole.parameters(), strict=True):
+                fill_(parameter, drawn)
             return
         super().reset_parameters()
         if self.std is not None:
@@ -44,21 +46,24 @@ class DrawnLinear(nn.Linear):
 
 
 class BlockLinear(DrawnLinear):
-    """Whose rows do not depend on each other, see `kernels.in_blocks`."""
+    """A linear layer in which the result of a row does not depend on the other rows of the batch.
+
+    See `kernels.in_blocks`.
+    """
 
     def forward(self, x_TI: Tensor) -> Tensor:
-        """[T, O] of [T, I]."""
+        """Map [T, I] to [T, O]."""
         y_TO = product_in_blocks(x_TI, self.weight.T)
         return y_TO if self.bias is None else y_TO + self.bias.to(y_TO.dtype)
 
 
 def linear_of(config: MoEConfig) -> type[DrawnLinear]:
-    """The linear maps of a layer, as `batch_invariant` says."""
+    """Return the class of linear layers for the setting `batch_invariant`."""
     return BlockLinear if config.batch_invariant else DrawnLinear
 
 
 class SharedExpert(nn.Module):
-    """An expert of its own width that every real token visits; ordinary, replicated parameters."""
+    """An expert that processes every real token. Its parameters are replicated on all ranks."""
 
     def __init__(self, config: MoEConfig, *, dtype: torch.dtype | None = None,
                  device: Any = None) -> None:
@@ -83,13 +88,24 @@ class SharedExpert(nn.Module):
 
     @classmethod
     def of(cls, config: MoEConfig, **where: Any) -> SharedExpert | None:
-        """The configured shared expert; None without one. where: dtype and device."""
+        """Build the shared expert. Returns None if none is configured.
+
+        Args:
+            config: the settings of the layer.
+            where: the dtype and device of the parameters.
+        """
         return cls(config, **where) if config.experts.shared_hidden_dim else None
 
     def forward(self, x_TD: Tensor, mask_T: Tensor | None) -> Tensor:
-        """[T, D] to [T, D] in x's dtype; zeros for padding. mask_T: bool [T], True = real token."""
+        """Compute the outputs [T, D] in the dtype of x. The outputs of padding are zero.
+
+        Args:
+            x_TD: [T, D], the tokens.
+            mask_T: bool [T], True for real tokens. None if all tokens are real.
+        """
         if mask_T is not None:
-            # before and after: padding may hold NaN, which would reach the weights' gradients
+            # Inputs are masked, too: padding may contain NaN, which would otherwise reach the
+            # gradients of the weights.
             x_TD = x_TD.masked_fill(~mask_T[:, None], 0)
         inner_TF = self.fc_in(x_TD)
         if self.fc_gate is None:
@@ -105,12 +121,12 @@ class SharedExpert(nn.Module):
 
 
 class OverlappedWork:
-    """What in one call does not wait for the routed experts.
+    """The work of one call that does not need the results of the routed experts.
 
     Args:
-        shared: the layer's shared expert; None: it has none.
-        tokens: of the call.
-        more: the caller's own work; None: it has none.
+        shared: the shared expert of the layer, or None.
+        tokens: the tokens of the call.
+        more: a function of the caller to run at the same time, or None.
     """
 
     def __init__(self, shared: SharedExpert | None, tokens: Tokens,
@@ -119,14 +135,15 @@ class OverlappedWork:
         self._shared_TD: Tensor | None = None
 
     def __call__(self) -> None:
-        """Do it; called where rows are on their way to their experts."""
+        """Run the work. Called after the rows were sent to their experts."""
         if self.shared is not None and self.shared.overlap:
             self.shared_TD()
         if self.more is not None:
             self.more()
 
     def shared_TD(self) -> Tensor | None:
-        """The shared expert's outputs [T, D], computed once; None without one."""
+        """Return the outputs [T, D] of the shared expert, or None. They are computed only once."""
+        # may have been computed by `__call__` while the rows were sent
         if self._shared_TD is None and self.shared is not None:
             self._shared_TD = self.shared(self.tokens.x_TD, self.tokens.mask_T)
         return self._shared_TD
@@ -134,9 +151,14 @@ class OverlappedWork:
 
 def add_residual(y_TD: Tensor, tokens: Tokens, routing: Routing,
                  shared_TD: Tensor | None) -> Tensor:
-    """Routed outputs, plus the shared expert's, plus the token weighted by `passthrough_T`.
+    """Add the outputs of the shared expert, and the tokens weighted by `passthrough_T`.
 
-    y_TD: [T, D] outputs of the routed experts. Returns [T, D] in the tokens' dtype.
+    Args:
+        y_TD: [T, D], the outputs of the routed experts.
+        tokens: the tokens of the call.
+        routing: the routing of the call. Its `passthrough_T` may be None.
+        shared_TD: [T, D], the outputs of the shared expert, or None.
+    Returns: the sum [T, D] in the dtype of the tokens.
     """
     x_TD, mask_T = tokens.x_TD, tokens.mask_T
     y_TD = y_TD.to(x_TD.dtype)
@@ -149,11 +171,12 @@ def add_residual(y_TD: Tensor, tokens: Tokens, routing: Routing,
 
 
 class LatentProjection(nn.Module):
-    """Two linear maps that all experts share: `down` from the tokens' width D to the width L in
-    which rows travel and experts compute, and `up` from the tokens' combined results to D.
+    """Two linear layers that all experts share.
 
-    Router and shared expert see the tokens in D. Ordinary, replicated parameters. Source: Elango et
-    al. 2026, LatentMoE, arXiv 2601.18089; Megatron's `--moe-latent-size`.
+    `down` maps tokens from their width D to the width L in which rows are sent and experts compute.
+    `up` maps the combined results of a token from L to D. The router and the shared expert use the
+    width D. The parameters are replicated on all ranks. Source: Elango et al. 2026, LatentMoE,
+    arXiv 2601.18089; Megatron's `--moe-latent-size`.
     """
 
     def __init__(self, config: MoEConfig, *, dtype: torch.dtype | None = None,
@@ -167,19 +190,28 @@ class LatentProjection(nn.Module):
 
     @classmethod
     def of(cls, config: MoEConfig, **where: Any) -> LatentProjection | None:
-        """The configured projection; None without one. where: dtype and device."""
+        """Build the projection. Returns None if none is configured.
+
+        Args:
+            config: the settings of the layer.
+            where: the dtype and device of the parameters.
+        """
         return cls(config, **where) if config.experts.latent_dim else None
 
     def enter(self, tokens: Tokens) -> Tensor:
-        """The call's tokens [T, D] as [T, L]."""
+        """Map the tokens of a call from [T, D] to [T, L]."""
         x_TD, mask_T = tokens.x_TD, tokens.mask_T
-        if mask_T is not None:  # padding may hold NaN, which would reach the weights' gradients
+        if mask_T is not None:
+            # padding may contain NaN, which would reach the gradients of the weights
             x_TD = x_TD.masked_fill(~mask_T[:, None], 0)
         x_TL: Tensor = self.down(x_TD)
         return x_TL
 
     def leave(self, y_TL: Tensor, tokens: Tokens) -> Tensor:
-        """Combined results [T, L] as [T, D] in the tokens' dtype; zeros for padding."""
+        """Map combined results from [T, L] to [T, D], in the dtype of the tokens.
+
+        The results of padding are zero.
+        """
         y_TD: Tensor = self.up(y_TL).to(tokens.x_TD.dtype)
         if tokens.mask_T is None or self.up.bias is None:
             return y_TD

@@ -1,4 +1,5 @@
-"""Host frameworks: translate their configuration, groups, names and losses to this package.
+"""Adapters for host frameworks, which translate their configuration, process groups, names and
+losses to those of this package.
 
-The host packages contain no numerical code of the MoE layer.
+The host packages contain none of the numerical code of the MoE layer.
 """

@@ -1,5 +1,5 @@
-"""Storage of experts, activations and weights outside of the device.
+"""Storage of experts, activations and weights outside the device.
 
-`copier.Copier` runs all background copies between a device and a slower tier. A `tiers.Tier` stores
-tensors that are not on the device.
+All background copies between a device and a slower tier are executed by `copier.Copier`. Tensors
+that are not on the device are stored in a `tiers.Tier`.
 """

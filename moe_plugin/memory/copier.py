@@ -1,8 +1,8 @@
-"""Background copies between a device and a slower tier, executed in order.
+"""Background copies between a device and a slower tier, which are executed in order.
 
-On a GPU, copies run on a separate stream. Other work, such as reading a file, runs in one thread;
-on a CPU all work runs in this thread. The caller continues at once and waits only when it needs the
-result.
+If the device is a GPU, copies run on a separate stream. Other work, such as reading a file, runs in
+one thread. If the device is a CPU, all work runs in this thread. The caller continues immediately
+and waits only when it needs the result.
 """
 
 from __future__ import annotations
@@ -26,11 +26,12 @@ class CopyCounters:
     Attributes:
         copies: number of finished jobs.
         bytes: number of bytes moved by the jobs.
-        busy_s: seconds in which jobs ran, including throttling; on a GPU only the time of the
-            thread.
-        throttled_s: seconds added by throttling.
-        waits: number of waits for unfinished jobs.
-        stalled_s: seconds in which the caller waited. Waits of a GPU's stream are not included.
+        busy_s: time in seconds in which jobs ran, including throttling. For a GPU, it contains only
+            the time of the thread.
+        throttled_s: time in seconds that throttling added.
+        waits: number of times that the caller waited for unfinished jobs.
+        stalled_s: time in seconds in which the caller waited. Times in which a stream of a GPU
+            waited are not included.
     """
 
     copies: int = 0
@@ -43,11 +44,13 @@ class CopyCounters:
 
 @dataclass
 class OnDevice:
-    """Device memory used by a feature that moves data, for reports.
+    """Device memory used by a feature that moves data. It is shown in reports.
 
     Attributes:
-        resident_bytes: maximum of the last step; 0 if unknown.
-        keep, recompute, swap: number of blocks with this activation policy; 0 for other features.
+        resident_bytes: maximum number of bytes on the device in the last step, or 0 if it is
+            unknown.
+        keep, recompute, swap: number of blocks with this activation policy. It is 0 for features
+            other than activations.
     """
 
     resident_bytes: int = 0
@@ -57,7 +60,7 @@ class OnDevice:
 
 
 class Ticket:
-    """A job of a `Copier`. nbytes: number of bytes that the job moves."""
+    """A job that a `Copier` executes. nbytes: number of bytes that the job moves."""
 
     def __init__(self, copier: Copier, nbytes: int) -> None:
         self.nbytes = nbytes
@@ -76,9 +79,10 @@ class Ticket:
         return self.event is None or self.event.query()
 
     def wait(self) -> None:
-        """Wait for the job. On a GPU, only the current stream waits for the job's copies.
+        """Wait until the job is complete. If the device is a GPU, only the current stream waits for
+        the copies of the job.
 
-        Raises: Exception: the error of the job, in every call.
+        Raises: Exception: If the job failed. Every call raises the error of the job.
         """
         started = None if self.done else time.perf_counter()
         try:
@@ -92,8 +96,8 @@ class Ticket:
             torch.cuda.current_stream(self.copier.device).wait_event(self.event)
 
     def synchronize(self) -> None:
-        """Make the host wait. Needed before the host overwrites the job's source or reads its
-        result.
+        """Make the host wait until the job is complete. This is needed before the host overwrites
+        the source of a job or reads the result.
         """
         self.wait()
         if self.event is not None:
@@ -103,16 +107,16 @@ class Ticket:
 class Copier:
     """An executor that runs copies in the background, one at a time, in the order of their start.
 
-    The thread and the stream are created when the first copy starts. Copies of this object (by
-    deepcopy, pickle or fork) create their own thread and stream.
+    The thread and the stream of a copier are created when the first copy starts. If a copier is
+    duplicated by deepcopy, pickle or fork, the duplicate creates a separate thread and stream.
 
     Args:
-        device: device that copies go to or come from.
-        throttle: maximal bytes/s of the slow tier, for tests and benchmarks that simulate a slow
-            tier. Defaults to no limit.
+        device: device to which or from which data is copied.
+        throttle: maximum bandwidth of the slow tier in bytes/s, for tests and benchmarks that
+            simulate a slow tier. Defaults to no limit.
         sleep: function that waits for throttling.
     Raises:
-        ValueError: the throttle is not above 0.
+        ValueError: If the throttle is not above 0.
     """
 
     def __init__(self, device: torch.device | str, throttle: float | None = None, *,
@@ -132,11 +136,12 @@ class Copier:
         self._pid = os.getpid()
 
     def start(self, copies: Sequence[tuple[Tensor, Tensor]]) -> Ticket:
-        """Start copying. Do not change targets and sources before waiting for the ticket.
+        """Start copying. The targets and sources must not be changed before waiting for the ticket.
 
         Args:
-            copies: pairs (target, source) of equal shapes, copied in order; dtypes may differ. On a
-                GPU, tensors in host memory should be pinned.
+            copies: pairs (target, source) of tensors with equal shapes, which are copied in order.
+                The dtypes may differ. If the device is a GPU, tensors in host memory should be
+                pinned.
         """
         copies = list(copies)
         self.settle_device()
@@ -164,9 +169,10 @@ class Copier:
         return ticket
 
     def start_call(self, call: Callable[[], object], nbytes: int) -> Ticket:
-        """Start work of the slow tier that does not copy between tensors, such as reading a file.
+        """Start work of the slow tier other than copies between tensors, such as reading a file.
 
-        On a GPU the work runs in the thread, with the copies' stream as current stream.
+        If the device is a GPU, the work runs in the thread, and the stream for copies is the
+        current stream there.
 
         Args:
             call: the work.
@@ -194,7 +200,7 @@ class Copier:
         return ticket
 
     def close(self) -> None:
-        """Finish all started jobs and end the thread; a later copy creates a new thread."""
+        """Finish all started jobs and end the thread. A later copy creates a new thread."""
         # a forked child must not wait for its parent's thread
         if self._thread is not None and self._pid == os.getpid():
             self._thread.shutdown()
@@ -208,20 +214,22 @@ class Copier:
         return self._thread
 
     def settle_device(self) -> None:
-        """Replace a GPU without index by the caller's current GPU; the thread may have another one.
+        """Replace a GPU device without index with the current GPU of the caller, because the thread
+        may have a different current GPU.
         """
         if self.device == torch.device("cuda"):
             self.device = torch.device("cuda", torch.cuda.current_device())
 
     def _here(self) -> torch.cuda.Event:
-        """Record an event in the caller's stream, which may still read data that a copy overwrites.
+        """Record an event in the caller's stream. This stream may still read data that a copy will
+        overwrite.
         """
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(self.device))
         return event
 
     def _on_stream(self, call: Callable[[], object], after: torch.cuda.Event) -> torch.cuda.Event:
-        """Run `call` on the copies' stream, after the stream has waited for `after`."""
+        """Run `call` on the stream for copies after this stream has waited for `after`."""
         stream = self.side_stream()
         with torch.cuda.stream(stream):
             stream.wait_event(after)
@@ -231,7 +239,7 @@ class Copier:
         return event
 
     def side_stream(self) -> torch.cuda.Stream:
-        """Return the stream of the copies, which is created on first use."""
+        """Return the stream for copies, which is created on first use."""
         with self._lock:
             if self._stream is None:
                 self._stream = torch.cuda.Stream(self.device)

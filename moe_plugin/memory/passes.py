@@ -1,6 +1,7 @@
-"""Forward and backward passes of a sequence of blocks, one block at a time for all micro-batches.
+"""Forward and backward passes of a sequence of blocks. Each block is computed for all micro-batches
+before the next block.
 
-Only the inputs of blocks are stored. A block's backward pass repeats its forward pass.
+Only the inputs of blocks are stored. The backward pass of a block first repeats the forward pass.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ class FlatLayout:
 
     Attributes:
         shapes, dtypes: shapes and data types of the tensors.
-        offsets: first byte of each tensor.
-        nbytes: size of the buffer.
+        offsets: position of each tensor's first byte in the buffer.
+        nbytes: size of the buffer in bytes.
     """
 
     shapes: tuple[torch.Size, ...]
@@ -40,7 +41,7 @@ class FlatLayout:
 
     @classmethod
     def of(cls, tensors: Sequence[Tensor]) -> FlatLayout:
-        """Return the layout of the tensors in their order."""
+        """Return a layout that contains the given tensors in order."""
         offsets, end = [], 0
         for x in tensors:
             offsets.append(end)
@@ -49,7 +50,7 @@ class FlatLayout:
                    tuple(offsets), end)
 
     def views(self, flat_N: Tensor) -> list[Tensor]:
-        """Return the tensors as views of an aligned uint8 buffer [nbytes]."""
+        """Return tensors that are views of an aligned uint8 buffer [nbytes]."""
         views = []
         for shape, dtype, offset in zip(self.shapes, self.dtypes, self.offsets, strict=True):
             part_N = flat_N[offset:offset + shape.numel() * dtype.itemsize]
@@ -57,7 +58,7 @@ class FlatLayout:
         return views
 
     def fill(self, flat_N: Tensor, tensors: Sequence[Tensor]) -> None:
-        """Copy tensors to their positions in a buffer."""
+        """Copy tensors to their positions in the buffer."""
         with torch.no_grad():
             for view, x in zip(self.views(flat_N), tensors, strict=True):
                 view.copy_(x)
@@ -67,7 +68,7 @@ def aligned_buffer(nbytes: int, device: torch.device | str,
                    pinned_for: torch.device | None = None) -> Tensor:
     """Allocate an uninitialized, aligned uint8 buffer [nbytes].
 
-    pinned_for: GPU that must be able to access this host memory. Optional.
+    pinned_for: GPU that will access the buffer if it is allocated in pinned host memory. Optional.
     """
     if pinned_for is not None:
         return pinned_buffer((nbytes,), torch.uint8, pinned_for)
@@ -84,14 +85,16 @@ def aligned_buffer(nbytes: int, device: torch.device | str,
 def give_back_free_memory() -> None:
     """Return free memory of the C library to the system (glibc only).
 
-    glibc otherwise retains freed gradients that lie between small live blocks.
+    Without this call, glibc retains the memory of freed gradients between small allocations that
+    are in use.
     """
     with contextlib.suppress(AttributeError, OSError):
         ctypes.CDLL(None).malloc_trim(0)
 
 
 def absent(like: Tensor) -> Tensor:
-    """Return an expanded tensor of this shape that stores a single value: NaN, or 0 for integers.
+    """Return an expanded tensor of the given shape that stores only one value. The value is NaN, or
+    0 for integer types.
     """
     value = float("nan") if like.is_floating_point() else 0
     return torch.full((), value, dtype=like.dtype, device=like.device).expand(like.shape)
@@ -101,13 +104,13 @@ Place = tuple[nn.Module, str]  # a buffer: its module and its name
 
 
 class BlockPasses:
-    """The passes of one step and its activations.
+    """The passes of one training step and the activations that they store.
 
     Args:
         modules: the blocks.
-        loss: `loss(output, target)`, which returns a scalar.
-        randomness: `randomness(micro_batch, block)`, a context in which a block draws the same
-            random numbers in every pass.
+        loss: function that is called as `loss(output, target)` and returns a scalar.
+        randomness: function that is called as `randomness(micro_batch, block)` and returns a
+            context in which the block draws the same random numbers in every pass.
     """
 
     def __init__(self, modules: Sequence[nn.Module], loss: Callable[[Tensor, Any], Tensor],
@@ -117,7 +120,7 @@ class BlockPasses:
         self.begin([])
 
     def begin(self, micro_batches: Sequence[tuple[Tensor, Any]]) -> None:
-        """Start a new step with these inputs and targets."""
+        """Start a new step with the given inputs and targets."""
         self._x = [x for x, _ in micro_batches]  # output of the block that ran last
         self._targets = [target for _, target in micro_batches]
         self._inputs: list[list[Tensor]] = [[] for _ in self.modules]
@@ -128,11 +131,13 @@ class BlockPasses:
 
     @property
     def kept_bytes(self) -> list[int]:
-        """Bytes stored for the backward pass of each block, for one micro-batch."""
+        """Number of bytes that are stored for one micro-batch for the backward pass of each block.
+        """
         return [sum(x.numel() * x.element_size() for x in inputs[:1]) for inputs in self._inputs]
 
     def end(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """Return the losses and the blocks' own losses per micro-batch, and clear everything else.
+        """Return the losses and the sums of the blocks' own losses for each micro-batch. All other
+        data of the step is cleared.
         """
         balance = [torch.zeros(()) if x is None else x for x in self._balance]
         losses = tuple(self._losses)
@@ -140,9 +145,10 @@ class BlockPasses:
         return losses, tuple(balance)
 
     def forward(self, number: int, keep: bool) -> None:
-        """Run a block's first pass for all micro-batches.
+        """Run the first pass of a block for all micro-batches.
 
-        keep: store inputs for backward. Raises: ValueError: the block returned an invalid value.
+        keep: whether to store inputs for backward. Raises: ValueError: If the block returned an
+            invalid value.
         """
         module = self.modules[number]
         before = _values(module) if keep else {}
@@ -161,17 +167,17 @@ class BlockPasses:
                                     before or not torch.equal(buffer, before[place])]
 
     def losses(self) -> None:
-        """Compute the losses from the last block's outputs, without backward."""
+        """Compute the losses from the outputs of the last block without a backward pass."""
         with torch.no_grad():
             self._losses = [self.loss(y, target) for y, target in
                             zip(self._x, self._targets, strict=True)]
 
     def backward(self, number: int, after: Callable[[], object] = lambda: None) -> None:
-        """Run a block's backward pass for all micro-batches in order.
+        """Run the backward pass of a block for all micro-batches in order.
 
-        For the last block this includes its first pass.
+        For the last block, this includes the first forward pass.
 
-        after: called after each micro-batch.
+        after: function that is called after each micro-batch.
         """
         last = number == len(self.modules) - 1
         for m in range(len(self._x)):
@@ -226,8 +232,8 @@ def _buffers(module: nn.Module) -> Iterator[tuple[Place, Tensor]]:
 
 
 def _values(module: nn.Module) -> dict[Place, Tensor]:
-    """Copy the buffers. Version counters cannot detect changes, because some kernels update
-    statistics unnoticed.
+    """Copy the buffers. Version counters cannot be used to detect changes, because some kernels
+    update statistics without increasing them.
     """
     return {place: buffer.clone() for place, buffer in _buffers(module)}
 
@@ -236,11 +242,11 @@ def _values(module: nn.Module) -> dict[Place, Tensor]:
 def unchanged_buffers(module: nn.Module, places: Sequence[Place] | None = None) -> Iterator[None]:
     """Restore a module's buffers at the end of the context.
 
-    Running statistics, for example, must include only one of two passes.
+    For example, running statistics must be updated by only one of two passes.
 
     Args:
         module: the module.
-        places: the buffers to restore. Defaults to all buffers of the module.
+        places: owner and name of each buffer to restore. Defaults to all buffers of the module.
     """
     if places is None:
         places = [place for place, _ in _buffers(module)]

@@ -1,10 +1,11 @@
-"""Safetensors files that are read instead of memory-mapped.
+"""Reader of safetensors files that uses file reads instead of memory mapping.
 
-If another process truncates the file meanwhile, a read fails with an error, whereas an access to a
-map would end the process with SIGBUS. Pages of the file do not count toward memory limits.
+If a different process truncates the file, a read raises an error, whereas an access to mapped
+memory would terminate the process with SIGBUS. Pages of a file that is read are not counted toward
+memory limits.
 
-Layout: 8 bytes with the length of a JSON header, the header, the values. Source: the format's
-description at github.com/huggingface/safetensors.
+A file consists of 8 bytes with the length of a JSON header, the header, and the values. Source: the
+format's description at github.com/huggingface/safetensors.
 """
 
 from __future__ import annotations
@@ -33,25 +34,26 @@ if hasattr(torch, "float8_e8m0fnu"):  # available since torch 2.7
 
 
 class UnknownDtype(ValueError):
-    """A file is complete, but has a tensor of an unsupported dtype."""
+    """A file is complete but contains a tensor of an unsupported dtype."""
 
 
 class SafetensorsFile:
-    """A safetensors file that is open for reading; use it in `with`, or call `close`.
+    """A safetensors file that is open for reading. Use it in a `with` statement, or call `close` at
+    the end.
 
     Args:
         path: path of the file.
-        verify: verify the file's checksum, if it has one and this process has not verified it
-            before.
+        verify: whether to verify the checksum of the file, if there is one and this process has not
+            verified the file before.
 
     Attributes:
-        name: name of the file, for messages.
-        held: position, shape and dtype of each tensor.
-        metadata: metadata in the header.
+        name: name of the file that is used in messages.
+        held: position, shape and dtype of each tensor, by name.
+        metadata: metadata that the header contains.
     Raises:
-        OSError: the file cannot be opened.
-        UnknownDtype: a tensor has an unsupported dtype.
-        ValueError: the file is damaged or incomplete.
+        OSError: If the file cannot be opened.
+        UnknownDtype: If a tensor has an unsupported dtype.
+        ValueError: If the file is damaged or incomplete.
     """
 
     def __init__(self, path: str | os.PathLike[str], verify: bool = False) -> None:
@@ -83,9 +85,9 @@ class SafetensorsFile:
         return held
 
     def read(self, name: str) -> Tensor:
-        """Read a tensor into memory.
+        """Read a tensor of the file into memory.
 
-        Raises: TierError: the file was truncated since it was opened, or cannot be read.
+        Raises: TierError: If the file was truncated after it was opened, or if it cannot be read.
         """
         held = self.held[name]
         made = torch.empty(held.shape, dtype=held.dtype)
@@ -108,7 +110,8 @@ def _verify_once(path: str, *changed: int) -> None:
 
 
 def _header(file: BinaryIO) -> tuple[dict[str, Any], int]:
-    """Read the header; return its entries and the first byte of the values."""
+    """Read the header. Return the entries of the header and the file offset of the values in bytes.
+    """
     size = os.fstat(file.fileno()).st_size
     length = int.from_bytes(file.read(8), "little")
     try:

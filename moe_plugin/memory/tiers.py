@@ -1,7 +1,7 @@
-"""Tiers: storage for tensors outside of the device, in host memory or in files.
+"""Tiers, which store tensors outside the device in host memory or in files.
 
-Files are read into buffers and written from buffers, not mapped, so that memory limits count the
-memory that is actually used.
+Files are not memory-mapped but read into buffers and written from buffers, so only memory that is
+actually used is counted toward memory limits.
 """
 
 from __future__ import annotations
@@ -24,17 +24,19 @@ from moe_plugin.utils.regular_files import make_folder, read_at, write_remedy
 
 
 class TierError(OSError):
-    """A tier cannot store or return a tensor; the message names size, location and remedy."""
+    """A tier cannot store or return a tensor. The message names the size, the location and a
+    remedy.
+    """
 
 
 @dataclass(frozen=True, eq=False)
 class TierTensor:
-    """A tensor in a tier.
+    """A tensor that is stored in a tier.
 
     Attributes:
         shape, dtype: shape and data type of the tensor.
-        tensor: the tensor in host memory, or None if it is in a file.
-        file, offset: descriptor of an open file and the first byte of the values in the file.
+        tensor: the tensor in host memory, or None if the values are in a file.
+        file, offset: descriptor of an open file, and position of the values in the file in bytes.
     """
 
     shape: tuple[int, ...]
@@ -52,7 +54,9 @@ class Tier(ABC):
     """Storage for tensors that is larger and slower than the device."""
 
     def put(self, x: Tensor) -> TierTensor:
-        """Store a copy of x and wait for it. Raises `TierError` if there is no space."""
+        """Store a copy of `x` and wait until this is complete. Raise `TierError` if there is no
+        space.
+        """
         held = self._room(x)
         self._write([(held, x)])
         return held
@@ -61,8 +65,8 @@ class Tier(ABC):
                   ) -> tuple[list[TierTensor], Ticket]:
         """Start storing several tensors in the background.
 
-        The tensors must not change until the ticket is done. Waiting for the ticket completes the
-        storage, and raises `TierError` if there is no space.
+        The tensors must not be changed until the ticket is done. Waiting for the ticket ensures
+        that the tensors are stored, and raises `TierError` if there is no space.
         """
         held = [self._room(x) for x in tensors]
         pairs = list(zip(held, tensors, strict=True))
@@ -70,24 +74,26 @@ class Tier(ABC):
 
     @abstractmethod
     def _room(self, x: Tensor) -> TierTensor:
-        """Allocate space for x."""
+        """Allocate space for the tensor `x` in the tier."""
 
     @abstractmethod
     def _write(self, pairs: Sequence[tuple[TierTensor, Tensor]]) -> None:
-        """Write tensors to their space. If a tensor does not fit, the space of all tensors is
-        freed.
+        """Write tensors to the space that was allocated for them. If the space does not suffice for
+        a tensor, the space of all these tensors is freed.
         """
 
     @abstractmethod
     def read_into(self, held: TierTensor, target: Tensor) -> None:
-        """Copy a stored tensor into a tensor of its shape, of any dtype and device, and wait."""
+        """Copy a stored tensor into a tensor of the same shape and any dtype and device, and wait
+        until this is complete.
+        """
 
     def fetch(self, copier: Copier, wanted: Sequence[tuple[Tensor, TierTensor]],
               after: Ticket | None = None) -> Ticket:
-        """Start `read_into` for all pairs (target, held) in the background, in order.
+        """Start `read_into` in the background for all pairs (target, held) in order.
 
-        after: the job that stores the tensors. If that job failed, this job fails with the same
-        error.
+        after: ticket of the job that stores the tensors. If that job fails, this job fails with the
+            same error.
         """
         wanted = list(wanted)
 
@@ -100,7 +106,7 @@ class Tier(ABC):
         return copier.start_call(read, sum(held.nbytes for _, held in wanted))
 
     def take(self, held: Sequence[TierTensor]) -> list[Tensor]:
-        """Move stored tensors to memory and free their space. After a `TierError`, all tensors
+        """Move stored tensors to memory and free their space. If `TierError` is raised, all tensors
         remain stored.
         """
         made = [torch.empty(stored.shape, dtype=stored.dtype) for stored in held]
@@ -118,15 +124,15 @@ class Tier(ABC):
 
 
 class HostTier(Tier):
-    """Storage in host memory, which is pinned if the device is a GPU.
+    """A tier in host memory, which is pinned if the device is a GPU.
 
-    torch allocates the pinned memory and reuses it for tensors of about the same size. Use
-    `machine.pinned_buffer` instead for memory that lives as long as a model.
+    Pinned memory is allocated by torch, which reuses it for tensors of about the same size. For
+    memory that is used as long as a model exists, use `machine.pinned_buffer` instead.
 
     Args:
         device: device to which and from which tensors are copied.
 
-    Attributes: `pinned_for`, the GPU that accesses the memory, or None for a CPU.
+    Attributes: `pinned_for`: the GPU that accesses the memory, or None for a CPU.
     """
 
     def __init__(self, device: torch.device | str) -> None:
@@ -140,7 +146,7 @@ class HostTier(Tier):
                                    zip(held, tensors, strict=True)])
 
     def take(self, held: Sequence[TierTensor]) -> list[Tensor]:
-        """See `Tier`. The tensors are already in memory."""
+        """See `Tier`. The tensors of this tier are already in memory."""
         return [stored.tensor for stored in held]
 
     def read_into(self, held: TierTensor, target: Tensor) -> None:
@@ -167,13 +173,13 @@ class HostTier(Tier):
 
 
 class DiskTier(Tier):
-    """Storage in one unnamed file in a folder. The file disappears when the process ends for any
-    reason.
+    """A tier that stores tensors in one unnamed file in a folder. The file disappears when the
+    process ends for any reason.
 
     Args:
-        folder: folder on a disk; created if it is missing.
+        folder: folder on a disk. It is created if it does not exist.
     Raises:
-        ValueError: the folder cannot be created.
+        ValueError: If the folder cannot be created.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
@@ -184,7 +190,7 @@ class DiskTier(Tier):
         self.end, self._free = 0, {}
 
     def read_into(self, held: TierTensor, target: Tensor) -> None:
-        """See `Tier`. Raises `TierError` if the file was truncated."""
+        """See `Tier`. Raise `TierError` if the file was truncated."""
         read_values(held, target, str(self.folder))
 
     def free(self, held: TierTensor) -> None:
@@ -250,11 +256,12 @@ class TierBuffer:
         self._ticket: Ticket | None = None
 
     def put(self, flat_N: Tensor) -> None:
-        """Store a copy of the buffer and wait for it."""
+        """Store a copy of the buffer and wait until this is complete."""
         self.stage(flat_N)(True)
 
     def stage(self, flat_N: Tensor) -> Callable[[bool], None]:
-        """Store a copy next to the current one; the returned function accepts (True) or drops it.
+        """Store a copy of the buffer next to the current copy. Call the returned function with True
+        to use the new copy or with False to drop it.
         """
         self.settle()
         new = self.tier.put(flat_N)
@@ -270,7 +277,7 @@ class TierBuffer:
         return finish
 
     def put_later(self, copier: Copier, flat_N: Tensor) -> Ticket:
-        """Start `put` in the background; `settle` completes it."""
+        """Start `put` in the background. Call `settle` to wait for it."""
         self.settle()
         # stays valid until `settle`, which restores it if the write fails
         self._before = self.held
@@ -278,18 +285,18 @@ class TierBuffer:
         return self._ticket
 
     def fetch(self, copier: Copier, flat_N: Tensor) -> Ticket:
-        """Start copying the stored buffer into a buffer of its size."""
+        """Start copying the stored buffer into a buffer of the same size."""
         # the read must wait for a write that is in progress
         return self.tier.fetch(copier, [(flat_N, self.held)], self._ticket)
 
     def read(self, flat_N: Tensor) -> None:
-        """Copy the stored buffer into a buffer of its size and wait."""
+        """Copy the stored buffer into a buffer of the same size and wait until this is complete."""
         self.settle()
         self.tier.read_into(self.held, flat_N)
 
     def settle(self) -> None:
-        """Wait for a started `put`. Raises `TierError` if the buffer did not fit; the old buffer
-        remains.
+        """Wait for a `put` that was started by `put_later`. Raise `TierError` if the space did not
+        suffice. The old buffer then remains.
         """
         if self._ticket is None:
             return
@@ -305,9 +312,9 @@ class TierBuffer:
 
 
 def tier_of(device: torch.device | str, folder: str | os.PathLike[str] | None = None) -> Tier:
-    """Return the tier for tensors of a device: host memory for a GPU, files for a CPU.
+    """Return the tier for tensors of a device, which is host memory for a GPU and files for a CPU.
 
-    folder: folder on a disk for the files. Defaults to the folder for temporary files.
+    folder: folder on a disk in which files are created. Defaults to the folder for temporary files.
     """
     if torch.device(device).type == "cuda":
         return HostTier(device)
@@ -315,7 +322,9 @@ def tier_of(device: torch.device | str, folder: str | os.PathLike[str] | None = 
 
 
 def write_values(file: int, offset: int, x: Tensor) -> None:
-    """Write a tensor's values into an open file. Raises `OSError` if the values do not fit."""
+    """Write the values of a tensor into an open file. Raise `OSError` if the disk has no space for
+    the values.
+    """
     values = _bytes(x.detach().to("cpu").contiguous())
     # a call may write only a part, for example if the disk becomes full; the next call then fails
     while values:
@@ -324,10 +333,10 @@ def write_values(file: int, offset: int, x: Tensor) -> None:
 
 
 def read_values(held: TierTensor, target: Tensor, name: str) -> None:
-    """Read a tensor from a file into a tensor of its shape, of any dtype and device.
+    """Read a tensor from a file into a tensor of the same shape and any dtype and device.
 
-    name: name of the file or folder, for the message.
-    Raises: TierError: the file is too short, or cannot be read.
+    name: name of the file or folder that is used in the error message.
+    Raises: TierError: If the file is too short or cannot be read.
     """
     # the file is read directly into the target if no conversion is needed
     direct = (target.device.type == "cpu" and target.dtype == held.dtype
@@ -352,5 +361,5 @@ def read_values(held: TierTensor, target: Tensor, name: str) -> None:
 
 
 def _bytes(x: Tensor) -> memoryview:
-    """Return the memory of a contiguous tensor."""
+    """Return the memory of a contiguous tensor as bytes."""
     return memoryview(x.reshape(-1).view(torch.uint8).numpy()) if x.numel() else memoryview(b"")

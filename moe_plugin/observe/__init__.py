@@ -1,4 +1,6 @@
-"""Record statistics of MoE layers, and show a run as a log line, a live view or a report."""
+"""Recording of statistics of MoE layers, and display of a run as a log line, a live view or a
+report.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Run features that observe training in every host.
+"""Features of a run that observe training in every host.
 
 `LayerRecords` writes the records of the MoE layers, `DropWarning` warns about dropped choices, and
 `FirstStepLine` logs the duration of the first step.
@@ -38,17 +38,18 @@ _EVALUATION = "--model-overrides \"{'moe_capacity_factor': 'none'}\" to drop not
 
 
 class DropWarning(RunFeature):
-    """Warns once if more than `WARN_ABOVE` of the choices are dropped by the capacity.
+    """A run feature that warns once if the capacity drops more than the fraction `WARN_ABOVE` of
+    the choices.
 
-    Training and validation are judged separately, because a validation may have fewer slots
+    Training and validation are checked separately, because validation may have fewer slots
     (`dispatch.eval_token_fraction`, `dispatch.eval_capacity_factor`).
 
     Args:
         warns: whether this rank logs the warning.
 
     Attributes:
-        validation: counts the choices of a validation, for hosts that do not report dropped
-            choices themselves.
+        validation: counter of the choices in validation, for hosts that do not report dropped
+            choices.
     """
 
     def __init__(self, warns: bool = True) -> None:
@@ -61,15 +62,15 @@ class DropWarning(RunFeature):
             self._warn(f"step {facts.number}", facts.dropped, "training", _TRAINING)
 
     def after_evaluation(self, number: int, dropped: float | None = None) -> None:
-        """Check all choices of a validation."""
+        """Check the dropped choices of a whole validation."""
         if self._warns:
             dropped = self.validation.take() if dropped is None else dropped
             self._warn(f"validation at step {number}", dropped, "validation", _VALIDATION)
 
     def evaluation(self, fraction: float) -> None:
-        """Check a fairseq command that evaluates a checkpoint.
+        """Check the dropped choices of a fairseq command that evaluates a checkpoint.
 
-        fraction: the share of all choices that were dropped, 0 to 1.
+        fraction: the fraction of all choices that were dropped.
         """
         self._warn("evaluation", fraction, "evaluation", _EVALUATION)
 
@@ -84,13 +85,13 @@ class DropWarning(RunFeature):
 
 
 class DropCount:
-    """Counts the choices of several calls on the device until `take` is called."""
+    """A counter on the device that counts the choices of several calls until `take` is called."""
 
     def __init__(self) -> None:
         self._counts_2: torch.Tensor | None = None  # int64: chosen, dropped
 
     def add(self, stats: LayerStats | None) -> None:
-        """Count the choices of one call. Nothing is copied to the host."""
+        """Add the choices of one call. Nothing is copied to the host."""
         if stats is None or stats.capacity is None:  # without a capacity nothing is dropped
             return
         chosen = stats.load_KE.sum()
@@ -98,7 +99,7 @@ class DropCount:
         self._counts_2 = counts_2 if self._counts_2 is None else self._counts_2 + counts_2
 
     def take(self) -> float:
-        """Return the share of dropped choices since the previous call of `take`."""
+        """Return the fraction of choices that were dropped since the previous call of `take`."""
         counts_2, self._counts_2 = self._counts_2, None
         chosen, dropped = (0, 0) if counts_2 is None else counts_2.tolist()
         return dropped / chosen if chosen else 0.0
@@ -106,11 +107,11 @@ class DropCount:
 
 def listen(layers: Mapping[str, Any], training: Sequence[Callable[[str, LayerStats], None]],
            validation: Callable[[LayerStats], None] | None) -> None:
-    """Pass the statistics of every call of some layers to functions.
+    """Make layers pass the statistics of every call to functions.
 
     Args:
-        layers: a host's layers by name. Each layer calls its `observer` with the statistics of a
-            pass. A pass that is recomputed counts once.
+        layers: the layers of a host by name. The `observer` of each layer is set to a function that
+            receives the statistics of a pass. A pass that is recomputed is counted once.
         training: functions that receive the layer's name and the statistics in training mode.
         validation: the function that receives the statistics in evaluation mode. Optional.
     """
@@ -126,14 +127,16 @@ def listen(layers: Mapping[str, Any], training: Sequence[Callable[[str, LayerSta
 
 
 class LayerRecords(RunFeature):
-    """Writes records, a timeline and findings of the MoE layers, as the `observe` settings say.
+    """A run feature that writes records, a timeline and findings of the MoE layers according to the
+    `observe` settings.
 
     Args:
         config: the `observe` settings.
-        layers: the layers by name. The caller passes their statistics to `recorder`, see `listen`.
+        layers: the layers by name. The caller passes the statistics of these layers to `recorder`.
+            See `listen`.
         comm: the ranks over which statistics are summed. Rank 0 writes the files.
         host: the name of the host that trains, for the report.
-        rank: the rank of this process in timelines and traces. Defaults to its rank in `comm`.
+        rank: the rank of this process in timelines and traces. Defaults to the rank in `comm`.
         has_log: whether the host writes a training log that the report reads. Otherwise the loss
             and the speed are written together with the records.
     """
@@ -168,7 +171,7 @@ class LayerRecords(RunFeature):
             self.recorder.health.add_step(skipped_step(facts.number))
 
     def after_log(self, facts: StepFacts) -> None:
-        """Plot the numbers of the host's log, and update the findings."""
+        """Plot the metrics of the host's log, and update the findings."""
         if facts.logged is not None and self.has_log and self.recorder.comm.rank == 0:
             self.recorder.health.add_step(facts.logged)
             self.recorder.plot(facts.logged)
@@ -189,9 +192,10 @@ class LayerRecords(RunFeature):
 
 
 class FirstStepLine(RunFeature):
-    """Logs after the first step how long it took and how long the run will take.
+    """A run feature that logs after the first step how long this step took and how long the run
+    will take.
 
-    Only ranks that know the number of tokens in a step log this line.
+    This line is logged only by ranks that know the number of tokens in a step.
     """
 
     def __init__(self) -> None:

@@ -1,8 +1,9 @@
-"""Find problems of a run by rules over its records.
+"""Rules that find problems of a run in the records of the run.
 
 The log of a run, the live view and the report all use these rules. Rules about layers examine the
-latest records, so that a finding disappears together with its cause. They also examine earlier
-records and report a problem there as past. The rules `spikes` and `slower` examine the whole run.
+latest records, so a finding disappears together with its cause. These rules also examine earlier
+records, in which a problem is reported as past. The rules `spikes` and `slower` examine the whole
+run.
 """
 
 from __future__ import annotations
@@ -61,12 +62,14 @@ class Finding:
 
     Attributes:
         rule: the name of the rule, a key of `RULES`.
-        title: the problem, with numbers.
+        title: a description of the problem with numbers.
         meaning: the consequence for the run.
         remedy: the flags or settings to change.
-        layers: the names of the affected layers. Empty if the finding is about the whole run.
+        layers: the names of the affected layers. The list is empty if the finding is about the
+            whole run.
         past: whether the problem is over.
-        steps: the first and the last affected step. None if the finding belongs to no step.
+        steps: the first and the last affected step. The value is None if the finding belongs to no
+            step.
     """
 
     rule: str
@@ -83,7 +86,7 @@ def findings(run: RunRecord, skip: Iterable[str] = (), *, past: bool = True) -> 
 
     Args:
         skip: the names of rules that are not applied.
-        past: whether to include problems from which layers have recovered. Defaults to True.
+        past: whether to include past problems, from which layers have recovered. Defaults to True.
     """
     skipped = set(skip)
     results = [finding for name, rule in RULES.items() if name not in skipped for finding in (
@@ -96,7 +99,9 @@ def findings(run: RunRecord, skip: Iterable[str] = (), *, past: bool = True) -> 
 
 
 def _for_host(remedy: str, host: str) -> str:
-    """Replace the flags in a remedy by the host's flags, or by settings if it has no flags."""
+    """Replace the flags in a remedy with the flags of the host, or with settings if the host has no
+    flags.
+    """
     every = "; ".join(f"{name}: {weight}" for name, weight in _BALANCE_WEIGHTS.items())
     remedy = remedy.replace(BALANCE_WEIGHT, _BALANCE_WEIGHTS.get(host, every))
     if host not in OWN_LOOPS:
@@ -107,7 +112,8 @@ def _for_host(remedy: str, host: str) -> str:
 
 
 def too_few(run: RunRecord) -> str:
-    """Return the reason why the rules about layers cannot judge a run, or an empty string."""
+    """Return the reason why the rules about layers cannot be applied to a run, or an empty string.
+    """
     layers = run.layers or _of_the_log(run)
     most = max(map(len, layers.values()), default=0)
     if most >= RECENT:
@@ -129,7 +135,7 @@ def _of_layers(rule: LayerRule, run: RunRecord, past: bool) -> Iterator[Finding]
 
 
 def _of_the_log(run: RunRecord) -> dict[str, list[LayerRecord]]:
-    """Return the mean of all layers from fairseq's log, for a run without layer statistics."""
+    """Return the mean over all layers from fairseq's log for a run without layer statistics."""
     name = "the mean of all layers"
     records = [LayerRecord(step=r.step, layer=name, drop_fraction=share) for r in run.steps
                if (share := r.dropped()) is not None]
@@ -137,7 +143,9 @@ def _of_the_log(run: RunRecord) -> dict[str, list[LayerRecord]]:
 
 
 def _dropped_in_validation(run: RunRecord) -> Iterator[Finding]:
-    """Find a last validation that dropped many choices. Validation has a separate capacity."""
+    """Check whether many choices were dropped in the last validation. The capacity in validation is
+    set separately.
+    """
     known = [(r.step, share) for r in run.steps if (share := r.dropped("valid ")) is not None]
     if known and known[-1][1] > DROPPED:
         step, share = known[-1]
@@ -162,7 +170,7 @@ def not_finite(run: RunRecord) -> Iterator[Finding]:
 
 
 def spikes(run: RunRecord) -> Iterator[Finding]:
-    """Find steps at which the loss jumps."""
+    """Find steps at which the loss increases abruptly."""
     losses = [(r.step, r.loss) for r in run.steps if r.loss is not None and math.isfinite(r.loss)]
     seen: list[int] = []
     for index in range(MEMORY, len(losses)):
@@ -179,7 +187,7 @@ def spikes(run: RunRecord) -> Iterator[Finding]:
 
 
 def exchange_dominates(run: RunRecord) -> Iterator[Finding]:
-    """Find a recorded step that spends most of its time in exchanges between ranks."""
+    """Find a recorded step in which most of the time is spent in exchanges between ranks."""
     for (step, rank), spans in sorted(run.timelines.items()):
         total = max((s.end_s for s in spans), default=0.0)
         products = [s for s in spans if s.track == "matmuls"]
@@ -196,7 +204,7 @@ def exchange_dominates(run: RunRecord) -> Iterator[Finding]:
 
 
 def _covered(spans: Sequence[SpanRecord]) -> float:
-    """Return the number of seconds during which at least one span is active."""
+    """Return the time in seconds during which at least one span is active."""
     total, until = 0.0, -math.inf
     for s in sorted(spans, key=lambda s: s.start_s):
         total += max(0.0, s.end_s - max(s.start_s, until))
@@ -205,7 +213,7 @@ def _covered(spans: Sequence[SpanRecord]) -> float:
 
 
 def undecided(run: RunRecord) -> Iterator[Finding]:
-    """Find layers whose tuner still tries layouts at the end of a long run."""
+    """Find layers whose tuner is still trying layouts at the end of a long run."""
     begin, end = run.step_range
     after = end - UNDECIDED * (end - begin)
     names = sorted({d.layer for d in run.decisions if d.event == "explore" and d.step > after}

@@ -1,6 +1,6 @@
-"""Log the findings of a run while it trains.
+"""Logging of the findings about a run during training.
 
-Each finding is logged once, and again if it spreads to more layers or returns.
+Each finding is logged once. It is logged again if more layers are affected, or if it occurs again.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ REST = MEMORY  # a finding that was absent for so many checks is logged again if
 
 @dataclass
 class _Logged:
-    """A finding that was logged.
+    """A finding that has been logged.
 
     layers: the number of layers that the log line named.
     absent: the number of checks since the finding was last present.
@@ -35,16 +35,16 @@ class _Logged:
 
 
 class HealthLog:
-    """Logs the findings about the records of a run as soon as the records arrive.
+    """An object that logs the findings about a run as soon as records are added.
 
     The memory that it needs does not grow with the length of the run.
 
     Args:
         skip: the names of rules for which the host logs its own warning.
-        unit: the name of the unit that counts records, for log lines.
-        tell: a function that also receives each finding as (step, rule, title, remaining text).
-        host: the host whose flags are named in remedies, see `RunRecord.host`. If empty, the flags
-            of all hosts are named.
+        unit: the name of the unit in which records are counted, for log lines.
+        tell: a function that is called for each finding with (step, rule, title, remaining text).
+        host: the host whose flags are named in remedies. See `RunRecord.host`. If the string is
+            empty, the flags of all hosts are named.
     """
 
     def __init__(self, skip: Iterable[str] = (), unit: str = "step",
@@ -93,7 +93,7 @@ class HealthLog:
 
 
 def _joined(first: LayerRecord, second: LayerRecord) -> LayerRecord:
-    """Return a record with the first step and the last decision of each kind of two records."""
+    """Join two records. The result has the first step, and the last decision of each kind."""
     last: dict[bool, DecisionRecord] = {}
     for made in (*first.decisions, *second.decisions):
         if made.event == "explore" or made.event in DECIDED:
@@ -102,7 +102,7 @@ def _joined(first: LayerRecord, second: LayerRecord) -> LayerRecord:
 
 
 def _shortened(steps: Sequence[StepRecord]) -> list[StepRecord]:
-    """Return the fastest stretch of steps without its losses, and the last steps."""
+    """Return the fastest consecutive steps without losses, and the last steps."""
     stretches = [steps[i:i + MEMORY] for i in range(0, len(steps) - 3 * MEMORY + 1, MEMORY // 2)]
     fastest = max(stretches, key=lambda some: statistics.median(r.tokens_per_s or 0 for r in some))
     return [*(replace(r, loss=None, not_finite=None) for r in fastest), *steps[-2 * MEMORY:]]

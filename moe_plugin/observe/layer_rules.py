@@ -1,11 +1,11 @@
-"""The rules that judge the layers of a run.
+"""The rules that find problems of the layers of a run.
 
-Each rule measures a number of every record, decides from which value on the number is worth a
-finding, and describes the finding.
+Each rule computes a number for every record, determines for which values of this number a problem
+is reported, and describes the problem.
 
-With an even load, the largest load over the mean load is 1. If a router sends all tokens to the
-same k of E experts, it is E / k. Balance is judged by the position of a load between these two
-values, because E / k may be less than 2.
+If the load is even, the largest load divided by the mean load is 1. If a router sends all tokens to
+the same `k` of `E` experts, this ratio is `E / k`. Because `E / k` may be less than 2, the rules
+consider where a ratio lies between these two values.
 """
 
 from __future__ import annotations
@@ -35,13 +35,12 @@ Judge = Callable[[Sequence[Any]], "float | None"]
 
 @dataclass(frozen=True)
 class Episode:
-    """A stretch of neighbouring records to which a rule applies.
+    """A sequence of consecutive records to which a rule applies.
 
-    Attributes:
-        first, last: the first and the last step of the stretch.
-        begins, ends: whether the stretch contains the first and the last record of the layer.
-        records: the number of records in the stretch.
-        worst: the `RECENT` records with the worst value. If the stretch contains the last record of
+    Attributes: first, last: the first and the last step of the episode.
+        begins, ends: whether the episode contains the first and the last record of the layer.
+        records: the number of records in the episode.
+        worst: the `RECENT` records with the worst value. If the episode contains the last record of
             the layer, these are the last records.
         value: the value of the worst records.
     """
@@ -57,9 +56,9 @@ class Episode:
 
 def episodes(records: Sequence[LayerRecord], measure: Measure, judge: Judge, *,
              past: bool = True) -> list[Episode]:
-    """Return the stretches in which a rule applies to every `RECENT` neighbouring records.
+    """Return the episodes in which a rule applies to all groups of `RECENT` consecutive records.
 
-    past: if False, judge only the last `RECENT` records.
+    past: whether to examine all records rather than only the last `RECENT` records.
     """
     start = 0 if past else max(0, len(records) - RECENT)
     values = [measure(record) for record in records[start:]]
@@ -90,7 +89,7 @@ Found = Mapping[str, Sequence[Episode]]  # by layer
 
 
 def named(names: Sequence[str]) -> str:
-    """Return the first names, and the number of the remaining names."""
+    """Return a string with the first names and the number of the remaining names."""
     more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
     return ", ".join(names[:NAMED]) + more
 
@@ -101,12 +100,14 @@ class LayerRule:
 
     Attributes:
         name: the name of the rule.
-        measure: the function that measures a number of one record.
-        judge: the function that decides whether neighbouring records are worth a finding.
-        title: returns the title of a finding, in the past tense if its second argument is True.
+        measure: the function that computes a number for one record.
+        judge: the function that decides whether consecutive records are reported as a problem.
+        title: the function that returns the title of a finding. The title is in the past tense if
+            the second argument is True.
         meaning: the consequence for the run.
         remedy: the flags or settings to change.
-        lasted: the share of a layer's records that a past problem must have lasted to be reported.
+        lasted: the minimum fraction of a layer's records for which a past problem must have lasted
+            to be reported.
     """
 
     name: str
@@ -118,7 +119,7 @@ class LayerRule:
     lasted: float = LASTED
 
     def look(self, layers: Mapping[str, Sequence[LayerRecord]], past: bool) -> tuple[Found, Found]:
-        """Return the present and the past episodes by layer.
+        """Return the current and the past episodes of each layer.
 
         past: whether to search for past episodes.
         """
@@ -134,7 +135,9 @@ class LayerRule:
 
 
 def _where(found: Found, past: bool) -> str:
-    """Return the names of layers, with steps if only a part of the run is affected."""
+    """Return a string with the names of layers, and with steps if only a part of the run is
+    affected.
+    """
     return named([_steps(name, stretches, past) for name, stretches in found.items()])
 
 
@@ -147,7 +150,7 @@ def _steps(name: str, stretches: Sequence[Episode], past: bool) -> str:
 
 
 def _at(found: Found, past: bool) -> tuple[str, Episode]:
-    """Return the most affected layer with its steps, and the worst episode."""
+    """Return a string that names the most affected layer and the steps, and the worst episode."""
     name, worst = max(((name, e) for name, stretches in found.items() for e in stretches),
                       key=lambda item: item[1].value)
     return _steps(name, [worst], past), worst
@@ -161,7 +164,8 @@ def _mean(values: Iterable[Any]) -> float | None:
 
 
 def _mean_is(bad: Callable[[float], bool]) -> Judge:
-    """Return a judge that reports the mean of the known values if `bad(mean)` is true."""
+    """Return a `judge` function that returns the mean of the known values if `bad(mean)` is true.
+    """
 
     def judge(values: Sequence[Any]) -> float | None:
         mean = _mean(values)
@@ -180,16 +184,18 @@ def _per_token(record: LayerRecord) -> float | None:
 
 
 def _top(record: LayerRecord) -> float | None:
-    """Return E / k, the value of max_over_mean if every token chose the same experts."""
+    """Return `E / k`, which is the value of `max_over_mean` if every token chose the same experts.
+    """
     k = _per_token(record)
     return None if k is None else len(record.load) / k
 
 
 def _concentration(record: LayerRecord) -> float | None:
-    """Return 0 for an even load, 1 if all tokens choose the same k experts, or a value between.
+    """Return 0 for an even load, 1 if all tokens choose the same `k` experts, or a value in
+    between.
 
-    The value is linear in the share of the k busiest experts. None if it is unknown, or if every
-    token chooses all experts.
+    The value is linear in the fraction of choices of the `k` busiest experts. The result is None if
+    it is unknown, or if every token chooses all experts.
     """
     k, experts, total = _per_token(record), len(record.load), record.choices
     if k is None or total < FEW * experts:
@@ -202,7 +208,7 @@ def _concentration(record: LayerRecord) -> float | None:
 
 
 def _bound(record: LayerRecord) -> float:
-    """Return the value of max_over_mean from which a load counts as uneven.
+    """Return the value of `max_over_mean` above which a load is considered uneven.
 
     The value is infinite if every token chooses every expert.
     """
@@ -213,19 +219,19 @@ def _bound(record: LayerRecord) -> float:
 
 
 def _over_bound(record: LayerRecord) -> float | None:
-    """Return max_over_mean divided by the value from which a load counts as uneven."""
+    """Return `max_over_mean` divided by the value above which a load is considered uneven."""
     return None if record.max_over_mean is None else record.max_over_mean / _bound(record)
 
 
 def _without_loss(record: LayerRecord) -> float | None:
-    """Return `_over_bound` for a layer without any balancing, otherwise 0."""
+    """Return `_over_bound` for a layer without any balancing, and 0 for all other layers."""
     return _over_bound(record) if _has_no_loss(record) else 0.0
 
 
 def _has_no_loss(record: LayerRecord) -> bool:
     """Return whether a layer is known to have no balancing.
 
-    A record without an entropy comes from a router of another framework, whose losses are unknown.
+    A record without an entropy is from a router of a different framework, whose losses are unknown.
     The z-loss, named `z_loss` in Megatron, does not balance the load. A router may declare that it
     balances without a loss.
     """
@@ -234,9 +240,9 @@ def _has_no_loss(record: LayerRecord) -> bool:
 
 
 def _with_loss(record: LayerRecord) -> float | None:
-    """Return `_over_bound` for a layer with balancing, otherwise 0.
+    """Return `_over_bound` for a layer with balancing, and 0 for all other layers.
 
-    A collapsed layer also gives 0, because the rule `collapse` reports it.
+    The result is also 0 for a collapsed layer, because the rule `collapse` reports such layers.
     """
     if _has_no_loss(record):
         return 0.0
@@ -249,7 +255,9 @@ def _peak(records: Sequence[LayerRecord]) -> float:
 
 
 def _against(records: Sequence[LayerRecord]) -> str:
-    """Describe the load if all tokens chose the same experts, or return an empty string."""
+    """Return a string that compares the load with that of tokens which all choose the same experts,
+    or an empty string.
+    """
     top = _mean(_top(r) for r in records)
     return "" if top is None else f"{top:.1f} would be all tokens on the same experts"
 
@@ -275,7 +283,7 @@ def _uneven_title(found: Found, past: bool) -> str:
 
 
 def _unchosen(record: LayerRecord) -> tuple[int, int] | None:
-    """Return the number of experts and a bit mask of the experts without a token."""
+    """Return the number of experts, and a bit mask of the experts that received no token."""
     if not record.load:
         return None
     bits = 0 if all(record.load) else sum(1 << i for i, n in enumerate(record.load) if not n)
@@ -283,9 +291,8 @@ def _unchosen(record: LayerRecord) -> tuple[int, int] | None:
 
 
 def _dead(values: Sequence[tuple[int, int] | None]) -> float | None:
-    """Return the number of experts that received no token in any of the records.
-
-    None if there is no such expert, or if no token was routed.
+    """Return the number of experts that received no token in any of the records. The result is None
+    if there is no such expert, or if no token was routed.
     """
     last = values[-1]
     if last is None or not last[1] or None in values or len({v[0] for v in values if v}) > 1:
@@ -313,7 +320,9 @@ def _drops_title(found: Found, past: bool) -> str:
 
 
 def _sureness(record: LayerRecord) -> float | None:
-    """Return the entropy divided by that of an even choice, if a token has several experts."""
+    """Return the entropy divided by the entropy of a uniform distribution if a token has several
+    experts.
+    """
     k, experts = _per_token(record) or 0.0, len(record.load)
     known = record.entropy is not None and experts > 1 and k > 1 + PART
     return (record.entropy or 0.0) / math.log(experts) if known else None

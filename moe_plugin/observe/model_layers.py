@@ -1,4 +1,6 @@
-"""Collect the statistics of every MoE layer of a model, and the settings that the user changed."""
+"""Functions that collect the statistics of every MoE layer of a model, and the settings that the
+user changed.
+"""
 
 from __future__ import annotations
 
@@ -28,11 +30,10 @@ def chosen(words: Iterable[str], known: Mapping[str, tuple[str, str]],
 
     Args:
         words: the words of the command.
-        known: (value, default) of the host's settings that differ from their defaults, by flag. The
-            values of a switch are `ON` and `OFF`.
-        several: the names of flags that accept several words, see `written`.
-    Returns:
-        (value as written, default) by name.
+        known: pairs (value, default) of the host's settings that differ from the defaults, by flag.
+            The values of a boolean flag are `ON` and `OFF`.
+        several: the names of flags that accept several words. See `written`.
+    Returns: pairs (value as written, default) by name.
     """
     found = written(words, several)
     named = {name: (known[name][0] if _is_switch(text, known[name]) else text or known[name][0],
@@ -46,14 +47,16 @@ def _is_switch(text: str, known: tuple[str, str]) -> bool:
 
 
 def differing(settings: Mapping[str, object]) -> dict[str, tuple[str, str]]:
-    """Return (value, default) of our settings that differ from the defaults, by dotted path."""
+    """Return pairs (value, default) of this package's settings that differ from the defaults, by
+    dotted path.
+    """
     defaults = {**flatten(to_dict(from_dict({}))), **flatten(to_dict(run_from_dict({})))}
     return {path: (str(value), shown(defaults[path])) for path, value in settings.items()
             if path in defaults and comparable(value) != comparable(defaults[path])}
 
 
 def shown(value: object) -> str:
-    """Return the text that shows a default to readers, a dash for None."""
+    """Return the string that shows a default to readers. It is a dash for None."""
     return "–" if value is None else str(value)
 
 
@@ -63,15 +66,16 @@ Take = Callable[[str, LayerStats], None]
 def listen_to(model: nn.Module, take: Take) -> dict[str, nn.Module]:
     """Call `take` with the name and the statistics of each training pass of each MoE layer.
 
-    The layers are our own layers anywhere in the model, and the expert modules of `transformers`.
-    A layer that is the only content of a block has the name of the block. For expert modules of
-    `transformers` only the choices are known: the entropy is NaN, and there are no losses. Tokens
-    that the model's mask marks as padding do not count. A pass that is recomputed counts once.
+    The layers are all layers of this package in the model, and the experts modules of
+    `transformers`. If a block contains nothing but the layer, the name of the block is used. For
+    experts modules of `transformers`, only the choices are known, so the entropy is NaN and there
+    are no losses. Tokens that are marked as padding by the mask of the model are not counted. A
+    pass that is recomputed is counted once.
 
     Returns:
         The layers by name.
     Raises:
-        ValueError: if the model has no MoE layer.
+        ValueError: If the model has no MoE layer.
     """
     found = dict(_layers(model))
     if not found:
@@ -111,10 +115,10 @@ def _of_experts(take: Take, name: str, experts: int, masks: TokenMasks, module: 
 
 
 def _stats(ids_TK: Tensor, experts: int, real_T: Tensor | None = None) -> LayerStats:
-    """Return the statistics of one call of experts of `transformers`.
+    """Return the statistics of one forward call of a `transformers` experts module.
 
-    ids_TK: int [T, K]. Values outside 0..E-1 mean no expert.
-    real_T: bool [T], False for padding. None if there is no padding.
+    ids_TK: int [T, K]. Values outside the range 0 to `E - 1` stand for no expert.
+    real_T: bool [T], which is False for padding tokens. The value is None if there is no padding.
     """
     ids_KT = ids_TK.detach().t()
     here_KT = (ids_KT >= 0) & (ids_KT < experts)

@@ -1,4 +1,4 @@
-"""Collect `LayerStats`, sum them over ranks once per interval, and write them to files.
+"""Recorder of `LayerStats`, which are summed over ranks once per interval and written to files.
 
     recorder = StatsRecorder(run.observe, comm)
     for step in ...:
@@ -6,8 +6,8 @@
         recorder.add("layer3", out.stats)
         host_logs = recorder.step(step)     # {} except at the end of an interval
 
-Between two records, nothing is copied to the host and nothing is sent. Each interval costs one
-all-reduce and one copy to the host. `ObserveConfig` selects the files.
+Between two records, no data is copied to the host or sent to other ranks. Each interval requires
+one all-reduce and one copy to the host. The files are set in `ObserveConfig`.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _THREAD = threading.local()
 
 
 class _Copies:
-    """The activity of a copier since the last record, and its memory on the device."""
+    """The activity of a copier since the last record, and the memory on the device."""
 
     def __init__(self, copier: Copier, on_device: Callable[[], OnDevice]) -> None:
         self.copier, self._before = copier, dataclasses.astuple(copier.counters)
@@ -81,11 +81,11 @@ class _Collected:
     """The statistics of one layer since the last record.
 
     Attributes:
-        experts: the number of experts, E.
+        experts: the number of experts (E).
         pending: the statistics of calls that are not summed yet.
         sums_V: float64 [E + 4], the result of `_device_sums` for all earlier calls.
-        losses: float64 [2] by the name of a loss, the sum of the loss and the number of calls that
-            had this loss.
+        losses: float64 [2] by the name of a loss, with the sum of the loss and the number of calls
+            that had this loss.
         host: the sums of the counts in `_HOST`, by name.
     """
 
@@ -133,7 +133,7 @@ class _Collected:
         })
 
     def vector(self) -> Tensor:
-        """Return all numbers that are summed over ranks, float64 [E + 4 + 15 + 2 * losses]."""
+        """Return all numbers that are summed over ranks as float64 [E + 4 + 15 + 2 * losses]."""
         self.fold()
         assert self.sums_V is not None
         host_N = torch.tensor([self.host[name] for name in _HOST], dtype=torch.float64,
@@ -184,17 +184,17 @@ class _Collected:
 
 
 class StatsRecorder:
-    """Collects statistics of layers and writes one record per layer every `config.interval` steps.
+    """A recorder that writes statistics as one record per layer every `config.interval` steps.
 
     Args:
         config: the interval and the files. Only rank 0 of `comm` writes files.
         comm: the ranks over which statistics are summed, such as the ranks of one pipeline stage.
-            All of them must have the same layers and call `step` equally often. Defaults to this
-            rank alone.
+            All ranks must have the same layers and must call `step` equally often. Defaults to only
+            this rank.
         skip: the names of findings for which the host logs its own warning.
         host: the name of the host for the report: `pytorch`, `fairseq` or `megatron`.
     Raises:
-        ValueError: if a file cannot be written, or if TensorBoard or Weights & Biases is configured
+        ValueError: If a file cannot be written, or if TensorBoard or Weights & Biases is configured
             but not installed.
     """
 
@@ -222,15 +222,15 @@ class StatsRecorder:
     def add_model(self, model: nn.Module) -> list[str]:
         """Record each training pass of each MoE layer of a model from now on.
 
-        The layers may come from `replace_ffn`, from `swap_moe_blocks` or from your own code, or
-        they may be experts of `transformers`. The settings of our own layers are written too. For
-        routers of `transformers` only the load is known. The ranks of a TP group of `transformers`
-        have the same tokens, and each rank counts them.
+        The layers may be created by `replace_ffn`, by `swap_moe_blocks` or by your own code, or
+        they may be experts of `transformers`. The settings of this package's layers are also
+        written. For routers of `transformers` only the load is known. The ranks of a TP group of
+        `transformers` have the same tokens, which each rank counts.
 
         Returns:
             The names of the layers.
         Raises:
-            ValueError: if the model has no MoE layer.
+            ValueError: If the model has no MoE layer.
         """
         found = listen_to(model, self.add)
         if ours := {name: one for name, one in found.items() if isinstance(one, MoELayer)}:
@@ -240,7 +240,7 @@ class StatsRecorder:
     def mark(self) -> Callable[[], None]:
         """Return a function that undoes all later calls of `add`.
 
-        The function may be called several times, until the next record is written.
+        The returned function may be called several times before the next record is written.
         """
         kept = {name: collected.copied() for name, collected in self._layers.items()}
 
@@ -251,7 +251,8 @@ class StatsRecorder:
 
     def watch(self, name: str, copier: Copier,
               on_device: Callable[[], OnDevice] = OnDevice) -> None:
-        """Record the activity of a copier from now on, such as that of activations or weights.
+        """Record the activity of a copier, such as the copier of activations or weights, from now
+        on.
 
         All ranks must watch the same names.
 
@@ -264,18 +265,16 @@ class StatsRecorder:
         self._copiers[name] = _Copies(copier, on_device)
 
     def step(self, step: int) -> dict[str, float]:
-        """End a training step. Call it once per step on every rank.
+        """End a training step. Call this method once per step on every rank.
 
-        Returns:
-            The result of `flush` at the end of an interval, otherwise {}.
+        Returns: The result of `flush` at the end of an interval, and an empty dict otherwise.
         """
         return self.flush(step) if (step + 1) % self.config.interval == 0 else {}
 
     def flush(self, step: int) -> dict[str, float]:
         """Sum the statistics since the last record over all ranks and write them. Collective.
 
-        Returns:
-            Numbers for the host's log, or {} if there are no statistics.
+        Returns: Metrics for the host's log, or an empty dict if there are no statistics.
         """
         records = self.reduce()
         self.write(step, records)
@@ -284,10 +283,11 @@ class StatsRecorder:
         return summary(records)
 
     def training(self, step: int, **numbers: float | None) -> None:
-        """Add numbers of the training loop to the files and the findings. Only rank 0 writes.
+        """Add metrics of the training loop to the files and the findings. Only rank 0 writes the
+        metrics.
 
-        numbers: any of loss (in nats per token), tokens_per_s, grad_norm, learning_rate and
-            not_finite (the number of skipped steps since the last record).
+        numbers: metrics by name. The names are loss (in nats per token), tokens_per_s, grad_norm,
+            learning_rate and not_finite (the number of skipped steps since the last record).
         """
         if self.comm.rank:
             return
@@ -297,9 +297,9 @@ class StatsRecorder:
         self.health.add_step(training_record(row))
 
     def plot(self, record: StepRecord) -> None:
-        """Send numbers of the host's log to TensorBoard and Weights & Biases.
+        """Send metrics of the host's log to TensorBoard and Weights & Biases.
 
-        They are not written to the JSONL file, because the report reads them from the host's log.
+        The metrics are not in the JSONL file, because the report reads them from the host's log.
         """
         row = {"step": record.step, "time": time.time(), "training": {
             name: getattr(record, name) for name in TRAINING}}
@@ -341,7 +341,7 @@ class StatsRecorder:
     def reduce(self) -> dict[str, dict[str, Any]]:
         """Return one record per layer, summed over all ranks and all calls since the last record.
 
-        This costs one all-reduce. `write` also writes the records of copiers.
+        This method performs one all-reduce. `write` also writes the records of copiers.
         """
         if not self._layers and not self._copiers:
             return {}
@@ -367,7 +367,7 @@ class Marked(Protocol):
     """An object that counts passes of a step which may be repeated."""
 
     def mark(self) -> Callable[[], None]:
-        """Return a function that undoes all later counting; see `StatsRecorder.mark`."""
+        """Return a function that undoes all later counting. See `StatsRecorder.mark`."""
 
 
 def marked_here(marked: Marked) -> None:
@@ -388,9 +388,9 @@ def _of_this_thread() -> weakref.WeakSet[Marked]:
 
 
 def summary(records: dict[str, dict[str, Any]]) -> dict[str, float]:
-    """Return the numbers of a host's log line.
+    """Return the metrics for a line of a host's log.
 
-    These are means over layers, the largest `max_over_mean`, and sums of counts.
+    They are means over layers, the largest `max_over_mean`, and sums of counts.
     """
     if not records:
         return {}
@@ -410,7 +410,7 @@ def summary(records: dict[str, dict[str, Any]]) -> dict[str, float]:
 
 
 def _rows_sent(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """Return the rows per token and the share of saved rows of the layers that send rows."""
+    """Return the rows per token and the fraction of saved rows for layers that send rows."""
     if not rows:
         return {}
     sent, between, tokens = (sum(row[key] for row in rows) for key in (
@@ -422,10 +422,10 @@ def _rows_sent(rows: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def _device_sums(pending: list[LayerStats]) -> Tensor:
-    """Return sums over calls, float64 [E + 4].
+    """Return sums over calls as float64 [E + 4].
 
     The order is: the load of each expert, the kept choices, the tokens, entropy times tokens, and
-    the largest load over the mean load.
+    the largest load divided by the mean load.
     """
     copies_N = pending[0].load_KE.new_tensor([s.copies for s in pending], dtype=torch.float64)
     load_NE = torch.stack([s.load_KE.sum(0) for s in pending]) / copies_N[:, None]

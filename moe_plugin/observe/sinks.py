@@ -1,4 +1,4 @@
-"""Write records to a JSONL file, TensorBoard or Weights & Biases."""
+"""Destinations for records: a JSONL file, TensorBoard, and Weights & Biases."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ CALLS = 2  # the number of calls of each layer per record
 
 
 class StoreLog:
-    """Warns if an evaluation waits for experts that are not on the device.
+    """An observer that warns if an evaluation waits for experts that are not on the device.
 
-    The files of statistics are about training, where hosts store all experts on the device. So the
-    log is the only place that reports a store of experts during evaluation.
+    The files of statistics contain only training, in which hosts store all experts on the device.
+    During evaluation, the store of experts is therefore reported only in the log.
     """
 
     def __init__(self) -> None:
@@ -35,9 +35,10 @@ class StoreLog:
         self._seen: dict[str, Counter[str]] = {}
 
     def add(self, layer: str, store: Mapping[str, int]) -> None:
-        """Add the counts of one call.
+        """Add the counters of one call.
 
-        A call of the first layer begins a record, so that all layers are judged together.
+        A new record begins with a call of the first layer, so that all layers are considered
+        together.
         """
         if layer == next(iter(self._seen), None) and self._seen[layer]["calls"] == CALLS:
             self._record()
@@ -56,7 +57,7 @@ _LOGS: WeakKeyDictionary[ExpertCache, StoreLog] = WeakKeyDictionary()  # layers 
 
 
 def watch_store(layer: MoELayer, name: Callable[[], str]) -> None:
-    """Watch the calls of a layer whose experts are in a store. Only rank 0 warns.
+    """Watch the calls of a layer whose experts are in a store. Only rank 0 logs warnings.
 
     name: a function that returns the layer's name for the log.
     """
@@ -78,34 +79,36 @@ TOP = "moe"  # the first part of the names of all plots
 class Sink(Protocol):
     """A destination of records.
 
-    A record has `step` and `time` (seconds since the epoch). It also has `layer` or `copier` with
-    the fields of that record, or `training` with numbers by name.
+    A record has `step` and `time` (seconds since the epoch). A record also has `layer` or `copier`
+    with further fields, or `training` with metrics by name.
     """
 
     def write(self, record: dict[str, Any]) -> None:
         """Write one record."""
 
     def alert(self, step: int, rule: str, title: str, text: str) -> None:
-        """Accept a warning: the rule of the finding, its title, and its meaning and remedy."""
+        """Accept a warning that consists of the rule and the title of a finding, and the meaning
+        with the remedy.
+        """
 
     def close(self) -> None:
         """Close the files."""
 
 
 class JsonlSink:
-    """Appends records to a file, one JSON object per line.
+    """A sink that appends records to a file, with one JSON object per line.
 
-    Every record is in the file when `write` returns, so that a killed run loses no record. If a
-    record cannot be written, for example because the disk is full, the record is lost with a
+    Every record is in the file when `write` returns, so no record is lost if the run is killed. If
+    a record cannot be written, for example because the disk is full, the record is lost with a
     warning and training continues.
 
     Args:
-        path: the file. Its folder is created if necessary.
-        name: the setting or flag that names the file, for messages.
+        path: the file. The folder of the file is created if necessary.
+        name: the setting or flag that contains the path of the file. It is used in messages.
         take_over: whether to lock the file even if another run has locked it (`folder_lock`).
             Optional. By default the file is not locked.
     Raises:
-        ValueError: if the file cannot be opened, or if another run writes to it.
+        ValueError: If the file cannot be opened, or if another run writes to it.
     """
 
     def __init__(self, path: str, name: str = "observe.jsonl",
@@ -159,12 +162,13 @@ def _ends_within_a_line(path: str) -> bool:
 
 
 class TensorBoardSink:
-    """Writes the numbers of records to TensorBoard, under the names of `points`.
+    """A sink that writes the numbers in records to TensorBoard, under the names that `points`
+    returns.
 
-    If the files cannot be written, it logs one warning and stops writing. Training continues.
+    If the files cannot be written, the sink logs one warning and stops writing. Training continues.
 
     Raises:
-        ValueError: if TensorBoard is not installed, or if the directory cannot be created.
+        ValueError: If TensorBoard is not installed, or if the directory cannot be created.
     """
 
     def __init__(self, directory: str) -> None:
@@ -207,15 +211,16 @@ class TensorBoardSink:
 
 
 class WandbSink:
-    """Adds a run to a project of Weights & Biases, with the names of `points`.
+    """A sink that adds a run to a project of Weights & Biases, under the names that `points`
+    returns.
 
-    The axis of every plot is the training step, so that records of one step may arrive separately.
-    The package `wandb` sends in the background and follows its environment variables, such as
-    WANDB_MODE=offline, WANDB_DIR, WANDB_NAME and WANDB_RUN_GROUP. Another run of the same process,
-    such as that of fairseq's --wandb-project, is not changed.
+    The axis of every plot is the training step, so the records of a step may be written separately.
+    The package `wandb` sends data in the background and reads environment variables, such as
+    WANDB_MODE=offline, WANDB_DIR, WANDB_NAME and WANDB_RUN_GROUP. A different run in the same
+    process, such as the run of fairseq's `--wandb-project`, is not changed.
 
     Raises:
-        ValueError: if `wandb` is not installed or cannot start, for example without a key or a
+        ValueError: If `wandb` is not installed or cannot start, for example without a key or a
             network.
     """
 
@@ -247,7 +252,7 @@ class WandbSink:
 
 
 def points(record: Mapping[str, Any]) -> dict[str, float]:
-    """Return the numbers of a record by the names of their plots.
+    """Return the numbers in a record, by the names of the plots.
 
     The names of a layer's numbers are `moe/<layer>/<field>`, `moe/<layer>/loss/<name>` and
     `moe/<layer>/share/expert<number>`. Other names are `moe/copies/<copier>/<field>` and

@@ -1,7 +1,7 @@
-"""Record a timeline of one training step with torch's profiler.
+"""Recording of a timeline of one training step with torch's profiler.
 
-The timeline shows layers, exchanges, matmuls and GPU kernels. Ranks that do not record wait for
-rank 0 only while it starts the profiler.
+The timeline shows layers, exchanges, matmuls and GPU kernels. Ranks that do not record the timeline
+wait only while rank 0 starts the profiler.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ JOINED_US = 50  # consecutive spans of one name with smaller gaps are joined
 
 
 class _Row(NamedTuple):
-    """One span. `begin` and `end` are microseconds of the profiler's clock."""
+    """One span. `begin` and `end` are times of the profiler's clock in microseconds."""
 
     track: str
     name: str
@@ -45,14 +45,16 @@ class _Row(NamedTuple):
 
 
 class StepTimeline:
-    """Records the timeline of one step.
+    """An object that records the timeline of one step.
 
     Args:
-        config: `timeline` is the step, and `jsonl` is the file to which one record is appended.
+        config: settings in which `timeline` is the step, and `jsonl` is the file to which one
+            record is appended.
         layers: the layers by name. The timeline shows their forward and backward passes.
-        comm: the ranks, of which rank 0 records. By default this rank records.
+        comm: the ranks of the run. Rank 0 records the timeline. By default this rank records the
+            timeline.
         rank: the rank that is written into the record.
-        health: logs findings about the timeline. Optional.
+        health: an object that logs findings about the timeline. Optional.
     """
 
     def __init__(self, config: ObserveConfig, layers: Mapping[str, nn.Module],
@@ -63,7 +65,9 @@ class StepTimeline:
 
     @contextmanager
     def around(self, step: int) -> Iterator[None]:
-        """Wrap a whole training step, and record it if it is the configured step."""
+        """Return a context for a whole training step, which is recorded if it is the configured
+        step.
+        """
         if self.path is None or not self.step or step != self.step:
             yield
             return
@@ -109,7 +113,9 @@ def _marked(name: str, layer: nn.Module) -> list[Any]:
 
 @dataclass(frozen=True)
 class _Pass:
-    """A layer's forward pass, and the numbers [first, after) of its autograd nodes."""
+    """The forward pass of a layer, and the range [first, after) of the sequence numbers of autograd
+    nodes.
+    """
 
     name: str
     begin: float
@@ -119,7 +125,7 @@ class _Pass:
 
 
 def spans(events: Sequence[Any]) -> list[list[Any]]:
-    """Return the longest `SPANS` spans of a profile as [track, name, begin, end].
+    """Return the `SPANS` longest spans in a profile as [track, name, begin, end].
 
     Times are in seconds from the start of the profile. events: the result of
     `torch.profiler.profile.events()`.
@@ -179,7 +185,7 @@ def _row(event: Any, passes: Sequence[_Pass]) -> _Row | None:
 
 
 def _joined(rows: Sequence[_Row]) -> list[_Row]:
-    """Join consecutive spans of one track and name."""
+    """Join consecutive spans that have the same track and name."""
     done: list[_Row] = []
     latest: dict[tuple[str, str], _Row] = {}
     for row in sorted(rows, key=lambda r: r.begin):

@@ -1,16 +1,17 @@
-"""Write, read and replay routing traces, which list the experts of each token in each step.
+"""Writing, reading and replaying of routing traces, which contain the experts of each token in each
+step.
 
-The format is that of Megatron's `--moe-routing-trace-path`, from version 0.19 on. Each rank writes
-one file, `router_trace_rank0.jsonl` on rank 0. The file has one JSON object for each forward pass
-of a layer in training:
+The format is the same as that of Megatron's `--moe-routing-trace-path` in version 0.19 and later.
+Each rank writes one file, which is named `router_trace_rank0.jsonl` on rank 0. The file has one
+JSON object for each forward pass of a layer in training:
 
     {"step": 0, "stage": "pre_dispatch", "block": "decoder", "layer": 3, "rank": 0,
      "num_tokens": 128, "topk": 2, "top_indices": [[5, 0], ...]}
 
 `step` is the number of completed steps. `layer` is the index of the layer in the whole model,
 whereas Megatron counts the layers of the pipeline stage. Layers of multi-token prediction have the
-`block` "mtp" and also `mtp_idx`. Tokens are in the layer's order. The index -1 means no expert, for
-padding or a dropped second choice.
+`block` "mtp" and also `mtp_idx`. Tokens have the same order as in the layer's input. The index -1
+stands for no expert and is used for padding and for a dropped second choice.
 """
 
 from __future__ import annotations
@@ -31,8 +32,9 @@ from moe_plugin.observe.recorder import marked_here
 from moe_plugin.records import Routing
 from moe_plugin.routing import Router
 from moe_plugin.routing.call import RoutingCall
-from moe_plugin.routing.replay import counts, inside_backward
+from moe_plugin.routing.replay import counts
 from moe_plugin.routing.rollouts import check_replaceable
+from moe_plugin.utils.machine import inside_backward
 from moe_plugin.utils.messages import short
 from moe_plugin.utils.regular_files import check_input, check_output, make_folder
 
@@ -45,12 +47,13 @@ def trace_path(folder: str, rank: int) -> Path:
 
 
 def read_trace(path: str | Path) -> dict[Key, list[list[Tensor]]]:
-    """Read the choices in a file, by layer in the order of the model.
+    """Read the choices in a file. The layers are in the order of the model.
 
-    Returns:
-        For each layer a list of steps. Each step is a list of passes, int64 [T, K] on the host.
+    Returns: A list of steps for each layer. Each step is a list of passes, which are int64 tensors
+        [T, K] on the host.
     Raises:
-        ValueError: if the file cannot be read or is not a trace. The error names the line.
+        ValueError: If the file cannot be read or is not a trace. The message contains the line
+            number.
     """
     found: dict[Key, dict[int, list[Tensor]]] = {}
     check_input(path, "routing trace", "write one with observe.trace")
@@ -74,7 +77,7 @@ def read_traces(folder: str | Path) -> list[dict[Key, list[list[Tensor]]]]:
     """Read the traces of all ranks in a folder, in the order of the ranks.
 
     Raises:
-        ValueError: if there is no trace, or if a trace cannot be read.
+        ValueError: If there is no trace, or if a trace cannot be read.
     """
     files = sorted(Path(folder).glob("router_trace_rank*.jsonl"),
                    key=lambda path: (len(path.name), path.name))
@@ -85,24 +88,26 @@ def read_traces(folder: str | Path) -> list[dict[Key, list[list[Tensor]]]]:
 
 
 class RoutingTrace:
-    """Writes the choices of layers in training, and replays the choices of another trace.
+    """An object that writes the choices of layers in training and replays the choices of a
+    different trace.
 
-    A pass that is recomputed counts once, and so does a repeated step. Passes that torch.compile
-    traces are not written.
+    A pass that is recomputed and a step that is repeated are counted once. Passes that
+    torch.compile traces are not written.
 
     Args:
         layers: modules that contain a `MoELayer` each, in the order of the model. The `Key` of a
-            layer is its `trace_key`, or otherwise its position.
+            layer is the attribute `trace_key` if it exists, or otherwise the position of the layer.
         rank: the rank of this process.
-        write: the folder for this run's trace. Optional. If the run resumes from a checkpoint,
-            records of earlier steps are kept.
-        steps: the number of steps that this run records, counted from its first step. If 0, all
-            steps are recorded.
-        replay: the folder of a trace to replay. Optional. Pass m of a layer in step n uses record m
-            of step n in the trace, in place of the router's choice (see `Router.forced`). After its
-            last step the trace starts again. Layers are matched by their order.
+        write: the folder to which the trace of this run is written. Optional. If the run resumes
+            from a checkpoint, records of earlier steps are kept.
+        steps: the number of steps that this run records, counted from its first step. If it is 0,
+            all steps are recorded.
+        replay: the folder of a trace to replay. Optional. Pass `m` of a layer in step `n` uses
+            record `m` of step `n` in the trace in place of the router's choice (see
+            `Router.forced`). After the last step, the trace is replayed from the start. Layers of
+            the trace and of the model are matched by their order.
     Raises:
-        ValueError: if a folder cannot be written, or if a trace does not fit these layers.
+        ValueError: If a folder cannot be written, or if a trace does not fit these layers.
     """
 
     def __init__(self, layers: Mapping[str, nn.Module], rank: int, *, write: str | None = None,
@@ -143,7 +148,7 @@ class RoutingTrace:
         return hook
 
     def mark(self) -> Callable[[], None]:
-        """Return a function that undoes all later passes, like `StatsRecorder.mark`."""
+        """Return a function that undoes all later passes, as `StatsRecorder.mark` does."""
         kept, passes = len(self.records), [replay.passes for replay in self.replays]
 
         def undo() -> None:
@@ -154,13 +159,14 @@ class RoutingTrace:
         return undo
 
     def end_step(self, number: int, made: bool = True) -> None:
-        """Write the records of a step.
+        """Write the records of a step to the trace.
 
         Args:
             number: the number of the step, counted from 1.
-            made: whether the step was applied. The records of a lost step are dropped.
+            made: whether the step was applied to the model. The records of a step that was not
+                applied are dropped.
         Raises:
-            ValueError: if the replayed trace has more records of this step than passes were made.
+            ValueError: If the replayed trace has more records of this step than passes were made.
         """
         records, self.records = self.records, []
         first, self.ended = not self.ended, self.ended + made
@@ -218,7 +224,7 @@ def _is_before(step: int, line: str) -> bool:
 
 @dataclass
 class _Replay:
-    """Replays the choices of a trace for one router; see `Router.forced`."""
+    """A function object that replays the choices of a trace for one router. See `Router.forced`."""
 
     router: Router
     steps: list[list[Tensor]]
@@ -226,7 +232,7 @@ class _Replay:
     passes: int = 0  # the number of passes in the current step
 
     def __call__(self, call: RoutingCall) -> Tensor | None:
-        """Return the choices of this pass, or None if the pass does not count."""
+        """Return the choices for this pass, or None if the pass is not counted."""
         if self.router.training and inside_backward():
             raise RuntimeError(
                 "the recomputation of a pass found no recorded routing. With observe.replay, "
@@ -255,7 +261,9 @@ class _Replay:
         return ids_TK.clamp(min=0)
 
     def end_step(self, made: bool) -> None:
-        """Go to the next step of the trace. `ValueError` if records of an applied step are left."""
+        """Continue with the next step of the trace. Raise `ValueError` if an applied step has
+        unused records.
+        """
         if made and self.passes < len(self._records):
             raise self._differs(str(self.passes))
         self.step, self.passes = self.step + 1, 0

@@ -1,6 +1,6 @@
-"""Show a running job as a live view that is updated whenever the files of the run grow.
+"""A live view of a running job that is updated whenever the files of the run grow.
 
-If the output is not a terminal, the same view is printed as plain text without control codes.
+If the output is not a terminal, the view is printed as plain text without control codes.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ def first_step(seconds: float, tokens: float, left: int | None) -> str:
     """Return the log line after the first step of a run.
 
     Args:
-        seconds: the duration of the step.
+        seconds: the duration of the step in seconds.
         tokens: the number of tokens of all ranks in the step.
-        left: the number of remaining steps. None if it is unknown.
+        left: the number of remaining steps. The value is None if it is unknown.
     """
     text = f"first step: {show_time(seconds)}, {tokens / seconds:,.0f} tokens/s"
     if left is None:
@@ -51,9 +51,9 @@ POLL_S = 0.2
 
 
 def view(run: RunRecord, console: Console, age_s: float | None = None) -> Group:
-    """Return the view of a run, at most as high as the console.
+    """Return the view of a run. It is not higher than the console.
 
-    age_s: the number of seconds since the files grew. Optional.
+    age_s: the time in seconds since the files last grew. Optional.
     """
     bars = PLAIN if console.options.ascii_only else BARS
     training = _training(run, console.width, bars)
@@ -88,7 +88,7 @@ def _findings(run: RunRecord, width: int) -> list[RenderableType]:
 
 
 def _progress(run: RunRecord) -> RenderableType:
-    """Return the progress of the run, with the elapsed and the remaining time if known."""
+    """Return the progress of the run, with the elapsed and the remaining time if they are known."""
     total, parts = run.total_steps, [f"step {run.last_step:,}"]
     if total:
         parts[0] += f" of {total:,} ({100 * run.last_step / total:.0f} %)"
@@ -135,9 +135,10 @@ def spark(values: Sequence[float], width: int, bars: str = BARS) -> str:
 
 
 def load_bars(record: LayerRecord, width: int, bars: str = BARS) -> Text:
-    """Return one bar per expert. Half height is the mean load, full height is twice the mean.
+    """Return one bar per expert. Half of the height stands for the mean load, and the full height
+    for twice the mean load.
 
-    With more experts than `width`, each bar shows the busiest expert of a group.
+    If there are more experts than `width`, each bar shows the busiest expert of a group.
     """
     shares = [0.0 if math.isnan(s) else s for s in record.shares]
     count = min(width, len(shares))
@@ -150,7 +151,7 @@ def load_bars(record: LayerRecord, width: int, bars: str = BARS) -> Text:
 
 
 def _warning(value: float | None, high: float, very_high: float) -> str:
-    """Return the colour of a value that should be small."""
+    """Return the colour in which a value that should be small is shown."""
     if value is None:
         return ""
     return "red" if value >= very_high else "yellow" if value >= high else "green"
@@ -188,15 +189,15 @@ def _text(text: str, style: str = "") -> Text:
 
 
 class Watch:
-    """Shows a run until it has finished.
+    """An object that shows a run until the run has finished.
 
     Args:
         folder: the folder of the run.
         interval: the number of seconds between two checks of its files.
-        stream: the output. Control codes and colours are used only if it is a terminal.
-        sleep: the function that waits for some seconds. Tests replace it.
+        stream: the output. Control codes and colours are used only if the output is a terminal.
+        sleep: the function that waits for a given number of seconds. Tests replace it.
     Raises:
-        ValueError: if `interval` is not positive.
+        ValueError: If `interval` is not positive.
     """
 
     def __init__(self, folder: Path, interval: float = 2.0, stream: TextIO | None = None,
@@ -217,12 +218,15 @@ class Watch:
         self.signature: object = None
 
     def once(self) -> None:
-        """Show the current state once. `ValueError` if the folder contains no run."""
+        """Show the current state of the run once. Raise `ValueError` if the folder contains no run.
+        """
         self.run = read_run(self.folder)
         self._print()
 
     def follow(self) -> None:
-        """Show the run until it has finished, until Ctrl-C, or until the reader of a pipe ends."""
+        """Show the run until it has finished, until Ctrl-C is pressed, or until the reader of a
+        pipe has ended.
+        """
         try:
             self._follow()
             self._print(f"{self.folder.resolve().name} finished")
@@ -247,7 +251,7 @@ class Watch:
                 self._wait()
 
     def _look(self) -> bool:
-        """Read the files if they changed, and return whether they changed."""
+        """Read the files of the run if they have changed, and return whether they have changed."""
         now = self._signature()
         if now == self.signature:
             return False
@@ -276,7 +280,7 @@ class Watch:
         return view(self.run, self.console, time.time() - max(times) if times else None)
 
     def _print(self, last: str | None = None) -> None:
-        """Write the view as ordinary text, or write one last line after it."""
+        """Write the view as plain text, or write a last line after the view."""
         if last is None or self.terminal:
             with self.console.capture() as captured:
                 self.console.print(self._view())
@@ -287,7 +291,7 @@ class Watch:
         self.stream.flush()
 
     def _wait(self) -> None:
-        """Wait for the interval, or until the window's size changes."""
+        """Wait for the interval, or until the size of the window changes."""
         size, left = self.console.size, self.interval
         while left > 0 and not (self.terminal and self.console.size != size):
             part = min(POLL_S, left)

@@ -1,4 +1,4 @@
-"""`LayoutChoice`, the record that settings define, the planner predicts and the tuner measures."""
+"""`LayoutChoice`, the record that holds a layout of MoE layers for settings, planner and tuner."""
 
 from __future__ import annotations
 
@@ -17,30 +17,31 @@ SENDS = ("rows", "ranks", "nodes")
 
 @dataclass(frozen=True, order=True, kw_only=True)
 class LayoutChoice:
-    """Choice of how one layer runs one step.
+    """The layout with which one MoE layer runs one step.
 
     Attributes:
-        r: routing degree. With r = 0 every rank gathers the parameters of all experts and computes
-            its own tokens without an all-to-all (data parallelism in Tutel). With r >= 1 every
-            token is sent to r ranks, each of which computes 1/r of the expert's inner width after
-            gathering the missing parameters: r = 1 is expert plus data parallelism, and r > 1 is
-            expert plus model parallelism. If there are at least as many experts as ranks, only 0
-            and 1 are possible.
-        d: overlap degree in forward: the number of pieces in which rows are sent and computed.
-            With d = 1 nothing overlaps.
-        d_backward: overlap degree in backward. 0 means the same as in forward.
+        r: routing degree. With r = 0, every rank gathers the parameters of all experts and computes
+            its own tokens without an all-to-all, which Tutel calls data parallelism. With r >= 1
+            every token is sent to r ranks, each of which computes 1/r of the expert's inner width
+            after gathering the missing parameters: r = 1 is expert parallelism plus data
+            parallelism, and r > 1 is expert parallelism plus model parallelism. If there are at
+            least as many experts as ranks, r can only be 0 or 1.
+        d: overlap degree in the forward pass, which is the number of pieces into which the rows are
+            split for sending and computing. With d = 1, nothing overlaps.
+        d_backward: overlap degree in the backward pass. 0 means the same degree as in the forward
+            pass.
         algorithm: registered name of the all-to-all algorithm.
         kernel: registered name of the expert compute implementation.
-        piece_axis: how rows are divided into pieces: by `rows`, `experts` or `peers`. With one
-            piece, the axis has no effect.
+        piece_axis: axis along which rows are divided into pieces, which is `rows`, `experts` or
+            `peers`. With one piece, the axis has no effect.
         gather_tokens: whether every rank gathers all tokens of the group and computes the rows of
-            its own experts, without an all-to-all (dispatcher all_gather). Parameters remain on
-            the ranks that store them.
-        spill: policy that selects the ranks that compute rows of overloaded experts, from
-            `planner.spill.POLICIES`. Rows can spill only if every token is sent to all slices of
-            its expert (the largest r).
-        send: how often a token's row is sent, from `SENDS`: once per selected expert, once per
-            rank, or once per node that has a selected expert.
+            its own experts without an all-to-all, as the dispatcher `all_gather` does. Parameters
+            remain on the ranks that store them.
+        spill: policy from `planner.spill.POLICIES` that selects the ranks that compute rows of
+            overloaded experts. Rows can spill only with the largest r, with which every token is
+            sent to all slices of an expert.
+        send: value from `SENDS` that defines whether a token's row is sent once per selected
+            expert, once per rank with a selected expert, or once per node with a selected expert.
     """
 
     r: int
@@ -55,7 +56,7 @@ class LayoutChoice:
 
     @property
     def exchanges(self) -> bool:
-        """Whether rows are exchanged by an all-to-all."""
+        """True if rows are exchanged by an all-to-all."""
         return self.r > 0 and not self.gather_tokens
 
     def __post_init__(self) -> None:
@@ -74,12 +75,12 @@ class LayoutChoice:
 
     @property
     def backward_d(self) -> int:
-        """Number of pieces in backward."""
+        """Overlap degree (number of pieces) in the backward pass."""
         return self.d_backward or self.d
 
     @property
     def words(self) -> str:
-        """The layout in words, for logs and reports."""
+        """Description of the layout in words for logs and reports."""
         if self.gather_tokens:
             parts = ["tokens gathered on all ranks, no all-to-all"]
         elif not self.r:
@@ -100,9 +101,9 @@ class LayoutChoice:
 
     @property
     def label(self) -> str:
-        """Short form of the layout for files and statistics, such as `r=1 d=2 2dh auto`.
+        """Short form of the layout, such as `r=1 d=2 2dh auto`, for files and statistics.
 
-        Fields after the kernel are included only if they differ from their default.
+        Fields that follow the kernel are included only if they differ from their default values.
         """
         back = f"/{self.d_backward}" if self.d_backward and self.d_backward != self.d else ""
         more = (f" {f.name}={getattr(self, f.name)}" for f in dataclasses.fields(self)[5:]
@@ -113,7 +114,7 @@ class LayoutChoice:
         return self.label
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the fields as a dictionary of plain values."""
+        """Return the fields of the layout as a dictionary of plain values."""
         return dataclasses.asdict(self)
 
     @classmethod
@@ -121,7 +122,7 @@ class LayoutChoice:
         """Return the layout that has this `label`.
 
         Raises:
-            ValueError: if the text is not a layout label.
+            ValueError: If the string is not a layout label.
         """
         try:
             r, pieces, algorithm, kernel, *more = text.split(" ")
@@ -136,7 +137,7 @@ class LayoutChoice:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> LayoutChoice:
-        """Return the layout with these fields, as returned by `as_dict`."""
+        """Return the layout with the given fields, which are in the form that `as_dict` returns."""
         return cls(**values)
 
 
@@ -147,18 +148,18 @@ def divisors(n: int) -> list[int]:
 
 
 def legal_r(experts: int, ranks: int, shards: int | None = None) -> list[int]:
-    """Return all possible values of r: 0 and every divisor of S.
+    """Return all possible values of r, which are 0 and every divisor of S.
 
-    On a single rank the only value is 1.
+    On a single rank, the only possible value is 1.
 
     Args:
         experts: number of experts in the layer.
         ranks: number of expert-parallel ranks.
-        shards: S, the number of ranks that share an expert. Defaults to ranks / experts, at
+        shards: number S of ranks that share an expert. The default is `ranks / experts`, but at
             least 1.
 
     Raises:
-        ValueError: if neither of `experts` and `ranks` divides the other.
+        ValueError: If neither of `experts` and `ranks` divides the other.
     """
     if ranks == 1:
         return [1]
@@ -175,7 +176,8 @@ def legal_choices(experts: int, ranks: int, *, degrees: Iterable[int] = DEGREES,
                   algorithms: Iterable[str] = ("linear",), kernels: Iterable[str] = ("auto",),
                   backward_degrees: Iterable[int] = (0,), sends: Iterable[str] = ("rows",)
                   ) -> Iterator[LayoutChoice]:
-    """Yield every sensible layout on `ranks` ranks from the given values of each field."""
+    """Yield every sensible layout for `ranks` ranks that combines the given values of each
+    field."""
     values = {
         "kernel": kernels, "r": legal_r(experts, ranks), "algorithm": algorithms,
         "d": degrees, "d_backward": backward_degrees, "send": sends
@@ -184,12 +186,12 @@ def legal_choices(experts: int, ranks: int, *, degrees: Iterable[int] = DEGREES,
 
 
 def combinations(values: Mapping[str, Sequence[Any]], ranks: int) -> Iterator[LayoutChoice]:
-    """Yield every sensible layout with these values, which are given by field name.
+    """Yield every sensible layout that combines the given values, which are listed by field name.
 
     Layouts without an all-to-all (r = 0, gathered tokens, or a single rank) have nothing to
-    overlap, so they use the first algorithm and d = 1, and their rows never spill. Layouts that
-    gather tokens, and layouts that spill rows, use the largest r. Layouts that send each token once
-    per rank or node cannot be divided into pieces by experts.
+    overlap. They use the first algorithm and d = 1, and their rows never spill. Layouts that gather
+    tokens and layouts that spill rows use the largest possible r. Layouts that send each token once
+    per rank or once per node cannot use the piece axis `experts`.
     """
     choices = {}
     for row in itertools.product(*values.values()):

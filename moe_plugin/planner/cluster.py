@@ -1,4 +1,4 @@
-"""Devices, links and clusters as numbers, and their YAML files (see `configs/clusters/`)."""
+"""Records of the speeds of devices, links and clusters, and the YAML files that store them."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ class Device:
 
     Attributes:
         name: name of the device.
-        flops: FLOP/s that large matrix products reach in practice.
-        half_rows: number of rows at which a matrix product reaches half of `flops`. The efficiency
-            with n rows is n / (n + half_rows).
+        flops: throughput in FLOP/s that large matmuls reach in practice.
+        half_rows: number of rows at which a matmul reaches half of `flops`. With n rows, the
+            efficiency is `n / (n + half_rows)`.
         memory_bytes_s: memory bandwidth in bytes per second.
-        launch_s: fixed seconds per operation.
-        memory_bytes: memory of a rank in bytes. Plans leave the share `HEAD_ROOM` free.
-        fit_error: mean relative error of the fit to measurements. None if the values come from a
-            data sheet instead of a measurement.
+        launch_s: fixed time of each operation in seconds.
+        memory_bytes: memory of a rank in bytes. Plans leave the fraction `HEAD_ROOM` of it free.
+        fit_error: mean relative error of the fitted values compared with the measurements. None
+            means that the values come from a data sheet instead of a measurement.
     """
 
     name: str = "device"
@@ -54,16 +54,17 @@ class Device:
 
     @property
     def usable_bytes(self) -> float:
-        """Bytes that a plan may use, without the head-room."""
+        """Memory that a plan may use in bytes, which excludes the head-room."""
         return (1 - HEAD_ROOM) * self.memory_bytes
 
     def matmul_s(self, rows: float, flops: float, traffic: float = 0.0) -> float:
-        """Return the roofline seconds of a matrix product, including one launch.
+        """Return the time in seconds of a matmul according to the roofline model, including one
+        launch.
 
         Args:
-            rows: number of rows, which determines the efficiency.
-            flops: number of floating-point operations.
-            traffic: bytes read and written. Defaults to 0.
+            rows: number of rows of the matmul, which determines the efficiency.
+            flops: number of floating-point operations of the matmul.
+            traffic: number of bytes that the matmul reads and writes. Defaults to 0.
         """
         if flops <= 0:
             return 0.0
@@ -71,7 +72,7 @@ class Device:
         return self.launch_s + max(flops / reached, traffic / self.memory_bytes_s)
 
     def copy_s(self, size: float) -> float:
-        """Return the seconds to read and write `size` bytes."""
+        """Return the time in seconds to read and write `size` bytes of memory."""
         return self.launch_s + 2 * size / self.memory_bytes_s if size else 0.0
 
 
@@ -79,7 +80,7 @@ def load_device(path: str | Path) -> Device:
     """Read a device file, such as those in `configs/devices/`.
 
     Raises:
-        ValueError: if the file cannot be read or does not describe a `Device`.
+        ValueError: If the file cannot be read, or if it does not describe a `Device`.
     """
     return load_record(Device, path, "device file", "see configs/devices/")
 
@@ -90,7 +91,7 @@ MAX_RANKS, MAX_SECONDS = 1 << 20, 1e9
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """A link that costs `alpha_s` seconds per message and `beta_s` seconds per byte."""
+    """A link on which a message costs `alpha_s` seconds plus `beta_s` seconds per byte."""
 
     alpha_s: float = 0.0
     beta_s: float = 0.0
@@ -102,7 +103,8 @@ class Link:
                                  "repeat the calibration or correct the file")
 
     def seconds(self, messages: float, size: float) -> float:
-        """Return the seconds of consecutive messages that contain `size` bytes in total."""
+        """Return the time in seconds to send consecutive messages that contain `size` bytes in
+        total."""
         return messages * self.alpha_s + size * self.beta_s
 
 
@@ -112,16 +114,19 @@ class Cluster:
 
     Attributes:
         name: name of the cluster.
-        nodes, ranks_per_node: N and P in the formulas.
-        nics: network cards per node, shared evenly by the ranks of the node.
+        nodes, ranks_per_node: number of nodes and number of ranks per node; N and P in the
+            formulas.
+        nics: number of network cards per node. The ranks of a node share the cards evenly.
         intra: link between ranks of a node.
-        inter: link of a network card.
-        copy_s: seconds per byte of a memory copy (read or write).
-        phase_s: fixed seconds per round of messages (propagation delay and synchronization).
-        host: CPU cost of messages if one machine emulates the cluster, otherwise zero. See
-            `planner.all_to_all_cost`.
-        wake_s: CPU cost of waking a rank if one machine emulates the cluster, otherwise zero.
-        fit_error: mean relative error of the fit to measurements. None if nothing was measured.
+        inter: link from a network card to other nodes.
+        copy_s: time in seconds to read or write one byte in a memory copy.
+        phase_s: fixed time in seconds per round of messages, for propagation delay and
+            synchronization.
+        host: CPU cost of each message and byte if one machine emulates the cluster, otherwise zero.
+            See `planner.all_to_all_cost`.
+        wake_s: CPU time in seconds to wake a rank if one machine emulates the cluster, otherwise 0.
+        fit_error: mean relative error of the fitted values compared with the measurements. None
+            means that nothing was measured.
     """
 
     name: str = "cluster"
@@ -152,37 +157,38 @@ class Cluster:
 
     @property
     def ranks(self) -> int:
-        """Number of ranks on all nodes."""
+        """Total number of ranks on all nodes."""
         return self.nodes * self.ranks_per_node
 
     def machine_s(self, wakes: float, messages: float, size: float) -> float:
-        """Return the CPU seconds of an emulated cluster.
+        """Return the CPU time in seconds that messages cost on an emulated cluster.
 
         Args:
-            wakes: number of wake-ups.
-            messages: number of messages.
-            size: bytes of all messages.
+            wakes: number of times that ranks are woken.
+            messages: total number of messages.
+            size: total size of all messages in bytes.
         """
         return wakes * self.wake_s + self.host.seconds(messages, size)
 
     @property
     def sizes(self) -> dict[int, int]:
-        """Number of nodes by number of ranks per node."""
+        """Mapping from each number of ranks per node to the number of nodes that have it."""
         return {self.ranks_per_node: self.nodes}
 
     @property
     def between(self) -> float:
-        """Share of evenly distributed traffic that leaves its node."""
+        """Fraction of evenly distributed traffic that is sent to other nodes."""
         return 1 - 1 / self.nodes
 
     def resized(self, nodes: int, ranks_per_node: int | None = None) -> Cluster:
-        """Return the same links with another number of nodes (and of ranks per node)."""
+        """Return a cluster with the same links and the given numbers of nodes and of ranks per
+        node."""
         links = {f.name: getattr(self, f.name) for f in dataclasses.fields(Cluster)}
         return Cluster(**links | {"nodes": nodes,
                                   "ranks_per_node": ranks_per_node or self.ranks_per_node})
 
     def with_nodes(self, sizes: Sequence[int]) -> Cluster:
-        """Return the same links with nodes of these sizes.
+        """Return a cluster with the same links whose nodes have the given sizes.
 
         Args:
             sizes: number of ranks of each node.
@@ -193,10 +199,11 @@ class Cluster:
         return UnequalCluster(**vars(equal), of_nodes=tuple(sizes))
 
     def with_ranks(self, ranks: int) -> Cluster:
-        """Return the same links with `ranks` ranks on full nodes, or on one partly used node.
+        """Return a cluster with the same links and `ranks` ranks on full nodes, or on one partly
+        used node.
 
         Raises:
-            ValueError: if the ranks do not fill whole nodes.
+            ValueError: If the ranks do not fill whole nodes.
         """
         if ranks < 1:
             raise ValueError(f"the number of ranks is {ranks}; it must be at least 1")
@@ -214,7 +221,8 @@ class UnequalCluster(Cluster):
     """A cluster whose nodes have different numbers of ranks.
 
     Attributes:
-        of_nodes: number of ranks of each node. `ranks_per_node` is the largest of these numbers.
+        of_nodes: number of ranks of each node. The attribute `ranks_per_node` is the largest of
+            these numbers.
     """
 
     of_nodes: tuple[int, ...]
@@ -233,16 +241,16 @@ class UnequalCluster(Cluster):
 
 
 def load_cluster(path: str | Path) -> Cluster:
-    """Read a cluster file.
+    """Read a cluster from a YAML file.
 
     Raises:
-        ValueError: if the file cannot be read or contains invalid values.
+        ValueError: If the file cannot be read, or if it contains invalid values.
     """
     return load_record(Cluster, path, "cluster file", "create one with `moe-plugin calibrate`")
 
 
 def dump_cluster(cluster: Cluster, comment: str = "") -> str:
-    """Return the text of a cluster file that starts with a comment."""
+    """Return the content of a cluster file that starts with the given comment."""
     import yaml  # imported late: programs that neither read nor write files do not need it
 
     head = "".join(f"# {line}\n" for line in comment.splitlines())

@@ -1,6 +1,7 @@
 """An event simulator in which each resource runs one task at a time.
 
-Tasks start either in issue order (`simulate`) or as soon as they can (`simulate_ready`).
+With `simulate`, tasks start in issue order. With `simulate_ready`, each task starts as soon as
+possible.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ class Task:
 
     Attributes:
         name: unique name of the task.
-        resource: resource that the task occupies for `seconds`.
-        seconds: duration of the task.
+        resource: name of the resource that the task occupies for `seconds`.
+        seconds: duration of the task in seconds.
         after: names of the tasks that must end before this task starts.
-        phase: name under which the task's time is reported. Defaults to the name of the task.
-        also: further resources that the task occupies for the same time.
+        phase: name under which the task's time is reported. The default is the name of the task.
+        also: names of further resources that the task occupies during the same time.
     """
 
     name: str
@@ -37,13 +38,13 @@ class Task:
 
     @property
     def resources(self) -> tuple[str, ...]:
-        """All resources that the task occupies."""
+        """Names of all resources that the task occupies."""
         return (self.resource, *self.also)
 
 
 @dataclass(frozen=True)
 class Span:
-    """The time interval in which a task ran, in seconds."""
+    """The time interval in which a task ran, given by the start and the end in seconds."""
 
     task: Task
     start: float
@@ -52,21 +53,22 @@ class Span:
 
 @dataclass(frozen=True)
 class Timeline:
-    """Result of a simulation. `simulate` lists the spans in issue order."""
+    """Result of a simulation. If `simulate` created the timeline, its spans are in issue order."""
 
     spans: tuple[Span, ...]
 
     @property
     def seconds(self) -> float:
-        """Time at which the last task ends, in seconds."""
+        """Time in seconds at which the last task ends."""
         return max((s.end for s in self.spans), default=0.0)
 
     def busy(self, resource: str) -> float:
-        """Return the seconds in which a resource is busy."""
+        """Return the total time in seconds during which a resource is busy."""
         return sum(s.task.seconds for s in self.spans if resource in s.task.resources)
 
     def phases(self) -> dict[str, float]:
-        """Return the busy seconds by phase, without subtracting overlap."""
+        """Return the total time of the tasks of each phase in seconds, including times that
+        overlap."""
         total: dict[str, float] = {}
         for span in self.spans:
             phase = span.task.phase or span.task.name
@@ -77,7 +79,7 @@ class Timeline:
         """Return the timeline in the trace format of Chrome and Perfetto.
 
         Args:
-            rows: names of the resources, one row of the trace for each.
+            rows: names of the resources. Each resource becomes one row of the trace.
         """
         events: list[dict[str, Any]] = [{
             "name": span.task.name, "cat": span.task.phase, "ph": "X", "pid": 0,
@@ -90,7 +92,8 @@ class Timeline:
 
     @property
     def hidden(self) -> float:
-        """Seconds saved by overlap: the total of all tasks minus the time of the last end."""
+        """Time in seconds that overlap saves, which is the total time of all tasks minus the last
+        end time."""
         return sum(s.task.seconds for s in self.spans) - self.seconds
 
 
@@ -100,8 +103,8 @@ def simulate(tasks: Sequence[Task]) -> Timeline:
     A task starts as soon as its resources are free and the tasks in `after` have ended.
 
     Raises:
-        ValueError: if a task waits for a task that is not issued before it, which would be a
-            deadlock on real hardware, or if a name occurs twice.
+        ValueError: If a task waits for a task that is not issued earlier, which would be a deadlock
+            on real hardware, or if a name occurs twice.
     """
     free: dict[str, float] = {}
     ended: dict[str, float] = {}
@@ -127,8 +130,8 @@ def simulate_ready(tasks: Sequence[Task]) -> Timeline:
     in which the tasks end.
 
     Raises:
-        ValueError: if a name occurs twice, a task has several resources, tasks wait for each other,
-            or a task waits for a missing task.
+        ValueError: If a name occurs twice, if a task has several resources, if tasks wait for each
+            other, or if a task waits for a task that is not in `tasks`.
     """
     number = {task.name: index for index, task in enumerate(tasks)}
     if len(number) < len(tasks) or any(task.also for task in tasks):
@@ -192,15 +195,15 @@ SCHEDULES = ("baseline", "s1", "s2")
 
 @dataclass(frozen=True, kw_only=True)
 class ParmShape:
-    """A layer in the terms of the Parm paper.
+    """Shape of an MoE layer, with the quantities that the Parm paper defines.
 
     Attributes:
-        tokens: BL, the number of tokens of a rank.
-        model_dim: M, the model dimension.
-        rows_factor: k f, the number of rows per token.
-        element_bytes: bytes per element. Defaults to 4.
-        replicas: N_MP, the number of ranks with the same tokens.
-        shards: N_ESP, the number of ranks that share an expert.
+        tokens: number of tokens of a rank, called BL in the paper.
+        model_dim: model dimension, called M in the paper.
+        rows_factor: number of rows per token, which is the product of k and f in the paper.
+        element_bytes: number of bytes per element of the tokens. Defaults to 4.
+        replicas: number of ranks with the same tokens, called N_MP in the paper.
+        shards: number of ranks that share an expert, called N_ESP in the paper.
     """
 
     tokens: int
@@ -212,25 +215,25 @@ class ParmShape:
 
     @property
     def bytes_in(self) -> float:
-        """BLM in bytes: the input tokens of a rank."""
+        """Size of a rank's input tokens in bytes, called BLM in the paper."""
         return self.tokens * self.model_dim * self.element_bytes
 
     @property
     def bytes_rows(self) -> float:
-        """ETM in bytes: the rows of all experts."""
+        """Size of the rows of all experts in bytes, called ETM in the paper."""
         return self.rows_factor * self.bytes_in
 
 
 def schedule_tasks(shape: ParmShape, cluster: Cluster, schedule: str, overlap: bool = False,
                    pieces: int = 1) -> list[Task]:
-    """Return the tasks of the exchanges of one forward pass.
+    """Return the simulator's tasks for the exchanges of one forward pass.
 
     Args:
-        shape: the layer.
+        shape: shape of the layer.
         cluster: the cluster on which the layer runs.
-        schedule: one of `SCHEDULES`.
-        overlap: whether the gather of s2 runs at the same time as the all-to-all.
-        pieces: number of pieces of the overlapped exchanges. Defaults to 1.
+        schedule: name of the schedule, which is one of `SCHEDULES`.
+        overlap: whether the all-gather of schedule `s2` runs at the same time as the all-to-all.
+        pieces: number of pieces into which the overlapped exchanges are split. Defaults to 1.
     """
     world, mp, esp = GroupShape(cluster.ranks), GroupShape(shape.replicas), GroupShape(shape.shards)
     if schedule == "baseline":
@@ -260,10 +263,10 @@ def schedule_tasks(shape: ParmShape, cluster: Cluster, schedule: str, overlap: b
 
 
 def schedule_s(shape: ParmShape, cluster: Cluster, schedule: str, overlap: bool = False) -> float:
-    """Return the seconds of a forward pass's exchanges, in closed form.
+    """Compute the time in seconds of a forward pass's exchanges by a closed formula.
 
     Raises:
-        ValueError: if the schedule is unknown.
+        ValueError: If the schedule is unknown.
     """
     if schedule not in SCHEDULES:
         raise ValueError(f"unknown schedule {schedule!r}. Choose from {', '.join(SCHEDULES)}")
@@ -274,11 +277,12 @@ def schedule_s(shape: ParmShape, cluster: Cluster, schedule: str, overlap: bool 
 
 
 def run_s(shape: ParmShape, cluster: Cluster, schedule: str, pieces: int = 1) -> float:
-    """Return the seconds of a forward pass's exchanges as layers run `s1` or `s2`.
+    """Return the time in seconds of a forward pass's exchanges if layers run schedule `s1` or `s2`.
 
-    The exchanges run in `pieces`, each with separate messages. The gather of a piece in s2 overlaps
-    with the all-to-all of the next piece only if it uses different links, that is, if it stays
-    inside the nodes of a cluster with several nodes.
+    The exchanges are split into `pieces` pieces, and the messages of each piece are sent
+    separately. In schedule `s2`, the all-gather of a piece overlaps with the all-to-all of the next
+    piece only if they use different links. This is the case if the cluster has several nodes and
+    the all-gather stays inside each node.
     """
     world, mp = GroupShape(cluster.ranks), GroupShape(shape.replicas)
     volume = shape.bytes_rows * shape.shards / shape.replicas

@@ -1,4 +1,4 @@
-"""Fits the constants of a cluster to measured exchanges."""
+"""Fitting of a cluster's constants to measured exchanges."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ class Measurement:
     """One measured exchange.
 
     Attributes:
-        nodes, ranks_per_node: the ranks that took part.
+        nodes, ranks_per_node: number of nodes and number of ranks per node that took part.
         algorithm: all-to-all algorithm.
-        size: bytes per rank.
+        size: number of bytes that each rank sends.
         seconds: measured time.
-        machine_s: CPU time divided by the number of cores, on an emulated cluster. None otherwise.
+        machine_s: on an emulated cluster, the CPU time in seconds divided by the number of cores.
+            None otherwise.
     """
 
     nodes: int
@@ -39,7 +40,7 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Fit:
-    """A fitted cluster with the mean and the largest relative error of its predictions."""
+    """A fitted cluster, and the mean and largest relative errors of the times predicted with it."""
 
     cluster: Cluster
     mean_error: float
@@ -47,18 +48,18 @@ class Fit:
 
 
 def fit(measurements: Sequence[Measurement], shape: Cluster, emulated: bool = False) -> Fit:
-    """Fit non-negative constants to measurements by least relative squares.
+    """Fit non-negative constants to measurements by minimizing the squares of the relative errors.
 
     Args:
-        measurements: exchanges of at least two sizes and several algorithms, which are needed to
-            distinguish the links. An emulated cluster also needs several numbers of nodes, because
-            all nodes share one machine.
-        shape: cluster that defines nodes, ranks per node and network cards of the result. The
+        measurements: measured exchanges of at least two sizes and several algorithms, which are
+            needed to distinguish the links. For an emulated cluster, exchanges with several numbers
+            of nodes are needed, because all nodes share one machine.
+        shape: cluster that defines nodes, ranks per node and network cards of the result. The link
             constants of this cluster are ignored.
-        emulated: whether to fit `host` and `wake_s` to the measured CPU time as well.
+        emulated: whether to also fit `host` and `wake_s` to the measured CPU times.
 
     Raises:
-        ValueError: if there are fewer measurements than constants, or if `emulated` is set and a
+        ValueError: If there are fewer measurements than constants, or if `emulated` is set and a
             measurement has no CPU time.
     """
     if len(measurements) < len(LINKS) + len(MACHINE):
@@ -75,10 +76,11 @@ def fit(measurements: Sequence[Measurement], shape: Cluster, emulated: bool = Fa
 
 
 def _machine(measurements: Sequence[Measurement], shape: Cluster) -> dict[str, float]:
-    """Fit `host` and `wake_s`.
+    """Fit the constants `host` and `wake_s` to the measured CPU times.
 
-    A column for copies is part of the fit because copies also cost CPU time. The fitted value of
-    this column is dropped, because copies never overlap the network and `copy_s` covers them.
+    The fit includes a column for copies, because copies also cost CPU time. The fitted value of
+    this column is dropped, because copies never overlap with the network and are already
+    represented by `copy_s`.
     """
     if any(m.machine_s is None for m in measurements):
         raise ValueError(
@@ -96,9 +98,10 @@ def _machine(measurements: Sequence[Measurement], shape: Cluster) -> dict[str, f
 def _links(measurements: Sequence[Measurement], cluster: Cluster) -> Cluster:
     """Fit the constants of the links.
 
-    The time of a phase, (wire^q + machine^q)^(1/q), equals wire * u + machine * v, where u and v
-    depend little on the constants. Therefore linear least squares is iterated with u and v from
-    the previous constants. Without CPU costs u = 1, and one iteration is exact.
+    The time of a phase, `(wire ** q + machine ** q) ** (1 / q)`, is written as `wire * u + machine
+    * v`, where u and v depend only weakly on the constants. Therefore linear least squares is
+    repeated with u and v computed from the previous constants. Without CPU costs, u is 1 and one
+    iteration is exact.
     """
     values = np.zeros(len(LINKS))
     for step in range(ITERATIONS):
@@ -113,7 +116,8 @@ def _links(measurements: Sequence[Measurement], cluster: Cluster) -> Cluster:
 
 
 def _linear(m: Measurement, cluster: Cluster, first: bool) -> tuple[np.ndarray, float]:
-    """Return the factors of `LINKS` at the cluster's constants, and the remaining measured time."""
+    """Return the linear factors of the constants in `LINKS`, and the measured time that they must
+    explain."""
     row, rest, cluster = np.zeros(len(LINKS)), m.seconds, cluster.resized(m.nodes, m.ranks_per_node)
     for phase in _phases(m, cluster):
         machine = cluster.machine_s(*phase.machine)
@@ -135,21 +139,22 @@ def _phases(m: Measurement, shape: Cluster) -> tuple[Phase, ...]:
 
 
 def relative_errors(cluster: Cluster, measurements: Iterable[Measurement]) -> Iterable[float]:
-    """Yield |predicted - measured| / measured for each measurement."""
+    """Yield the relative error `|predicted - measured| / measured` for each measurement."""
     for m in measurements:
         predicted = predict(cluster.resized(m.nodes, m.ranks_per_node), m.algorithm, m.size).seconds
         yield abs(predicted - m.seconds) / m.seconds
 
 
 def nonnegative_least_squares(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Return argmin |a x - b| over x >= 0, by the active-set method of Lawson and Hanson (1974).
+    """Return the x >= 0 that minimizes `|a x - b|`, using the active-set method of Lawson and
+    Hanson (1974).
 
     Args:
-        a: float64, shape [rows, columns].
-        b: float64, shape [rows].
+        a: float64 matrix of shape [rows, columns].
+        b: float64 vector of shape [rows].
 
     Returns:
-        x: float64, shape [columns].
+        x: float64 vector of shape [columns].
     """
     scale = np.linalg.norm(a, axis=0)
     a = a / np.where(scale > 0, scale, 1)  # the columns differ by ten orders of magnitude
@@ -164,7 +169,8 @@ def nonnegative_least_squares(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def _feasible(a: np.ndarray, b: np.ndarray, x: np.ndarray, free: np.ndarray) -> np.ndarray:
-    """Return the best point over the free columns, fixing columns at 0 if they turn negative."""
+    """Return the least-squares solution over the free columns. Columns that become negative are
+    fixed at 0."""
     # each round fixes at least one column; the bound guards against rounding errors
     for _ in range(len(x)):
         target = np.zeros_like(x)
@@ -182,7 +188,8 @@ def _feasible(a: np.ndarray, b: np.ndarray, x: np.ndarray, free: np.ndarray) -> 
 
 
 def _with_values(cluster: Cluster, values: dict[str, float]) -> Cluster:
-    """Return the cluster with some constants replaced, by name (such as "inter.alpha_s")."""
+    """Return a copy of the cluster in which the constants with the given names, such as
+    "inter.alpha_s", are replaced."""
     links = {
         name: {
             key.split(".")[1]: float(value) for key, value in values.items()

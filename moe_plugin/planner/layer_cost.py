@@ -1,7 +1,7 @@
-"""Cost of one MoE layer in a layout: roofline, alpha-beta exchanges, and events for their overlap.
+"""Cost of one MoE layer in a layout, from roofline and alpha-beta models and simulated overlap.
 
-For each direction, r = 0 moves O(P) bytes of parameters and no rows. A layout with r >= 1 moves
-O(r rows + P/(E r)) bytes (Tutel).
+With P bytes of parameters and E experts, a layout with r = 0 moves O(P) bytes in each direction and
+no rows. A layout with r >= 1 moves O(r rows + P/(E r)) bytes (Tutel).
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ PHASES = ("gate", "dispatch", "parameters", "a2a_out", "experts", "a2a_back", "c
 
 @dataclass(frozen=True, kw_only=True)
 class LayerShape:
-    """Work of one MoE layer on one rank.
+    """Shape of one MoE layer, with the work that one rank has.
 
     Attributes:
-        tokens: T, the number of tokens of one rank.
-        capacity_factor: rows are padded to this factor. None means exactly the routed rows.
-        gated: whether an expert has three matrices instead of two.
-        latent_dim: width to which tokens are projected before they are sent, and in which experts
-            compute. 0 means no projection.
-        element_bytes: bytes per element of activations and parameters.
+        tokens: number of tokens T of one rank.
+        capacity_factor: factor by which rows are padded. None means that rows are not padded.
+        gated: whether an expert has three weight matrices instead of two.
+        latent_dim: width to which tokens are projected before they are sent to the experts. 0 means
+            that there is no projection.
+        element_bytes: number of bytes per element of activations and parameters.
         skew: number of rows of the fullest rank divided by the mean, at least 1.
-        shards: number of ranks that share an expert. None means ranks / experts, at least 1.
-        guests: number of experts that a rank may borrow at a time.
-        limits: router limits on the experts of a token.
-        visits: measured destinations of tokens. None means that they are unknown.
+        shards: number of ranks that share an expert. None means `ranks / experts`, but at least 1.
+        guests: maximum number of experts that a rank may borrow at a time.
+        limits: limits of the router on the experts that a token may select.
+        visits: destinations of tokens that were measured in a run. None means unknown.
     """
 
     tokens: int
@@ -70,7 +70,7 @@ class LayerShape:
 
     @property
     def rows(self) -> float:
-        """Number of rows that a rank sends with r = 1."""
+        """Number of rows that a rank sends in a layout with r = 1."""
         return self.tokens * self.top_k * (self.capacity_factor or 1.0)
 
     def cut(self, ranks: int) -> int:
@@ -79,17 +79,17 @@ class LayerShape:
 
     @property
     def matrices(self) -> int:
-        """Number of matrices per expert."""
+        """Number of weight matrices per expert."""
         return 3 if self.gated else 2
 
     @property
     def expert_bytes(self) -> float:
-        """Number of bytes of one expert's matrices."""
+        """Total size of one expert's weight matrices in bytes."""
         return self.matrices * self.row_dim * self.hidden_dim * self.element_bytes
 
     @property
     def row_dim(self) -> int:
-        """Width of a row."""
+        """Number of elements in a row."""
         return self.latent_dim or self.model_dim
 
     @property
@@ -100,9 +100,9 @@ class LayerShape:
 
 @dataclass(frozen=True)
 class LayerCost:
-    """Predicted forward and backward of one layer.
+    """Predicted cost of one layer's forward and backward passes.
 
-    memory_bytes: peak bytes of gathered parameters and rows, in addition to stored parameters.
+    memory_bytes: peak memory in bytes of gathered parameters and rows, without stored parameters.
     """
 
     choice: LayoutChoice
@@ -112,35 +112,35 @@ class LayerCost:
 
     @property
     def seconds(self) -> float:
-        """Seconds of forward and backward together."""
+        """Total time of the forward and backward passes in seconds."""
         return self.forward.seconds + self.backward.seconds
 
     @property
     def hidden(self) -> float:
-        """Seconds saved by overlap in forward and backward."""
+        """Time in seconds that overlap saves in the forward and backward passes."""
         return self.forward.hidden + self.backward.hidden
 
     def phases(self) -> dict[str, float]:
-        """Return the busy seconds by phase, in the order of `PHASES`."""
+        """Return the busy time of each phase in seconds, in the order of `PHASES`."""
         both = [self.forward.phases(), self.backward.phases()]
         return {phase: sum(p.get(phase, 0.0) for p in both) for phase in PHASES}
 
 
 @dataclass(frozen=True)
 class _Sizes:
-    """Sizes of a layer in a layout.
+    """Sizes that a layer has in a given layout.
 
     Attributes:
-        gather: the group of ranks that gathers parameters.
-        piece: bytes that each rank of `gather` contributes.
-        out: bytes that a rank sends.
-        rows_here, experts_here, inner: rows, experts and inner width that a rank computes.
-        tokens: bytes of a rank's tokens if all ranks gather them, otherwise 0.
-        travel: ratio of the bytes that the busiest rank sends or receives to `out`.
-        lend: bytes of lent weights that the busiest rank sends or receives.
-        guests: largest number of experts that a rank borrows.
-        once: rows per token if tokens are not sent once per selected expert, otherwise None.
-        gather_s, reduce_s: seconds to gather parameters and to reduce their gradients.
+        gather: group of ranks that gather parameters from each other.
+        piece: number of bytes that each rank of `gather` contributes.
+        out: number of bytes that a rank sends to the experts.
+        rows_here, experts_here, inner: number of rows, number of experts and inner width on a rank.
+        tokens: size of a rank's tokens in bytes if all ranks gather them, otherwise 0.
+        travel: number of bytes that the busiest rank sends or receives, divided by `out`.
+        lend: number of bytes of lent weights that the busiest rank sends or receives.
+        guests: maximum number of experts that a rank borrows.
+        once: rows per token if tokens are sent once per rank or per node, otherwise None.
+        gather_s, reduce_s: time in seconds to gather parameters, and to reduce their gradients.
     """
 
     shards: int
@@ -160,7 +160,7 @@ class _Sizes:
 
 
 def spill_costs(shape: LayerShape, cluster: Cluster, device: Device) -> SpillCosts:
-    """Return the forward and backward cost of moving a row and of lending an expert or shard."""
+    """Return the cost in both passes of moving a row and of lending an expert or a shard."""
     link, sharing = cluster.intra, 1.0
     if cluster.nodes > 1:
         link = cluster.inter
@@ -175,9 +175,9 @@ def spill_costs(shape: LayerShape, cluster: Cluster, device: Device) -> SpillCos
 
 def _spread(shape: LayerShape, cluster: Cluster, device: Device,
             choice: LayoutChoice) -> Spread | None:
-    """Return the load of the busiest rank after rows spilled, or None if no row spills.
+    """Return the load of the busiest rank after rows have spilled, or None if no row spills.
 
-    One expert is assumed to cause the whole skew. The other experts share the remaining rows.
+    A single expert is assumed to cause the whole skew. All other experts share the remaining rows.
     """
     ranks, shards = cluster.ranks, shape.cut(cluster.ranks)
     if shape.skew <= 1 or choice.spill == "never" or ranks == 1:
@@ -195,7 +195,7 @@ def _spread(shape: LayerShape, cluster: Cluster, device: Device,
 @lru_cache(maxsize=8)  # many choices share a spread, because they differ in other fields
 def _spread_of(row: tuple[int, ...], ranks: int, costs: SpillCosts, policy: str,
                guests: int) -> Spread | None:
-    """Return the busiest rank's load if all ranks have these rows by expert."""
+    """Return the busiest rank's load if every rank has `row[v]` rows for each expert v."""
     plan = plan_spill([row] * ranks, costs, policy, guests)
     return None if plan is None else plan.spread()
 
@@ -229,7 +229,7 @@ def _sizes(shape: LayerShape, cluster: Cluster, device: Device, choice: LayoutCh
 
 @dataclass(frozen=True)
 class _Work:
-    """Work of the experts in one direction. passes: 1 in forward, 2 in backward."""
+    """Work of the experts in one pass. passes: cost factor, which is 2 in the backward pass."""
 
     shape: LayerShape
     sizes: _Sizes
@@ -237,7 +237,7 @@ class _Work:
     passes: int
 
     def seconds(self, share: float, by_experts: bool = False) -> float:
-        """Return the seconds for a share of each expert's rows, or for a share of the experts."""
+        """Return the time in seconds for a fraction of each expert's rows, or of the experts."""
         shape, sizes, rows = self.shape, self.sizes, self.sizes.rows_here * share
         experts = max(1.0, sizes.experts_here * share) if by_experts else sizes.experts_here
         flops = 2 * shape.matrices * rows * shape.row_dim * sizes.inner
@@ -251,9 +251,9 @@ class _Work:
 def _through_experts(cluster: Cluster, work: _Work, choice: LayoutChoice, d: int,
                      links: tuple[str, str], after: str,
                      parameters: tuple[str, ...] = ()) -> list[Task]:
-    """Return the tasks of the exchanges and the experts. All pieces are sent before any returns.
+    """Return tasks for exchanges and experts. All pieces are sent before any piece is returned.
 
-    Pieces are sent over `links[0]` and returned over `links[1]`, in `d` groups.
+    In `d` groups, pieces are sent over `links[0]` and returned over `links[1]`.
     """
     sizes = work.sizes
     if not sizes.out:
@@ -276,7 +276,7 @@ def _through_experts(cluster: Cluster, work: _Work, choice: LayoutChoice, d: int
 
 def _exchange_s(cluster: Cluster, shape: LayerShape, sizes: _Sizes, choice: LayoutChoice,
                 d: int) -> float:
-    """Return the seconds to send one of `d` groups of pieces in one direction."""
+    """Return the time in seconds to send one of `d` groups of pieces in one direction."""
     group = GroupShape(cluster.ranks)
     if sizes.tokens:
         return all_gather_s(cluster, group, sizes.tokens)
@@ -287,14 +287,14 @@ def _exchange_s(cluster: Cluster, shape: LayerShape, sizes: _Sizes, choice: Layo
 
 
 def _staying(work: _Work, share: float, name: str, after: tuple[str, ...]) -> list[Task]:
-    """Return a task for half of the rows that stay on their rank, if pieces exclude these rows."""
+    """Return a task for half of the rows that stay on their rank if pieces exclude them."""
     seconds = work.seconds(share / 2)
     return [Task(f"experts_{name}", COMPUTE, seconds, after, "experts")] if share else []
 
 
 def _copies_s(shape: LayerShape, sizes: _Sizes, cluster: Cluster, device: Device,
               r: int) -> float:
-    """Return the seconds to permute a rank's rows, including copies to and from send buffers."""
+    """Return the time in seconds to permute a rank's rows, including copies via send buffers."""
     rows = shape.rows * r if sizes.out else sizes.rows_here
     if sizes.once is not None:
         rows = sizes.out / shape.row_bytes
@@ -303,7 +303,7 @@ def _copies_s(shape: LayerShape, sizes: _Sizes, cluster: Cluster, device: Device
 
 
 def _token_matmul_s(shape: LayerShape, device: Device, width: int, bytes_each: int) -> float:
-    """Return the seconds to multiply a rank's tokens by one [model_dim, width] matrix."""
+    """Return the time in seconds to multiply a rank's tokens by one [model_dim, width] matrix."""
     flops = 2.0 * shape.tokens * shape.model_dim * width
     moved = shape.tokens * (shape.model_dim * shape.element_bytes + bytes_each * width)
     return device.matmul_s(shape.tokens, flops, moved) if width else 0.0
@@ -315,7 +315,7 @@ def _names(tasks: list[Task], phase: str) -> tuple[str, ...]:
 
 def _forward_tasks(shape: LayerShape, cluster: Cluster, device: Device, choice: LayoutChoice,
                    sizes: _Sizes) -> list[Task]:
-    """Return the tasks of the forward pass in issue order."""
+    """Return the simulator's tasks of the forward pass in issue order."""
     d = choice.d if sizes.out else 1
     gate = _token_matmul_s(shape, device, shape.experts, 8)
     project = _token_matmul_s(shape, device, shape.latent_dim, shape.element_bytes)
@@ -336,7 +336,7 @@ def _forward_tasks(shape: LayerShape, cluster: Cluster, device: Device, choice: 
 
 def _backward_tasks(shape: LayerShape, cluster: Cluster, device: Device, choice: LayoutChoice,
                     sizes: _Sizes) -> list[Task]:
-    """Return the tasks of the backward pass in issue order, with its own number of pieces."""
+    """Return the tasks of the backward pass (`choice.backward_d` pieces) in issue order."""
     d = choice.backward_d if sizes.out else 1
     copies = _copies_s(shape, sizes, cluster, device, choice.r)
     copies += 2 * _token_matmul_s(shape, device, shape.latent_dim, shape.element_bytes)
@@ -356,7 +356,7 @@ def _backward_tasks(shape: LayerShape, cluster: Cluster, device: Device, choice:
 
 
 def _lend_s(cluster: Cluster, sizes: _Sizes) -> float:
-    """Return the seconds to lend weights, or to return the gradients of lent weights."""
+    """Return the time in seconds to lend weights, or to return the gradients of lent weights."""
     return all_to_all_s(cluster, GroupShape(cluster.ranks), "linear", sizes.lend)
 
 
@@ -370,7 +370,7 @@ def _memory(shape: LayerShape, sizes: _Sizes) -> float:
 
 
 def _of_all(sizes: _Sizes, cluster: Cluster, collectives: Seconds | None) -> _Sizes:
-    """Return the sizes with the seconds of the parameter collectives filled in."""
+    """Return a copy of the sizes that includes the times of the parameter collectives."""
     native = {"all_gather": all_gather_s(cluster, sizes.gather, sizes.piece),
               "reduce_scatter": reduce_scatter_s(cluster, sizes.gather, sizes.piece)}
     if collectives is not None and sizes.piece and sizes.gather.size == cluster.ranks:
@@ -385,12 +385,12 @@ def layer_cost(shape: LayerShape, cluster: Cluster, device: Device, choice: Layo
                collectives: Seconds | None = None) -> LayerCost:
     """Return the predicted cost of a layer on all ranks of `cluster`.
 
-    collectives: seconds of the parameter collectives. Defaults to native collectives.
+    collectives: times of the parameter collectives. By default, native collectives are used.
     """
     if choice.r and cluster.ranks > 1 and shape.cut(cluster.ranks) % choice.r:
         raise ValueError(
-            f"r={choice.r} does not fit {shape.experts} experts on {cluster.ranks} ranks. Use 0 or "
-            f"a divisor of {shape.cut(cluster.ranks)}")
+            f"r={choice.r} is not possible with {shape.experts} experts on {cluster.ranks} ranks. "
+            f"Use 0 or a divisor of {shape.cut(cluster.ranks)}")
     sizes = _of_all(_sizes(shape, cluster, device, choice), cluster, collectives)
     forward = simulate(_forward_tasks(shape, cluster, device, choice, sizes))
     backward = simulate(_backward_tasks(shape, cluster, device, choice, sizes))
@@ -400,7 +400,7 @@ def layer_cost(shape: LayerShape, cluster: Cluster, device: Device, choice: Layo
 def rank_choices(shape: LayerShape, cluster: Cluster, device: Device,
                  choices: Iterable[LayoutChoice] | None = None,
                  collectives: Seconds | None = None) -> list[LayerCost]:
-    """Return the costs of all choices, fastest first. See `layer_cost` for `collectives`."""
+    """Return the costs of all choices, fastest first. For `collectives`, see `layer_cost`."""
     if choices is None:
         choices = legal_choices(shape.experts, cluster.ranks, algorithms=tuple(COSTS))
     costs = [layer_cost(shape, cluster, device, choice, collectives) for choice in choices]

@@ -1,19 +1,21 @@
-"""Optimal token shares between all pairs of ranks for arbitrary link costs (TA-MoE).
+"""Optimal distribution of tokens over all pairs of ranks for arbitrary link costs (TA-MoE).
 
-Source: Chen et al. 2022 (TA-MoE), section 4.1. There are W ranks, and beta_ij is the cost of a byte
-from rank i to rank j. If rank i sends the share c_ij of its tokens to rank j, the exchange takes
-M = max_ij beta_ij c_ij. The linear program minimizes M while all rows and columns of c sum to 1:
-each rank sends all its tokens, and each rank computes the same number of rows.
+The method is described in section 4.1 of the TA-MoE paper (Chen et al., 2022). There are W ranks,
+and beta_ij is the cost of a byte from rank i to rank j. If rank i sends the fraction c_ij of its
+tokens to rank j, the exchange takes the time `M = max_ij beta_ij c_ij`. A linear program minimizes
+M under the condition that each row and column of c sums to 1, because each rank sends all of its
+tokens and computes the same number of rows.
 
 By the max-flow min-cut theorem, the least M is the largest value of
 
     (|S| + |T| - W) / sum_{i in S, j in T} 1 / beta_ij
 
-over all sets S of senders and T of receivers, because at least |S| + |T| - W of the tokens of S
-must be sent to T. `optimal_shares` searches for this cut, and for shares that come close to it. At
-the exact optimum some shares are zero. A router could not learn zero shares, and their penalty
-1 / c would be infinite. Therefore the exchange may be 1 % slower than the optimum (`SLACK`). Of all
-such shares, the function returns the shares nearest to the closed form c_ij ~ 1 / beta_ij.
+over all sets S of senders and T of receivers, because at least the amount `|S| + |T| - W`, in units
+of one rank's tokens, must be sent from S to T. `optimal_shares` searches for the cut with this
+value, and for shares whose time is close to it. At the exact optimum, some shares are zero. A
+router could not learn these shares, and their penalty `1 / c` would be infinite. Therefore the
+exchange may be 1 % slower than the optimum (`SLACK`). Of all shares within this limit, the function
+returns those nearest to shares proportional to `1 / beta_ij`.
 """
 
 from __future__ import annotations
@@ -36,8 +38,9 @@ class LinkShares:
     """Result of `optimal_shares`.
 
     Attributes:
-        shares_WW: float64, the shares c_ij > 0. Rows sum to 1, and columns sum to 1 up to rounding.
-        optimum: the least possible max_ij beta_ij c_ij, in the unit of beta.
+        shares_WW: float64 matrix of the shares c_ij > 0. Each row sums to 1, and each column sums
+            to 1 up to rounding.
+        optimum: smallest possible value of `max_ij beta_ij c_ij` in the unit of beta.
     """
 
     shares_WW: Matrix
@@ -48,10 +51,11 @@ def optimal_shares(costs: Sequence[Sequence[float]]) -> LinkShares:
     """Return shares for which the slowest link takes at most 1 % longer than the optimum.
 
     Args:
-        costs: beta_ij > 0, the cost of a byte from rank i to rank j, including the diagonal.
+        costs: matrix of beta_ij > 0, the cost of sending a byte from rank i to rank j. The diagonal
+            is required as well.
 
     Raises:
-        ValueError: if the costs are not a square matrix of finite numbers > 0, or if they differ by
+        ValueError: If the costs are not a square matrix of finite numbers > 0, or if they differ by
             so many orders of magnitude that the search does not converge.
     """
     return _solve(tuple(map(tuple, costs)))
@@ -85,11 +89,12 @@ def _solve(costs: tuple[tuple[float, ...], ...]) -> LinkShares:
 
 
 def _scales(inverse_WW: Matrix, other_W: Matrix, most: float) -> Matrix:
-    """Return the factor u_i of each row with sum_j min(most, u_i other_j) inverse_ij = 1, [W].
+    """Return the factors u [W] of the rows for which `sum_j min(most, u_i other_j) inverse_ij` is
+    1.
 
     Scaling rows and columns alternately (Sinkhorn), with a bound on each entry, converges to the
-    feasible shares nearest to `inverse_WW` in relative entropy. In each row the entries with the
-    largest `other_j` reach the bound, and the least number of such entries that fits is used.
+    feasible shares nearest to `inverse_WW` in relative entropy. In each row, the entries with the
+    largest `other_j` reach the bound, and the smallest possible number of such entries is used.
     """
     order_W = np.argsort(-other_W)
     sorted_W, by_order_WW = other_W[order_W], inverse_WW[:, order_W]
@@ -103,7 +108,7 @@ def _scales(inverse_WW: Matrix, other_W: Matrix, most: float) -> Matrix:
 
 
 def _best_cut(inverse_WW: Matrix, rows_W: Matrix, columns_W: Matrix) -> float:
-    """Return the largest bound of all cuts between large and small factors.
+    """Return the largest lower bound of all cuts between ranks with large and with small factors.
 
     If `most` is too small for any shares, the factors on both sides of the violated cut diverge.
     """

@@ -1,4 +1,4 @@
-"""Records for models, plans and measurements, and the rank groups that a plan creates."""
+"""Records of models, plans and measurements, and the rank groups that a plan creates."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from moe_plugin.utils.messages import short
 # Measurements of real ranks are written to files, which later plans reuse.
 @dataclass(frozen=True, kw_only=True)
 class MeasuredNetwork:
-    """Network constants measured between real ranks.
+    """Constants of a network that were measured between real ranks.
 
     Attributes:
-        about: properties that other ranks must share to reuse this measurement.
-        cluster: the cluster fitted to measured all-to-alls, with as many ranks as took part in the
-            measurement.
+        about: properties that must be the same on different ranks if they reuse this measurement.
+        cluster: cluster whose constants are fitted to measured all-to-alls, with the number of
+            ranks that took part in the measurement.
     """
 
     about: dict[str, str] = field(default_factory=dict)
@@ -36,8 +36,8 @@ class Processor:
     """Compute speed of real ranks, measured while all ranks compute at the same time.
 
     Attributes:
-        about: properties that other ranks must share to reuse this measurement.
-        device: the device fitted to measured matrix products.
+        about: properties that must be the same on different ranks if they reuse this measurement.
+        device: device whose constants are fitted to measured matmuls.
     """
 
     about: dict[str, str] = field(default_factory=dict)
@@ -48,7 +48,7 @@ Record = TypeVar("Record", MeasuredNetwork, Processor)
 
 
 def dump(record: MeasuredNetwork | Processor) -> str:
-    """Return the record as the text of a measurement file."""
+    """Convert a record to the content of a measurement file."""
     return json.dumps(asdict(record), indent=1) + "\n"
 
 
@@ -56,7 +56,7 @@ def load(kind: type[Record], path: str | Path) -> Record:
     """Read a measurement file of the given type.
 
     Raises:
-        ValueError: if the file cannot be read or contains no record of this type.
+        ValueError: If the file cannot be read, or if it does not contain a record of this type.
     """
     return load_record(kind, path, "file of measurements", "measure again with --fresh")
 
@@ -68,30 +68,31 @@ MAX_SIZE = 10**12  # larger than in any real model, and small enough that produc
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """Shape of a decoder that has experts in every `moe_every`-th layer.
+    """Shape of a decoder in which every `moe_every`-th layer has experts.
 
     Attributes:
-        moe_first: whether the first layer of every `moe_every` layers has experts (Megatron's
-            `--moe-layer-freq`) instead of the last layer (fairseq's `--moe-freq`). The method
+        moe_first: whether the first of every `moe_every` layers has experts, as with Megatron's
+            `--moe-layer-freq`, instead of the last, as with fairseq's `--moe-freq`. The method
             `in_host` sets this field.
         sharded_optimizer: whether each data-parallel rank stores an equal share of the optimizer
             state of its replicated parameters (Megatron's `--use-distributed-optimizer`). The
             method `in_host` sets this field.
         ffn_dim: inner width of dense layers.
         hidden_dim: inner width of an expert. 0 means `ffn_dim`.
-        latent_dim: width in which rows are sent and experts compute. 0 means `model_dim`.
+        latent_dim: width of the rows that are sent to experts and that experts compute. 0 means
+            `model_dim`.
         sequence: number of tokens per sequence.
         global_batch: number of sequences per step.
-        groups, group_top_k: limit each token to experts in `group_top_k` of `groups` groups of
-            consecutive experts. In DeepSeek's node-limited routing a group is a node, so the limit
-            bounds the number of ranks and nodes that receive a token. With `groups=1` routing is
-            not limited.
+        groups, group_top_k: number of groups of consecutive experts, and number of these groups
+            from which a token may select experts. In DeepSeek's node-limited routing, a group
+            corresponds to a node, so the limit bounds the number of ranks and nodes that receive a
+            token. With `groups=1`, routing is not limited.
         capacity_factor: capacity factor of the experts. None means that no token is dropped.
         skew: number of rows of the busiest rank divided by the mean over all ranks, at least 1.
-        element_bytes: bytes per element of weights and activations.
-        state_bytes: bytes of gradient and optimizer state per parameter, without the weight itself
-            (fp32 gradient 4, master weight 4, Adam moments 8). Values up to 4 mean that there is
-            only a gradient and no optimizer state.
+        element_bytes: number of bytes per element of weights and activations.
+        state_bytes: bytes of gradient and optimizer state per parameter, without the weight itself.
+            An fp32 gradient has 4 bytes, a master weight 4, and the Adam moments 8. Values up to 4
+            mean that there is a gradient but no optimizer state.
     """
 
     layers: int
@@ -134,7 +135,7 @@ class ModelShape:
                              "Set skew to at most the number of experts in the model file")
         least = -(-self.top_k * self.groups // self.experts)  # fewest groups with top_k experts
         if self.groups > 1 and not least <= self.group_top_k <= self.groups:
-            raise ValueError(f"model group_top_k={self.group_top_k} does not fit top_k="
+            raise ValueError(f"model group_top_k={self.group_top_k} is not possible with top_k="
                              f"{self.top_k} and groups={self.groups}; it must be from {least} to "
                              f"{self.groups}. Correct the model file")
 
@@ -145,11 +146,11 @@ class ModelShape:
         return dataclasses.replace(self, moe_first=megatron, sharded_optimizer=megatron)
 
     def moe_before(self, layer: int) -> int:
-        """Return how many of the first `layer` layers have experts."""
+        """Return the number of layers with experts among the first `layer` layers."""
         return -(-layer // self.moe_every) if self.moe_first else layer // self.moe_every
 
     def has_experts(self, layer: int) -> bool:
-        """Return whether a layer, counted from 0, has experts."""
+        """Return True if the layer with the given index, counted from 0, has experts."""
         return self.moe_before(layer + 1) > self.moe_before(layer)
 
     @property
@@ -158,7 +159,7 @@ class ModelShape:
         return self.moe_before(self.layers)
 
     def stages(self, pp: int) -> list[range]:
-        """Return the layers of each of `pp` pipeline stages.
+        """Return the layer indices of each of `pp` pipeline stages.
 
         All stages have the same number of layers, except that the last stages may have fewer.
         """
@@ -167,7 +168,8 @@ class ModelShape:
                 for first in range(0, pp * size, size)]
 
     def fullest(self, pp: int) -> tuple[int, int]:
-        """Return (layers, layers with experts) of the stage with the most expert layers."""
+        """Return the number of layers and of layers with experts of the stage with most expert
+        layers."""
         return max((self.moe_before(layers.stop) - self.moe_before(layers.start), len(layers))
                    for layers in self.stages(pp))[::-1]
 
@@ -185,7 +187,7 @@ class ModelShape:
         return attention + dense + self.vocab * self.model_dim + of_tokens
 
     def parameter_bytes(self) -> dict[str, int]:
-        """Return the bytes per parameter for weights, gradients and optimizer state."""
+        """Return the number of bytes per parameter of weights, gradients and optimizer state."""
         gradient = min(GRADIENT_BYTES, self.state_bytes)
         return {"parameters": self.element_bytes, "gradients": gradient,
                 STATE: self.state_bytes - gradient}
@@ -206,7 +208,7 @@ class ModelShape:
         return self.hidden_dim or self.ffn_dim
 
     def layer(self, tokens: int) -> LayerShape:
-        """Return the shape of one MoE layer with `tokens` tokens per rank."""
+        """Return the shape of one MoE layer of the model with `tokens` tokens per rank."""
         return LayerShape(tokens=max(1, tokens), model_dim=self.model_dim,
                           latent_dim=self.latent_dim, hidden_dim=self.expert_dim,
                           experts=self.experts,
@@ -216,24 +218,24 @@ class ModelShape:
 
     @property
     def limits(self) -> Limits:
-        """Limits on the experts that a token may use."""
+        """Limits of the router on the experts that a token may select."""
         return Limits(self.groups, self.group_top_k if self.groups > 1 else 1)
 
 
 @dataclass(frozen=True, order=True, kw_only=True)
 class ModelPlan:
-    """Distribution of a model over a cluster.
+    """Plan of how a model is distributed over a cluster.
 
-    Ranks are ordered as in Megatron: tensor, expert, data, pipeline. Expert groups are folded over
-    the tensor- and data-parallel ranks.
+    As in Megatron, the order of the parallel dimensions is tensor, expert, data, pipeline. Expert
+    groups are folded over the tensor- and data-parallel ranks.
 
     Attributes:
-        tp, pp, dp: tensor-, pipeline- and data-parallel sizes, with the number of ranks as their
-            product.
-        ep: number of ranks that divide the list of experts.
-        etp: number of ranks that divide each expert's width.
+        tp, pp, dp: tensor-, pipeline- and data-parallel sizes. Their product is the number of
+            ranks.
+        ep: number of ranks among which the experts are divided.
+        etp: number of ranks among which each expert's inner width is divided.
         micro_batch: number of sequences per micro-batch.
-        layout: layout of the MoE layers in their groups of ep * etp ranks.
+        layout: layout of the MoE layers within each expert group of `ep * etp` ranks.
     """
 
     tp: int
@@ -259,14 +261,14 @@ class ModelPlan:
         return model.global_batch // (self.dp * self.micro_batch)
 
     def tokens(self, model: ModelShape) -> int:
-        """Return how many tokens one rank routes per micro-batch.
+        """Return the number of tokens that one rank routes per micro-batch.
 
-        Tensor-parallel ranks split a micro-batch among themselves.
+        The tokens of a micro-batch are divided among the tensor-parallel ranks.
         """
         return self.micro_batch * model.sequence // self.tp
 
     def groups(self) -> dict[str, GroupShape]:
-        """Return the groups of ranks by name."""
+        """Return the rank groups of each kind of parallelism by name."""
         return {
             "tp": GroupShape(self.tp), "dp": GroupShape(self.dp, self.tp),
             "experts": GroupShape(self.expert_ranks),
@@ -278,12 +280,12 @@ class ModelPlan:
         return self.groups()["experts"].shape(cluster)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the plan as a dictionary of plain values, including `expert_dp`."""
+        """Convert the plan to a dictionary of plain values that includes `expert_dp`."""
         return {**dataclasses.asdict(self), "expert_dp": self.expert_dp}
 
     @property
     def label(self) -> str:
-        """One line that describes the plan: its sizes, and its layout in words."""
+        """One-line description of the plan's sizes and layout."""
         return (f"TP{self.tp} PP{self.pp} DP{self.dp} EP{self.ep} ETP{self.etp} "
                 f"mb{self.micro_batch} ({self.layout.words})")
 
@@ -292,6 +294,6 @@ def load_model(path: str | Path) -> ModelShape:
     """Read a model file, such as those in `configs/plans/`.
 
     Raises:
-        ValueError: if the file cannot be read or does not describe a `ModelShape`.
+        ValueError: If the file cannot be read, or if it does not describe a `ModelShape`.
     """
     return load_record(ModelShape, path, "model file", "see configs/plans/")

@@ -1,6 +1,7 @@
-"""Exact branch-and-bound search for the fastest plans.
+"""Exact branch-and-bound search for the fastest parallelization plans.
 
-The search varies TP, EP, ETP, DP, PP, the micro-batch, and r, d, algorithm and send of the layout.
+The search varies TP, EP, ETP, DP, PP and the micro-batch, and the layout's values of r, d,
+algorithm and send.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ LAYOUT_AXES = ("r", "d", "algorithm", "send")
 
 @dataclass(frozen=True, kw_only=True)
 class Space:
-    """The values that a search varies.
+    """The values that a search for plans may use.
 
     Attributes:
-        degrees: overlap degrees of the layouts.
-        algorithms: all-to-all algorithms of the layouts.
-        sends: values of `LayoutChoice.send`.
-        micro_batches: numbers of sequences per micro-batch.
+        degrees: overlap degrees that layouts may use.
+        algorithms: all-to-all algorithms that layouts may use.
+        sends: values of `LayoutChoice.send` that layouts may use.
+        micro_batches: numbers of sequences per micro-batch that plans may use.
         data_parallel_only: whether to exclude tensor and pipeline parallelism, for host frameworks
             that support neither.
     """
@@ -43,13 +44,13 @@ class Space:
 
 @dataclass(frozen=True)
 class Found:
-    """Result of a search.
+    """Result of a search for the fastest plans.
 
     Attributes:
-        plans: the fastest plans, fastest first, each with its best layout.
+        plans: fastest plans, ordered by time, each with the best layout for this plan.
         tried: number of layouts whose cost was computed.
         skipped: number of plans excluded by the lower bound.
-        too_big: number of plans that exceed the memory in every layout.
+        too_big: number of plans that exceed the device's memory with every layout.
     """
 
     plans: list[PlanCost]
@@ -59,7 +60,7 @@ class Found:
 
 
 def outlines(model: ModelShape, cluster: Cluster, space: Space) -> Iterator[ModelPlan]:
-    """Yield all plans, still without their final layout.
+    """Yield all plans with a preliminary layout.
 
     Tensor parallelism stays inside a node, and all stages have the same number of layers. The size
     of an expert group is a multiple or a divisor of the number of experts.
@@ -78,7 +79,8 @@ def outlines(model: ModelShape, cluster: Cluster, space: Space) -> Iterator[Mode
 
 def _micro_batches(model: ModelShape, cluster: Cluster, space: Space, tp: int, pp: int,
                    group: int) -> Iterator[ModelPlan]:
-    """Yield the plans for one tp, one pp and one size of expert groups."""
+    """Yield the plans with the given tensor- and pipeline-parallel sizes and size of expert
+    groups."""
     dp, etp = cluster.ranks // (tp * pp), max(1, group // model.experts)
     if model.experts % group and group % model.experts:
         return
@@ -93,10 +95,11 @@ def _micro_batches(model: ModelShape, cluster: Cluster, space: Space, tp: int, p
 
 def search(model: ModelShape, cluster: Cluster, device: Device, space: Space = Space(),
            keep: int = 8) -> Found:
-    """Return the `keep` fastest plans that fit the device's memory, each with its best layout.
+    """Return the `keep` fastest plans that fit into the device's memory, each with its best layout.
 
     Raises:
-        ValueError: if no plan fits. The message states how much memory the smallest plan needs.
+        ValueError: If no plan fits into the device's memory. The message states how much memory the
+            smallest plan needs.
     """
     order = sorted(outlines(model, cluster, space), key=lambda p:
                    (lower_bound_s(model, cluster, device, p), p))
@@ -144,7 +147,7 @@ def sends_of(model: ModelShape, cluster: Cluster, space: Space,
     """Return the values of `LayoutChoice.send` that a plan may use.
 
     Sending a token once per rank or node requires a dropless layer and several experts per token.
-    Sending once per node also requires several nodes with several ranks each.
+    Sending a token once per node also requires several nodes with several ranks each.
     """
     if model.capacity_factor is not None or model.top_k == 1:
         return ("rows",)
@@ -157,8 +160,8 @@ def alternatives(model: ModelShape, cluster: Cluster, device: Device, best: Plan
                  space: Space = Space()) -> dict[str, PlanCost]:
     """Return, for each axis, the best plan that differs from `best` on this axis.
 
-    All other numbers of the plan may differ, too. A plan that does not fit the memory is returned
-    only if no plan that differs on this axis fits.
+    On all remaining axes, the plan may also differ from `best`. A plan that exceeds the device's
+    memory is returned only if every plan that differs on this axis exceeds it.
     """
     best_by_axis: dict[str, PlanCost] = {}
     for outline in tracked(list(outlines(model, cluster, space)), "comparing", "plan"):
@@ -173,12 +176,13 @@ def alternatives(model: ModelShape, cluster: Cluster, device: Device, best: Plan
 
 
 def value_of(plan: ModelPlan, axis: str) -> int | str:
-    """Return a plan's value on an axis of `PLAN_AXES` or `LAYOUT_AXES`."""
+    """Return a plan's value for an axis from `PLAN_AXES` or `LAYOUT_AXES`."""
     value: int | str = getattr(plan.layout if axis in LAYOUT_AXES else plan, axis)
     return value
 
 
 def _rank(cost: PlanCost, device: Device) -> tuple:
-    """Return a sort key: fitting plans first, by time; then plans that do not fit, by size."""
+    """Return a sort key that puts plans that fit into memory first, by time, and all others by
+    size."""
     over = cost.memory_bytes > device.usable_bytes
     return over, cost.memory_bytes if over else 0.0, _order(cost)

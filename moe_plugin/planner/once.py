@@ -1,11 +1,12 @@
-"""Traffic and time of sending each token's row once per rank or node, and ring collectives.
+"""Traffic and time if each token's row is sent once per rank or node, and times of ring
+collectives.
 
-If k choices are distributed evenly over W targets, a token has W (1 - (1 - 1/W)^k) targets on
-average (`expected_targets`). With `send=nodes` a row is sent once to each node, between ranks with
-the same local index, and then forwarded inside the node. Sending once per node uses the two phases
-of 2DH with other numbers of rows. (Expert, weight) pairs are sent in separate exchanges next to the
-rows. In forward the pairs are sent to the experts, and in backward the gradients of the weights are
-sent back.
+If the k choices of a token are distributed evenly over W targets, the token is sent to `W (1 - (1 -
+1/W)^k)` targets on average (`expected_targets`). With `send=nodes`, a row is sent once to each
+node, where the rank with the sender's local index receives it and forwards it inside the node.
+This uses the two phases of the 2DH algorithm, but with different numbers of rows. Pairs of an
+expert index and a routing weight are sent in separate exchanges. In the forward pass, the pairs are
+sent to the experts, and in the backward pass, the gradients of the weights are sent back.
 """
 
 from __future__ import annotations
@@ -27,17 +28,18 @@ from moe_plugin.planner.cluster import Cluster
 # the ranks of a node use their network cards together.
 @dataclass(frozen=True)
 class GroupShape:
-    """A group of `size` ranks that are `stride` apart. With stride 1 the ranks are consecutive."""
+    """A group of `size` ranks whose indices are `stride` apart. With stride 1, the ranks are
+    consecutive."""
 
     size: int
     stride: int = 1
 
     def per_node(self, cluster: Cluster) -> int:
-        """Return the number of group members on one node."""
+        """Return the number of ranks of the group on one node."""
         return max(1, min(self.size, cluster.ranks_per_node // self.stride))
 
     def shape(self, cluster: Cluster) -> Cluster:
-        """Return the group as a separate cluster with its nodes and its members per node.
+        """Return the group as a separate cluster with the group's nodes and ranks per node.
 
         All groups of the same shape communicate at the same time, so the groups on one node share
         the network cards of the node.
@@ -51,7 +53,7 @@ class GroupShape:
 
 
 def all_to_all_s(cluster: Cluster, group: GroupShape, algorithm: str, size: float) -> float:
-    """Return the seconds of an all-to-all of `size` bytes per rank.
+    """Return the time in seconds of an all-to-all of `size` bytes per rank.
 
     An algorithm without a cost model is assumed to cost as much as `linear`.
     """
@@ -62,7 +64,8 @@ def all_to_all_s(cluster: Cluster, group: GroupShape, algorithm: str, size: floa
 
 
 def _ring_steps_s(cluster: Cluster, group: GroupShape, piece: float) -> float:
-    """Return the seconds of n - 1 ring steps in which every rank forwards `piece` bytes."""
+    """Return the time in seconds of the n - 1 steps of a ring in which every rank forwards `piece`
+    bytes."""
     if group.size == 1:
         return 0.0
     shape = group.shape(cluster)
@@ -80,11 +83,11 @@ def _ring_steps_s(cluster: Cluster, group: GroupShape, piece: float) -> float:
 
 
 def _two_steps_s(cluster: Cluster, group: GroupShape, piece: float) -> float:
-    """Return the seconds of an all-gather in two steps (`comm.by_nodes`).
+    """Return the time in seconds of an all-gather in two steps; see `comm.by_nodes`.
 
-    The first step runs between ranks with the same local index on n nodes, and the second step
-    inside nodes of p ranks. A node's network cards send (n - 1) p pieces instead of the n p - 1
-    pieces of a ring.
+    The first step runs between ranks with the same local index on n nodes, and the second step runs
+    inside each node of p ranks. The network cards of a node send `(n - 1) p` pieces instead of the
+    `n p - 1` pieces of a ring.
     """
     shape = group.shape(cluster)
     n, p = shape.nodes, shape.ranks_per_node
@@ -97,10 +100,10 @@ def _two_steps_s(cluster: Cluster, group: GroupShape, piece: float) -> float:
 
 
 def all_gather_s(cluster: Cluster, group: GroupShape, piece: float) -> float:
-    """Return the seconds of an all-gather to which each rank contributes `piece` bytes.
+    """Return the time in seconds of an all-gather to which each rank contributes `piece` bytes.
 
-    The cost is that of a ring, (n-1) (alpha + piece beta). In a group with several nodes of several
-    ranks the cost is that of the two-step algorithm if it is faster.
+    The cost is that of a ring, `(n - 1) (alpha + piece beta)`. If a group has several nodes with
+    several ranks each and the two-step algorithm is faster, the cost is that of this algorithm.
     """
     if not piece:
         return 0.0
@@ -110,15 +113,15 @@ def all_gather_s(cluster: Cluster, group: GroupShape, piece: float) -> float:
 
 
 def reduce_scatter_s(cluster: Cluster, group: GroupShape, piece: float) -> float:
-    """Return the seconds of a reduce-scatter that leaves `piece` bytes on each rank.
+    """Return the time in seconds of a reduce-scatter after which each rank has `piece` bytes.
 
-    A reduce-scatter is the reverse of an all-gather and costs the same.
+    A reduce-scatter is the reverse of an all-gather and takes the same time.
     """
     return all_gather_s(cluster, group, piece)
 
 
 def all_reduce_s(cluster: Cluster, group: GroupShape, size: float) -> float:
-    """Return the seconds of a ring all-reduce of `size` bytes; each rank sends 2 size (n-1)/n."""
+    """Return the time in seconds of a ring all-reduce of `size` bytes."""
     return 2 * _ring_steps_s(cluster, group, size / group.size) if size else 0.0
 
 
@@ -126,19 +129,20 @@ PAIR_BYTES = 6  # two bytes for the expert and a flag that starts a row, and a f
 
 
 def expected_targets(choices: float, targets: float, each: float = 1.0) -> float:
-    """Return the expected number of targets of a token.
+    """Return the expected number of distinct targets to which a token is sent.
 
     Args:
-        choices: number of choices of the token, distributed evenly.
-        targets: number of possible targets.
-        each: number of targets to which each choice is sent. Defaults to 1.
+        choices: number of choices of the token, which are distributed evenly over the targets.
+        targets: number of possible targets (ranks or nodes).
+        each: number of targets to which the row of each choice is sent. Defaults to 1.
     """
     return targets * (1 - (1 - min(1.0, each / targets)) ** choices)
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Router limits: a token's experts are in `chosen` of `groups` groups of consecutive experts.
+    """Router limits under which all experts of a token are in `chosen` of `groups` groups of
+    consecutive experts.
 
     The groups typically correspond to nodes or devices.
     """
@@ -147,7 +151,8 @@ class Limits:
     chosen: int = 1
 
     def targets(self, choices: float, targets: int, each: float = 1.0) -> float:
-        """Return `expected_targets` under these limits, for targets with equally many experts."""
+        """Return `expected_targets` under these limits if all targets have the same number of
+        experts."""
         inside, rest = divmod(self.groups, targets)
         if not rest:  # each target contains several groups, and some of these groups are chosen
             return targets * sum(
@@ -162,12 +167,13 @@ class Limits:
 
 @dataclass(frozen=True)
 class OnceRows:
-    """Rows and (expert, weight) pairs of a token, including those for its own rank and node.
+    """Numbers of rows and (expert, weight) pairs of a token, including those for its own rank and
+    node.
 
     Attributes:
         ranks: number of ranks to which the token's row is sent.
         nodes: number of nodes to which the token's row is sent.
-        pairs: number of (expert, weight) pairs.
+        pairs: number of (expert, weight) pairs that are sent for the token.
     """
 
     ranks: float
@@ -181,14 +187,15 @@ Visits = Mapping[int, OnceRows]
 
 def rows_of_token(cluster: Cluster, top_k: float, r: int = 1, limits: Limits = Limits(),
                   visits: Visits | None = None) -> OnceRows:
-    """Return the rows of a token with `top_k` choices.
+    """Return the numbers of rows and pairs of a token with `top_k` choices.
 
     Args:
-        cluster: the cluster whose ranks and nodes are the targets.
+        cluster: cluster whose ranks or nodes are the targets.
         top_k: number of choices per token.
         r: number of consecutive ranks to which each choice is sent.
-        limits: router limits. Defaults to no limits.
-        visits: measured destinations from a run. Defaults to even routing.
+        limits: router limits. By default, there are no limits.
+        visits: destinations of tokens that were measured in a run. By default, even routing is
+            assumed.
     """
     if visits is not None:
         return visits[r]
@@ -201,12 +208,12 @@ def rows_of_token(cluster: Cluster, top_k: float, r: int = 1, limits: Limits = L
 
 @dataclass(frozen=True)
 class TokenBytes:
-    """Bytes of a token that leave its rank in one direction.
+    """Number of bytes that a rank sends for one token in one direction.
 
     Attributes:
-        inside: bytes for ranks of the same node. With `send=nodes`, bytes that are forwarded inside
-            a node.
-        between: bytes for other nodes.
+        inside: number of bytes for ranks of the same node. With `send=nodes`, number of bytes that
+            are forwarded inside a node.
+        between: number of bytes sent to other nodes.
     """
 
     inside: float
@@ -215,16 +222,17 @@ class TokenBytes:
 
 def bytes_of_token(cluster: Cluster, send: str, top_k: float, row_bytes: float,
                    limits: Limits = Limits()) -> TokenBytes:
-    """Return the bytes of a token's rows and pairs on the way to the experts.
+    """Return the size of a token's rows and pairs that are sent to the experts.
 
-    On the way back only the rows are sent. Backward sends the same amount again in each direction.
+    On the way back from the experts, only the rows are sent. The backward pass sends the same
+    amount in each direction again.
 
     Args:
         cluster: the cluster.
-        send: one of `choice.SENDS`.
+        send: how often a row is sent, which is one of `choice.SENDS`.
         top_k: number of choices per token.
-        row_bytes: bytes of a row.
-        limits: router limits. Defaults to no limits.
+        row_bytes: size of a row in bytes.
+        limits: router limits. By default, there are no limits.
     """
     rows = rows_of_token(cluster, top_k, limits=limits)
     away, apart = cluster.between, 1 - 1 / cluster.ranks
@@ -239,7 +247,7 @@ def bytes_of_token(cluster: Cluster, send: str, top_k: float, row_bytes: float,
 
 def exchange_s(cluster: Cluster, choice: LayoutChoice, rows: OnceRows, tokens: float,
                row_bytes: float) -> float:
-    """Return the seconds to send `tokens` tokens of each rank to their experts, or back."""
+    """Return the time in seconds to send `tokens` tokens of each rank to their experts or back."""
     group, pairs = GroupShape(cluster.ranks), tokens * rows.pairs * PAIR_BYTES / 2
     flat = min(cluster.nodes, cluster.ranks_per_node) == 1
     if choice.send == "ranks" or flat:

@@ -1,9 +1,9 @@
-"""SWARM's policies for uneven, unreliable peers (Ryabinin et al. 2023).
+"""SWARM's policies for unequal and unreliable peers (Ryabinin et al., 2023).
 
-- `Wiring` selects the peer for the next task by interleaved weighted round robin over average
-  throughputs. A task whose peer fails is sent again, and a peer that answers with an error is
-  banned.
-- `butterfly_weights` computes how much of a vector each peer of an all-reduce sums.
+- `Wiring` selects the peer for the next task by interleaved weighted round-robin scheduling with
+  average throughputs as weights. If a peer fails, its task is sent again, and a peer that answers
+  with an error is banned.
+- `butterfly_weights` computes the fraction of a vector that each peer of an all-reduce sums.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ class Throughput:
     _weight: float = 0.0
 
     def add(self, size: float, seconds: float) -> None:
-        """Add a task of this size that took `seconds` (> 0)."""
+        """Include a task of the given size that took `seconds` > 0 in the average."""
         self._average += ALPHA * (size / seconds - self._average)
         self._weight += ALPHA * (1 - self._weight)
 
     @property
     def value(self) -> float | None:
-        """Size per second, or None if no task was added."""
+        """Average task size per second, or None if no task was added."""
         return self._average / self._weight if self._weight else None
 
 
 @dataclass(order=True)
 class _Entry:
-    """A peer in the heap.
+    """Heap entry of a peer, ordered by the predicted time at which the peer is free.
 
     Attributes:
         busy_until: predicted time at which the peer finishes its tasks.
-        tie: random number that orders equally busy peers.
+        tie: random number that determines the order of equally busy peers.
         peer: the peer.
     """
 
@@ -51,16 +51,16 @@ class _Entry:
 
 
 class Wiring:
-    """Selects a peer for each task of one stage.
+    """Selector of a peer for each task of one pipeline stage.
 
-    For every peer, the selector predicts the time until which its tasks keep it busy. The next task
-    is sent to the peer with the earliest time, which then grows by the task's size divided by the
-    peer's throughput. With N equal tasks and n peers of constant throughput t_i, let p_i = t_i /
-    sum t. The number of tasks of peer i then differs from N p_i by at most max(1, n p_i), and its
-    share by at most max(1, n p_i) / N.
+    For every peer, the selector predicts the time at which the peer finishes its tasks. The next
+    task is sent to the peer with the earliest time, and this time is then increased by the task's
+    size divided by the peer's throughput. If there are N equal tasks and n peers with constant
+    throughputs t_i, and p_i is `t_i / sum t`, the number of tasks of peer i differs from `N p_i` by
+    at most `max(1, n p_i)`.
 
     Args:
-        seed: seed of the random order of equally busy peers.
+        seed: seed of the random numbers that determine the order of equally busy peers.
     """
 
     def __init__(self, seed: int = 0) -> None:
@@ -71,14 +71,14 @@ class Wiring:
 
     @property
     def peers(self) -> frozenset[Hashable]:
-        """Peers that receive tasks."""
+        """Peers that can currently receive tasks."""
         return frozenset(self._throughput)
 
     def announce(self, peer: Hashable, throughput: float) -> None:
-        """Add a peer, or add it again, with its expected throughput.
+        """Add a new or banned peer with the given expected throughput.
 
-        The peer starts with the load of the least busy peer. Otherwise a new peer would receive all
-        tasks at first.
+        The peer starts with the load of the least busy peer. Otherwise, a new peer would receive
+        all tasks for some time.
         """
         if throughput <= 0:
             raise ValueError(f"throughput={throughput} of peer {peer!r} must be > 0")
@@ -88,20 +88,21 @@ class Wiring:
         heapq.heappush(self._heap, _Entry(busy, self._dice.random(), peer))
 
     def ban(self, peer: Hashable) -> None:
-        """Remove a peer that answered with an error or left. The peer can be announced again."""
+        """Remove a peer that answered with an error or left. The peer can later be announced
+        again."""
         if self._throughput.pop(peer, None) is not None:
             self._heap = [entry for entry in self._heap if entry.peer != peer]
             heapq.heapify(self._heap)
 
     def choose(self, size: float = 1.0, *, but: frozenset[Hashable] = frozenset()) -> Hashable:
-        """Return the peer for the next task.
+        """Return the peer to which the next task should be sent.
 
         Args:
-            size: size of the task. Defaults to 1.
-            but: peers to exclude because they did not answer this task in time.
+            size: size of the task in any unit. Defaults to 1.
+            but: peers that are excluded because they did not answer this task in time.
 
         Raises:
-            LookupError: if no peer is left. Announce another peer or wait.
+            LookupError: If no peer is left. Announce an additional peer, or wait.
         """
         passed = []
         while self._heap and self._heap[0].peer in but:
@@ -114,32 +115,33 @@ class Wiring:
             heapq.heappush(self._heap, entry)
         if earliest is None:
             raise LookupError(f"all {len(passed)} peers are excluded from this task, so no peer is "
-                              "left. Announce another peer")
+                              "left. Announce an additional peer")
         return earliest.peer
 
     def done(self, peer: Hashable, size: float, seconds: float) -> None:
-        """Record a finished task. Tasks of peers that were banned in the meantime are ignored."""
+        """Record a finished task. If the peer has been banned in the meantime, the task is
+        ignored."""
         if peer in self._throughput:
             self._throughput[peer].add(size, seconds)
 
     def throughput(self, peer: Hashable) -> float:
-        """Return the assumed throughput of a peer.
+        """Return the throughput that is assumed for a peer.
 
-        The assumed throughput is the measured average, or the announced value before the first
-        task.
+        Before the peer's first task, this is the announced value, and afterwards the measured
+        average.
         """
         measured = self._throughput[peer].value
         return self._start[peer] if measured is None else measured
 
 
 def butterfly_weights(bandwidths: Sequence[float]) -> list[float]:
-    """Return the shares w of a vector that n peers sum in a butterfly all-reduce.
+    """Return the fractions w of a vector that each of n peers sums in a butterfly all-reduce.
 
-    The shares minimize the largest (1 + (n - 2) w_i) / b_i under sum w = 1 and w >= 0. For a bound
-    T, peer i can sum the share (T b_i - 1) / (n - 2). The least T for which these shares sum to 1
-    has a closed form over the peers with T b_i > 1, which are the fastest peers. A peer with
-    b_i < 1 / T sums nothing, but it still has to send its own vector. With two peers the shares are
-    proportional to b.
+    With bandwidths b, the fractions minimize the largest `(1 + (n - 2) w_i) / b_i`, under the
+    conditions that they sum to 1 and that w >= 0. Within time T, peer i can sum the fraction `(T
+    b_i - 1) / (n - 2)`. The smallest T for which these fractions sum to 1 has a closed form over
+    the peers with `T b_i > 1`, which are the fastest peers. A peer with `b_i < 1 / T` sums nothing,
+    but it still has to send its own vector. With two peers, the fractions are proportional to b.
     """
     count = len(bandwidths)
     if count == 0 or min(bandwidths) <= 0:

@@ -1,12 +1,13 @@
 """Predicted time per step and memory per rank of a plan.
 
 The prediction combines a roofline model, alpha-beta costs, event timelines and the 1F1B schedule.
-Stage times are the times of the fullest stage. With m micro-batches, a step lasts (m + pp - 1)
-times a stage's forward and backward (1F1B without interleaving), followed by the reduction of
-gradients. A dense layer in 16 bits needs 34 bytes of activations per token and model dimension,
-without recomputation and without attention scores (Korthikanti et al. 2022), divided by the
-tensor-parallel size. In 32 bits host frameworks also store the scores, because fused attention
-kernels accept only 16 bits. Logits and their gradient are stored in 32 bits.
+The time of the stage with the most layers is used for all stages. With m micro-batches and pp
+stages, a step takes `m + pp - 1` times as long as a stage's forward and backward passes (1F1B
+without interleaving), plus the time to reduce gradients. In 16 bits, the activations of a dense
+layer without recomputation and attention scores need 34 bytes per token and model dimension
+(Korthikanti et al., 2022), divided by the tensor-parallel size. In 32 bits, host frameworks also
+store attention scores, because fused attention kernels accept only 16 bits. Logits and their
+gradients are stored in 32 bits.
 """
 
 from __future__ import annotations
@@ -30,15 +31,15 @@ BACKWARD = 2.0
 
 @dataclass(frozen=True)
 class PlanCost:
-    """Cost of a plan.
+    """Predicted cost of a plan.
 
     Attributes:
         plan: the plan.
-        time: seconds per step, by part.
-        memory: bytes on the fullest rank, by part.
-        layer: cost of one MoE layer.
-        activations: whether each layer of the model keeps or recomputes its activations. Empty if
-            all layers keep their activations.
+        time: for each part of a step, its time in seconds.
+        memory: for each part of the memory, its size in bytes on the fullest rank.
+        layer: predicted cost of one MoE layer.
+        activations: decision for each layer of the model to keep or recompute its activations.
+            The tuple is empty if all layers keep their activations.
     """
 
     plan: ModelPlan
@@ -49,12 +50,12 @@ class PlanCost:
 
     @property
     def seconds(self) -> float:
-        """Seconds of one step."""
+        """Time of one step in seconds."""
         return sum(self.time.values())
 
     @property
     def memory_bytes(self) -> float:
-        """Bytes on the fullest rank."""
+        """Memory of the fullest rank in bytes."""
         return sum(self.memory.values())
 
 
@@ -67,7 +68,7 @@ def plan_cost(model: ModelShape, cluster: Cluster, device: Device, plan: ModelPl
 
 
 def needs_send(model: ModelShape, cluster: Cluster, device: Device, plan: ModelPlan) -> bool:
-    """Return whether a plan exceeds the device's memory if a row is sent per selected expert.
+    """Return True if a plan would exceed the device's memory if it sent a row per selected expert.
 
     The result is False if the plan already sends one row per selected expert.
     """
@@ -78,14 +79,14 @@ def needs_send(model: ModelShape, cluster: Cluster, device: Device, plan: ModelP
 
 def time_of(model: ModelShape, cluster: Cluster, device: Device, plan: ModelPlan,
             layer_s: float) -> dict[str, float]:
-    """Return the seconds of a step by part.
+    """Return the time in seconds of each part of a step.
 
     Args:
         model: shape of the model.
         cluster: the cluster on which the model runs.
         device: processor of each rank.
-        plan: how the model is distributed.
-        layer_s: seconds of one MoE layer, forward and backward.
+        plan: distribution of the model over the cluster.
+        layer_s: time in seconds of the forward and backward passes of one MoE layer.
     """
     stage = _stage(model, cluster, device, plan, layer_s)
     micro = plan.micro_batches(model)
@@ -96,12 +97,13 @@ def time_of(model: ModelShape, cluster: Cluster, device: Device, plan: ModelPlan
 
 
 def dense_s(model: ModelShape, device: Device, tokens: int, tp: int = 1) -> dict[str, float]:
-    """Return the forward and backward seconds of attention, dense FFN and output head of one layer.
+    """Return the forward and backward times in seconds of the attention, of the dense feed-forward
+    network, and of the output head.
 
     Args:
         model: shape of the model.
         device: processor of each rank.
-        tokens: number of tokens, in full sequences.
+        tokens: number of tokens, which form full sequences.
         tp: number of tensor-parallel ranks. Defaults to 1.
     """
     d = model.model_dim
@@ -115,9 +117,9 @@ def dense_s(model: ModelShape, device: Device, tokens: int, tp: int = 1) -> dict
 
 def dense_layer_s(model: ModelShape, cluster: Cluster, device: Device, tokens: int,
                   tp: int) -> dict[str, float]:
-    """Return the forward and backward seconds of one dense layer on `tp` tensor-parallel ranks.
+    """Return the forward and backward times in seconds of one dense layer on `tp` ranks.
 
-    The result includes the tensor-parallel communication: two all-reduces per direction.
+    The times include the tensor-parallel communication, which consists of two all-reduces per pass.
     """
     part = dense_s(model, device, tokens, tp)
     size = tokens * model.model_dim * model.element_bytes
@@ -128,7 +130,8 @@ def dense_layer_s(model: ModelShape, cluster: Cluster, device: Device, tokens: i
 
 def _stage(model: ModelShape, cluster: Cluster, device: Device, plan: ModelPlan,
            layer_s: float) -> dict[str, float]:
-    """Return the forward and backward seconds of one micro-batch on the fullest stage."""
+    """Return the time in seconds of a micro-batch's forward and backward passes on the fullest
+    stage."""
     layers, moe = model.fullest(plan.pp)
     tokens = plan.micro_batch * model.sequence
     dense = dense_layer_s(model, cluster, device, tokens, plan.tp)
@@ -150,7 +153,7 @@ def _stage_to_stage_s(cluster: Cluster, plan: ModelPlan, size: float) -> float:
 
 
 def gradient_s(model: ModelShape, cluster: Cluster, plan: ModelPlan) -> float:
-    """Return the seconds to all-reduce the fp32 gradients.
+    """Return the time in seconds to all-reduce the fp32 gradients.
 
     Gradients of dense layers are reduced over the data-parallel ranks, and gradients of experts
     over the replicas of the experts.
@@ -172,7 +175,7 @@ def expert_parameters(model: ModelShape, plan: ModelPlan) -> float:
 
 
 def layer_activations(model: ModelShape, plan: ModelPlan) -> float:
-    """Return the bytes of a dense layer's activations for one micro-batch on one rank."""
+    """Return the size in bytes of a dense layer's activations for one micro-batch on one rank."""
     width = ACTIVATION_BYTES * model.model_dim
     if model.element_bytes > 2:
         width += SCORES * model.heads * model.sequence
@@ -180,11 +183,12 @@ def layer_activations(model: ModelShape, plan: ModelPlan) -> float:
 
 
 def memory_of(model: ModelShape, plan: ModelPlan, layer: LayerCost) -> dict[str, float]:
-    """Return the bytes on the fullest stage by part, with `pp` micro-batches in flight.
+    """Return the size in bytes of each part of the memory on the fullest stage, with `pp`
+    micro-batches in flight.
 
     Parameters, gradients and optimizer state are listed separately for dense layers and experts.
     If `ModelShape.sharded_optimizer` is set, the optimizer state is divided by the number of ranks
-    that replicate its parameters.
+    that replicate the parameters.
     """
     shares = {"dense": model.dense_parameters / (plan.tp * plan.pp),
               "expert": expert_parameters(model, plan)}
@@ -201,10 +205,10 @@ def memory_of(model: ModelShape, plan: ModelPlan, layer: LayerCost) -> dict[str,
 
 
 def lower_bound_s(model: ModelShape, cluster: Cluster, device: Device, plan: ModelPlan) -> float:
-    """Return a lower bound of the seconds per step over all layouts.
+    """Return a lower bound of the time per step in seconds that holds for all layouts.
 
-    MoE layers are assumed to compute at full arithmetic speed without communication. All other
-    parts have their predicted time.
+    MoE layers are assumed to compute at full arithmetic speed without communication. For all other
+    parts, the predicted times are used.
     """
     # r = 0 pads nothing
     rows = plan.tokens(model) * model.top_k * min(1.0, model.capacity_factor or 1.0)
@@ -220,21 +224,23 @@ ACTIVATIONS = "activations, some recomputed"
 
 
 def activation_bytes(cost: PlanCost, memory: float) -> int:
-    """Return how many of `memory` bytes remain for activations on the fullest rank."""
+    """Return the number of bytes that remain for activations on the fullest rank if it has `memory`
+    bytes."""
     return int(memory - sum(_of_parameters(cost).values()))
 
 
 def _of_parameters(cost: PlanCost) -> dict[str, float]:
-    """Return the bytes of everything except activations and MoE rows, by part."""
+    """Return the size in bytes of each part of the memory except activations and MoE rows."""
     return {name: size for name, size in cost.memory.items() if name not in RECOMPUTABLE}
 
 
 def recomputed(model: ModelShape, costs: Iterable[PlanCost], memory: float) -> list[PlanCost]:
-    """Return the plans that exceed `memory` bytes per rank but fit if some layers are recomputed.
+    """Return the plans that need more than `memory` bytes per rank unless some layers are
+    recomputed.
 
-    The returned costs name the recomputed layers (`PlanCost.activations`) and include the time of
-    recomputation as the part `RECOMPUTED`. KARMA's search selects the layers from the predicted
-    times and sizes of each stage's dense and MoE layers, in the layer order of the host framework
+    The returned costs list the recomputed layers in `PlanCost.activations` and the time of
+    recomputation as the part `RECOMPUTED`. KARMA's search selects the layers by the predicted times
+    and sizes of each stage's dense and MoE layers, in the layer order of the host framework
     (`ModelShape.in_host`). No activations are swapped.
     """
     fitting = []
@@ -256,25 +262,27 @@ def recomputed(model: ModelShape, costs: Iterable[PlanCost], memory: float) -> l
 
 
 def _again_s(made: SwapPlan) -> float:
-    """Return the seconds per micro-batch that a stage spends on recomputation."""
+    """Return the time in seconds per micro-batch that a stage spends on recomputation."""
     return sum(block.forward_s for block, decision in zip(made.problem.blocks, made.decisions,
                                                           strict=True) if decision != KEEP)
 
 
 def _stages(model: ModelShape, cost: PlanCost, room: int) -> list[SwapPlan]:
-    """Return a plan for each pipeline stage. Stages with the same layers share a plan."""
+    """Return a recomputation plan for each pipeline stage. Stages with the same layers share a
+    plan."""
     rows = [tuple(map(model.has_experts, layers)) for layers in model.stages(cost.plan.pp)]
     plans = {row: plan_activations(_blocks(model, cost, row), room) for row in dict.fromkeys(rows)}
     return [plans[row] for row in rows]
 
 
 def _blocks(model: ModelShape, cost: PlanCost, experts: tuple[bool, ...]) -> list[SwapBlock]:
-    """Return the layers of a stage as blocks for all micro-batches in flight.
+    """Return the layers of a stage as blocks, each with the activations of all micro-batches in
+    flight.
 
     Args:
         model: shape of the model.
         cost: predicted cost of the plan.
-        experts: whether each layer of the stage has experts.
+        experts: for each layer of the stage, True if the layer has experts.
     """
     plan, share = cost.plan, 1 / (1 + BACKWARD)
     micro = plan.micro_batches(model)

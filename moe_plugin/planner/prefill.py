@@ -1,7 +1,7 @@
-"""Chooses the number of pieces and the kernel of expert compute from a profile (EPS-MoE).
+"""Choice of the number of pieces and of the kernel of expert compute from a profile (EPS-MoE).
 
-Source: Qian et al., "EPS-MoE: Expert Pipeline Scheduler for Cost-Efficient MoE Inference", 2024.
-The rows of a layer are divided into pieces along experts or along rows. While one piece computes,
+The source is Qian et al., "EPS-MoE: Expert Pipeline Scheduler for Cost-Efficient MoE Inference",
+2024. The rows of a layer are divided into pieces by experts or by rows. While one piece computes,
 the rows of the next piece arrive and the results of the previous piece return over the same
 network. Each piece adds the fixed cost of an exchange and a launch. The best number of pieces is
 therefore a compromise between overlap and fixed costs.
@@ -33,10 +33,12 @@ class Kernel:
     """A measured implementation of expert compute.
 
     Attributes:
-        points: (rows, seconds) of one expert, in ascending order of rows. Times are linear between
-            the points and continue the first and last interval beyond the ends.
-        launch_s: seconds of a launch.
-        each: whether each expert needs a launch, instead of one launch for all experts of a piece.
+        points: pairs (rows, seconds) measured for one expert, in ascending order of rows. Times
+            between the points are interpolated linearly, and times beyond them are extrapolated
+            linearly.
+        launch_s: time of a launch in seconds.
+        each: whether each expert needs its own launch instead of one launch for all experts of a
+            piece.
     """
 
     points: tuple[tuple[int, float], ...]
@@ -46,20 +48,20 @@ class Kernel:
     def __post_init__(self) -> None:
         rows = [point[0] for point in self.points]
         if len(rows) < 2 or rows != sorted(set(rows)):
-            raise ValueError(f"points at rows {short(rows)} must be at least 2 points in ascending "
-                             "order. Measure more loads")
+            raise ValueError(f"points at rows {short(rows)}: there must be at least 2 points in "
+                             "ascending order. Measure more loads")
         if not all(0 <= s < math.inf for s in (self.launch_s, *(p[1] for p in self.points))):
-            raise ValueError("the seconds of a kernel must be finite numbers >= 0; measure the "
+            raise ValueError("the times of a kernel must be finite numbers >= 0; measure the "
                              "kernel again")
 
     def expert_s(self, rows: float) -> float:
-        """Return the seconds of one expert, without the launch."""
+        """Return the time of one expert in seconds, without the launch."""
         i = min(max(1, bisect_left(self.points, (rows,))), len(self.points) - 1)
         (x0, y0), (x1, y1) = self.points[i - 1:i + 1]
         return max(0.0, y0 + (y1 - y0) * (rows - x0) / (x1 - x0))
 
     def seconds(self, experts: float, rows: float) -> float:
-        """Return the seconds of `experts` experts with `rows` rows each."""
+        """Return the time in seconds of `experts` experts with `rows` rows each."""
         launches = experts if self.each else 1
         return launches * self.launch_s + experts * self.expert_s(rows)
 
@@ -69,7 +71,7 @@ Profile = Mapping[str, Kernel]
 
 @dataclass(kw_only=True)
 class KernelFile:
-    """Contents of a file from `moe-plugin profile-device --kernels`: `points` and `launch_s`."""
+    """Contents of a file that `moe-plugin profile-device --kernels` created."""
 
     kernels: dict[str, Any]
 
@@ -78,7 +80,7 @@ def load_kernels(path: str | Path) -> Profile:
     """Read a kernel file.
 
     Raises:
-        ValueError: if the file cannot be read or does not describe kernels.
+        ValueError: If the file cannot be read, or if it does not describe kernels.
     """
     remedy = "create one with moe-plugin profile-device --kernels"
     contents = load_record(KernelFile, path, "kernel file", remedy)
@@ -93,14 +95,14 @@ def load_kernels(path: str | Path) -> Profile:
 
 @dataclass(frozen=True, kw_only=True)
 class PrefillLoad:
-    """Work of a rank in one call, and the cost of its exchanges.
+    """Work of a rank in one forward call, and the cost of its exchanges.
 
     Attributes:
         experts: number of experts on the rank.
         rows: number of rows of each expert.
-        row_s: seconds in which the network moves one row in one direction.
-        exchange_s: fixed seconds of one exchange.
-        host_s: processor time of the host for each piece, if there are several pieces.
+        row_s: time in seconds in which the network transfers one row in one direction.
+        exchange_s: fixed time of one exchange in seconds.
+        host_s: CPU time in seconds that the host needs for each piece if there are several pieces.
     """
 
     experts: int
@@ -119,14 +121,14 @@ class PrefillLoad:
 
 @dataclass(frozen=True)
 class PrefillChoice:
-    """A number of pieces and a kernel.
+    """A choice of the number of pieces and of the kernel, with the predicted time.
 
     Attributes:
-        pieces: number of pieces.
-        cut: axis along which rows are divided, one of `CUTS`.
-        kernel: name of the kernel.
-        seconds: seconds of dispatch, experts and combine.
-        bound_s: lower bound of the seconds over all orders of the tasks.
+        pieces: number of pieces into which the rows are divided.
+        cut: axis from `CUTS` along which rows are divided into pieces.
+        kernel: name of the kernel that computes the experts.
+        seconds: time in seconds of dispatch, experts and combine together.
+        bound_s: lower bound in seconds of the time for any order of the tasks.
     """
 
     pieces: int
@@ -144,7 +146,8 @@ def fastest_kernel(profile: Profile, experts: float, rows: float) -> str:
 
 
 def crossovers(profile: Profile, experts: int, rows: range) -> list[tuple[int, str, str]]:
-    """Return (rows, kernel below, kernel from there on) wherever the fastest kernel changes.
+    """Return each number of rows at which the fastest kernel changes, with the kernel used below it
+    and the kernel used from it on.
 
     Args:
         profile: measured kernels by name.
@@ -161,14 +164,14 @@ def crossovers(profile: Profile, experts: int, rows: range) -> list[tuple[int, s
 
 
 def timeline(load: PrefillLoad, pieces: int, compute_s: float) -> Timeline:
-    """Return the timeline of equal pieces through dispatch, experts and combine over one network.
+    """Return the timeline of equal pieces that pass through dispatch, experts and combine.
 
-    The network prefers rows that still have to be computed.
+    The network transfers rows that still have to be computed before results.
 
     Args:
         load: work of the rank.
-        pieces: number of pieces.
-        compute_s: seconds to compute a piece, including the time of the host.
+        pieces: number of pieces into which the rows are divided.
+        compute_s: time in seconds to compute a piece, including the CPU time of the host.
     """
     move = load.exchange_s + load.experts * load.rows * load.row_s / pieces
     tasks = [Task(f"out {i}", "network", move, phase="out") for i in range(pieces)]
@@ -179,10 +182,11 @@ def timeline(load: PrefillLoad, pieces: int, compute_s: float) -> Timeline:
 
 
 def bound_s(load: PrefillLoad, pieces: int, compute_s: float) -> float:
-    """Return a lower bound of the seconds over all orders of equal pieces.
+    """Return a lower bound in seconds of the time for any order of equal pieces.
 
-    One bound is the first exchange, all computation, and the last exchange. The other bound is all
-    exchanges and the time that the network waits for the first piece. The larger bound is returned.
+    The result is the larger of two bounds. The first is the sum of the first exchange, all
+    computation and the last exchange. The second is the sum of all exchanges and the time for which
+    the network waits for the first piece.
     """
     move = load.exchange_s + load.experts * load.rows * load.row_s / pieces
     waits = max(0.0, compute_s - (pieces - 1) * move)
@@ -191,19 +195,20 @@ def bound_s(load: PrefillLoad, pieces: int, compute_s: float) -> float:
 
 def choices(load: PrefillLoad, profile: Profile, cut: str = "experts",
             pieces: Sequence[int] = PIECES) -> list[PrefillChoice]:
-    """Return all numbers of pieces with their fastest kernels, fastest first.
+    """Return a choice with the fastest kernel for each number of pieces, fastest first.
 
-    Of equally fast choices, the choice with fewer pieces comes first.
+    Among equally fast choices, the choice with fewer pieces comes first.
 
     Args:
         load: work of the rank.
         profile: measured kernels by name.
-        cut: axis of the pieces, "experts" or "rows".
-        pieces: candidate numbers of pieces. Numbers larger than the number of experts (or rows) are
-            ignored. Pieces are treated as equal even if the number does not divide evenly.
+        cut: axis along which rows are divided into pieces, "experts" or "rows".
+        pieces: candidate numbers of pieces. Numbers that are larger than the number of experts (or
+            of rows) are ignored. All pieces are assumed to be equal even if the experts or rows
+            cannot be divided evenly.
 
     Raises:
-        ValueError: if the axis is unknown or no number of pieces is possible.
+        ValueError: If the axis is unknown, or if no number of pieces is possible.
     """
     if cut not in CUTS:
         raise ValueError(f"cut {short(cut)} is unknown. Choose from {', '.join(CUTS)}")
@@ -226,6 +231,6 @@ def choices(load: PrefillLoad, profile: Profile, cut: str = "experts",
 
 def table(loads: Sequence[PrefillLoad],
           profile: Profile) -> list[tuple[PrefillLoad, PrefillChoice]]:
-    """Return the best choice for each load, over both axes."""
+    """Return the best choice for each load, considering both axes."""
     return [(load, min((choices(load, profile, cut)[0] for cut in CUTS),
                        key=lambda choice: (choice.seconds, choice.pieces))) for load in loads]

@@ -1,15 +1,15 @@
 """Placement of expert replicas on ranks according to expert loads (DeepSeek's EPLB).
 
-Physical experts are the slots of all ranks. Each slot contains one of the router's logical experts,
-and hot experts occupy several slots. There are two greedy steps, both in the order of decreasing
-load. First, each further replica goes to the expert with the highest load per replica, which
-minimizes the highest load of a slot. Second, each slot is packed onto the rank with the least load
-that has a free slot. If the groups of experts divide over the nodes, placement is hierarchical:
-groups are packed onto nodes first, so that all replicas of an expert, and all experts of a group,
-are on one node.
+Each rank has slots, which are called physical experts. Each slot contains one of the router's
+logical experts, and hot experts occupy several slots. Placement has two greedy steps, which both
+proceed in the order of decreasing load. First, each further replica is given to the expert with the
+highest load per replica, which minimizes the highest load of a slot. Second, each replica is placed
+on the rank with the least load among those with a free slot. If the number of nodes divides the
+number of expert groups, placement is hierarchical. Groups are first placed on nodes, so all
+replicas of an expert and all experts of a group are on one node.
 
-The loads of two ranks of a packing differ by at most the largest load of a slot. Therefore the
-fullest rank has at most the mean load plus this load.
+The loads of any two ranks differ by at most the largest load of a slot. Therefore the load of the
+fullest rank is at most the mean load plus the largest load of a slot.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ Loads = Sequence[float]
 
 @dataclass(frozen=True)
 class ReplicaMap:
-    """Mapping from physical to logical experts and back.
+    """Mapping between physical and logical experts.
 
     Attributes:
-        logical: logical expert in each physical slot. The slots of a rank are consecutive.
+        logical: index of the logical expert in each physical slot. The slots of a rank are
+            consecutive.
         ranks: number of ranks.
     """
 
@@ -36,12 +37,12 @@ class ReplicaMap:
 
     @property
     def slots(self) -> int:
-        """Number of slots of a rank."""
+        """Number of slots on each rank."""
         return len(self.logical) // self.ranks
 
     @property
     def physical(self) -> Mapping[int, tuple[int, ...]]:
-        """Slots of each logical expert, in ascending order."""
+        """Indices of the slots of each logical expert in ascending order."""
         slots: dict[int, list[int]] = {}
         for slot, expert in enumerate(self.logical):
             slots.setdefault(expert, []).append(slot)
@@ -58,7 +59,8 @@ class ReplicaMap:
         return tuple(sorted({slot // self.slots for slot in self.physical[expert]}))
 
     def incoming(self, before: ReplicaMap) -> list[tuple[int, ...]]:
-        """Return, by rank, the experts whose weights the rank needs to switch from `before`."""
+        """Return, for each rank, the experts whose weights it must receive to switch from
+        `before`."""
         def experts(placed: ReplicaMap, rank: int) -> set[int]:
             return set(placed.logical[rank * placed.slots:(rank + 1) * placed.slots])
 
@@ -67,15 +69,16 @@ class ReplicaMap:
 
 
 def replicate(loads: Loads, slots: int, most: int | None = None) -> list[int]:
-    """Return the number of replicas of each expert, at least one, with `slots` in total.
+    """Return the number of replicas of each expert, which is at least one. The sum of all numbers
+    is `slots`.
 
-    No other numbers have a smaller largest load per slot, so the greedy choice is optimal.
+    The greedy choice is optimal, because no choice has a smaller maximum load per slot.
 
     Args:
         loads: load of each expert.
-        slots: total number of replicas.
-        most: largest number of replicas of an expert, in which case slots may remain unused.
-            Defaults to no limit.
+        slots: total number of replicas of all experts.
+        most: maximum number of replicas of an expert. If it is given, slots may remain unused.
+            By default, there is no limit.
     """
     counts = [1] * len(loads)
     heap = [(-load, expert) for expert, load in enumerate(loads) if most is None or most > 1]
@@ -93,13 +96,14 @@ def replicate(loads: Loads, slots: int, most: int | None = None) -> list[int]:
 
 
 def pack(loads: Loads, packs: int) -> list[list[int]]:
-    """Divide items among packs of equal size such that the fullest pack has a small load.
+    """Divide items among packs with equal numbers of items such that the largest load of a pack is
+    small.
 
     Returns:
         The items of each pack, in ascending order.
 
     Raises:
-        ValueError: if the number of items is not a multiple of `packs`.
+        ValueError: If the number of items is not a multiple of `packs`.
     """
     if packs < 1 or len(loads) % packs:
         raise ValueError(f"{len(loads)} items cannot be divided evenly among {packs} packs. The "
@@ -117,19 +121,20 @@ def pack(loads: Loads, packs: int) -> list[list[int]]:
 
 def place_replicas(loads: Loads, slots: int, ranks: int, *, nodes: int = 1,
                    groups: int = 1) -> ReplicaMap:
-    """Return a map of `slots` physical experts on `ranks` ranks.
+    """Return a placement of `slots` physical experts on `ranks` ranks.
 
     Args:
-        loads: load of each logical expert, in any unit, >= 0.
+        loads: load >= 0 of each logical expert in any unit.
         slots: number of physical experts, which must be a multiple of `ranks` and at least the
             number of logical experts.
         ranks: number of ranks.
-        nodes: number of nodes, which share the ranks evenly. Defaults to 1.
-        groups: number of groups of consecutive experts that should be on one node. If the groups do
-            not divide over the nodes, nodes are ignored. Defaults to 1.
+        nodes: number of nodes, which have equal numbers of ranks. Defaults to 1.
+        groups: number of groups of consecutive experts. Each group should be on one node. If
+            `nodes` does not divide `groups`, nodes are ignored. Defaults to 1.
 
     Raises:
-        ValueError: if a number does not fit. The message names the bound.
+        ValueError: If a number is out of bounds or not divisible as required. The message names the
+            bound.
     """
     experts = len(loads)
     if min(loads, default=0) < 0:
@@ -141,7 +146,7 @@ def place_replicas(loads: Loads, slots: int, ranks: int, *, nodes: int = 1,
             ("groups", groups, f"a divisor of {experts} experts",
              groups > 0 and experts % groups == 0)):
         if not ok:
-            raise ValueError(f"{name}={value} does not fit; it must be {bound}")
+            raise ValueError(f"{name}={value} is not possible; it must be {bound}")
     if groups % nodes:
         nodes = groups = 1
     run = experts // groups
@@ -155,18 +160,19 @@ def place_replicas(loads: Loads, slots: int, ranks: int, *, nodes: int = 1,
 
 def host_replicas(loads: Loads, ranks: int, guests: int,
                   speeds: Sequence[float] | None = None) -> ReplicaMap:
-    """Return a map in which experts stay on their rank, and ranks host replicas of other experts.
+    """Return a placement in which each expert stays on its rank and ranks also host replicas.
 
-    Rank i stores the experts [i L, (i+1) L). As in `place_replicas`, each further replica goes to
-    the expert with the highest load per replica. Replicas are placed by decreasing load on the rank
-    with the least load that has a free slot and does not have the expert. Unused slots repeat the
-    rank's first expert.
+    Rank i stores the L experts from `i L` to `(i + 1) L - 1`. As in `place_replicas`, each further
+    replica is given to the expert with the highest load per replica. In the order of decreasing
+    load, each replica is placed on the rank with the least load among those that have a free slot
+    and do not have the expert. Unused slots repeat the rank's first expert.
 
     Args:
-        loads: load of each logical expert, in any unit, >= 0.
+        loads: load >= 0 of each logical expert in any unit.
         ranks: number of ranks.
-        guests: number of slots per rank for replicas.
-        speeds: speeds of the ranks, by which their loads are divided. Defaults to equal speeds.
+        guests: number of slots for replicas per rank.
+        speeds: speed of each rank, by which the load of the rank is divided. By default, all speeds
+            are equal.
     """
     local = len(loads) // ranks
     counts = replicate(loads, len(loads) + ranks * guests, ranks)
@@ -186,7 +192,8 @@ def host_replicas(loads: Loads, ranks: int, guests: int,
 
 
 def hosting(hosted: Sequence[Collection[int]], local: int, guests: int) -> ReplicaMap:
-    """Return the map in which rank i stores experts [i L, (i+1) L) and hosts the given replicas."""
+    """Return the placement in which each rank stores `local` experts and hosts the given
+    replicas."""
     slots: list[int] = []
     for rank, guest in enumerate(hosted):
         stored = range(rank * local, (rank + 1) * local)
@@ -195,11 +202,13 @@ def hosting(hosted: Sequence[Collection[int]], local: int, guests: int) -> Repli
 
 
 def host_placed(loads: Loads, ranks: int, guests: int) -> ReplicaMap:
-    """Return a map for the constraints of `host_replicas` that resembles `place_replicas`.
+    """Return a placement that resembles that of `place_replicas` but meets the constraints of
+    `host_replicas`.
 
-    The packs of `place_replicas` are assigned to the ranks that store most of their load. Of the
-    experts in its pack that a rank does not store, it hosts those with the highest load per
-    replica. Even whole experts may therefore leave a full rank.
+    Each pack of `place_replicas` is assigned to the rank that stores most of the pack's load, if
+    possible. Among the experts in its pack that a rank does not store, the rank hosts those with
+    the highest load per replica. Therefore even all rows of an expert may be computed on a
+    different rank.
     """
     local = len(loads) // ranks
     placed = place_replicas(loads, len(loads) + ranks * guests, ranks)
@@ -218,7 +227,7 @@ def host_placed(loads: Loads, ranks: int, guests: int) -> ReplicaMap:
 
 
 def _place(experts: Sequence[int], loads: Loads, slots: int, ranks: int) -> list[int]:
-    """Return the logical experts of the slots of a node, rank after rank."""
+    """Return the logical expert of each slot of a node, ordered by rank."""
     counts = replicate(loads, slots)
     items = [i for i, count in enumerate(counts) for _ in range(count)]
     packed = pack([loads[i] / counts[i] for i in items], ranks)

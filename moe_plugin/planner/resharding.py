@@ -1,20 +1,20 @@
 """Data movement that changes the layout of a tensor (AlpaComm, arXiv 2211.05322).
 
-A layout states which box of a tensor each device stores. The boundaries of all boxes of both
-layouts divide the tensor into unique slices: a device stores a slice entirely or not at all. Each
-slice is multicast from any device that stores it in the old layout to all devices that store it
-only in the new layout. Devices may be part of both layouts, for example if the number of
-expert-parallel ranks changes. Data that a device already has is not sent to it.
+A layout defines which box (rectangular part) of a tensor each device stores. The boundaries of all
+boxes of both layouts divide the tensor into unique slices. A device stores a slice either entirely
+or not at all. Each slice is multicast from any device that stores it in the old layout to all
+devices that store it only in the new layout. Devices may be part of both layouts, for example if
+the number of expert-parallel ranks changes. Data is not sent to devices that already have it.
 
-A slice is sent to a node once (section 3). For the g receivers of a node it arrives in g parts, one
-part at each receiver, and the receivers exchange the parts on their node. Further nodes receive
-their parts from this node, in chunks, so that all links of the chain are busy at the same time. On
-a sender's own node nothing is forwarded.
+A slice is sent to a node once (section 3). If g devices of a node need a slice, each of them
+receives one of g parts, and they exchange the parts inside the node. Further nodes receive their
+parts from this node in chunks, so all links of this chain of nodes are busy at the same time.
+Devices on the sender's own node receive the slice directly from the sender.
 
-A node sends one slice at a time and receives one slice at a time. Randomized greedy rounds and, for
-few slices, a depth-first search with pruning look for a sender of each slice and for an order
-(section 4, `best_order`). `relays` uses this result if it is faster than sending the largest slices
-first, each from the devices with the least to send."""
+A node sends one slice at a time and receives one slice at a time. The sender of each slice and the
+order of the slices are searched by randomized greedy rounds and, if there are few slices, by a
+depth-first search with pruning (section 4, `best_order`). `relays` uses this result if it is faster
+than sending the largest slices first, each from the device with the least to send."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ Box = tuple[tuple[int, int], ...]  # (start, stop) along each axis of the tensor
 
 @dataclass(frozen=True)
 class TensorLayout:
-    """The box of a tensor that each device stores.
+    """Layout of a tensor, which defines the box of the tensor that each device stores.
 
     Attributes:
         shape: shape of the tensor.
-        boxes: box of each device. Several devices may store the same elements.
+        boxes: box that each device stores. Several devices may store the same elements.
     """
 
     shape: tuple[int, ...]
@@ -58,17 +58,18 @@ class TensorLayout:
     def on_mesh(cls, shape: Sequence[int], mesh: Mapping[str, int],
                 spec: Sequence[Sequence[str]],
                 devices: Sequence[int] | None = None) -> TensorLayout:
-        """Return the layout of a tensor divided over a mesh of devices, as in Alpa and JAX.
+        """Return the layout of a tensor that is sharded over a device mesh, as in Alpa and JAX.
 
-        If an axis does not divide evenly, its parts differ by at most one element.
+        If an axis cannot be divided evenly, the lengths of its parts differ by at most one element.
 
         Args:
             shape: shape of the tensor.
-            mesh: size of each mesh axis by name, the slowest axis first.
-            spec: for every axis of the tensor, the mesh axes over which it is divided. The tensor
-                is replicated over all other mesh axes.
-            devices: devices in the order of the mesh. Defaults to 0, 1, 2, ...
-        Raises: ValueError: if mesh axes are unknown or used twice, or the device count is wrong."""
+            mesh: mapping from the name of each mesh axis to its size, with the slowest axis first.
+            spec: for every axis of the tensor, the mesh axes over which it is sharded. The tensor
+                is replicated over all remaining mesh axes.
+            devices: devices in the order of the mesh. By default, they are 0, 1, 2 and so on.
+        Raises: ValueError: If mesh axes are unknown or used twice, or if the device count is
+            wrong."""
         count = math.prod(mesh.values())
         devices = range(count) if devices is None else devices
         used = [name for names in spec for name in names]
@@ -97,13 +98,13 @@ def _part(size: int, names: Sequence[str], at: Mapping[str, int],
 
 @dataclass(frozen=True)
 class Slice:
-    """A unique slice, which is sent as one multicast. All device lists are ascending.
+    """A unique slice, which is sent as one multicast. All lists of devices are in ascending order.
 
     Attributes:
-        box: position in the tensor.
-        senders: devices that store the slice before.
-        receivers: devices that need the slice and do not have it yet.
-        keepers: devices that store the slice before and after.
+        box: position of the slice in the tensor.
+        senders: devices that store the slice in the old layout.
+        receivers: devices that store the slice only in the new layout.
+        keepers: devices that store the slice in both layouts.
     """
 
     box: Box
@@ -117,15 +118,15 @@ class Slice:
         return math.prod(stop - start for start, stop in self.box)
 
     def within(self, box: Box) -> tuple[slice, ...]:
-        """Return the slice's position inside the part of a tensor with the box `box`."""
+        """Return the slice's position relative to the part of the tensor that is in `box`."""
         return tuple(slice(start - first, stop - first)
                      for (start, stop), (first, _) in zip(self.box, box, strict=True))
 
 
 def unique_slices(source: TensorLayout, target: TensorLayout) -> list[Slice]:
-    """Return all slices that any device needs, in the order of their boxes.
+    """Return all slices that any device needs in the new layout, in the order of their boxes.
 
-    Raises: ValueError: if the shapes differ, or if no device stores a needed slice.
+    Raises: ValueError: If the shapes differ, or if no device stores a needed slice.
     """
     if source.shape != target.shape:
         raise ValueError(f"layouts of shapes {source.shape} and {target.shape} do not describe the "
@@ -155,7 +156,7 @@ def _by_box(layout: TensorLayout) -> dict[Box, list[int]]:
 
 def _cells(side: Mapping[Box, list[int]], cuts: Sequence[list[int]]
            ) -> dict[tuple[int, ...], list[int]]:
-    """Return the devices that store each slice, by the slice's index along each axis."""
+    """Return the devices that store each slice, keyed by the slice's indices along all axes."""
     cells: dict[tuple[int, ...], list[int]] = {}
     for box, devices in side.items():
         runs = [range(bisect_left(cut, start), bisect_left(cut, stop))
@@ -173,10 +174,11 @@ class Hop:
     """A transfer of a part of a slice from one device to another.
 
     Attributes:
-        slice: index of the slice.
-        part: (start, stop) in the slice's elements, in row-major order.
-        depth: 0 if the sender stores the slice, otherwise 1 more than the hop to the sender.
-        chunk: index of the chunk. Hops of earlier chunks arrive first.
+        slice: index of the slice to which the part belongs.
+        part: range (start, stop) of the slice's elements in row-major order.
+        depth: 0 if the sender stores the slice, otherwise 1 more than that of the hop to the
+            sender.
+        chunk: index of the chunk of the part. Transfers of earlier chunks arrive first.
     """
 
     sender: int
@@ -190,14 +192,14 @@ class Hop:
 def relays(slices: Sequence[Slice], nodes: Sequence[int], chunks: int = CHUNKS) -> list[Hop]:
     """Return hops that deliver every element of every slice to each receiver exactly once.
 
-    All devices compute the same list. Two plans are compared by `hops_s`. In the first, the largest
-    slices choose first, each from the senders with the least to send so far. The second follows
-    `best_order`. The hops are sorted by chunk, depth, order of slices, part and receiver, which is
-    the order in which a device handles the data that it receives.
+    All devices compute the same list. The faster of two plans, according to `hops_s`, is returned.
+    In the first plan, the largest slices come first, each sent by the device with the least to send
+    so far. The second plan follows `best_order`. The hops are sorted by chunk, depth, order of
+    slices, part and receiver, which is the order in which devices process the received data.
 
     Args:
-        nodes: node of each device.
-        chunks: number of chunks of a part for more than one node.
+        nodes: index of the node of each device.
+        chunks: number of chunks into which a part is split if several nodes receive it.
     """
     largest = sorted(range(len(slices)), key=lambda i: (-slices[i].elements, i))
     plain = _in_order(slices, nodes, chunks, [(i, None) for i in largest])
@@ -220,10 +222,10 @@ def _in_order(slices: Sequence[Slice], nodes: Sequence[int], chunks: int,
 
 
 def hops_s(hops: Sequence[Hop], nodes: Sequence[int]) -> float:
-    """Return the simulated time of hops in this order, in elements over one link.
+    """Return the simulated time of hops in units of one element over one link.
 
-    A node sends one hop at a time and receives one hop at a time. Hops inside a node take no
-    time."""
+    A node sends one hop at a time and receives one hop at a time. Transfers inside a node are
+    assumed to take no time."""
     tasks: list[Task] = []
     last: dict[tuple[int, tuple[int, int], int], str] = {}  # hop that brought a part to a device
     for number, hop in enumerate(hops):
@@ -247,8 +249,8 @@ class SliceOrder:
     """Result of `best_order`.
 
     Attributes:
-        steps: (slice, sending node) in order, without slices that are sent to no other node.
-        seconds: time until the last slice has arrived, in elements over one link.
+        steps: pairs (slice, sending node) in order, for slices that leave a node.
+        seconds: time until the last slice has arrived, in units of one element over one link.
     """
 
     steps: tuple[tuple[int, int], ...]
@@ -278,12 +280,12 @@ def _crossings(slices: Sequence[Slice], nodes: Sequence[int], chunks: int) -> li
 
 def best_order(slices: Sequence[Slice], nodes: Sequence[int], chunks: int = CHUNKS,
                rounds: int = ROUNDS) -> SliceOrder:
-    """Return a sender for each slice and a fast order, identically on every device.
+    """Return a sender for each slice and a fast order, which are the same on all devices.
 
-    The result is the best of `rounds` randomized greedy orders. As long as slices are left, a
-    maximal set of slices that use different nodes is sent, each from the sender with the least to
-    send. With up to 8 slices a depth-first search with pruning starts from this order. If the
-    search ends within its 20,000 steps, the result is optimal. Source: AlpaComm, section 4.
+    The result is the best of `rounds` randomized greedy orders. In each round, a maximal set of
+    slices that use different nodes is sent, each from the sender with the least to send. With up to
+    8 slices, a depth-first search with pruning starts from this order. If the search ends within
+    its 20,000 steps, the result is optimal. The method is from section 4 of AlpaComm.
     """
     tasks = _crossings(slices, nodes, chunks)
     source = random.Random(0)
@@ -293,7 +295,7 @@ def best_order(slices: Sequence[Slice], nodes: Sequence[int], chunks: int = CHUN
 
 
 def _add(task: _Crossing, sender: int, free: dict[str, float]) -> tuple[dict[str, float], float]:
-    """Return when the nodes are free after a slice, and when the slice has arrived."""
+    """Return the times at which nodes are free after a slice, and the slice's arrival time."""
     ports = [f"out {sender}", *(f"in {node}" for node in task.receivers)]
     end = max(free.get(port, 0.0) for port in ports) + task.seconds
     return {**free, **dict.fromkeys(ports, end)}, end
@@ -350,7 +352,8 @@ def _depth_first(tasks: Sequence[_Crossing], best: SliceOrder) -> SliceOrder:
 
 def _of_a_slice(index: int, each: Slice, nodes: Sequence[int], chunks: int,
                 load: dict[int, int], home: int | None = None) -> list[Hop]:
-    """Return the hops of a slice. home: node that sends to nodes without a sender; None: any."""
+    """Return the transfers (hops) of a slice. home: node that sends to nodes without a sender
+    (None: any)."""
     near: dict[int, list[int]] = {}
     for device in each.receivers:
         near.setdefault(nodes[device], []).append(device)
@@ -372,7 +375,7 @@ def _of_a_slice(index: int, each: Slice, nodes: Sequence[int], chunks: int,
 
 def _chain(index: int, run: tuple[int, int], chunk: int, sender: int, lane: int,
            by_node: Sequence[Sequence[int]]) -> list[Hop]:
-    """Return the hops of one chunk through the nodes, including the exchange on each node."""
+    """Return the hops of a chunk along the nodes, including the exchange inside each node."""
     hops = []
     for depth, devices in enumerate(by_node):
         entry = devices[lane % len(devices)]
@@ -390,7 +393,7 @@ def _least(devices: Sequence[int], elements: int, load: dict[int, int]) -> int:
 
 
 def _parts(run: tuple[int, int], count: int) -> list[tuple[int, int]]:
-    """Return at most `count` consecutive, non-empty parts of a run, as equal as possible."""
+    """Split a range into at most `count` consecutive, non-empty parts of nearly equal length."""
     start, stop = run
     cuts = [start + (stop - start) * i // count for i in range(count + 1)]
     return [(a, b) for a, b in zip(cuts, cuts[1:], strict=False) if a < b]

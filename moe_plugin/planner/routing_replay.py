@@ -1,11 +1,11 @@
-"""Replays a routing trace through the planner to select a policy for overloaded experts.
+"""Replay of a routing trace in the planner to select a policy for overloaded experts.
 
-The replay helps to select a policy before a cluster is rented. The trace contains the loads of each
-call of a layer, which determine the busiest rank under each policy of `parallel.spill`. The
-modelled seconds of the busiest rank include matrix products, rows that are sent and lent weights,
-in forward and backward (`planner.spill.SpillCosts`). These seconds are compared with those of the
-same number of rows under forced balance, in which every expert receives equally many rows from
-every rank.
+This helps to select a policy before a cluster is rented. The trace contains the expert loads of
+each forward call of a layer, which determine the load of the busiest rank under each policy of
+`parallel.spill`. The modelled time of the busiest rank includes matmuls, sent rows and lent weights
+in the forward and backward passes (`planner.spill.SpillCosts`). This time is compared with the time
+of the same number of rows under forced balance, in which every expert receives equally many rows
+from every rank.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ Calls = Mapping[Any, Sequence[Sequence[Counts]]]  # by layer: for each step, for
 
 @dataclass(frozen=True)
 class CallTime:
-    """Times of one call of a layer.
+    """Times of one forward call of a layer.
 
     Attributes:
-        seconds: time under the policy.
-        balanced: time of the same number of rows under forced balance.
-        lent: number of experts that ranks lend.
-        third: index of the third of the steps, see `PARTS`.
+        seconds: time of the call under the policy in seconds.
+        balanced: time in seconds of the same number of rows under forced balance.
+        lent: number of experts that ranks lend in this call.
+        third: index of the third of the run's steps to which the call belongs; see `PARTS`.
     """
 
     seconds: float
@@ -54,31 +54,32 @@ class CallTime:
 
 @dataclass(frozen=True)
 class PolicyTimes:
-    """Times of all calls under a policy. There is at least one call."""
+    """Times of all calls under one policy. The list contains at least one call."""
 
     policy: str
     calls: Sequence[CallTime]
 
     @property
     def mean(self) -> float:
-        """Mean seconds of a call."""
+        """Mean time of a call in seconds."""
         return sum(one.seconds for one in self.calls) / len(self.calls)
 
     @property
     def lent(self) -> float:
-        """Mean number of experts that are lent in a call."""
+        """Mean number of experts lent per call."""
         return sum(one.lent for one in self.calls) / len(self.calls)
 
     @property
     def worst(self) -> float:
-        """Share of the balanced throughput that the worst call reaches."""
+        """Throughput of the worst call as a fraction of the throughput under forced balance."""
         return min(one.balanced / one.seconds for one in self.calls)
 
     def share(self, third: int | None = None) -> float | None:
-        """Return the throughput relative to balanced calls, or None if this third has no call.
+        """Return the throughput as a fraction of that under forced balance, or None if there is no
+        call.
 
         Args:
-            third: index of the third of the steps. Defaults to all steps.
+            third: index of the third of the run's steps. By default, all steps are included.
         """
         calls = [one for one in self.calls if third in (None, one.third)]
         if not calls:
@@ -87,16 +88,18 @@ class PolicyTimes:
 
 
 def calls_of(traces: Sequence[Mapping[Any, Any]], experts: int, ranks: int | None) -> Calls:
-    """Return the rows by rank and expert of every call in the traces of all ranks.
+    """Return the number of rows by rank and expert for every call in the traces of all ranks.
 
     Args:
-        traces: traces of each rank, see `observe.traces.read_trace`.
+        traces: routing traces of each rank; see `observe.traces.read_trace`.
         experts: number of experts.
-        ranks: number of ranks that share the experts. Defaults to the ranks of the trace. For
-            another number, ranks of the trace are merged, or each rank is split by token order.
+        ranks: number of ranks that share the experts. The default is the number of ranks in the
+            trace. For a different number, ranks of the trace are merged, or each rank is split by
+            token order.
 
     Raises:
-        ValueError: if the ranks or experts do not fit, or if the ranks have different layers.
+        ValueError: If the traces cannot represent the given number of ranks or experts, or if the
+            ranks have different layers.
     """
     wanted = ranks or len(traces)
     check_fits(traces, experts, wanted)
@@ -106,23 +109,23 @@ def calls_of(traces: Sequence[Mapping[Any, Any]], experts: int, ranks: int | Non
 
 
 def check_fits(traces: Sequence[Mapping[Any, Any]], experts: int, ranks: int) -> None:
-    """Check that the traces can represent this number of ranks, see `calls_of`.
+    """Check that the traces can represent the given number of ranks; see `calls_of`.
 
     Raises:
-        ValueError: if the traces cannot represent this number of ranks.
+        ValueError: If the traces cannot represent the given number of ranks.
     """
     if ranks % len(traces) and len(traces) % ranks or experts % ranks:
         raise ValueError(
-            f"ranks={ranks} does not fit a trace of {len(traces)} ranks with {experts} experts: "
-            "it must be a multiple or a divisor of the ranks of the trace, and divide the number "
-            "of experts. Set --nodes and --ranks-per-node, or change --emulate")
+            f"ranks={ranks} is not possible for a trace of {len(traces)} ranks with {experts} "
+            "experts: it must be a multiple or a divisor of the trace's number of ranks, and must "
+            "divide the number of experts. Set --nodes and --ranks-per-node, or change --emulate")
     if not all(list(trace) == list(traces[0]) for trace in traces):
         raise ValueError("the ranks have traces of different layers. Use a folder whose ranks "
                          "share the same experts")
 
 
 def resplit(of_ranks: Sequence[Any], ranks: int) -> list[Sequence[Any]]:
-    """Split the choices [T, K] of a call among another number of ranks.
+    """Distribute the choices [T, K] of a call over a different number of ranks.
 
     Returns:
         For each new rank, the parts of the choices that belong to it.
@@ -135,7 +138,8 @@ def resplit(of_ranks: Sequence[Any], ranks: int) -> list[Sequence[Any]]:
 
 
 def _counts(of_ranks: Sequence[Any], experts: int, ranks: int) -> list[list[int]]:
-    """Return rows by rank and expert. of_ranks: [T, K] choices of each rank of the trace."""
+    """Return the number of rows by rank and expert. of_ranks: choices [T, K] of each rank of the
+    trace."""
     parts = [[expert_id for ids_TK in some for expert_id in ids_TK.flatten().tolist()]
              for some in resplit(of_ranks, ranks)]
     counts = []
@@ -149,12 +153,12 @@ def _counts(of_ranks: Sequence[Any], experts: int, ranks: int) -> list[list[int]
 
 
 def simulate(calls: Calls, costs: SpillCosts, guests: int, replan: int) -> list[PolicyTimes]:
-    """Return the times of all policies, `never` first. Calls without rows are omitted.
+    """Return the times of all policies, with `never` first. Calls without rows are omitted.
 
     Args:
-        calls: rows of every call, see `calls_of`.
+        calls: number of rows by rank and expert for every call; see `calls_of`.
         costs: modelled costs of rows and loans.
-        guests: number of experts that a rank may borrow.
+        guests: maximum number of experts that a rank may borrow.
         replan: number of steps between placements of the policy `standing`.
     """
     return [PolicyTimes(policy, [
@@ -180,14 +184,16 @@ def _layer(policy: str, steps: Sequence[Sequence[Counts]], costs: SpillCosts, gu
 
 
 def balanced_s(counts_WV: Counts, costs: SpillCosts) -> float:
-    """Return the seconds of a call whose rows are spread evenly over experts and ranks."""
+    """Return the time in seconds of a call whose rows are distributed evenly over experts and
+    ranks."""
     ranks = len(counts_WV)
     rows = sum(map(sum, counts_WV)) / ranks
     return costs.seconds(Spread(rows, rows * (ranks - 1) / ranks, 0.0))
 
 
 def best(found: Sequence[PolicyTimes]) -> PolicyTimes:
-    """Return the fastest policy, or `never` if no policy saves `LEAST_GAIN`."""
+    """Return the fastest policy, or `never` if no policy saves at least the fraction
+    `LEAST_GAIN`."""
     plain = found[0]
     fastest = min(found, key=lambda one: one.mean)
     return fastest if fastest.mean < plain.mean * (1 - LEAST_GAIN) else plain
@@ -196,24 +202,24 @@ def best(found: Sequence[PolicyTimes]) -> PolicyTimes:
 def replay(traces: Sequence[Mapping[Any, Any]], model: ModelShape, cluster: Cluster,
            device: Device, guests: int, replan: int, ranks: int | None = None,
            tokens: int | None = None) -> list[PolicyTimes]:
-    """Return the times of all policies for the traces of all ranks, see `simulate`.
+    """Return the times of all policies for the traces of all ranks; see `simulate`.
 
     Args:
-        traces: traces of each rank, see `observe.traces.read_trace`.
-        model: the model of the run.
+        traces: routing traces of each rank; see `observe.traces.read_trace`.
+        model: shape of the model that was traced.
         cluster: the cluster for which policies are compared.
         device: processor of each rank.
-        guests: number of experts that a rank may borrow.
+        guests: maximum number of experts that a rank may borrow.
         replan: number of steps between placements of the policy `standing`.
-        ranks: number of ranks that share the experts. Defaults to the ranks of the trace on one
-            node.
-        tokens: number of tokens per rank to which loads are scaled. Defaults to the tokens of the
-            trace.
+        ranks: number of ranks that share the experts. The default is the number of ranks in the
+            trace, on one node.
+        tokens: number of tokens per rank to which loads are scaled. The default is the number in
+            the trace.
     """
     calls = calls_of(traces, model.experts, ranks)
     every = [call for steps in calls.values() for step in steps for call in step]
     if not any(any(map(any, call)) for call in every):
-        raise ValueError("the trace contains no routed token. Use another trace")
+        raise ValueError("the trace contains no routed token. Use a different trace")
     group = cluster.resized(1, len(every[0])) if ranks is None else cluster
     costs = spill_costs(model.layer(1), group, device)
     if tokens is not None:
@@ -224,7 +230,8 @@ def replay(traces: Sequence[Mapping[Any, Any]], model: ModelShape, cluster: Clus
 
 
 def what_to_use(found: Sequence[PolicyTimes]) -> str:
-    """Return a recommendation: the fastest policy for overloaded experts, and its saving."""
+    """Return a recommendation of the fastest policy for overloaded experts that states what it
+    saves."""
     plain, chosen = found[0], best(found)
     if chosen is plain:
         return (f"Use parallel.spill: never. No policy saves {LEAST_GAIN:.0%} of a call's time: "
@@ -234,7 +241,8 @@ def what_to_use(found: Sequence[PolicyTimes]) -> str:
 
 
 def explain(found: Sequence[PolicyTimes]) -> str:
-    """Return a table with a line for each policy, followed by a recommendation."""
+    """Return a string with a table that has one line for each policy, followed by a
+    recommendation."""
     rows = [["parallel.spill", "a call", "share", "worst call", *PARTS, "experts lent"]]
     for one in found:
         thirds = [one.share(third) for third in range(len(PARTS))]
@@ -251,7 +259,7 @@ def explain(found: Sequence[PolicyTimes]) -> str:
 
 
 def as_dict(found: Sequence[PolicyTimes]) -> dict[str, Any]:
-    """Return the comparison as JSON values."""
+    """Convert the comparison of policies to JSON-serializable values."""
     return {"use": best(found).policy, "calls": len(found[0].calls), "policies": {one.policy: {
         "seconds": one.mean, "share": one.share(), "worst": one.worst, "lent": one.lent,
         **{name: one.share(third) for third, name in enumerate(PARTS)}} for one in found}}

@@ -1,15 +1,17 @@
 """Least-loaded expert parallelism (LLEP, arXiv 2601.17111).
 
-Rows beyond a rank's share are computed by the least loaded ranks, to which the owner of an expert
-lends the expert's weights for one call. In FasterMoE's shadowing, every rank borrows an expert and
-keeps its own rows. LLEP and shadowing both produce a table that lists, for every lent expert, how
-many rows each rank computes. Any table yields the same outputs and gradients. A borrower's own rows
-are not sent.
+Rows that exceed a rank's share are computed by the least loaded ranks, to which the owner of an
+expert lends the expert's weights for one call. In FasterMoE's shadowing, every rank borrows a hot
+expert and computes its own rows of this expert. Both LLEP and shadowing produce a table that lists,
+for every lent expert, the number of rows that each rank computes. Any table leads to the same
+outputs and gradients. A borrower's own rows are not sent.
 
 An owner sends each of h borrowers one of h equal parts of the weights, and the borrowers exchange
-the parts. The owner therefore sends an expert once, whatever h is, and receives its gradient once.
+the parts. Therefore, for any h, the owner sends an expert's weights only once and receives their
+gradient only once.
 
-Legend: W ranks, V experts of the group (or shards of experts), L = V / W experts on each rank.
+In names and formulas, W is the number of ranks, V is the number of experts (or shards of experts)
+    of the group, and L = V / W is the number of experts on each rank.
 """
 
 from __future__ import annotations
@@ -25,14 +27,15 @@ Amounts = dict[int, list[int]]  # for each lent expert: rows by the rank that co
 
 
 def round_shares(shares: Sequence[float], total: int) -> list[int]:
-    """Return whole numbers in proportion to `shares` that sum to `total` (Hagenbach-Bischoff).
+    """Return integers proportional to `shares` that sum to `total` (Hagenbach-Bischoff method).
 
-    With the quota sum / (total + 1), each share receives the whole part of share / quota. The rest
-    is distributed one by one to the largest share / (number + 1), where the first of equal shares
-    wins. The computation is exact: floats are converted to the fractions that they represent.
+    With the quota `sum / (total + 1)`, each share first receives the integer part of `share /
+    quota`. Each remaining unit is given to the entry with the largest `share / (number + 1)`, where
+    `number` is what the entry has received so far. Among equal entries, the first one is chosen.
+    The computation is exact, because floats are converted to the fractions that they represent.
 
     Raises:
-        ValueError: if a share or the total is negative, or if no share is positive.
+        ValueError: If a share or the total is negative, or if no share is positive.
     """
     exact = [Fraction(share) for share in shares]
     if total < 0 or not exact or min(exact) < 0 or not sum(exact):
@@ -51,7 +54,8 @@ def round_shares(shares: Sequence[float], total: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Loan:
-    """An expert that its owner lends for one call. helpers: borrowing ranks, ascending."""
+    """An expert that the owner lends to other ranks for one call. helpers: ranks that borrow the
+    expert, in ascending order."""
 
     expert: int
     owner: int
@@ -63,9 +67,9 @@ class SpillPlan:
     """Assignment of rows to the ranks that compute them.
 
     Attributes:
-        counts_WV: rows by source rank and expert.
-        amounts: rows of each lent expert by the rank that computes them.
-        loans: loans in ascending order of the expert.
+        counts_WV: number of rows by source rank and expert.
+        amounts: for each lent expert, the number of rows that each rank computes.
+        loans: loans in ascending order of the expert's index.
     """
 
     counts_WV: Counts
@@ -83,12 +87,12 @@ class SpillPlan:
 
     @property
     def ranks(self) -> int:
-        """W, the number of ranks."""
+        """Number of ranks, called W."""
         return len(self.counts_WV)
 
     @property
     def local(self) -> int:
-        """L, the number of experts on each rank."""
+        """Number of experts on each rank, called L."""
         return len(self.counts_WV[0]) // self.ranks
 
     def owner(self, expert: int) -> int:
@@ -96,12 +100,12 @@ class SpillPlan:
         return expert // self.local
 
     def guests(self, rank: int) -> list[int]:
-        """Return the experts that a rank borrows, in ascending order."""
+        """Return the indices of the experts that a rank borrows in ascending order."""
         return [loan.expert for loan in self.loans if rank in loan.helpers]
 
     @property
     def most_guests(self) -> int:
-        """Largest number of experts that a rank borrows."""
+        """Maximum number of experts that any rank borrows."""
         return max(len(self.guests(rank)) for rank in range(self.ranks))
 
     def spread(self) -> Spread:
@@ -113,10 +117,10 @@ class SpillPlan:
         return draft.spread()
 
     def flows(self, expert: int) -> list[list[int]]:
-        """Return the rows of a lent expert by source rank and computing rank, [W][W].
+        """Return the number of rows [W][W] of a lent expert by source rank and computing rank.
 
-        As many rows as possible remain on their source rank. All other rows are distributed in the
-        order of the ranks.
+        As many rows as possible remain on their source rank. The remaining rows are distributed in
+        the order of the ranks.
         """
         rows = [row[expert] for row in self.counts_WV]
         wanted = list(self.amounts[expert])
@@ -139,13 +143,13 @@ class SpillPlan:
 
 @dataclass(frozen=True)
 class Spread:
-    """Load of the busiest rank.
+    """Load of the busiest rank under a plan.
 
     Attributes:
-        rows: rows that the rank computes, divided by its speed if ranks have different speeds.
-        travel: rows that enter or leave the rank in one direction of a pass.
-        lending: expert weights that the rank sends or receives in one direction, including
-            exchanges among borrowers. The unit is one expert.
+        rows: number of rows that the rank computes, divided by the rank's speed if speeds differ.
+        travel: number of rows that the rank sends or receives in one exchange.
+        lending: amount of expert weights that the rank sends or receives in one direction,
+            including exchanges among borrowers, in units of one expert.
     """
 
     rows: float
@@ -154,12 +158,12 @@ class Spread:
 
 
 class _Draft:
-    """A plan under construction, with its cost for every rank.
+    """A plan under construction, with the resulting load of every rank.
 
     Attributes:
-        speeds: rows that each rank computes in the time in which a rank of speed 1 computes one
-            row. None means that all ranks are equally fast.
-        shares: rows of each rank if all ranks need the same time.
+        speeds: number of rows that each rank computes in the time in which a rank of speed 1
+            computes one row. None means that all ranks are equally fast.
+        shares: number of rows of each rank if all ranks need the same time.
     """
 
     def __init__(self, counts_WV: Counts, speeds: Sequence[float] | None = None) -> None:
@@ -180,14 +184,14 @@ class _Draft:
             self.shares = round_shares(speeds, total)
 
     def loads(self) -> Sequence[float]:
-        """Return the time of each rank's rows, in units of one row on a rank of speed 1."""
+        """Return the time of each rank's rows in units of one row on a rank of speed 1."""
         if self.speeds is None:
             return self.rows
         return [rows / speed for rows, speed in zip(self.rows, self.speeds, strict=True)]
 
     @property
     def busiest(self) -> float:
-        """Largest load of a rank."""
+        """Largest load of any rank."""
         return max(self.loads())
 
     def at_owner(self, expert: int) -> int:
@@ -197,7 +201,7 @@ class _Draft:
         return self.totals[expert]
 
     def move(self, expert: int, helper: int, rows: int) -> None:
-        """Move this many rows of an expert from its owner to `helper`."""
+        """Move `rows` rows of an expert from its owner to the rank `helper`."""
         owner = expert // self.local
         if expert not in self.amounts:
             self.amounts[expert] = [0] * self.ranks
@@ -233,14 +237,15 @@ class _Draft:
 
 @dataclass(frozen=True, kw_only=True)
 class SpillCosts:
-    """Seconds of forward and backward together.
+    """Costs of rows and loans in seconds, for the forward and backward passes together.
 
     Attributes:
-        row_s: seconds of the matrix products of one row.
-        travel_s: seconds to move a row into or out of a rank, on the way to its expert and back,
-            including its gradient.
-        lend_s: seconds to send one expert's weights, and to return their gradient.
-        fixed_s: fixed seconds of the exchanges of a call that lends at least one expert.
+        row_s: time in seconds of one row's matmuls.
+        travel_s: time in seconds for a row to enter or leave a rank on the way to its expert and
+            back, including the row's gradient.
+        lend_s: time in seconds to send one expert's weights and to return their gradient.
+        fixed_s: fixed time in seconds of the exchanges in a call in which at least one expert is
+            lent.
     """
 
     row_s: float
@@ -249,16 +254,16 @@ class SpillCosts:
     fixed_s: float = 0.0
 
     def seconds(self, spread: Spread) -> float:
-        """Return the modelled time of a call: compute, travel and lending of the busiest rank."""
+        """Return the modelled time in seconds of a call with the given load of the busiest rank."""
         lending = self.lend_s * spread.lending + self.fixed_s if spread.lending else 0.0
         return self.row_s * spread.rows + self.travel_s * spread.travel + lending
 
 
 def _least_loaded(draft: _Draft, guests: int) -> Iterator[None]:
-    """Move rows by the rule "longest processing time first", and yield after each move.
+    """Move rows by the rule "longest processing time first", yielding after each move.
 
-    Each move takes the largest expert of the fullest rank, and as many rows as exceed the rank's
-    share, to the emptiest rank that can borrow the expert.
+    Each move selects the largest expert of the fullest rank, and moves the rows that exceed the
+    rank's share to the least loaded rank that can borrow the expert.
     """
     while (move := _next_move(draft, guests)) is not None:
         draft.move(*move)
@@ -284,9 +289,10 @@ def _next_move(draft: _Draft, guests: int) -> tuple[int, int, int] | None:
 
 
 def _everywhere(draft: _Draft, guests: int) -> Iterator[None]:
-    """Lend experts to all ranks by decreasing load (FasterMoE), and yield after each expert.
+    """Lend experts to all ranks in the order of decreasing load (FasterMoE), yielding after each
+    expert.
 
-    Every rank keeps its own rows.
+    Every rank computes its own rows of the lent experts.
     """
     by_load = sorted(range(len(draft.totals)), key=lambda e: (-draft.totals[e], e))
     for expert in by_load[:guests]:
@@ -303,9 +309,9 @@ POLICIES = ("never", *_POLICIES)
 
 def saves(counts_WV: Counts, amounts: Mapping[int, Sequence[int]], costs: SpillCosts,
           speeds: Sequence[float] | None = None) -> bool:
-    """Return whether a table of computing ranks saves at least `LEAST_GAIN` of a call's time.
+    """Return True if an assignment of rows to ranks saves at least `LEAST_GAIN` of a call's time.
 
-    The result is False if the busiest rank would compute longer than without the table.
+    The result is False if the busiest rank would compute longer than without the assignment.
     """
     draft = _Draft(counts_WV, speeds)
     before = draft.spread()
@@ -320,17 +326,19 @@ def saves(counts_WV: Counts, amounts: Mapping[int, Sequence[int]], costs: SpillC
 
 def plan_spill(counts_WV: Counts, costs: SpillCosts, policy: str, guests: int,
                speeds: Sequence[float] | None = None) -> SpillPlan | None:
-    """Return the cheapest plan of a policy, or None if no plan saves `LEAST_GAIN` of the time.
+    """Return the fastest plan of a policy, or None if no plan saves the fraction `LEAST_GAIN` of
+    the time.
 
-    The busiest rank never computes longer than without a plan, and no rank borrows more than
-    `guests` experts.
+    With the plan, the busiest rank never computes longer than without it, and no rank borrows more
+    than `guests` experts.
 
     Args:
-        counts_WV: rows by source rank and expert. Rank i owns the experts [i L, (i+1) L).
-        costs: seconds of rows and loans.
-        policy: one of `POLICIES`.
-        guests: number of experts that a rank may borrow at a time.
-        speeds: speeds of the ranks relative to the device of `costs`. Defaults to 1 for all ranks.
+        counts_WV: number of rows by source rank and expert. Rank i owns the experts from `i L` to
+            `(i + 1) L - 1`.
+        costs: modelled costs of rows and loans in seconds.
+        policy: name of the policy, which is one of `POLICIES`.
+        guests: maximum number of experts that a rank may borrow at a time.
+        speeds: speed of each rank relative to the device of `costs`. By default, all speeds are 1.
     """
     if policy == "never" or len(counts_WV) == 1:
         return None

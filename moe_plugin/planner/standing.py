@@ -1,13 +1,15 @@
-"""Replicas of hot experts that remain for several steps, and the share of rows of each replica.
+"""Replicas of hot experts that remain in place for several steps, with the fraction of the expert's
+rows that each replica computes.
 
-Every n steps the loads of these n steps determine which ranks have replicas of which experts. The
-best of three placements is used: EPLB with experts that stay on their rank
+Every n steps, the loads of the previous n steps determine which ranks have replicas of which
+experts. The best of three placements is used. These are EPLB with experts that stay on their rank
 (`replicas.host_replicas`), EPLB with experts that may move to any rank (`replicas.host_placed`),
-and the loans of `least_loaded` (`spill.plan_spill`). SWARM's interleaved weighted round robin over
-the throughputs of the ranks (`peer_choice.Wiring`, but here the lower of equal ranks comes first)
-determines the share of an expert's rows that each of its ranks computes. The rows of every call are
-split into these shares until the next placement. A call is executed as with any plan of `spill`:
-owners lend weights and receive the gradients.
+and the loans of `least_loaded` (`spill.plan_spill`). SWARM's interleaved weighted round-robin
+scheduling (`peer_choice.Wiring`) determines, from the throughputs of the ranks, the fraction of an
+expert's rows that each rank with the expert computes. Unlike in `Wiring`, the rank with the lower
+index comes first among equal ranks. Until the next placement, the rows of every call are split
+according to these fractions. A call is executed like any plan of `spill`, in which owners lend
+weights and receive their gradients.
 """
 
 from __future__ import annotations
@@ -33,18 +35,18 @@ Shares = Mapping[int, Mapping[int, float]]  # share of rows by replicated expert
 
 
 def wired_shares(loads: Loads, placed: ReplicaMap, speeds: Sequence[float]) -> Shares:
-    """Return the shares of the rows of each replicated expert, by rank.
+    """Return, for each replicated expert, the fraction of its rows that each rank computes.
 
-    An expert's load is split into tasks. Each task is assigned to the rank that is predicted to be
-    free first among the ranks with this expert. Experts on a single rank are assigned first, and
-    the others follow by decreasing load, so that small loads fill the remaining gaps. Replicas of
-    the smallest loads are omitted as long as the busiest rank needs at most `SLACK` longer without
-    them, because sending their weights would not pay off.
+    The load of each expert is split into tasks. Each task is assigned to the rank that is predicted
+    to be free first among the ranks with this expert. Experts on a single rank are assigned first.
+    Replicated experts follow in the order of decreasing load, so small loads fill the remaining
+    gaps. Replicas with the smallest loads are omitted as long as this makes the busiest rank slower
+    by at most the fraction `SLACK`, because sending the weights would not pay off.
 
     Args:
-        loads: rows by expert, not all zero.
-        placed: ranks of each expert.
-        speeds: rows per second of each rank, in any unit.
+        loads: number of rows of each expert, of which at least one must not be zero.
+        placed: map that defines the ranks on which each expert has a replica.
+        speeds: speed of each rank, for example in rows per second.
     """
     holders = {e: frozenset(placed.holders(e)) for e in placed.physical}
     several = sorted((e for e in holders if len(holders[e]) > 1), key=lambda e: (loads[e], e))
@@ -64,7 +66,7 @@ def wired_shares(loads: Loads, placed: ReplicaMap, speeds: Sequence[float]) -> S
 
 
 def _local(loads: Loads, speeds: Sequence[float]) -> int:
-    """Return the number of experts that a rank stores."""
+    """Return the number of experts that each rank stores."""
     return len(loads) // len(speeds)
 
 
@@ -85,7 +87,7 @@ def _wired(loads: Loads, holders: Mapping[int, frozenset[int]], speeds: Sequence
 
 
 def _busiest(shares: Shares, loads: Loads, speeds: Sequence[float]) -> float:
-    """Return the time of the busiest rank, in units of one row on a rank of speed 1."""
+    """Return the time of the busiest rank in units of one row on a rank of speed 1."""
     rows, local = [0.0] * len(speeds), _local(loads, speeds)
     for expert, load in enumerate(loads):
         for rank, share in shares.get(expert, {expert // local: 1.0}).items():
@@ -95,9 +97,10 @@ def _busiest(shares: Shares, loads: Loads, speeds: Sequence[float]) -> float:
 
 def evenest(maps: Sequence[ReplicaMap], loads: Loads,
             speeds: Sequence[float]) -> tuple[ReplicaMap, Shares]:
-    """Return the map with the least time of the busiest rank, and its shares.
+    """Return the map with the shortest time of the busiest rank, and the fractions of rows for this
+    map.
 
-    Of all maps whose time is within `SLACK` of the least time, the first one is returned.
+    The first map whose time exceeds the shortest time by at most the fraction `SLACK` is returned.
     """
     shares = [wired_shares(loads, placed, speeds) for placed in maps]
     times = [_busiest(one, loads, speeds) for one in shares]
@@ -106,17 +109,17 @@ def evenest(maps: Sequence[ReplicaMap], loads: Loads,
 
 
 class StandingReplicas:
-    """Replicas of one layer's experts. All ranks compute the same replicas.
+    """Replicas of the experts of one layer. All ranks compute the same replicas.
 
     Args:
-        ranks: W, the number of ranks.
-        costs: modelled costs of a call, see `spill.SpillCosts`.
-        guests: number of experts that a rank may borrow.
+        ranks: Number of ranks, called W.
+        costs: modelled costs of a call; see `spill.SpillCosts`.
+        guests: maximum number of experts that a rank may borrow.
         every: number of steps between placements.
 
     Attributes:
-        placed: experts of each rank. None means that no expert is replicated.
-        shares: share of rows by replicated expert and by rank.
+        placed: map of the experts on each rank. None means that no expert is replicated.
+        shares: for each replicated expert, the fraction of its rows that each rank computes.
     """
 
     def __init__(self, ranks: int, costs: SpillCosts, guests: int, every: int) -> None:
@@ -127,7 +130,8 @@ class StandingReplicas:
         self._calls = self._steps = 0
 
     def plan(self, counts_WV: Counts) -> SpillPlan | None:
-        """Return the plan of a call, or None if every rank computes its own experts' rows."""
+        """Return the plan of a call, or None if every rank computes exactly the rows of its own
+        experts."""
         if not self.shares:
             return None
         amounts = {}
@@ -139,22 +143,22 @@ class StandingReplicas:
         return SpillPlan(counts_WV, amounts)
 
     def add(self, counts_WV: Counts) -> None:
-        """Add the loads of a training call."""
+        """Add the expert loads of a training call to the loads since the last placement."""
         self._calls += 1
         loads = [sum(column) for column in zip(*counts_WV, strict=True)]
         before = self._loads or [0] * len(loads)
         self._loads = [a + b for a, b in zip(before, loads, strict=True)]
 
     def finish_step(self) -> bool:
-        """Count a step and return whether `place` is due."""
+        """Count a step and return True if `place` is due."""
         self._steps += 1
         return self._steps % self.every == 0
 
     def place(self, speeds: Sequence[float] | None = None) -> None:
-        """Place replicas according to the mean load since the last placement, if that saves time.
+        """Place replicas according to the mean load since the last placement if this saves time.
 
         Args:
-            speeds: speeds of the ranks, in any unit. Defaults to equal speeds.
+            speeds: speed of each rank in any unit. By default, all speeds are equal.
         """
         loads, calls = self._loads, self._calls
         self._loads, self._calls = [], 0
@@ -183,15 +187,15 @@ class StandingReplicas:
             self.shares = {}
 
     def state(self) -> dict[str, Any]:
-        """Return the state as plain values, for a checkpoint."""
+        """Return the state as plain values for a checkpoint."""
         return {"ranks": self.ranks, "steps": self._steps, "calls": self._calls,
                 "loads": self._loads, "slots": None if self.placed is None else self.placed.logical,
                 "shares": {e: dict(given) for e, given in self.shares.items()}}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Continue with the state of an earlier run.
+        """Load the state that an earlier run has saved.
 
-        A state with another number of ranks is ignored, and placement starts again.
+        A state with a different number of ranks is ignored, and placement starts again.
         """
         if state.get("ranks") != self.ranks:
             return

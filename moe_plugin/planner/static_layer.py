@@ -1,9 +1,11 @@
-"""A static reference layer: fixed layout, no overlap, dispatch by dense matrix products (GShard).
+"""Cost of a static reference layer with a fixed layout, no overlap, and dispatch by dense matmuls,
+as in GShard.
 
-With S tokens per rank, E experts and C = k ceil(S / E) slots, dispatch and combine are matrix
-products with an [S, E, C] mask. Each product needs 2 S E C M FLOPs, which is about 2 k S^2 M for
-any E. Forward has two of these products and backward has three, because the dispatch mask has no
-gradient. Each product reads or writes the mask. The all-to-all is linear and does not overlap.
+With S tokens per rank, E experts and C = k ceil(S / E) slots per expert, dispatch and combine are
+matmuls with a mask of shape [S, E, C]. Each matmul needs 2 S E C M FLOPs, which is about 2 k S^2 M
+for any E, where M is the model dimension. The forward pass has two of these matmuls and the
+backward pass has three, because the dispatch mask has no gradient. Each matmul reads or writes the
+mask. The all-to-all uses the linear algorithm and does not overlap with compute.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ MASK_BYTES = 4
 
 
 def static_layer_s(shape: LayerShape, cluster: Cluster, device: Device) -> float:
-    """Return the forward and backward seconds of the static layer, with r = S and d = 1."""
+    """Return the time in seconds of the static layer's forward and backward passes."""
     slots = shape.top_k * math.ceil(shape.tokens / shape.experts)
     mask = float(shape.tokens) * shape.experts * slots
     dispatch = device.matmul_s(shape.tokens, 2 * mask * shape.row_dim, mask * MASK_BYTES)
@@ -40,16 +42,17 @@ def static_layer_s(shape: LayerShape, cluster: Cluster, device: Device) -> float
 
 @dataclass(frozen=True)
 class ScaleRow:
-    """Predicted times for one number of ranks.
+    """Predicted times of the layer for one number of ranks.
 
     Attributes:
         ranks: number of ranks.
-        static_s: seconds of the static layer.
-        plain_s: seconds with sparse dispatch, r = S, d = 1 and the linear all-to-all.
-        r_alone_s: seconds if only r is adapted, compared with `plain_s`.
-        d_alone_s: seconds if only d is adapted, compared with `plain_s`.
-        all_s: seconds if r, d and the all-to-all algorithm are adapted.
-        choice: the layout with `all_s`.
+        static_s: time of the static layer in seconds.
+        plain_s: time in seconds with sparse dispatch, the largest r, d = 1 and the linear
+            all-to-all.
+        r_alone_s: time in seconds if, compared with `plain_s`, only r is adapted.
+        d_alone_s: time in seconds if, compared with `plain_s`, only d is adapted.
+        all_s: time in seconds if r, d and the all-to-all algorithm are adapted.
+        choice: layout that takes the time `all_s`.
     """
 
     ranks: int
@@ -62,13 +65,13 @@ class ScaleRow:
 
     @property
     def speedup(self) -> float:
-        """Speed-up of the fully adapted layer over the static layer."""
+        """Speed-up of the fully adapted layer compared with the static layer."""
         return self.static_s / self.all_s
 
 
 def scale_table(shape: LayerShape, cluster: Cluster, device: Device, nodes: Sequence[int],
                 experts_per_rank: float = 1.0) -> list[ScaleRow]:
-    """Return the times of the layer on several numbers of nodes.
+    """Return the predicted times of the layer for several numbers of nodes.
 
     The load per rank and the number of experts per rank are constant.
     """
@@ -97,7 +100,7 @@ def _scale_row(shape: LayerShape, cluster: Cluster, device: Device) -> ScaleRow:
 
 
 def scale_text(rows: Sequence[ScaleRow]) -> str:
-    """Format the table with times, and the gain of each adaptation over the plain layer."""
+    """Format the table of times, and the gain of each adaptation compared with the plain layer."""
     lines = [f"{'ranks':>6}{'static':>11}{'plain':>10}{'r alone':>9}{'d alone':>9}"
              f"{'all':>9}{'static/all':>11}  layout"]
     for row in rows:

@@ -1,16 +1,16 @@
-"""Decisions from noisy times: the common mechanism for measuring candidates and choosing one.
+"""Decisions from noisy times. This is the common mechanism to measure candidates and choose one.
 
-This module is pure Python and reads no clock: callers report the candidates that were tried and the
-times that were measured. Candidates are tried in rounds, one call per candidate, so that a
-disturbance of the machine affects all candidates. Two candidates are compared by the quotients of
-their times in the same rounds. The median of the quotients is the difference, and their range
-without a third of outliers is the spread. The candidates are also compared by their smallest times,
-and the comparison with the smaller spread counts. A candidate is chosen if it gains more than the
-spread, and otherwise the present choice remains. As long as candidates cannot be distinguished,
-more rounds follow, up to a bound. Candidates that are far behind are excluded from further rounds.
+This module is pure Python and does not read a clock. Callers report which candidates were tried and
+which times were measured. Candidates are tried in rounds, one call per candidate, so that a
+disturbance of the machine affects all candidates. Two candidates are compared by the ratios of
+their times in the same rounds. The median of the ratios is the difference, and their range without
+a third of outliers is the spread. The smallest times of the candidates are also compared, and the
+comparison with the smaller spread is used. The current choice remains unless a candidate saves more
+than the spread. More rounds follow while candidates cannot be distinguished, up to a maximum
+number. Candidates that are much slower are excluded from further rounds.
 
-Choices are checked by an occasional round (`Checks`). Numbers that are not candidates, such as
-seconds for a planner, are measured in steps until the steps agree (`Steady`).
+Occasional rounds check whether a choice is still the fastest (`Checks`). Other numbers, such as
+times for a planner, are measured in several steps until the steps agree (`Steady`).
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ NEVER_COME = 8  # calls without a time after which a round stops waiting for tim
 
 
 class PairedComparison(NamedTuple):
-    """Difference between the times of two candidates, as logarithms of the quotient of their times.
+    """Difference between the times of two candidates, as the logarithm of the ratio of their times.
 
     Attributes:
-        middle: logarithm of the quotient, which is negative if the first candidate is faster.
-        spread: uncertainty of `middle`, which is half of the range of the quotients without
-            outliers, or the distances between each candidate's smallest and second smallest time.
-            Few rounds may agree by chance, so the spread of few rounds is increased.
+        middle: logarithm of the time ratio, which is negative if the first candidate is faster.
+        spread: uncertainty of `middle`. It is half of the range of the logarithms without outliers,
+            or the sum of the distances between each candidate's smallest and second smallest time.
+            It is increased if there are few rounds, because few rounds may agree by chance.
         rounds: number of rounds in which both candidates have a time.
     """
 
@@ -51,12 +51,12 @@ class PairedComparison(NamedTuple):
         """Compare two candidates by their times in each round.
 
         Args:
-            pairs: the two times of each round.
-            smallest: whether to use the smallest times if their spread is smaller. Defaults to
-                True.
+            pairs: times of both candidates in each round.
+            smallest: whether to compare the smallest times if this comparison has a smaller spread.
+                Defaults to True.
 
         Returns:
-            The comparison. With fewer than two rounds the spread is infinity.
+            The comparison. With fewer than two rounds, the spread is infinity.
         """
         rounds, logs = len(pairs), sorted(math.log(one / other) for one, other in pairs)
         if rounds < 2:
@@ -70,11 +70,11 @@ class PairedComparison(NamedTuple):
         return cls(middle, half * (1 + FEW_ROUNDS / rounds), rounds)
 
     def faster(self, gain: float) -> bool:
-        """Return whether the first candidate certainly saves this part of the other's time."""
+        """Return True if the first candidate certainly saves a fraction `gain` of the time."""
         return self.middle + self.spread < math.log1p(-gain)
 
     def not_faster(self, gain: float) -> bool:
-        """Return whether the first candidate certainly saves less than this part."""
+        """Return True if the first candidate certainly saves less than the fraction `gain`."""
         return self.middle - self.spread >= math.log1p(-gain)
 
 
@@ -83,12 +83,12 @@ class ContestRules:
     """Rules that decide when candidates are distinguished.
 
     Attributes:
-        warm_up: number of rounds at the beginning whose times are ignored.
-        least: smallest number of rounds before a decision.
-        most: number of latest rounds on which a decision is based.
-        gain: part of the present choice's time that another candidate must save.
-        behind: factor of the fastest candidate's time. A candidate is excluded if it took longer
-            than this factor allows in all of its rounds, at least two.
+        warm_up: number of initial rounds whose times are ignored.
+        least: minimum number of rounds before a decision.
+        most: maximum number of latest rounds on which a decision is based.
+        gain: fraction of the current choice's time that a different candidate must save.
+        behind: a candidate is excluded if, in all of at least two rounds, it took more than this
+            multiple of the fastest candidate's time.
         ordered: whether a candidate must achieve the gain over every earlier candidate as well.
         smallest: whether comparisons may use the smallest times. The smallest times are not
             suitable if a candidate is only occasionally fast.
@@ -104,13 +104,13 @@ class ContestRules:
 
 
 class Decision(NamedTuple, Generic[Choice]):
-    """Result of a contest.
+    """Result of a contest between candidates.
 
     Attributes:
-        choice: candidate to use.
-        sure: whether each candidate certainly gains or certainly does not. If False, the choice is
-            the present candidate, or the best candidate that certainly gains.
-        open: candidates that more rounds could distinguish.
+        choice: candidate that should be used.
+        sure: whether it is known for every candidate if it saves enough time. If False, the choice
+            is the current candidate, or the best candidate that certainly saves enough.
+        open: candidates that could be distinguished by more rounds.
     """
 
     choice: Choice
@@ -119,17 +119,17 @@ class Decision(NamedTuple, Generic[Choice]):
 
 
 class Contest(Generic[Choice]):
-    """The rounds of one decision.
+    """A contest between candidates, which consists of the rounds of measurements for one decision.
 
     Args:
-        choices: candidates, the preferred candidate first.
-        current: the present choice.
-        rules: rules of the decision.
-        cold: candidates whose first time is ignored because their first call is more expensive.
+        choices: candidates, with the preferred candidate first.
+        current: candidate that is currently used.
+        rules: rules that decide when candidates are distinguished.
+        cold: candidates whose first time is ignored because their first call takes longer.
 
     Attributes:
-        rounds: counted times of each round, the latest round last.
-        behind: candidates that are far behind.
+        rounds: times of each round that are not ignored, with the latest round last.
+        behind: candidates that are excluded because they are much slower.
         failed: candidates that could not run.
     """
 
@@ -150,35 +150,35 @@ class Contest(Generic[Choice]):
 
     @property
     def running(self) -> bool:
-        """Whether trials of the round, or their times, are pending."""
+        """True if trials of the current round or their times are pending."""
         return bool(self._queue or self._awaited)
 
     @property
     def trying(self) -> bool:
-        """Whether trials of this round are pending."""
+        """True if trials of the current round are pending."""
         return bool(self._queue)
 
     @property
     def given_up(self) -> bool:
-        """Whether no times arrive, or no candidate is left."""
+        """True if several rounds ended without any time, or if no candidate is left."""
         return self._empty > 1 or not self.alive()
 
     def contenders(self) -> list[Choice]:
-        """Return the candidates of the next round."""
+        """Return the candidates that take part in the next round."""
         if not self.rounds:
             return self.alive()
         return [c for c in self.alive() if c in (self.base(), *self.decide().open)]
 
     def alive(self) -> list[Choice]:
-        """Return the candidates that can run and are not far behind."""
+        """Return the candidates that can run and are not excluded as much slower."""
         return [c for c in self.choices if c not in self.behind | self.failed]
 
     def begin(self, *, check: bool = False, every: bool = False) -> None:
-        """Begin a round of the candidates that have to be distinguished.
+        """Begin a round with the candidates that have to be distinguished.
 
         Args:
-            check: whether the round includes all candidates that are not far behind.
-            every: whether the round also includes candidates that are far behind.
+            check: whether the round includes all candidates that are not excluded.
+            every: whether the round also includes candidates that were excluded as much slower.
         """
         if every:
             self.behind.clear()
@@ -187,21 +187,21 @@ class Contest(Generic[Choice]):
         self._round, self._first, self._idle = {}, {}, 0
 
     def next(self) -> Choice:
-        """Return the next candidate to try, and expect its time in a call of `add`."""
+        """Return the next candidate to try. Its time must then be reported by `add`."""
         choice = self._queue.popleft()
         self._awaited.append(choice)
         self._idle = 0
         return choice
 
     def wait(self) -> None:
-        """Record a call in which no time arrived. The round ends after several of these calls."""
+        """Record a call for which no time was reported. Several of these calls end the round."""
         self._idle += 1
         if self._idle > NEVER_COME:
             self._awaited.clear()
             self._end_round()
 
     def repeat(self, choice: Choice) -> None:
-        """Schedule a trial again because its time is not meaningful."""
+        """Schedule a trial of a candidate again because its time was not meaningful."""
         if choice in self._awaited:
             self._awaited.remove(choice)
             self._queue.append(choice)
@@ -211,10 +211,10 @@ class Contest(Generic[Choice]):
 
         Args:
             choice: the candidate.
-            seconds: measured seconds, or infinity if the candidate could not run.
+            seconds: measured time in seconds, or infinity if the candidate could not run.
 
         Returns:
-            Whether a time of this candidate was expected.
+            True if a time of this candidate was expected.
         """
         if choice not in self._awaited:
             return False
@@ -249,16 +249,16 @@ class Contest(Generic[Choice]):
                             if one in times and other in times], self.rules.smallest)
 
     def base(self) -> Choice:
-        """Return the candidate that others must beat.
+        """Return the candidate that a new choice must beat.
 
-        The candidate to beat is the present choice. If the present choice is far behind or has no
-        time, the first candidate with a time is returned.
+        This is the current choice or, if the current choice is excluded or has no time, the first
+        candidate with a time.
         """
         timed = [c for c in self.alive() if any(c in times for times in self.rounds)]
         return self.current if self.current in timed or not timed else timed[0]
 
     def decide(self) -> Decision[Choice]:
-        """Return the decision that follows from the rounds so far."""
+        """Make a decision from the times of the rounds so far."""
         rules, base = self.rules, self.base()
         if self.given_up:
             return Decision(base, False, ())
@@ -285,11 +285,11 @@ class Contest(Generic[Choice]):
         return min(self._factors[choice], default=1.0)
 
     def excess(self) -> float:
-        """Return the cost of trying all excluded candidates again, in times of the fastest one."""
+        """Return the cost of a trial of all excluded candidates in units of the shortest time."""
         return sum(self.factor(c) - 1 for c in self.behind)
 
     def take_behind(self, factors: Mapping[Choice, float]) -> None:
-        """Exclude candidates that are known to be far behind.
+        """Exclude candidates that are known to be much slower.
 
         Args:
             factors: time of each candidate relative to the fastest candidate.
@@ -299,7 +299,7 @@ class Contest(Generic[Choice]):
             self._factors[choice] = [factors[choice]]
 
     def contradicts(self) -> bool:
-        """Return whether another candidate is faster than the present choice in the latest round.
+        """Return True if a candidate was faster than the current choice in the latest round.
         """
         times = self.rounds[-1] if self.rounds else {}
         current_s = times.get(self.current)
@@ -307,7 +307,7 @@ class Contest(Generic[Choice]):
             seconds < (1 - self.rules.gain) * current_s for seconds in times.values())
 
     def start_again(self) -> None:
-        """Discard all rounds but the latest."""
+        """Discard all rounds except the latest one."""
         self.rounds = self.rounds[-1:]
 
     def seconds(self) -> dict[Choice, float]:
@@ -319,14 +319,15 @@ class Contest(Generic[Choice]):
         return {c: statistics.median(every[c]) for c in self.choices if c in every}
 
     def spread(self) -> float:
-        """Return the widest known spread of comparisons with the present choice, or 0."""
+        """Return the largest spread of comparisons with the current choice, or 0 if there is
+        none."""
         comparisons = (self.compare(c, self.current) for c in self.alive() if c != self.current)
         return max((one.spread for one in comparisons if one.rounds > 1), default=0.0)
 
 
 @dataclass
 class Checks:
-    """Intervals at which a choice is checked: frequent at first, then less and less frequent.
+    """Intervals at which a choice is checked, which become longer with each check that agrees.
 
     Attributes:
         calls: number of calls since the last check.
@@ -337,7 +338,7 @@ class Checks:
     interval: int = FIRST_CHECK
 
     def due(self) -> bool:
-        """Return whether a check is due."""
+        """Return True if a check is due."""
         return self.calls >= self.interval
 
     def agreed(self) -> None:
@@ -351,14 +352,14 @@ class Checks:
 
 @dataclass
 class Steady:
-    """Numbers that are measured together in a step, such as the seconds of all blocks.
+    """Numbers that are measured together in each step, such as the times of all blocks.
 
-    Steps are measured until the two smallest sums differ by at most `within`.
+    Steps are measured until the two smallest sums of a step differ by at most `within`.
 
     Attributes:
-        within: largest relative difference of sums that agree.
-        least, most: smallest and largest number of steps.
-        steps: numbers measured in each step.
+        within: largest relative difference of two sums that are considered equal.
+        least, most: minimum and maximum number of steps.
+        steps: numbers that were measured in each step.
     """
 
     within: float = 0.1
@@ -372,7 +373,7 @@ class Steady:
 
     @property
     def enough(self) -> bool:
-        """Whether no further step is needed."""
+        """True if no further step is needed."""
         if len(self.steps) < self.least:
             return False
         least, *others = sorted(sum(step.values()) for step in self.steps)
@@ -380,12 +381,13 @@ class Steady:
                 or others[0] <= (1 + self.within) * least)
 
     def best(self) -> dict[Hashable, float]:
-        """Return the smallest value of each number, because disturbances only add to times."""
+        """Return the minimum of each number, because disturbances can only increase times."""
         keys = dict.fromkeys(key for step in self.steps for key in step)
         return {key: min(step[key] for step in self.steps if key in step) for key in keys}
 
     def contradicts(self, numbers: Mapping[Hashable, float]) -> bool:
-        """Return whether a later step was so fast that the measured steps must be disturbed."""
+        """Return True if a later step was so fast that the earlier ones must have been
+        disturbed."""
         known = self.best()
         known_s = sum(known[key] for key in numbers if key in known)
         return sum(numbers[key] for key in numbers if key in known) < BUSY * known_s

@@ -21,12 +21,13 @@ def record(kind: type[T], values: Mapping[str, Any], where: str) -> T:
     """Convert plain nested values to a dataclass of type `kind`.
 
     Args:
-        kind: a dataclass. OmegaConf converts the values to the types of its fields.
-        values: field values by name. Nested dataclasses are nested mappings.
+        kind: a dataclass. OmegaConf converts the values to the types of the dataclass's fields.
+        values: mapping from field names to values. The values of a nested dataclass form a nested
+            mapping.
         where: name of the values in error messages.
 
     Raises:
-        ValueError: if a key is unknown, or a value is missing or invalid.
+        ValueError: If a key is unknown, or if a value is missing or invalid.
     """
     # imported late, because OmegaConf loads slowly and many programs read no such file
     from omegaconf import OmegaConf
@@ -49,7 +50,8 @@ def record(kind: type[T], values: Mapping[str, Any], where: str) -> T:
 
 
 def _make_writable(schema: Any) -> None:
-    """Make a schema writable, including nested schemas: frozen dataclasses become read-only."""
+    """Make a schema and its nested schemas writable, because frozen dataclasses become
+    read-only."""
     from omegaconf import DictConfig, OmegaConf
 
     OmegaConf.set_readonly(schema, False)
@@ -66,10 +68,10 @@ def load_record(kind: type[T], path: str | Path, what: str, remedy: str) -> T:
         kind: the dataclass.
         path: path of the YAML file.
         what: name of the file type in error messages, such as "cluster file".
-        remedy: advice in error messages.
+        remedy: remedy that is shown in error messages.
 
     Raises:
-        ValueError: if the file cannot be read, or its values do not fit the dataclass.
+        ValueError: If the file cannot be read, or if its values are not valid for the dataclass.
     """
     return record(kind, read_yaml(path, what, remedy), f"{what} {short(str(path))}")
 
@@ -106,12 +108,12 @@ def parse_grid(text: str) -> tuple[int, int]:
 
 
 def parse_counts(name: str, text: str, example: str) -> list[int]:
-    """Parse comma-separated whole numbers >= 1, such as `1,2,4`.
+    """Parse comma-separated integers >= 1, such as `1,2,4`.
 
     Args:
         name: name of the option in error messages.
-        text: the text to parse.
-        example: valid text that error messages show.
+        text: string to parse.
+        example: valid value that error messages show.
     """
     words = text.split(",")
     if not all(word.strip().isdecimal() and 1 <= len(word.strip()) <= 9 and int(word)
@@ -122,12 +124,12 @@ def parse_counts(name: str, text: str, example: str) -> list[int]:
 
 
 def show_size(size: float) -> str:
-    """Format bytes with three digits: `512 B`, `64 KiB`, `1.33 MiB`, `1,250 GiB`."""
+    """Format a size in bytes with three digits, such as `64 KiB`, `1.33 MiB` or `1,250 GiB`."""
     return _shown(size, (("B", 1), ("KiB", 1 << 10), ("MiB", 1 << 20), ("GiB", 1 << 30)))
 
 
 def show_time(seconds: float) -> str:
-    """Format seconds with three digits: `12.3 us`, `4.5 ms`, `26 s`, `4.33 min`, `2,100 h`."""
+    """Format a time in seconds with three digits, such as `12.3 us`, `4.5 ms` or `2,100 h`."""
     if seconds == 0:
         return "0 s"
     return _shown(seconds,
@@ -135,7 +137,7 @@ def show_time(seconds: float) -> str:
 
 
 def show_change(seconds: float) -> str:
-    """Format a time difference with its sign: `+4.5 ms`, `-26 s`."""
+    """Format a time difference with its sign, such as `+4.5 ms` or `-26 s`."""
     return ("+" if seconds >= 0 else "") + show_time(seconds)
 
 

@@ -1,12 +1,13 @@
 """Assignments of batch parts to workers that limit the damage of faulty workers.
 
-Source: ByzShield, Konstantinidis and Ramamoorthy 2021.
+The source is ByzShield (Konstantinidis and Ramamoorthy, 2021).
 
-A batch is split into f files. Each file is computed by r workers (r odd), and each of the K workers
-computes l files, so K l = f r. For each file, the answer given by the majority of its workers is
-used. A file is distorted if at least (r + 1) / 2 of its workers are among the q faulty workers.
-c(q) is the largest number of files that any q workers can distort, and c(q) / f is the distorted
-fraction. The assignments differ in how many files two workers share.
+A batch is split into f parts, which are called files. Each file is computed by r workers, where r
+is odd, and each of the K workers computes l files, so K l = f r. For each file, the answer given by
+the majority of its workers is used. A file is distorted if at least (r + 1) / 2 of its workers are
+among the q faulty workers. The largest number of files that any q workers can distort is called
+c(q), and c(q) / f is the distorted fraction. The assignments differ in the number of files that two
+workers have in common.
 """
 
 from __future__ import annotations
@@ -17,16 +18,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Assignment:
-    """The files of each worker.
+    """An assignment of files to workers.
 
     Attributes:
         name: name of the scheme.
         files: files of each worker, in ascending order.
-        classes: number of consecutive workers that form a class. Workers of a class share no file,
-            and they are interchangeable: renaming the files can map any worker to the first worker
-            of its class. After that, any worker of a second class can be mapped to the first worker
-            of the second class while the first class stays fixed. 1 means that no symmetry is
-            known.
+        classes: number of consecutive workers that form a class. Workers of the same class have no
+            file in common, and they are interchangeable because a renaming of files can map any
+            worker to the first worker of its class. In addition, any worker of a second class can
+            be mapped to the first worker of that class while the first class stays fixed. The value
+            1 means that no symmetry is known.
     """
 
     name: str
@@ -35,22 +36,22 @@ class Assignment:
 
     @property
     def workers(self) -> int:
-        """K, the number of workers."""
+        """Number of workers, called K."""
         return len(self.files)
 
     @property
     def count(self) -> int:
-        """f, the number of files."""
+        """Number of files, called f."""
         return max(map(max, self.files)) + 1
 
     @property
     def copies(self) -> int:
-        """r, the number of workers per file."""
+        """Number of workers that compute each file, called r."""
         return sum(map(len, self.files)) // self.count
 
     @property
     def workers_of(self) -> tuple[tuple[int, ...], ...]:
-        """Workers of each file, in ascending order."""
+        """Workers that compute each file, in ascending order."""
         return tuple(tuple(w for w, files in enumerate(self.files) if file in files)
                      for file in range(self.count))
 
@@ -60,7 +61,7 @@ class Assignment:
         return sum(sum(w in wrong for w in workers) >= need for workers in self.workers_of)
 
     def worst(self, most: int) -> list[int]:
-        """Return the exact values c(0), c(1), ... c(most)."""
+        """Return the exact values c(0), c(1) and so on, up to c(most)."""
         return _Worst(self, most).best
 
 
@@ -69,18 +70,19 @@ def _is_prime(value: int) -> bool:
 
 
 def mols(load: int, copies: int) -> Assignment:
-    """Return the assignment from mutually orthogonal Latin squares: K = r l workers, f = l^2 files.
+    """Return the assignment of f = l^2 files to K = r l workers from mutually orthogonal Latin
+    squares.
 
-    Files are the cells (i, j) of an l x l square. Worker (k, s) has the files for which the square
-    L_k, k = 1..r, contains the symbol s: k i + j = s mod l. Two workers of different squares share
-    exactly one file.
+    Each file is a cell (i, j) of an l x l square. For each square L_k with k from 1 to r, worker
+    (k, s) computes the cells in which the square contains the symbol s, which means that k i + j =
+    s mod l. Two workers of different squares have exactly one file in common.
 
     Args:
-        load: l, a prime number.
-        copies: r, an odd number of at most l - 1.
+        load: number l of files per worker, which must be prime.
+        copies: number r of workers per file, which must be odd and at most l - 1.
 
     Raises:
-        ValueError: if `load` or `copies` is not allowed.
+        ValueError: If `load` or `copies` is not allowed.
     """
     _check_odd(copies)
     if not _is_prime(load) or copies > load - 1:
@@ -94,16 +96,16 @@ def mols(load: int, copies: int) -> Assignment:
 def ramanujan(prime: int, columns: int) -> Assignment:
     """Return the assignment from Ramanujan bigraphs.
 
-    The blocks of the bigraph are P^(a b) for powers of the s-cycle P, with a < s and b < m. For
-    m < s (case 1, transposed): K = m s workers, f = s^2 files, l = s, r = m. If s divides m
-    (case 2): K = s^2, f = m s, l = m, r = s.
+    The blocks of the bigraph are P^(a b) for powers of the s-cycle P, with a < s and b < m. In case
+    1 (transposed), m < s, and there are K = m s workers and f = s^2 files with l = s and r = m. In
+    case 2, s divides m, and there are K = s^2 workers and f = m s files with l = m and r = s.
 
     Args:
-        prime: s, a prime number.
-        columns: m, either an odd number less than s, or a multiple of s (s odd).
+        prime: size s of the cycle, which must be a prime number.
+        columns: m, either an odd number less than s, or a multiple of s if s is odd.
 
     Raises:
-        ValueError: if `prime` or `columns` is not allowed.
+        ValueError: If `prime` or `columns` is not allowed.
     """
     if not _is_prime(prime) or (columns >= prime and columns % prime) or columns < 1:
         raise ValueError(f"prime={prime}, columns={columns} do not define a Ramanujan graph. "
@@ -123,7 +125,8 @@ def ramanujan(prime: int, columns: int) -> Assignment:
 
 
 def repetition(groups: int, copies: int) -> Assignment:
-    """Return fractional repetition (DETOX, DRACO): all r workers of a group compute one file."""
+    """Return fractional repetition (DETOX, DRACO), in which all workers of a group compute one
+    file."""
     _check_odd(copies)
     if groups < 1:
         raise ValueError(f"groups={groups} must be >= 1")
@@ -131,7 +134,8 @@ def repetition(groups: int, copies: int) -> Assignment:
 
 
 def cyclic(workers: int, copies: int) -> Assignment:
-    """Return the cyclic assignment: K files, each computed by `copies` consecutive workers."""
+    """Return the cyclic assignment, in which each of K files is computed by `copies` consecutive
+    workers."""
     _check_odd(copies)
     if copies > workers:
         raise ValueError(f"copies={copies} is larger than the number of workers, {workers}")
@@ -140,16 +144,18 @@ def cyclic(workers: int, copies: int) -> Assignment:
 
 
 def assign(name: str, workers: int, copies: int) -> Assignment:
-    """Return the named assignment for this number of workers, with `copies` workers per file.
+    """Return the assignment with the given name, in which each file is computed by `copies`
+    workers.
 
     Args:
-        name: cyclic, mols (load K / r), ramanujan (case 1 with s = K / r > r, case 2 with K = r^2)
-            or repetition.
-        workers: K, the number of workers.
-        copies: r, the number of workers per file, an odd number.
+        name: name of the assignment, which is cyclic, mols (with load K / r), ramanujan (case 1 if
+            s = K / r > r, case 2 if K = r^2) or repetition.
+        workers: Number of workers, called K.
+        copies: r, the number of workers per file, which must be odd.
 
     Raises:
-        ValueError: if the assignment does not exist. The message states the condition.
+        ValueError: If the assignment does not exist. The message states the condition that is not
+            met.
     """
     _check_odd(copies)
     load, left = divmod(workers, copies)
@@ -157,7 +163,7 @@ def assign(name: str, workers: int, copies: int) -> Assignment:
         return cyclic(workers, copies)
     if left:
         raise ValueError(f"{name}: {workers} workers are not a multiple of copies={copies}. Start "
-                         "another number of ranks, or use cyclic")
+                         "a different number of ranks, or use cyclic")
     if name == "repetition":
         return repetition(load, copies)
     if name == "mols":
@@ -175,13 +181,15 @@ def _check_odd(copies: int) -> None:
 
 
 class _Worst:
-    """Exhaustive search for all c(q) up to a largest q; the result is `best`, c by q.
+    """Exhaustive search for all c(q) up to a maximum q. The result is `best`, which contains c(q)
+    for each q.
 
-    Sets of workers grow in ascending order. The votes of a set are counted in one integer, with one
-    digit for each file. Two rules shorten the search. First, a set is not extended if the remaining
-    workers cannot raise its result above the best known result. Second, workers of a class are
-    interchangeable, so only the first worker of a class is tried as the lowest member of a set.
-    Trying only worker 0 would be wrong, because classes need not be interchangeable.
+    Sets of workers are extended in ascending order. The votes of a set are counted in one integer
+    with one digit for each file. Two rules shorten the search. First, a set is not extended if the
+    remaining workers cannot raise its result above the best known result. Second, only the first
+    worker of a class is tried as the lowest member of a set, because the workers of a class are
+    interchangeable. Trying only worker 0 would be wrong, because classes are not always
+    interchangeable.
     """
 
     def __init__(self, assignment: Assignment, most: int) -> None:
@@ -200,7 +208,8 @@ class _Worst:
             self._grow(self.masks[first], first, 1, True)
 
     def _grow(self, votes: int, last: int, size: int, one_class: bool) -> None:
-        """Try every set that extends this one. one_class: whether all members are in one class."""
+        """Try every set that extends this one. one_class: whether all workers of the set are in one
+        class."""
         spoiled = ((votes + self.offset) & self.high).bit_count()
         if spoiled > self.best[size]:
             self.best[size] = spoiled
@@ -213,7 +222,7 @@ class _Worst:
             self._grow(votes + self.masks[worker], worker, size + 1, False)
 
     def _reachable(self, assignment: Assignment) -> list[list[int]]:
-        """Return, by last worker and v, the files that at least v later workers have.
+        """Return, for each last worker and each v, the files that at least v later workers compute.
 
         Files are encoded as the highest bits of their digits.
         """
@@ -226,10 +235,12 @@ class _Worst:
         return reachable
 
     def _hopeful(self, votes: int, spoiled: int, size: int, within: Sequence[int]) -> bool:
-        """Return whether a larger set of this branch may distort more files than the best known.
+        """Return True if a larger set of this branch may distort more files than the best known
+        set.
 
-        n more workers add n l votes. A file that lacks v votes uses v of these votes, if at least v
-        of the later workers have it. The files that lack fewest votes are counted first.
+        If n workers are added, they add n l votes. A file that lacks v votes uses v of these votes
+        if at least v of the later workers compute it. The files that lack the fewest votes are
+        counted first.
         """
         lacking = [0] * (self.need + 1)
         ones, below = self.high >> (self.bits - 1), (votes + self.offset) & self.high

@@ -17,7 +17,7 @@ from moe_plugin.kernels import expert_load, route, route_by_steps
 from moe_plugin.kernels.router import Routed, Rule
 from moe_plugin.kernels.scores import ADDED, ScoreFunction, shares_of_rest
 from moe_plugin.records import TokenInfo
-from moe_plugin.routing.replay import inside_backward
+from moe_plugin.utils.machine import inside_backward
 
 
 # Token ids and sequence numbers are needed only by some routers and losses (router hash, loss

@@ -12,9 +12,11 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from moe_plugin.comm.base import Comm
 from moe_plugin.comm.placement import HostContext
+from moe_plugin.comm.torch_comm import TorchComm
 from moe_plugin.records import Routing, TokenInfo
 from moe_plugin.routing.replay import replayed
 from moe_plugin.utils.run_feature import RunFeature, StepFacts, StepInput
@@ -32,7 +34,6 @@ def keeps_init(parameter: Tensor) -> bool:
 
 
 T = TypeVar("T")
-FLOAT32 = "float32"  # key in a layer's extra state under which `float32_state` is stored
 
 
 class HasFinishStep:
@@ -323,3 +324,26 @@ class RouterSteps(RunFeature):
         ends = finish_step_of_any if facts.made and not facts.skipped else forget_step
         for model in self.models:
             ends(model)
+
+
+def router_counts(model: nn.Module) -> list[str]:
+    """Return the names of the buffers in which the routers of a model count and measure.
+
+    The values of these buffers are valid for this rank only.
+    """
+    return [f"{path}.{name}".lstrip(".") for path, module in model.named_modules()
+            if isinstance(module, RouterModule) for name in module._non_persistent_buffers_set]
+
+
+def keep_counts(ddp: DistributedDataParallel) -> None:
+    """Exclude the counters of routers from a DDP wrapper that was built without `ddp_model`.
+
+    Before a forward pass, DDP overwrites the buffers of each rank with those of rank 0. This would
+    destroy the counts of earlier micro-batches. The routers then use the loads of all ranks of the
+    wrapper.
+    """
+    ddp.parameters_to_ignore = {*ddp.parameters_to_ignore, *router_counts(ddp.module)}
+    ddp._assign_modules_buffers()  # recompute which buffers DDP sends
+    for router in ddp.module.modules():
+        if isinstance(router, RouterModule) and router.all_ranks is None:
+            router.all_ranks = TorchComm(ddp.process_group)

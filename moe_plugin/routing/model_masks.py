@@ -17,7 +17,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from moe_plugin.routing.replay import inside_backward
+from moe_plugin.utils.machine import inside_backward
 from moe_plugin.utils.messages import warn_once
 
 T = TypeVar("T")

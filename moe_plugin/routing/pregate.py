@@ -265,7 +265,7 @@ def _start_sizes(layer: LinkableLayer, routing: Routing) -> Any:
     """
     if not layer.capacity.keeps_all(layer.training):
         return None
-    return layer.layouts.start_sizes(routing, layer.training)
+    return layer.routed_experts.start_sizes(routing, layer.training)
 
 
 def link(model: nn.Module) -> int:

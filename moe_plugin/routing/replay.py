@@ -34,6 +34,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
+from moe_plugin.utils.machine import inside_backward
+
 T = TypeVar("T")
 Key = tuple[object, str]  # the owner of a choice, and the label of the choice
 _active: ContextVar["_Tape | None"] = ContextVar("moe_plugin_routing_tape", default=None)
@@ -423,9 +425,3 @@ def first_pass() -> Iterator[None]:
         yield
     finally:
         _first.reset(token)
-
-
-def inside_backward() -> bool:
-    """Return true if this code runs inside a backward pass, that is, in a recomputation."""
-    # The autograd engine sets this id during a backward pass; it is -1 outside (torch >= 2.0).
-    return torch._C._current_graph_task_id() != -1

@@ -1,1 +1,1 @@
-"""Choices made while training runs: layouts, exchanges and expert compute."""
+"""Choices of layouts, exchanges and expert compute that are made during training."""

@@ -1,9 +1,9 @@
-"""Experts that their owners lend to other ranks for one call (`planner.spill`).
+"""Experts that their owners lend to other ranks for one forward call (`planner.spill`).
 
-The weights are sent by background all-to-alls, so autograd returns the gradients to the owner by
-the reverse all-to-alls. An owner sends each of an expert's h borrowers one of h parts of the
-weights, and the borrowers exchange the parts. In backward the borrowers sum the gradients of the
-parts, and the owner receives each part of the sum once.
+The weights are sent by background all-to-alls, so autograd sends the gradients back to the owner by
+the reverse all-to-alls. If h ranks borrow an expert, the owner sends each of them one of h parts of
+the weights, and the borrowers exchange the parts. In the backward pass, the borrowers sum the
+gradients of the parts, and the owner receives each part of the sum once.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from moe_plugin.comm.placement import Placement
 from moe_plugin.dispatch.base import Dispatcher, Sent, WrappedDispatcher
 from moe_plugin.dispatch.exchange import PipelinedExchange
 from moe_plugin.dispatch.pieces import Piece
-from moe_plugin.dispatch.ragged import SpillingPlan
+from moe_plugin.dispatch.spill import SpillingPlan
 from moe_plugin.experts.base import Experts
 from moe_plugin.kernels.expert_ffn import FFNParameters
 from moe_plugin.planner.spill import Loan, SpillPlan
@@ -29,20 +29,20 @@ from moe_plugin.records import ExpertRows, Overlap, RowCounts
 
 
 class BorrowedExperts:
-    """Experts that a rank borrows in one call.
+    """Experts that a rank borrows in one forward call.
 
-    Weights are sent while rows are sent and while the stored experts compute. The operations are
-    collective in forward and backward.
+    Weights are transferred while rows are sent and while the stored experts compute. The operations
+    are collective in both the forward and the backward pass.
 
     Args:
         experts: experts of the layer.
-        place: where the experts are stored.
-        spill: plan that assigns rows to ranks.
+        place: placement, which defines the ranks that store the experts.
+        spill: plan that assigns the rows of experts to ranks.
 
     Attributes:
-        stored: L, the number of experts that this rank stores.
-        numbers: borrowed experts in ascending order.
-        travel: transfer of the weights. None once the weights have arrived.
+        stored: number L of experts that this rank stores.
+        numbers: indices of the borrowed experts in ascending order.
+        travel: transfer of the weights, or None once the weights have arrived.
     """
 
     def __init__(self, experts: Experts, place: Placement, spill: SpillPlan) -> None:
@@ -60,9 +60,11 @@ class BorrowedExperts:
         self._parameters: FFNParameters | None = None
 
     def split(self, work: ExpertRows) -> Iterator[ExpertRows]:
-        """Yield the rows of the stored experts, and then the rows of borrowed experts, if any.
+        """Yield the rows of the stored experts, followed by the rows of the borrowed experts, if
+        any.
 
-        If nothing is borrowed, the stored experts' rows make backward run the weight exchanges.
+        If nothing is borrowed, the rows of the stored experts make the backward pass run the weight
+        exchanges.
         """
         assert isinstance(work.rows, RowCounts)
         if self.travel is not None:
@@ -81,7 +83,7 @@ class BorrowedExperts:
         yield ExpertRows(guest_RD, guests, self.parameters(), work.strategy)
 
     def parameters(self) -> FFNParameters:
-        """Return the parameters of the borrowed experts, after waiting for them."""
+        """Wait for the parameters of the borrowed experts, and return them."""
         if self._parameters is None:
             assert self.travel is not None
             guests = _as_parameters(self.travel.arrived(), self.local, self.numbers, self.place)
@@ -91,9 +93,9 @@ class BorrowedExperts:
 
 
 class _SentWithGuests(Sent):
-    """Sent rows, some of which are computed by borrowed experts.
+    """Sent rows, of which some are computed by borrowed experts.
 
-    sent: the rows of all experts of this rank, piece by piece.
+    sent: rows of all experts of this rank, in pieces.
     """
 
     def __init__(self, sent: Sent, borrowed: BorrowedExperts) -> None:
@@ -109,7 +111,8 @@ class _SentWithGuests(Sent):
 
 
 class BorrowingDispatcher(WrappedDispatcher):
-    """A dispatcher that sends rows with another dispatcher and lends weights if a plan says so.
+    """A dispatcher that sends rows with an inner dispatcher, and lends weights if the plan has
+    loans.
 
     Args:
         inner: dispatcher that creates `SpillingPlan`s.
@@ -121,7 +124,7 @@ class BorrowingDispatcher(WrappedDispatcher):
         self.experts = experts
 
     def dispatch(self, x_TD: Tensor, plan: SpillingPlan, anchor: Tensor | None) -> Sent:
-        """See `Dispatcher`. Sending of weights starts before sending of rows."""
+        """See `Dispatcher`. The transfer of weights starts before rows are sent."""
         if plan.spill is None:
             return self.inner.dispatch(x_TD, plan, anchor)
         borrowed = BorrowedExperts(self.experts, self.placement, plan.spill)
@@ -132,10 +135,12 @@ class BorrowingDispatcher(WrappedDispatcher):
 
 
 class _Tie(torch.autograd.Function):
-    """Returns x unchanged, and makes backward reverse the weight exchanges on this rank, too.
+    """An identity function that makes the backward pass reverse the weight exchanges on this rank,
+    too.
 
-    A rank that borrows nothing uses none of the arrived weights. Without this function its backward
-    would skip the exchanges, and the owners would wait for it.
+    A rank that borrows nothing uses none of the weights that have arrived. Without this function,
+    the backward pass on this rank would skip the exchanges, and the owners would wait for this
+    rank.
     """
 
     @staticmethod
@@ -153,9 +158,9 @@ class _WeightTransfer:
 
     Args:
         local: parameters of the stored experts.
-        place: where the experts are stored.
-        spill: plan that assigns rows to ranks.
-        anchor: tensor that adds the exchanges to the autograd graph, see `comm.functional`.
+        place: placement, which defines the ranks that store the experts.
+        spill: plan that assigns the rows of experts to ranks.
+        anchor: tensor that adds the exchanges to the autograd graph; see `comm.functional`.
     """
 
     def __init__(self, local: Mapping[str, Tensor], place: Placement, spill: SpillPlan,
@@ -168,7 +173,8 @@ class _WeightTransfer:
         self._others: Callable[[], Tensor] | None = None
 
     def pass_on(self) -> None:
-        """Send this rank's parts of its borrowed experts to their other borrowers, once."""
+        """Send the parts of borrowed experts that this rank has received to the other borrowers,
+        once."""
         if not self.shared or self._others is not None:
             return
         rank, ranks = self.place.comm.rank, range(self.place.comm.size)
@@ -187,10 +193,11 @@ class _WeightTransfer:
                                [sum(n) for n in self.lengths])
 
     def arrived(self) -> Tensor:
-        """Return the weights of this rank's borrowed experts, after waiting for them.
+        """Wait for the weights of this rank's borrowed experts, and return them.
 
-        The shape is [G * P]: one expert after another, P elements per expert. The result depends on
-        all exchanges even if nothing is borrowed, so that backward reverses them on every rank.
+        The result has shape [G * P] and contains P elements for each of G experts, one expert after
+        another. Even if nothing is borrowed, the result depends on all exchanges, so that the
+        backward pass reverses them on every rank.
         """
         self.pass_on()
         if self._others is None:
@@ -209,9 +216,10 @@ class _WeightTransfer:
 
 def _post(place: Placement, anchor: Tensor | None, rows_N: Tensor, send: list[int],
           recv: list[int]) -> Callable[[], Tensor]:
-    """Start a background exchange, and return a function that returns the elements that arrive.
+    """Start a background exchange, and return a function that returns the received elements.
 
-    Elements are sent exactly as in memory, independently of the format in which rows are sent.
+    Elements are sent exactly as they are in memory, independently of the format in which rows are
+    sent.
     """
     exact = dataclasses.replace(place, algorithm=algorithms.get("linear"))
     piece = Piece(send, recv, RowCounts([sum(recv)]))
@@ -222,9 +230,10 @@ def _post(place: Placement, anchor: Tensor | None, rows_N: Tensor, send: list[in
 
 def _from_owner(local: Mapping[str, Tensor], place: Placement, spill: SpillPlan,
                 size: int) -> tuple[Tensor, list[int], list[int]]:
-    """Return (elements that this rank lends, elements to each rank, elements from each rank).
+    """Return the elements that this rank lends, and the numbers of elements sent to and received
+    from each rank.
 
-    A borrower receives its part of each of its borrowed experts, one after another.
+    A borrower receives one part of each expert that it borrows, one expert after another.
     """
     rank, ranks = place.comm.rank, range(place.comm.size)
     # one vector per expert, so that parts have nearly equal lengths and may span parameters
@@ -246,7 +255,8 @@ def _from_owner(local: Mapping[str, Tensor], place: Placement, spill: SpillPlan,
 
 
 def _bounds(loan: Loan, helper: int, size: int) -> tuple[int, int]:
-    """Return the range of elements of an expert's weights that a borrower receives first."""
+    """Return the range of elements of an expert's weights that a borrower receives from the
+    owner."""
     index, parts = loan.helpers.index(helper), len(loan.helpers)
     return size * index // parts, size * (index + 1) // parts
 
@@ -262,9 +272,10 @@ def _cut(x_N: Tensor, lengths: list[int]) -> Sequence[Tensor]:
 
 def _as_parameters(flat_N: Tensor, local: Mapping[str, Tensor], numbers: list[int],
                    place: Placement) -> dict[str, Tensor]:
-    """Return parameters [G, ...] by name of the given experts (or shards), from [G * P] elements.
+    """Convert [G * P] elements to parameters [G, ...] by name for the given experts or shards.
 
-    Output biases of a shard are padded to the whole width, each shard at its own position.
+    Output biases of a shard are padded to the whole width, in which each shard has its own
+    position.
     """
     sizes = [value[0].numel() for value in local.values()]
     parts = flat_N.view(len(numbers), -1).split(sizes, dim=1)

@@ -1,4 +1,5 @@
-"""Selection of the collectives of a group (`comm.collectives`), including the choice `auto`."""
+"""Selection of the collectives that a group uses (`comm.collectives`), including the choice
+`auto`."""
 
 from __future__ import annotations
 
@@ -27,11 +28,11 @@ GAIN = 0.97  # forest is used if its predicted time is below this share of nativ
 
 
 class WrongNetwork(ValueError):
-    """`comm.network` cannot be read or does not fit the group."""
+    """Error that is raised if `comm.network` cannot be read or has the wrong number of ranks."""
 
 
 def with_collectives(comm: Comm, config: CommConfig, measures: bool = True) -> Comm:
-    """Return a prepared group with the collectives of the settings.
+    """Return a prepared group that uses the collectives defined by the settings.
 
     If the group already has these collectives, the group itself is returned. The call is
     collective, because the first rank plans the trees.
@@ -39,11 +40,12 @@ def with_collectives(comm: Comm, config: CommConfig, measures: bool = True) -> C
     Args:
         comm: the prepared group.
         config: communication settings.
-        measures: whether `auto` may measure. Otherwise `auto` predicts, even without a cluster
-            file.
+        measures: whether `auto` may measure times. If False, `auto` predicts times even without a
+            cluster file.
 
     Raises:
-        ValueError: if the network file cannot be read or does not fit the group.
+        ValueError: If the network file cannot be read, or if the network has the wrong number of
+            ranks.
     """
     kind = collective_kinds.get(config.collectives)
     if kind is Collectives or comm.size == 1:
@@ -60,7 +62,7 @@ def with_collectives(comm: Comm, config: CommConfig, measures: bool = True) -> C
 def prepare_replicas(comm: Comm, config: CommConfig, measures: bool = True) -> Comm:
     """Prepare a new group of ranks that store the same experts, with the configured collectives.
 
-    See `with_collectives`. With native collectives nothing is sent.
+    See `with_collectives`. With native collectives, no messages are sent.
     """
     if collective_kinds.get(config.collectives) is not Collectives:
         comm.prepare()
@@ -70,15 +72,16 @@ def prepare_replicas(comm: Comm, config: CommConfig, measures: bool = True) -> C
 
 
 def network_of(comm: Comm, config: CommConfig) -> tuple[Network, str]:
-    """Return the network between the ranks of a prepared group, and a description of its source.
+    """Return the network between the ranks of a prepared group, and a description of where it comes
+    from.
 
-    `comm.network` (see `find_network`) must have as many ranks as the group, or all ranks of the
-    job. A file that describes one node is repeated for as many nodes as the group has. Without
-    `comm.network`, the network has the nodes of the topology and the links of the cluster file, or
-    typical links.
+    The network that `comm.network` names (see `find_network`) must have as many ranks as the group
+    or as the job. If a file describes one node, the node is repeated for each node of the group.
+    Without `comm.network`, the network has the nodes of the topology, and the links of the cluster
+    file or typical links.
 
     Raises:
-        ValueError: if the network cannot be read or does not fit the group.
+        ValueError: If the network cannot be read, or if it has the wrong number of ranks.
     """
     if config.network is not None:
         where = f"comm.network={short(config.network)}"
@@ -117,9 +120,9 @@ def _of_group(network: Network, comm: Comm, where: str) -> Network:
 
 
 def _of_some_cost(cluster: Cluster) -> Cluster:
-    """Return the cluster with a finite bandwidth for all links.
+    """Return a copy of the cluster in which all links have a finite bandwidth.
 
-    A calibration may find links that cost next to nothing, such as links inside emulated nodes.
+    A calibration may find links with almost no cost, such as links inside emulated nodes.
     """
     intra, inter = (replace(link, beta_s=max(link.beta_s, LEAST_BETA_S))
                     for link in (cluster.intra, cluster.inter))
@@ -134,11 +137,11 @@ def _cluster(comm: Comm) -> Cluster:
 @collective_kinds.register("auto")
 @dataclass(frozen=True)
 class AutoCollectives(Collectives):
-    """The faster of native and forest collectives for each kind and size.
+    """Collectives that use, for each kind and size, the faster of native and forest collectives.
 
-    Trials run as for the all-to-all (`tuning.exchange_tuner`).
+    Trials run in the same way as for the all-to-all (`tuning.exchange_tuner`).
 
-    cluster: cluster used for predictions. None means that times are measured.
+    cluster: cluster from which times are predicted. None means that times are measured.
     """
 
     forest: Forest
@@ -150,7 +153,7 @@ class AutoCollectives(Collectives):
         """Create the collectives. Native collectives are returned if no trees can be planned.
 
         Raises:
-            WrongNetwork: if the configured network is invalid, which must not be ignored.
+            WrongNetwork: If the configured network is invalid, because this must not be ignored.
         """
         try:
             forest = Forest(*network())
@@ -172,7 +175,7 @@ class AutoCollectives(Collectives):
         return self._run(comm, "all_reduce", x, x.nbytes)
 
     def start_all_reduce(self, comm: Comm, x: Tensor) -> Callable[[], Tensor]:
-        """See `Collectives`. A measured trial has finished when this returns."""
+        """See `Collectives`. If the call is a trial, it has finished when this method returns."""
         name, trial_of = self._turn(comm, "all_reduce", x, x.nbytes)
         if trial_of is None:
             return self._named(name).start_all_reduce(comm, x)
@@ -190,7 +193,7 @@ class AutoCollectives(Collectives):
         return f"auto: native or {self.forest.describe(comm)}; {', '.join(settled) or how}"
 
     def seconds(self, comm: Comm, kind: str, size: int) -> float:
-        """Return the predicted seconds of the faster collective. See `Collectives`."""
+        """Return the predicted time in seconds of the faster collective. See `Collectives`."""
         return min(self.predicted(comm, kind, size).values())
 
     def active(self, comm: Comm) -> str:
@@ -213,7 +216,8 @@ class AutoCollectives(Collectives):
         return self._named(tuner.latest(bucket).choice) if tuner.known(bucket) else None
 
     def predicted(self, comm: Comm, kind: str, size: int) -> dict[str, float]:
-        """Return the predicted seconds of native and forest for a total of `size` bytes."""
+        """Return the predicted times in seconds of `native` and `forest` for a total of `size`
+        bytes."""
         group, piece = GroupShape(comm.size), size / comm.size
         native = {"all_gather": all_gather_s, "reduce_scatter": reduce_scatter_s,
                   "all_reduce": all_reduce_s}[kind]
@@ -222,7 +226,8 @@ class AutoCollectives(Collectives):
                 "forest": self.forest.seconds(comm, kind, size)}
 
     def measured(self, comm: Comm, kind: str, size: int) -> dict[str, float]:
-        """Return the measured seconds of native and forest: medians of the slowest rank."""
+        """Return the median measured times in seconds of `native` and `forest` on the slowest
+        rank."""
         return dict(Choices.of(comm).tuner.entries[kind, bucket_of(size)].measured)
 
     def _named(self, name: str) -> Collectives:
@@ -230,7 +235,8 @@ class AutoCollectives(Collectives):
 
     def _turn(self, comm: Comm, kind: str, x: Tensor,
               size: int) -> tuple[str, tuple[str, int] | None]:
-        """Return the name of the collective to run, and the bucket of its trial (None: no trial).
+        """Return the name of the collective to run, and the bucket of its trial or None if it is no
+        trial.
         """
         if self.cluster is not None:
             return self.chosen(comm, kind, size).name, None
@@ -254,9 +260,10 @@ class AutoCollectives(Collectives):
 
 @dataclass
 class Predictions:
-    """Predicted choices of `auto`, by network, cluster, collective and total bytes.
+    """Predicted choices of `auto`, keyed by network, cluster, collective and total bytes.
 
-    A model uses few different sizes, so there are few entries. The object is stored with the group.
+    A model uses only a few different sizes, so there are few entries. The object is stored with the
+    group.
     """
 
     known: dict[tuple[str, Cluster, str, int], str] = field(default_factory=dict)
@@ -268,7 +275,7 @@ class Predictions:
 
 
 class Choices:
-    """Trials of one group. The object is stored with the group."""
+    """Trials of the collectives of one group. The object is stored with the group."""
 
     def __init__(self, rules: TunerSettings = RULES) -> None:
         self.tuner: Tuner[tuple[str, int], str] = Tuner(

@@ -1,6 +1,8 @@
-"""Measured choices of expert compute, shared by a process and stored in the user's cache.
+"""Measured choices of expert compute, which are shared within a process and stored in the user's
+cache.
 
-Times are measured without waiting for a device. Other runs load the stored choices and check them.
+The host does not wait for a device to measure times. Later runs load the stored choices and check
+them.
 """
 
 from __future__ import annotations
@@ -42,19 +44,19 @@ Runs = Mapping[str, Callable[[], object]]
 
 @dataclass(frozen=True)
 class ComputeChoice:
-    """Name of a strategy of expert compute, and the reason for choosing it."""
+    """Name of a strategy of expert compute, and the reason why it was chosen."""
 
     name: str
     why: str
 
 
 class MeasuredChoices:
-    """Choices by key, stored in memory and in files.
+    """Choices of expert compute by key, stored in memory and in files.
 
     Args:
-        folder: folder of the files. Defaults to the user's cache. If the folder cannot be written,
-            choices last as long as this object.
-        clock: function that returns the seconds of this process.
+        folder: folder in which the files are stored. The default is the user's cache. If the folder
+            is not writable, choices are kept only as long as this object exists.
+        clock: function that returns the current time of a monotonic clock in seconds.
     """
 
     def __init__(self, folder: Path | None = None,
@@ -66,22 +68,23 @@ class MeasuredChoices:
         self.unlock()
 
     def unlock(self) -> None:
-        """Create a new lock, also in a forked process, where another thread may have held it."""
+        """Create a new lock. A forked process also needs one, because a thread of the parent
+        process may have held the old lock."""
         self._lock = threading.Lock()
 
     def choose(self, text: str, names: Sequence[str], device: torch.device,
                start: Callable[[int], Runs] | None) -> ComputeChoice:
-        """Return the choice among `names` for the key `text`.
+        """Return which of the candidates in `names` is used for the key `text`.
 
-        The first name is returned as long as nothing is known. In a call with measurements, each
-        candidate runs at most once with all rows.
+        The first name is returned as long as no choice is known. In a call that includes
+        measurements, each candidate runs at most once with all rows.
 
         Args:
-            text: description of the load.
-            names: names of the candidates, the preferred candidate first.
+            text: description of the load, which is used as the key.
+            names: names of the candidates, with the preferred candidate first.
             device: device on which the candidates run.
-            start: function that returns the candidates' runs for one part in this number of the
-                rows. None means that nothing may be measured in this call.
+            start: function that returns a run of each candidate for `1 / part` of the rows, given
+                `part`. None means that nothing may be measured in this call.
         """
         key = text, tuple(names)
         if self._lock.acquire(blocking=False):  # otherwise another thread measures
@@ -101,7 +104,7 @@ class MeasuredChoices:
         return ComputeChoice(entry.settled, entry.latest.why)
 
     def _measure(self, key: Key, start: Callable[[int], Runs], device: torch.device) -> None:
-        """Run the trials of a round if a round is due, after the trials of warm-up rounds."""
+        """If a round is due, run its trials, preceded by the trials of warm-up rounds."""
         begun, calls, runs = self.clock(), self._calls.pop(key), dict[int, Runs]()
         while True:
             name, calls = self.tuner.choose(key, calls), 0
@@ -156,7 +159,7 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 class SharedChoices:
-    """Reference of a module to the choices that the process shares."""
+    """Reference that a module holds to the choices shared by all modules of the process."""
 
     def __init__(self) -> None:
         shared = _SHARED.get("choices")
@@ -166,9 +169,10 @@ class SharedChoices:
 
 
 def timed(run: Callable[[], object], device: torch.device) -> Callable[[], float | None]:
-    """Start a run and return a function that returns its seconds.
+    """Start a run, and return a function that returns the run's time in seconds.
 
-    On a GPU the run is only launched. The function returns None while the GPU is still computing.
+    On a GPU, the run is only launched, and the function returns None while the GPU is still
+    computing.
     """
     if device.type != "cuda":
         begun = time.perf_counter()
@@ -182,26 +186,27 @@ def timed(run: Callable[[], object], device: torch.device) -> Callable[[], float
 
 
 class ChoiceFiles:
-    """Files of choices, one small file per key, so that processes do not overwrite each other.
+    """Storage of choices in one small file per key, so that processes do not overwrite each other's
+    choices.
 
     Args:
-        folder: folder of the files. Defaults to the user's cache.
+        folder: path of the folder in which the files are stored. The default is the user's cache.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
         self._folder = folder
 
     def place(self) -> Path:
-        """Return the folder of the files.
+        """Return the folder in which the files are stored.
 
-        Raises:
-            ValueError, OSError: if the folder cannot be used.
+        Raises: ValueError, OSError: If the folder cannot be used.
         """
         return user_cache("choices of expert compute are not stored between runs",
                           self._folder) / "expert-compute"
 
     def get(self, key: Key) -> KeptDecision | None:
-        """Return the decision in a key's file, or None if it is missing or cannot be read."""
+        """Return the decision stored for a key, or None if the file is missing or cannot be
+        read."""
         try:
             loaded = _load(self._path(key))
         except (OSError, ValueError):
@@ -209,7 +214,7 @@ class ChoiceFiles:
         return loaded[1] if loaded and loaded[0] == key[0] else None
 
     def put(self, key: Key, kept: KeptDecision) -> None:
-        """Write a key's file. A failure is logged."""
+        """Write the file of a key. If this fails, the failure is logged."""
         try:
             path = self._path(key)
             path.parent.mkdir(exist_ok=True)
@@ -228,15 +233,15 @@ class ChoiceFiles:
                         error)
 
     def forget(self, key: Key) -> None:
-        """Remove a key's file."""
+        """Remove the file of a key."""
         with contextlib.suppress(OSError, ValueError):
             self._path(key).unlink()
 
     def forget_all(self) -> int:
-        """Remove all files, including those that cannot be read, and return their number.
+        """Remove all files, including files that cannot be read, and return the number of removed
+        files.
 
-        Raises:
-            OSError, ValueError: if the files cannot be removed.
+        Raises: OSError, ValueError: If the files cannot be removed.
         """
         paths = list(self.place().glob("*.json"))
         for path in paths:
@@ -244,7 +249,7 @@ class ChoiceFiles:
         return len(paths)
 
     def listed(self) -> list[tuple[str, KeptDecision]]:
-        """Return (key, decision) of every file."""
+        """Return the key and the decision stored in each file."""
         try:
             records = [_load(path) for path in sorted(self.place().glob("*.json"))]
         except (OSError, ValueError):
@@ -256,7 +261,8 @@ class ChoiceFiles:
 
 
 def _load(path: Path) -> tuple[str, KeptDecision] | None:
-    """Return (key, decision) of a file, or None if it is missing, outdated or cannot be read."""
+    """Return the key and the decision in a file, or None if it is missing, outdated or
+    unreadable."""
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
         if record.get("version") != FILE_VERSION:  # earlier versions lack the spread

@@ -1,18 +1,19 @@
-"""Automatic choice of the strategy of expert compute for device and load (`compute: auto`).
+"""Automatic choice of the strategy of expert compute for a device and a load (`compute: auto`).
 
-Candidates are timed forward and backward on random rows of the bucket's load, with the layer's own
-weights. The trials have no effect on the call that starts them: no autograd graph, no autocast, no
-hooks on saved tensors, and no random number from torch's generators.
+The forward and backward passes of candidates are timed on random rows that represent the bucket's
+load, with the layer's own weights. The trials do not affect the call that starts them. They are not
+part of its autograd graph, do not use its autocast or its hooks on saved tensors, and draw no
+numbers from torch's random generators.
 
-The candidates of a load follow from pure functions without timing. On a GPU the strategy `kernels`
-counts as several candidates, one for each schedule of its matrix products that Triton supports
-there (`kernels.groups.SCHEDULES`, for example "kernels split"). The results of all schedules are
-bitwise equal.
+The candidates for a load are determined by pure functions without timing. On a GPU, the strategy
+`kernels` is split into several candidates, such as "kernels split", one for each schedule of the
+matmuls that Triton supports on this GPU (`kernels.groups.SCHEDULES`). The results of all schedules
+are bitwise identical.
 
-The rule is that of EPS-MoE (Qian et al. 2024): one grouped GEMM for few rows per expert, one GEMM
-per expert for many rows, and in between whichever is faster. Candidates that the rule allows are
-timed. The choice is local to a rank: it changes no shape and no collective, so ranks may choose
-differently.
+The rule is that of EPS-MoE (Qian et al., 2024), which uses one grouped GEMM for few rows per
+expert, one GEMM per expert for many rows, and otherwise the faster of the two. All candidates that
+the rule allows are timed. Because the choice affects neither shapes nor collectives, ranks may make
+different choices.
 """
 
 from __future__ import annotations
@@ -46,18 +47,18 @@ SMALL_LAYER = 1 << 30
 
 @dataclass(frozen=True)
 class ComputeLoad:
-    """Properties of a call on which the choice depends.
+    """Properties of a forward call on which the choice depends.
 
     Attributes:
-        device: type of the device.
-        dtype: dtype of the matrix products.
+        device: type of the device, such as "cuda".
+        dtype: dtype of the matmuls.
         experts: number of experts.
-        width, inner: width of rows, and inner width of experts.
-        gated: whether experts have a gate matrix.
-        rows: number of rows of all experts.
+        width, inner: width of the rows, and inner width of the experts.
+        gated: whether experts have a gate weight matrix.
+        rows: total number of rows of all experts.
         even: whether all experts have the same number of rows.
-        planned: whether rows are gathered from this rank's own tokens, see `RowPlan`.
-        top_k: number of rows per token if `planned`.
+        planned: whether rows are gathered from this rank's own tokens; see `RowPlan`.
+        top_k: number of rows per token if `planned` is True.
     """
 
     device: str
@@ -78,12 +79,13 @@ class ComputeLoad:
 
     @property
     def bucket(self) -> int:
-        """Rounded base-2 logarithm of the rows per expert. Loads of one bucket share a choice."""
+        """Rounded base-2 logarithm of the number of rows per expert. Loads in the same bucket share
+        a choice."""
         return round(math.log2(max(1.0, self.rows_each)))
 
     @property
     def label(self) -> str:
-        """Text for keys and logs."""
+        """Description of the load for keys and logs."""
         kind = ("gated " if self.gated else "") + ("even " if self.even else "") + (
             f"own tokens k{self.top_k}" if self.planned else "rows")
         return (f"{str(self.dtype).removeprefix('torch.')} D{self.width} F{self.inner} "
@@ -91,18 +93,19 @@ class ComputeLoad:
 
 
 def candidates(load: ComputeLoad, usable: Collection[str]) -> list[str]:
-    """Return the names of candidate strategies. The first one is used if nothing is measured.
+    """Return the names of candidate strategies. The first candidate is used if nothing is measured.
 
-    On a CPU the candidates are `fused`, which is one GEMM per expert, and for few rows the grouped
-    and (for even loads) batched strategies. On a GPU the candidates are the grouped kernels of this
-    package and of torch, and from `FEW_ROWS` rows on one GEMM per expert. With torch's grouped
-    kernels a step of transformers takes 0.95 to 1.04 times as long on an H100, with the least time
-    at 4,096 rows per expert. This package's kernels come first, because the other kernels store
-    more for backward and must therefore be faster.
+    On a CPU, the candidates are `fused`, which runs one GEMM per expert, and for few rows also
+    `grouped` and (for even loads) `batched`. On a GPU, the candidates are the grouped kernels of
+    this package and of torch and, for at least `FEW_ROWS` rows, one GEMM per expert. On an H100, a
+    training step of `transformers` takes 0.95 to 1.04 times as long with torch's grouped kernels as
+    with this package's kernels, with the shortest time at 4,096 rows per expert. This package's
+    kernels come first, because torch's kernels store more tensors for the backward pass and are
+    used only if they are faster.
 
     Args:
         load: load of the call.
-        usable: strategies that can compute the rows on this device.
+        usable: names of the strategies that can compute the rows on this device.
     """
     rows_each = load.rows_each
     if load.device == "cpu":
@@ -116,12 +119,13 @@ def candidates(load: ComputeLoad, usable: Collection[str]) -> list[str]:
 
 
 def why_unmeasured(load: ComputeLoad, names: Sequence[str], setting: str) -> str | None:
-    """Return why the first candidate is used without measuring, or None if measuring is needed.
+    """Return the reason why the first candidate is used without measuring, or None if measuring is
+    needed.
 
     Args:
         load: load of the call.
         names: names of the candidates.
-        setting: value of experts.compute_selection.
+        setting: value of the setting `experts.compute_selection`.
     """
     if setting == "rule":
         return "experts.compute_selection=rule"
@@ -133,7 +137,7 @@ def why_unmeasured(load: ComputeLoad, names: Sequence[str], setting: str) -> str
 
 @strategies.register("auto")
 def auto(x: Tensor, rows: RowCounts | RowPlan, parameters: FFNParameters) -> Tensor:
-    """Compute with the fastest strategy for device and load.
+    """Compute experts with the fastest strategy for the device and the load.
 
     The strategy is chosen by a rule. If the rule allows several strategies, the fastest measured
     strategy is used (see `experts.compute_selection`).
@@ -148,7 +152,7 @@ def auto(x: Tensor, rows: RowCounts | RowPlan, parameters: FFNParameters) -> Ten
 
 
 def computed(name: str, x: Tensor, rows: RowCounts | RowPlan, parameters: FFNParameters) -> Tensor:
-    """Return the result of a candidate. See `Strategy`."""
+    """Compute the rows with a candidate, and return the result. See `Strategy`."""
     strategy, _, schedule = name.partition(" ")
     if schedule:
         parameters = dataclasses.replace(parameters, schedule=schedule)
@@ -181,7 +185,7 @@ def choose(x: Tensor, rows: RowCounts | RowPlan, parameters: FFNParameters) -> C
 
 
 def load_of(x: Tensor, rows: RowCounts | RowPlan, p: FFNParameters) -> ComputeLoad:
-    """Return the load of a call."""
+    """Return the load of a forward call."""
     planned = isinstance(rows, RowPlan)
     counts = rows.counts if planned else rows
     experts, width, inner = p.w_in_LDF.shape
@@ -191,9 +195,10 @@ def load_of(x: Tensor, rows: RowCounts | RowPlan, p: FFNParameters) -> ComputeLo
 
 def trial(load: ComputeLoad, names: list[str], device: torch.device, parameters: FFNParameters,
           part: int = 1) -> Runs:
-    """Return the candidates' forward and backward runs for a bucket's load.
+    """Return, for each candidate, a function that runs forward and backward passes with a bucket's
+    load.
 
-    part: the runs use one part in this number of the bucket's rows. Defaults to all rows.
+    part: the runs use `1 / part` of the bucket's rows. By default, they use all rows.
     """
     tensors = {f.name: getattr(parameters, f.name) for f in dataclasses.fields(parameters)}
     with _clean(device):
@@ -218,9 +223,10 @@ def trial(load: ComputeLoad, names: list[str], device: torch.device, parameters:
 
 def sample_load(load: ComputeLoad, device: torch.device,
                 part: int = 1) -> tuple[Tensor, RowCounts | RowPlan]:
-    """Return rows, or tokens and their plan, of a bucket's load, assigned to experts round robin.
+    """Return rows, or tokens with a row plan, that represent a bucket's load. They are assigned to
+    experts in a round-robin order.
 
-    part: the load consists of one part in this number of the bucket's rows. Defaults to all rows.
+    part: the result contains `1 / part` of the bucket's rows. By default, it contains all rows.
     """
     total = -(-load.experts * 2**load.bucket // part) // load.top_k * load.top_k
     counts = RowCounts([len(range(expert, total, load.experts)) for expert in range(load.experts)])
@@ -240,9 +246,10 @@ def sample_load(load: ComputeLoad, device: torch.device,
 
 @contextlib.contextmanager
 def _clean(device: torch.device) -> Iterator[None]:
-    """Provide a state as in a new thread.
+    """Run the block with torch's thread-local state as in a new thread.
 
-    Only the innermost hooks on saved tensors run, so these hooks disable all others.
+    Hooks on saved tensors are set that disable all outer hooks, because only the innermost hooks
+    run.
     """
     hooks = torch.autograd.graph.saved_tensors_hooks(Tensor.detach, Tensor.detach)
     with torch.inference_mode(False), torch.enable_grad(), hooks, torch.autocast(
@@ -260,7 +267,8 @@ def _compiled(x: Tensor, counts: RowCounts) -> str:
 
 
 def usable_ways(x: Tensor, p: FFNParameters, counts: RowCounts) -> set[str]:
-    """Return the strategies that compute these rows on this device without a fallback.
+    """Return the names of the strategies that can compute the rows on this device without a
+    fallback.
 
     Strategies that make the host wait for row counts on the device are excluded.
     """
@@ -283,16 +291,16 @@ def usable_ways(x: Tensor, p: FFNParameters, counts: RowCounts) -> set[str]:
 
 
 def takes_counts_of_device(name: str) -> bool:
-    """Return whether a strategy computes rows whose counts are known only on the device.
+    """Return True if a strategy can compute rows whose counts are known only on the device.
 
-    The host does not wait for the device then. All other strategies read the counts on the host,
-    and `grouped` does so for rows that it passes to `loop`.
+    With such a strategy, the host does not wait for the device. All other strategies read the
+    counts on the host, and `grouped` reads the counts of rows that it passes to `loop`.
     """
     return name == "grouped" or (name in ("auto", "kernels") and INSTALLED)
 
 
 def _may_measure(device: torch.device) -> bool:
-    """Return whether trials are allowed.
+    """Return True if trials are allowed in the current call.
 
     Trials are not allowed without gradients (there may be no memory for gradients), while a CUDA
     graph is captured, or under a mode that intercepts operations.
@@ -302,7 +310,7 @@ def _may_measure(device: torch.device) -> bool:
 
 
 def _dtype(x: Tensor) -> torch.dtype:
-    """Return the dtype of the matrix products."""
+    """Return the dtype of the experts' matmuls."""
     kind = x.device.type
     autocast = torch.is_autocast_enabled(kind) and x.dtype != torch.float64
     return torch.get_autocast_dtype(kind) if autocast else x.dtype

@@ -1,4 +1,4 @@
-"""Inputs and outputs of the trial engine: settings, decisions, and stored decisions."""
+"""Inputs and outputs of the trial engine, which are settings, decisions, and stored decisions."""
 
 from __future__ import annotations
 
@@ -15,16 +15,19 @@ Bucket = TypeVar("Bucket", bound=Hashable)
 
 @dataclass(frozen=True, kw_only=True)
 class TunerSettings:
-    """Rules of a tuner.
+    """Settings that control the trials of a tuner.
 
     Attributes:
-        tries: number of candidates timed in a new bucket, the best predicted first. None means all.
-        within: candidates predicted slower than this factor times the best are not tried.
+        tries: number of candidates that are timed in a new bucket, starting with the best predicted
+            one. None means all.
+        within: a candidate is not tried if its predicted time exceeds the best one by more than
+            this factor.
         contest: rules for distinguishing candidates.
-        drift: relative change of the watched time that counts as drift.
-        patience: number of consecutive changes that must count as drift.
-        watch: number of calls per timed call in a settled bucket.
-        allowance, budget: the larger of allowance and budget * calls may be spent on trials.
+        drift: relative change of the watched time that is considered drift.
+        patience: number of consecutive times that must have drifted before candidates are timed
+            again.
+        watch: in a settled bucket, one of this number of calls is timed.
+        allowance, budget: at most `max(allowance, budget * calls)` calls may be trials.
         each: whether allowance and budget apply to each bucket instead of all buckets together.
     """
 
@@ -41,15 +44,16 @@ class TunerSettings:
 
 @dataclass(frozen=True)
 class TunerDecision:
-    """A decision with its call, its bucket and the reason.
+    """A decision, with the call and bucket for which it was made and the reason.
 
     Attributes:
-        call: number of calls at the time of the decision.
-        bucket: bucket of the load.
-        choice: the chosen candidate.
-        event: predict, explore, settle, keep or restore.
+        call: number of calls up to the time of the decision.
+        bucket: bucket of the load for which the decision was made.
+        choice: candidate that was chosen.
+        event: kind of the decision: predict, explore, settle, keep or restore.
         why: reason for the decision.
-        predicted_s, measured_s: seconds of the choice, or None if unknown.
+        predicted_s, measured_s: predicted and measured times of the choice in seconds, or None if
+            unknown.
     """
 
     call: int
@@ -61,20 +65,21 @@ class TunerDecision:
     measured_s: float | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        """Return plain values for JSON lines and reports."""
+        """Convert the decision to plain values for JSON lines and reports."""
         return {**asdict(self), "choice": str(self.choice), "bucket": plain(self.bucket)}
 
 
 @dataclass(frozen=True)
 class KeptDecision:
-    """A decision that is stored beyond the process.
+    """A decision that is stored for later processes.
 
     Attributes:
         name: name of the chosen candidate.
         why: reason for the decision.
-        spread: spread of the times behind the decision, see `Contest.spread`.
-        seconds: measured seconds of the candidates, by name.
-        behind: time of candidates that were far behind relative to the fastest, by name.
+        spread: spread of the times on which the decision is based; see `Contest.spread`.
+        seconds: measured time in seconds of each candidate, by name.
+        behind: for each candidate that was excluded as much slower, its time relative to the
+            fastest candidate, by name.
         made: time of the decision in seconds since 1970.
     """
 
@@ -87,7 +92,7 @@ class KeptDecision:
 
 
 class Memory(Protocol[Bucket]):
-    """Storage for decisions beyond the process, by bucket."""
+    """Storage of decisions by bucket for later processes."""
 
     def get(self, bucket: Bucket) -> KeptDecision | None:
         """Return the decision for a bucket, or None if there is none."""
@@ -101,7 +106,7 @@ class Memory(Protocol[Bucket]):
 
 def listed_times(choices: Iterable[Hashable], seconds: Mapping[Any, float],
                  failed: Collection[Hashable]) -> str:
-    """Return the candidates with their measured times, as words for logs and reports."""
+    """Return a string for logs and reports that lists the candidates and their measured times."""
     listed = []
     for choice in choices:
         name = getattr(choice, "words", choice)
@@ -112,7 +117,8 @@ def listed_times(choices: Iterable[Hashable], seconds: Mapping[Any, float],
 
 
 def new_fields(saved: Any, choices: Iterable[Any]) -> dict[str, Any]:
-    """Return the fields with a default that a saved choice lacks, with their defaults."""
+    """Return the fields that a saved choice lacks and that have a default, with their default
+    values."""
     kind = next(iter(choices), None)
     if not is_dataclass(kind) or not isinstance(saved, Mapping):
         return {}
@@ -121,17 +127,17 @@ def new_fields(saved: Any, choices: Iterable[Any]) -> dict[str, Any]:
 
 
 def filled(saved: Any, new: Mapping[str, Any]) -> Any:
-    """Return a saved choice with its missing fields added."""
+    """Return a copy of a saved choice to which missing fields are added."""
     return {**new, **saved} if isinstance(saved, Mapping) else saved
 
 
 def plain(value: Any) -> Any:
-    """Return a choice or a bucket as plain values."""
+    """Convert a choice or a bucket to plain values."""
     if is_dataclass(value):
         return asdict(value)
     return list(value) if isinstance(value, tuple) else value
 
 
 def text_of(value: Any) -> str:
-    """Return plain values as a text that is equal for equal values."""
+    """Convert plain values to a string that is the same for equal values."""
     return json.dumps(value, sort_keys=True)

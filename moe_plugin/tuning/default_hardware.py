@@ -1,4 +1,4 @@
-"""Descriptions of a layer, its links and its processors for the planner.
+"""Descriptions of a layer, of links and of processors for the planner.
 
 Links and processors come from the files named in the settings. Without such files, typical values
 are used.
@@ -42,16 +42,16 @@ _CPU = Device(name="default", flops=5e10, half_rows=16, memory_bytes_s=8e9, laun
 
 @dataclass
 class Calibration:
-    """Calibration that `prepare_group.prepare` stores with a group.
+    """Calibrated cluster that `prepare_group.prepare` stores with a group.
 
-    cluster: the cluster of the file named in the settings. None if no file is named.
+    cluster: cluster from the file that the settings name, or None if the settings name no file.
     """
 
     cluster: Cluster | None = None
 
 
 def default_cluster(comm: Comm, device: torch.device) -> Cluster:
-    """Return the calibrated cluster in the shape of the group, or a cluster with typical links.
+    """Return the calibrated cluster, or a cluster with typical links, in the shape of the group.
 
     The group must be prepared, because its topology defines the shape.
     """
@@ -68,17 +68,18 @@ def default_cluster(comm: Comm, device: torch.device) -> Cluster:
 
 
 def default_device(config: MoEConfig, device: torch.device) -> Device:
-    """Return the device of the file named in the settings, or a typical device of this type."""
+    """Return the device from the file that the settings name, or a typical device of the given
+    type."""
     if config.tuner.device:
         return load_device(config.tuner.device)
     return _GPU if device.type == "cuda" else _CPU
 
 
 def count_visits(routing: Routing, place: Placement, copies: Sequence[int]) -> list[float]:
-    """Return the ranks and the nodes that this rank's tokens visit, per choice of an expert.
+    """Return how many ranks and nodes this rank's tokens visit per selected expert.
 
-    The list contains two numbers for each r of `copies`: ranks, then nodes. All numbers are 0 if no
-    token has a choice. The host waits for the device.
+    For each r in `copies`, the list contains the number of ranks, followed by the number of nodes.
+    All numbers are 0 if no token has selected an expert. The host waits for the device.
     """
     if not copies:
         return []
@@ -93,9 +94,9 @@ def count_visits(routing: Routing, place: Placement, copies: Sequence[int]) -> l
 
 
 def as_visits(by_choice: Sequence[float], copies: Sequence[int], choices: int) -> Visits | None:
-    """Return the visits of a token with `choices` choices, or None if no visit was counted.
+    """Return the visits of a token that selects `choices` experts, or None if no visit was counted.
 
-    by_choice: ranks and nodes per choice, see `count_visits`.
+    by_choice: numbers of ranks and nodes per selected expert; see `count_visits`.
     """
     rows = zip(copies, by_choice[::2], by_choice[1::2], strict=True)
     return {r: OnceRows(ranks * choices, nodes * choices, r * choices)
@@ -104,15 +105,15 @@ def as_visits(by_choice: Sequence[float], copies: Sequence[int], choices: int) -
 
 def layer_shape(config: MoEConfig, place: Placement, probe: Tensor, tokens: int,
                 skew: float = 1.0, visits: Visits | None = None) -> LayerShape:
-    """Return a layer under a load in the planner's terms.
+    """Return the planner's description of a layer under a given load.
 
     Args:
         config: settings of the layer.
-        place: where the parameters of the layer are stored.
-        probe: a parameter of the layer, which determines the element size.
-        tokens: number of tokens of the rank with the most tokens.
-        skew: rows of the fullest rank divided by the mean. Defaults to 1.
-        visits: measured destinations of tokens. Defaults to unknown.
+        place: placement, which defines where the layer's parameters are stored.
+        probe: parameter of the layer, from which the element size is taken.
+        tokens: number of tokens on the rank with the most tokens.
+        skew: number of rows of the fullest rank divided by the mean over all ranks. Defaults to 1.
+        visits: destinations of tokens that were measured in a run. Defaults to unknown.
     """
     return LayerShape(tokens=max(1, tokens), model_dim=config.model_dim,
                       latent_dim=config.experts.latent_dim, hidden_dim=config.hidden_dim,

@@ -1,11 +1,11 @@
-"""The trial engine, which times candidates and selects the fastest for each bucket of the load.
+"""The trial engine, which times candidates and selects the fastest one for each load bucket.
 
-The engine is a pure state machine without torch, ranks or clocks. Layouts, all-to-all algorithms,
-collectives and expert compute use it. An unknown bucket starts with its best prediction or with the
-first candidate. The candidates of the bucket are tried in rounds until they can be distinguished
+The engine is a pure state machine without torch, ranks or clocks. It is used for layouts,
+all-to-all algorithms, collectives and expert compute. A new bucket starts with the best predicted
+or the first candidate. Candidates are tried in rounds until they can be distinguished
 (`planner.trials`). The fastest candidate is then used, watched for drift, and checked occasionally.
 
-Ranks agree because they compute the same: all rules are deterministic, and times are reduced over
+All ranks make the same choices, because all rules are deterministic and times are reduced over
 ranks before they are passed to the engine.
 """
 
@@ -43,17 +43,17 @@ RETRIED = 0.01  # share of a bucket's calls that retries of candidates far behin
 
 @dataclass
 class _Entry(Generic[Choice]):
-    """State of one bucket.
+    """State of the trials of one bucket.
 
     Attributes:
-        known: whether there is a decision.
+        known: whether a decision has been made.
         contest: trials of the bucket, or None if there were no trials.
         open: whether more rounds are needed to distinguish candidates.
-        checking: whether the running round checks the decision. `seen` is the round before it.
-        sure, spread: certainty and spread of the decision.
-        calls, explored: numbers of calls and of trials so far.
+        checking: whether the running round checks the decision. `seen` is the preceding round.
+        sure, spread: whether the decision is certain, and spread of its times.
+        calls, explored: number of calls and number of trials so far.
         untimed: number of calls since the last timed call.
-        timed: whether the latest chosen call is timed.
+        timed: whether the call that was chosen last is timed.
     """
 
     predicted: dict[Choice, float | None]
@@ -83,13 +83,13 @@ class _Entry(Generic[Choice]):
 
 
 class Tuner(Generic[Bucket, Choice]):
-    """Tuner. Use `choose` before a call, and `record` when the time of the call is known.
+    """Tuner. Call `choose` before a call, and `record` when the time of the call is known.
 
     Args:
-        candidates: function that returns the candidates of a bucket with their predicted seconds
-            (None: not predicted), the preferred first. All ranks need the same candidates.
-        settings: rules of the tuner.
-        memory: storage for decisions of earlier processes, see `known`.
+        candidates: function that returns the candidates of a bucket, the preferred one first, with
+            their predicted times in seconds or None. All ranks need the same candidates.
+        settings: settings that control the trials.
+        memory: storage for decisions of earlier processes; see `known`.
         always: function that returns candidates that are timed independently of predictions.
     """
 
@@ -106,7 +106,7 @@ class Tuner(Generic[Bucket, Choice]):
         self._unread: deque[TunerDecision] = deque(maxlen=LOG_LENGTH)
 
     def choose(self, bucket: Bucket, calls: int = 1) -> Choice:
-        """Return the choice for this call. calls: calls since the last choice, plus this call."""
+        """Return the choice for this call. calls: calls since the last choice, and this one."""
         entry = self._entry(bucket)
         self.calls, entry.calls = self.calls + calls, entry.calls + calls
         entry.checks.calls, entry.untimed = entry.checks.calls + calls, entry.untimed + calls
@@ -127,7 +127,7 @@ class Tuner(Generic[Bucket, Choice]):
         return choice
 
     def known(self, bucket: Bucket) -> bool:
-        """Return whether there is a decision: from trials, from memory, or for a single choice."""
+        """Return True if a choice was decided by trials, was stored, or is the only one."""
         entry = self._entry(bucket)
         if self.memory is not None and not entry.known and not entry.asked:
             entry.asked = True
@@ -141,30 +141,30 @@ class Tuner(Generic[Bucket, Choice]):
         return entry.known
 
     def latest(self, bucket: Bucket) -> TunerDecision:
-        """Return the latest decision for a bucket, with its current choice and the reason."""
+        """Return a bucket's latest decision, which contains the current choice and the reason."""
         return self._entry(bucket).latest
 
     def exploring(self, bucket: Bucket) -> bool:
-        """Return whether trials of the bucket, or their times, are pending."""
+        """Return True if trials of the bucket or their times are pending."""
         entry = self.entries.get(bucket)
         return entry is not None and (entry.running or self._goes_on(entry))
 
     def wants_time(self, bucket: Bucket) -> bool:
-        """Return whether to time the call just chosen: trials, and later one of `watch` calls."""
+        """Return True if the call that was chosen last must be timed."""
         return self.entries[bucket].timed
 
     def tries(self, bucket: Bucket) -> bool:
-        """Return whether the running round has trials that were not made yet."""
+        """Return True if the running round has trials that have not been started."""
         entry = self.entries[bucket]
         return entry.running and entry.contest.trying
 
     def warms_up(self, bucket: Bucket) -> bool:
-        """Return whether times of the current or next round are ignored."""
+        """Return True if the times of the current or next round are ignored."""
         contest = self.entries[bucket].contest
         return contest is not None and contest.warm_ups > 0
 
     def record(self, bucket: Bucket, choice: Choice, seconds: float) -> None:
-        """Record the time of an earlier call, equal on all ranks. Infinity means a failed run."""
+        """Record the time of a call, the same on all ranks. Infinity means that the run failed."""
         entry = self.entries.get(bucket)
         if entry is None:
             return
@@ -175,13 +175,13 @@ class Tuner(Generic[Bucket, Choice]):
             self._watch(bucket, entry, seconds)
 
     def repeat(self, bucket: Bucket, choice: Choice) -> None:
-        """Repeat a trial, instead of recording its time, because the time is not meaningful."""
+        """Schedule a trial again instead of recording its time, which is not meaningful."""
         entry = self.entries.get(bucket)
         if entry is not None and entry.running:
             entry.contest.repeat(choice)
 
     def pop_decisions(self) -> tuple[TunerDecision, ...]:
-        """Return the decisions since the last call of this method."""
+        """Return the decisions made since the last call of this method."""
         fresh = tuple(self._unread)
         self._unread.clear()
         return fresh
@@ -199,9 +199,9 @@ class Tuner(Generic[Bucket, Choice]):
 
     def _calibrated(self, bucket: Bucket,
                     predicted: dict[Choice, float | None]) -> dict[Choice, float | None]:
-        """Return predictions scaled by the measured ratio in the nearest explored bucket.
+        """Return predictions, corrected by the error of predictions in the nearest explored bucket.
 
-        Each choice uses its own ratio, or the median ratio. Buckets are tuples of integers."""
+        The error is that of the same choice or the median error. Buckets are tuples of integers."""
         explored = [b for b, e in self.entries.items() if e.measured]
         if None in predicted.values() or not explored:
             return predicted
@@ -218,16 +218,16 @@ class Tuner(Generic[Bucket, Choice]):
         return {c: seconds * ratios.get(c, usual) for c, seconds in predicted.items()}
 
     def _affords(self, entry: _Entry[Choice], trials: int) -> bool:
-        """Return whether the budget allows this number of trials. It always allows the first round.
+        """Return True if the budget allows this number of trials. A first round is always allowed.
         """
         rules, spent = self.settings, entry if self.settings.each else self
         left = max(rules.allowance, rules.budget * spent.calls) - spent.explored
         return left >= trials or (left > 0 and not spent.explored)
 
     def _goes_on(self, entry: _Entry[Choice]) -> bool:
-        """Return whether the next round of an exploration is due.
+        """Return True if the next round of an exploration is due.
 
-        After a few inconclusive rounds the waits get longer, as the machine may be busy."""
+        After a few inconclusive rounds, waits become longer, because the machine may be busy."""
         if not entry.open:
             return False
         contest = entry.contest
@@ -236,7 +236,7 @@ class Tuner(Generic[Bucket, Choice]):
             entry, len(contest.contenders()))
 
     def _begin(self, bucket: Bucket, entry: _Entry[Choice]) -> None:
-        """Begin a round if a round is due and within the budget."""
+        """Begin a round if one is due and the budget allows it."""
         contest = entry.contest
         if entry.open:
             if self._goes_on(entry):
@@ -265,7 +265,7 @@ class Tuner(Generic[Bucket, Choice]):
         return tried + [c for c in self.always() if c in expected and c not in tried]
 
     def _contest(self, entry: _Entry[Choice], tried: Sequence[Choice]) -> Contest[Choice]:
-        """Return a new contest, which knows which candidates were far behind before."""
+        """Return a new contest that excludes the candidates that were much slower before."""
         cold = () if self.settings.contest.warm_up else set(tried) - self._used
         contest = Contest(tried, entry.settled, self.settings.contest, cold)
         before = entry.contest
@@ -286,7 +286,7 @@ class Tuner(Generic[Bucket, Choice]):
                    f"{why}: timing {len(tried)} of {len(entry.predicted)} candidates")
 
     def _conclude(self, bucket: Bucket, entry: _Entry[Choice]) -> None:
-        """Decide after a round, or continue with more rounds."""
+        """Make a decision after a round, or continue with more rounds."""
         contest, entry.checks.calls = entry.contest, 0
         if entry.checking:
             latest = contest.rounds[-1] if contest.rounds else {}
@@ -359,7 +359,7 @@ class Tuner(Generic[Bucket, Choice]):
         self._unread.append(entry.latest)
 
     def state(self) -> dict[str, Any]:
-        """Return plain values for a checkpoint. Buckets with too few trials are explored again."""
+        """Return plain values for a checkpoint. A bucket with few trials will be explored again."""
         buckets = [{
             "bucket": plain(bucket), "settled": plain(entry.settled),
             "known": entry.known,
@@ -373,9 +373,9 @@ class Tuner(Generic[Bucket, Choice]):
     def load_state(self, state: Mapping[str, Any]) -> list[str]:
         """Load a saved state, and return the reason for each bucket that is measured again.
 
-        Choices that are not candidates any more, for example on another number of ranks, are
-        omitted. Fields that were added to choices later have their default, and are measured if
-        there are others.
+        Choices that are no longer candidates, for example on a different number of ranks, are
+        omitted. New fields of choices have their default values, and are measured if candidates
+        differ in them.
         """
         if state.get("version") != STATE_VERSION:
             raise ValueError(

@@ -1,7 +1,7 @@
-"""Choice of the fastest all-to-all algorithm (`all_to_all: auto`), and trials of exchanges.
+"""Choice of the fastest all-to-all algorithm (`all_to_all: auto`), and trial runs of exchanges.
 
-The algorithm is predicted by a calibrated model or measured. All ranks agree on the algorithm. A
-trial of a collective or an all-to-all is measured while its result is used.
+The algorithm is predicted by a calibrated model or measured. All ranks use the same algorithm. The
+result of a trial is used like that of any other exchange.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ RULES = TunerSettings(tries=None, watch=math.inf, each=True,
 
 
 def bucket_of(size: float) -> int:
-    """Return the base-2 logarithm of a size in bytes, rounded up."""
+    """Return the base-2 logarithm, rounded up, of a size in bytes."""
     return max(int(size) - 1, 0).bit_length()
 
 
 def turn(tuner: Tuner[Any, str], bucket: Any, x: Tensor) -> tuple[str, bool]:
-    """Return the candidate of this call, and whether its time is needed.
+    """Return the candidate to use in this call, and True if its time is needed.
 
     All ranks return the same values. A call that is captured into a CUDA graph is never a trial.
     """
@@ -49,14 +49,14 @@ def turn(tuner: Tuner[Any, str], bucket: Any, x: Tensor) -> tuple[str, bool]:
 
 def trial(tuner: Tuner[Any, str], bucket: Any, name: str, comm: Comm, x: Tensor,
           run: Callable[[str], Tensor], what: str) -> Tensor:
-    """Run a candidate as a trial, and return its result. The time of the slowest rank counts.
+    """Run a candidate as a trial, and return its result. The time of the slowest rank is recorded.
 
     Args:
         tuner: tuner that records the time.
-        bucket: bucket of the load.
-        name: name of the candidate, see `turn`.
+        bucket: bucket that contains the load.
+        name: name of the candidate; see `turn`.
         comm: the group.
-        x: input of the candidate.
+        x: input tensor of the candidate.
         run: function that runs the candidate with the given name.
         what: description of the trial for the log line that reports a decision.
     """
@@ -77,9 +77,10 @@ AGREE_EVERY = 64
 
 
 class ExchangeTuner:
-    """Selects the algorithm for the exchanges of one group. The tuner is stored with the group.
+    """Tuner that selects the algorithm for the exchanges of one group. The tuner is stored in the
+    state of the group.
 
-    Buckets are powers of two of the bytes per rank.
+    Each bucket contains the sizes per rank up to a power of two of bytes.
     """
 
     def __init__(self, comm: Comm) -> None:
@@ -97,10 +98,10 @@ class ExchangeTuner:
         return comm.state.get(cls, lambda: cls(comm))
 
     def size(self, comm: Comm, x: Tensor, even: bool) -> float:
-        """Return the bytes per rank, equal on all ranks.
+        """Return the number of bytes per rank. The result is the same on all ranks.
 
-        For uneven exchanges, ranks agree at the first call and then only occasionally, because the
-        choice needs no exact size.
+        For uneven exchanges, ranks agree on a size in the first call and then only occasionally,
+        because the choice does not need the exact size.
         """
         own_bytes = float(x.numel() * x.element_size())
         if even:
@@ -112,14 +113,14 @@ class ExchangeTuner:
 
     @property
     def exploring(self) -> bool:
-        """Whether trials of any size are pending."""
+        """True if trials of any size are pending."""
         return any(self.tuner.exploring(bucket) for bucket in self.tuner.entries)
 
     def chosen(self, comm: Comm, size: float) -> str | None:
         """Return the algorithm for exchanges of `size` bytes per rank.
 
         The algorithm is predicted if there is a cluster file, and otherwise measured. The result is
-        None if too few trials were made.
+        None if too few trials have been made.
         """
         if self.cluster is None:
             known = self.tuner.known(bucket_of(size))
@@ -131,11 +132,11 @@ class ExchangeTuner:
 
 
 class AutoAllToAll(Exchange):
-    """The fastest registered algorithm for each size.
+    """All-to-all that uses the fastest registered algorithm for each size.
 
-    With a cluster file the algorithm is predicted. Otherwise the algorithm is measured in the first
-    calls and checked occasionally. Algorithms whose requirements the group does not meet are
-    excluded, and the log states the reason. All ranks always agree.
+    With a cluster file, the algorithm is predicted. Otherwise, algorithms are measured in the first
+    calls, and the choice is checked occasionally. Algorithms whose requirements the group does not
+    meet are excluded, and the log states the reason. All ranks always use the same algorithm.
     """
 
     def __call__(self, comm: Comm, x: Tensor, send: Sequence[int] | None = None,
@@ -144,7 +145,7 @@ class AutoAllToAll(Exchange):
 
     def resolve(self, comm: Comm, x: Tensor, send: Sequence[int] | None,
                 recv: Sequence[int] | None) -> Exchange:
-        """Return the exchange to run for this call.
+        """Return the exchange to run in this call.
 
         The method is collective and must be called in program order. A measured trial must not run
         in the background.

@@ -1,9 +1,9 @@
-"""Tuner of one layer's layout (`parallel: auto`), for the current load on which all ranks agree.
+"""Tuner of one layer's layout (`parallel: auto`) for the current load, on which all ranks agree.
 
-Ranks agree by one small all-reduce (maximum) of load, imbalance and the latest measured time. While
-there are trials, they agree at every call. Afterwards they agree at least at every `EVERY`-th call,
-and more often if that costs at most `SHARE` of the layer's time. In between, the last choice
-remains in use, and nothing is sent or measured.
+Ranks agree on the maximum of load, imbalance and latest measured time by one small all-reduce. As
+long as there are trials, this happens in every call. Afterwards, it happens at least in every
+`EVERY`-th call, and more often if this takes at most the fraction `SHARE` of the layer's time. In
+all calls in between, the last choice is used, and nothing is sent or measured.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from torch import Tensor
 
 from moe_plugin.comm import algorithms
 from moe_plugin.config import MoEConfig
+from moe_plugin.dispatch.layout import LayerLayout
 from moe_plugin.kernels.choices import expert_load
 from moe_plugin.planner.all_to_all_cost import COSTS
 from moe_plugin.planner.choice import LayoutChoice, combinations
@@ -42,7 +43,7 @@ from moe_plugin.tuning.default_hardware import (
 )
 from moe_plugin.tuning.engine import Tuner
 from moe_plugin.tuning.exchange_tuner import ExchangeTuner
-from moe_plugin.tuning.layouts import LayerLayout, Layouts
+from moe_plugin.tuning.layouts import Layouts
 from moe_plugin.tuning.timer import CallTimer
 
 log = logging.getLogger(__name__)
@@ -59,7 +60,8 @@ Bucket = tuple[int, int]  # logarithms of rows and of imbalance
 
 @dataclass(frozen=True)
 class Dimension:
-    """A field of `LayoutChoice` that is tuned. values: function that returns its possible values.
+    """A field of `LayoutChoice` whose value is tuned. values: function that returns the possible
+    values of the field.
     """
 
     name: str
@@ -68,7 +70,8 @@ class Dimension:
 
 @dataclass(frozen=True)
 class _Run:
-    """A timed call. disturbances: number of trials of all-to-all algorithms before the call."""
+    """A timed call. disturbances: number of trials of all-to-all algorithms that ran before the
+    call."""
 
     bucket: Bucket
     choice: LayoutChoice
@@ -77,16 +80,18 @@ class _Run:
 
 
 class LayoutTuner:
-    """Selects the layout of one layer's calls. All ranks must create one tuner per layer.
+    """Tuner that selects the layout of one layer's calls. All ranks must create one tuner per
+    layer.
 
     Args:
         config: settings of the layer.
-        layouts: layouts that may be chosen.
-        probe: a parameter of the layer, which determines device and dtype.
-        measure: creates the timer of a call. Tests replace it.
+        layouts: layouts of the layer, from which one is chosen.
+        probe: parameter of the layer, from which device and dtype are taken.
+        measure: function that creates the timer of a call. Tests replace it.
 
     Attributes:
-        settled: always False, because every call may need a decision.
+        settled: whether no decision is needed. This is always False, because any call may need a
+            decision.
     """
 
     settled = False
@@ -124,7 +129,7 @@ class LayoutTuner:
         """Return the layout of this call, and a timer if its time is needed.
 
         In training, some calls are collective. All other calls return the latest choice. A
-        recomputation repeats the choice of its first pass.
+        recomputed forward pass uses the same layout as the first one.
         """
         self.timer, choice = None, self.current
         if training:
@@ -133,7 +138,7 @@ class LayoutTuner:
 
     @property
     def exploring(self) -> bool:
-        """Whether trials of the current load are pending."""
+        """True if trials of the current load are pending."""
         return self.tuner.exploring(self.bucket)
 
     def _choose(self, routing: Routing) -> LayoutChoice:
@@ -147,13 +152,14 @@ class LayoutTuner:
         return self.current
 
     def state(self) -> dict[str, Any]:
-        """Return plain values for a checkpoint: the tuner's state and its number of ranks."""
+        """Return the tuner's state and the number of ranks as plain values for a checkpoint."""
         return {"ranks": self.comm.size, **self.tuner.state()}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Load what the tuner of an earlier run has learned, identically on all ranks.
+        """Load the state of an earlier run's tuner, which must be the same on all ranks.
 
-        A state from another number of ranks is ignored. The next call agrees on its load.
+        A state for a different number of ranks is ignored. In the next call, ranks agree on the
+        load.
         """
         if "predicted" in state:  # a state of `parallel: predicted`, which contains no measurement
             return
@@ -170,7 +176,8 @@ class LayoutTuner:
         self.due = True
 
     def pop_decisions(self) -> tuple[TunerDecision, ...]:
-        """Return the decisions since the last call of this method. Rank 0 also logs them."""
+        """Return the decisions made since the last call of this method. Rank 0 also logs the
+        decisions."""
         fresh = self.tuner.pop_decisions()
         for d in fresh if self.comm.rank == 0 else ():
             log.info("layout at call %d, load %s: %s %s (%s)", d.call, d.bucket, d.event,
@@ -178,7 +185,8 @@ class LayoutTuner:
         return fresh
 
     def agree(self, routing: Routing) -> Bucket:
-        """Return the bucket of the largest load of any rank, and pass the latest time to the tuner.
+        """Return the bucket of the largest load of all ranks, and pass the latest time to the
+        tuner.
         """
         begun = time.perf_counter()
         load_E = expert_load(routing.ids_TK, self.config.num_experts)
@@ -212,7 +220,8 @@ class LayoutTuner:
         return ExchangeTuner.of(self.comm).trials if tuned else 0
 
     def candidates(self, bucket: Bucket) -> dict[LayoutChoice, float]:
-        """Return choices that fit the memory, with predicted seconds, fastest first."""
+        """Return the choices that fit into memory, fastest first, with predicted times in
+        seconds."""
         values = {d.name: d.values(self) for d in DIMENSIONS}
         if not bucket[1]:  # nothing spills, so the spill policies are the same layout
             values["spill"] = values["spill"][:1]
@@ -224,22 +233,22 @@ class LayoutTuner:
         return {c.choice: c.seconds for c in fitting or costs[:1]}
 
     def always_timed(self) -> list[LayoutChoice]:
-        """Return the layouts that predictions never exclude."""
+        """Return the layouts that are timed whatever is predicted for them."""
         return [*self.plain(), *self.gathered()]
 
     def plain(self) -> list[LayoutChoice]:
-        """Return the configured layout with each way of sending.
+        """Return the configured layout with each possible value of `send`.
 
         Predictions may wrongly exclude these layouts if processors are the bottleneck. Timing these
-        layouts ensures that the choice is never slower than the configured layout.
+        layouts ensures that the choice is not slower than the configured layout.
         """
         return [replace(self.layouts.fixed, send=send) for send in self.layouts.sends()]
 
     def gathered(self) -> list[LayoutChoice]:
-        """Return the layout that gathers tokens, if there are few ranks.
+        """Return the layout that gathers tokens if there are few ranks.
 
-        With few ranks, gathering sends little more data than an all-to-all. Gathering uses a single
-        collective in each direction, and predictions of this collective are the least reliable.
+        With few ranks, gathering sends only slightly more data than an all-to-all. It uses a single
+        collective in each direction, whose predicted time is the least reliable of all.
         """
         few = self.comm.size <= FEW_RANKS * self.config.router.experts_per_token
         if not few or not self.layouts.gathers_tokens:
@@ -250,7 +259,7 @@ class LayoutTuner:
                                  self.comm.size))
 
     def shape(self, bucket: Bucket) -> LayerShape:
-        """Return the layer under the load of a bucket."""
+        """Return the planner's description of the layer under the load of a bucket."""
         c, place = self.config, self.layouts.place
         hot = 2.0 ** (bucket[1] + 1) if bucket[1] else 1.0
         tokens = round(c.tuner.bucket ** bucket[0] / c.router.experts_per_token)
@@ -258,7 +267,7 @@ class LayoutTuner:
         return layer_shape(c, place, self.probe, tokens, skew, self.visits)
 
     def algorithms(self) -> list[str]:
-        """Return the all-to-all algorithms to choose from, the configured algorithm first."""
+        """Return the all-to-all algorithms to choose from, with the configured algorithm first."""
         name = self.config.comm.all_to_all
         if name == "auto" or self.comm.size == 1 or algorithms.get(name).lacks(self.comm):
             return [name]
@@ -266,11 +275,11 @@ class LayoutTuner:
         return list(dict.fromkeys([name, *predicted]))
 
     def token_gathering(self) -> list[bool]:
-        """Return whether tokens may be gathered instead of sent."""
+        """Return the values of `gather_tokens` to choose from."""
         return [False, True] if self.layouts.gathers_tokens else [False]
 
     def spills(self) -> list[str]:
-        """Return the policies for rows of overloaded experts."""
+        """Return the policies to choose from for rows of overloaded experts."""
         named = self.config.parallel.spill
         open_ = ["never", "least_loaded"] if self.layouts.spills else ["never"]
         return open_ if named is None else [named]
@@ -281,7 +290,8 @@ class LayoutTuner:
         return [2**i for i in range(most.bit_length())]
 
     def piece_axes(self) -> list[str]:
-        """Return the axes of pieces. With one expert per rank, `experts` is the same as `rows`."""
+        """Return the axes to choose from along which rows are divided into pieces. With one expert
+        per rank, the axis `experts` is the same as `rows`."""
         names = self.layouts.traits.piece_axes
         return [name for name in names if name != "experts" or self.layouts.place.local > 1]
 
@@ -303,8 +313,8 @@ def calls_between(cost: float, seconds: float) -> int:
     """Return the number of calls from one agreement to the next.
 
     Args:
-        cost: seconds of an agreement.
-        seconds: seconds of a call.
+        cost: time of an agreement in seconds.
+        seconds: time of a call in seconds.
     """
     if seconds <= 0 or cost > EVERY * SHARE * seconds:
         return EVERY
@@ -312,8 +322,8 @@ def calls_between(cost: float, seconds: float) -> int:
 
 
 def _nearest(value: float, last: int) -> int:
-    """Return the nearest integer, or the last one as long as the value is not much farther away.
+    """Return the nearest integer, or `last` if the value is not much farther away from it.
 
-    The hysteresis prevents oscillation between two buckets.
+    This hysteresis prevents oscillation between two buckets.
     """
     return last if abs(value - last) < STICKY else round(value)

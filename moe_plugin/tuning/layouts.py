@@ -1,227 +1,58 @@
-"""All layouts of one layer over its storage.
+"""All layouts that one layer can use with its stored parameters.
 
-Changing the layout moves no parameters and changes no results. With r = 0 all parameters are
-gathered and tokens stay on their rank. With r >= 1 each token is sent to r ranks. See
+A change of the layout neither moves parameters nor changes results. With r = 0, all parameters are
+gathered and tokens stay on their rank. With r >= 1, each token is sent to r ranks. See
 `records.Placement` and docs/adaptive.md.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch
-from torch import Tensor, nn
-
 from moe_plugin.comm import LocalComm, algorithms
-from moe_plugin.comm.base import Comm
 from moe_plugin.comm.exchange import Exchange
 from moe_plugin.comm.placement import Placement
 from moe_plugin.config import MoEConfig
-from moe_plugin.dispatch import DispatchContext, Dispatcher, PagedStash, Sent, dispatchers
+from moe_plugin.dispatch import DispatchContext, Dispatcher, PagedStash, dispatchers
 from moe_plugin.dispatch.all_gather import AllGatherDispatcher
 from moe_plugin.dispatch.base import SpillPlanner
 from moe_plugin.dispatch.bounded_once import BoundedOnceDispatcher, BoundedOnceToNodesDispatcher
+from moe_plugin.dispatch.layout import LayerLayout
 from moe_plugin.dispatch.once import OnceDispatcher
 from moe_plugin.dispatch.once_nodes import OnceToNodesDispatcher
-from moe_plugin.dispatch.row_pages import may_keep
 from moe_plugin.dispatch.rows import LocalDispatcher
 from moe_plugin.dispatch.rows_limit import RowsLimit
 from moe_plugin.dispatch.weights_first import WeightsFirst
 from moe_plugin.dispatch.wire import with_wire
-from moe_plugin.experts import Experts, FFNParameters, OverlappedWork, Strategy, strategies
-from moe_plugin.experts.ffn import gather_parameters
+from moe_plugin.experts import Experts, strategies
 from moe_plugin.kernels.expert_ffn import KEEPS_ROWS
-from moe_plugin.kernels.weight_grads import GradSums
 from moe_plugin.planner.choice import LayoutChoice, legal_r
 from moe_plugin.planner.layer_cost import spill_costs
 from moe_plugin.planner.spill import plan_spill
-from moe_plugin.records import DispatchPlan, ExpertRows, KeptRouting, Overlap
+from moe_plugin.records import Overlap
 from moe_plugin.tuning.borrowed import BorrowingDispatcher
 from moe_plugin.tuning.compute_tuner import takes_counts_of_device
 from moe_plugin.tuning.default_hardware import default_cluster, default_device, layer_shape
 from moe_plugin.tuning.standing import LayerReplicas
-from moe_plugin.tuning.timer import CallTimer, Timed
-from moe_plugin.utils.machine import exporting
-
-
-@dataclass(frozen=True)
-class LayerLayout:
-    """A layout that is ready for calls of a layer.
-
-    Attributes:
-        choice: choice that defines the layout.
-        dispatcher: dispatcher that moves rows.
-        experts: experts of the layer.
-        strategy: strategy that computes rows. None means as the experts are configured.
-        gather: ranks whose parameters this rank gathers before computing. None if not needed.
-        gathered_shards: number of consecutive ranks of `gather` that store shards of one expert.
-        first_shard: first shard that this rank has after gathering.
-        stash: pages for tensors that backward needs. None means that autograd stores them.
-        label: label of the choice, see `LayoutChoice`.
-        pieces: number of pieces in which rows are sent and computed.
-        plain: whether the configured experts compute all arriving rows with stored parameters.
-    """
-
-    choice: LayoutChoice
-    dispatcher: Dispatcher
-    experts: Experts
-    strategy: Strategy | None = None
-    gather: Comm | None = None
-    gathered_shards: int = 1
-    first_shard: int = 0
-    stash: PagedStash | None = None
-    label: str = dataclasses.field(init=False)
-    pieces: int = dataclasses.field(init=False)
-    plain: bool = dataclasses.field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "label", self.choice.label)  # part of every call's statistics
-        object.__setattr__(self, "pieces", self.dispatcher.overlap.pieces)
-        object.__setattr__(self, "plain", self.strategy is self.gather is self.stash is None
-                           and self.pieces == 1)
-
-    @property
-    def compiles(self) -> bool:
-        """Whether `torch.compile` may trace plan, dispatch, experts and combine.
-
-        If `plan` reads row counts on the host, or experts are fetched, every new load would be
-        compiled again. `torch.export` produces one program for any load.
-
-        Raises:
-            ValueError: if experts that are fetched are exported with `torch.export`.
-        """
-        if exporting():
-            self._check_export()
-            return True
-        traits = self.dispatcher.traits
-        # (expert, weight) pairs are sent by exchanges that a graph cannot contain
-        return (self.experts.traceable and self.choice.send == "rows"
-                and (traits.fixed_slots or traits.bounded))
-
-    def _check_export(self) -> None:
-        if not self.experts.traceable:
-            raise ValueError(
-                f"{type(self.experts).__name__} are fetched by the host, but an exported program "
-                "has no host. Store them on the device: export with experts.store=device")
-        if self.choice.send != "rows":
-            raise ValueError(f"dispatch.send={self.choice.send!r} cannot be exported: torch.export "
-                             "traces no exchange of pairs. Export with dispatch.send='rows'")
-
-    def timed(self, timer: CallTimer) -> LayerLayout:
-        """Return this layout for a call that `timer` measures."""
-        return dataclasses.replace(self, dispatcher=Timed(self.dispatcher, timer))
-
-    def dispatch(self, x_TD: Tensor, plan: DispatchPlan, experts: nn.Module,
-                 anchored: bool = True) -> Sent:
-        """Send the rows of tokens [T, D] to their experts. See `Dispatcher.dispatch`.
-
-        Args:
-            experts: experts of the layer, or a module that replaces them.
-            anchored: whether gradients need an anchor. No anchor is needed if the tokens of all
-                ranks, or of no rank, have gradients.
-        """
-        anchor = None
-        if experts is not self.experts:
-            anchor = self._anchor_of(experts)
-        elif anchored and self.dispatcher.reads_anchor:
-            anchor = self.experts.anchor
-        if self.plain and self.experts.later is None:
-            return self.dispatcher.dispatch(x_TD, plan, anchor)
-        # parameters must be gathered before rows are sent
-        parameters, strategy = self._parameters(experts), self.strategy
-        sent = self.dispatcher.dispatch(x_TD, plan, anchor)
-        arriving = sent.arriving
-        sent.arriving = map(partial(_computed_with, parameters, strategy), arriving)
-        return sent
-
-    def _anchor_of(self, experts: nn.Module) -> Tensor | None:
-        """Return a trained parameter, preferably one of the adapter in the experts' place.
-
-        Raises:
-            ValueError: if the adapter does not reach all ranks that compute the experts.
-        """
-        if self.experts.stored or self.choice.spill != "never":
-            obstacle = ("experts outside the device" if self.experts.stored else
-                        f"parallel.spill={self.choice.spill!r}")
-            raise ValueError(
-                f"{type(experts).__name__} cannot stand in for the experts of a layer together "
-                f"with {obstacle}, because others compute with the stored parameters. Merge the "
-                "adapter first, or use experts on the device and parallel.spill='never'")
-        return next((p for p in experts.parameters() if p.requires_grad), self.experts.anchor)
-
-    def _parameters(self, experts: nn.Module) -> FFNParameters | None:
-        """Return the parameters shared by all pieces, or None to use the stored parameters."""
-        parameters, more = None, {}
-        if self.gather is not None:
-            whole = gather_parameters(self._local(experts), self.gather, self.gathered_shards)
-            parameters = self.experts.compute_parameters(whole, self.first_shard)
-        # Exchanges of other pieces, or of another micro-batch for which delayed weight gradients
-        # wait, run next to these matmuls. Kernels must leave processors for the exchanges.
-        if self.pieces > 1 or (self.experts.later is not None and experts is self.experts):
-            more["sums"] = GradSums()
-        if self.stash is not None and may_keep():
-            more["keep"] = self.stash.keep
-        if not more or not self.experts.supports_gather:
-            return parameters
-        if parameters is None:
-            local = None if experts is self.experts else self._local(experts)
-            parameters = self.experts.compute_parameters(local)
-        return dataclasses.replace(parameters, **more)
-
-    def _local(self, experts: nn.Module) -> dict[str, Tensor]:
-        """Return the experts' parameters. An adapter modifies the parameters in its call."""
-        return self.experts.local_parameters() if experts is self.experts else experts(None)
-
-
-def _computed_with(parameters: FFNParameters | None, strategy: Strategy | None,
-                   work: ExpertRows) -> ExpertRows:
-    """Return the same rows with parameters. Borrowed experts already have parameters."""
-    weights = parameters if work.parameters is None else work.parameters
-    return ExpertRows(work.x, work.rows, weights, strategy, work.started)
-
-
-def through_experts(experts: nn.Module, layout: LayerLayout, x_TD: Tensor, kept: KeptRouting,
-                    alongside: OverlappedWork | None = None) -> tuple[Tensor, int | Tensor]:
-    """Run plan, dispatch, experts and combine, outside of compiled graphs if the layout needs it.
-
-    Args:
-        experts: experts of the layer, or a module that replaces them.
-        alongside: work to do while rows are being sent.
-    Returns: results of the tokens [T, D], and the number of rows that this rank computed.
-    """
-    if torch.compiler.is_compiling() and not layout.compiles:
-        from moe_plugin.tuning.uncompiled import uncompiled  # this import loads the compiler
-
-        y_TD, computed = uncompiled(through_experts, experts, layout, x_TD, kept, alongside)
-        return y_TD, computed
-    dispatcher = layout.dispatcher
-    plan = dispatcher.plan(kept)
-    sent = layout.dispatch(x_TD, plan, experts)
-    if alongside is not None:
-        alongside()
-    for rows in sent:
-        sent.put_back(experts(rows))
-    return dispatcher.combine(sent, plan), plan.rows
 
 
 class Layouts:
-    """The layouts of one layer. Each layout is created when it is first requested.
+    """The layouts that one layer can use. Each layout is created when it is first requested.
 
     All ranks must request the same layouts, because creating a layout may be collective.
 
     Args:
         config: settings of the layer.
-        place: where the parameters of the layer are stored.
+        place: placement, which defines where the layer's parameters are stored.
         experts: experts of the layer.
 
     Attributes:
         limit: row limit of a dispatcher that bounds rows, otherwise None.
-        stash: pages for tensors that backward needs, see `LayerLayout`.
-        spills: whether ranks other than the owner may compute rows of an expert.
-        replicas: replicas of `parallel.spill: standing`, otherwise None.
+        stash: pages for tensors that the backward pass needs; see `LayerLayout`.
+        spills: whether rows of an expert may be computed by ranks other than the owner.
+        replicas: replicas of experts if `parallel.spill` is `standing`, otherwise None.
     """
 
     def __init__(self, config: MoEConfig, place: Placement, experts: Experts) -> None:
@@ -246,13 +77,13 @@ class Layouts:
         self.at(self.fixed)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore a copy, which must request pages as well."""
+        """Restore the state of a copy. The copy must request pages, too."""
         vars(self).update(state)
         if self.stash is not None:
             self.stash.ask(self, self.config.dispatch)
 
     def from_config(self) -> LayoutChoice:
-        """Return the choice that the settings define."""
+        """Return the layout choice that the settings define."""
         parallel, place = self.config.parallel, self.place
         r = parallel.r
         if r is None:
@@ -273,9 +104,9 @@ class Layouts:
         return legal if self.stash is None else [r for r in legal if r]
 
     def sends(self) -> list[str]:
-        """Return how often a token's row may be sent. The configured value comes first.
+        """Return the possible values of `LayoutChoice.send`. The configured value comes first.
 
-        With bounded rows there is a single value, since all slots are sent whether used or not."""
+        With bounded rows, there is a single value, because used and unused slots are sent."""
         named, comm = self.config.dispatch.send, self.place.comm
         if named != "auto" and comm.size > 1:
             return [named]
@@ -284,11 +115,11 @@ class Layouts:
         return ["rows", "ranks", *["nodes"] * (comm.topology.why_flat() is None)]
 
     def visited_copies(self) -> list[int]:
-        """Return the values of r for which the visited ranks and nodes of tokens are counted."""
+        """Return the values of r for which the ranks and nodes visited by tokens are counted."""
         return [r for r in self.legal() if r] if len(self.sends()) > 1 else []
 
     def piece_axes(self, send: str) -> tuple[str, ...]:
-        """Return the axes along which rows that are sent in this way can be divided."""
+        """Return the axes along which rows can be divided with the given value of `send`."""
         axes = self.traits.piece_axes
         return axes if send == "rows" else tuple(
             axis for axis in axes if axis in OnceDispatcher.traits.piece_axes)
@@ -318,7 +149,7 @@ class Layouts:
                            None if configured else strategies.get(choice.kernel), **more)
 
     def _alone(self, choice: LayoutChoice, place: Placement) -> LayerLayout:
-        """Return a layout without an all-to-all, which gathers experts from other ranks if any."""
+        """Return a layout without an all-to-all. If there are several ranks, it gathers experts."""
         context = DispatchContext(
             Placement(LocalComm(), place.experts, place.algorithm), configured=self.traits,
             counts_on_device=self.experts.supports_gather and takes_counts_of_device(choice.kernel))
@@ -326,7 +157,7 @@ class Layouts:
                             gather=place.comm if place.comm.size > 1 else None)
 
     def _exchanging(self, choice: LayoutChoice, place: Placement) -> LayerLayout:
-        """Return a layout that exchanges rows, and that borrows experts if rows spill."""
+        """Return a layout that exchanges rows and that borrows experts if rows spill."""
         place = dataclasses.replace(place, copies=choice.r)
         overlap = Overlap(choice.d, choice.d_backward, self.config.experts.shared_overlap,
                           choice.piece_axis)
@@ -342,7 +173,7 @@ class Layouts:
                             first_shard=place.shard // shards * shards)
 
     def _sending(self, send: str) -> type[Dispatcher]:
-        """Return the dispatcher class. Sending per node needs several nodes with several ranks."""
+        """Return the dispatcher class. `nodes` requires several nodes with several ranks each."""
         if send == "rows":
             return self.dispatcher
         flat = send == "ranks" or self.place.comm.topology.why_flat()
@@ -369,13 +200,13 @@ class Layouts:
             self._check_stash(choice)
         if choice.r not in legal and not (size == 1 and choice.r == 0):
             raise ValueError(
-                f"parallel.r={choice.r} does not fit {place.experts} experts on {size} "
+                f"parallel.r={choice.r} is not possible with {place.experts} experts on {size} "
                 f"expert-parallel ranks. Choose one of {legal}; the nearest is "
                 f"{min(legal, key=lambda r: abs(r - choice.r))}")
         if choice.gather_tokens and (not self.gathers_tokens or choice.r != place.shards):
             raise ValueError(
-                f"gather_tokens with r={choice.r} does not fit {size} expert-parallel ranks, "
-                f"dispatch.name={self.config.dispatch.name!r} and parallel.replicas="
+                f"gather_tokens with r={choice.r} is not possible on {size} expert-parallel ranks "
+                f"with dispatch.name={self.config.dispatch.name!r} and parallel.replicas="
                 f"{self.config.parallel.replicas}. Set gather_tokens to False, or use r="
                 f"{place.shards} with 'ragged' or 'padded' and one replica")
         if not self.traits.supports_pieces and (choice.d > 1 or choice.backward_d > 1):
@@ -423,7 +254,7 @@ class Layouts:
                              "parallel.spill='never'")
 
     def _spill_planner(self, policy: str) -> SpillPlanner:
-        """Return a planner that uses the loads of a call, or of earlier steps (`standing`)."""
+        """Return a planner that uses the loads of the call or, for `standing`, of earlier steps."""
         comm, probe = self.place.comm, self.experts.anchor
         shape = layer_shape(self.config, self.place, probe, tokens=1)
         costs = spill_costs(shape, default_cluster(comm, probe.device),

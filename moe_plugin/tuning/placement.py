@@ -1,6 +1,6 @@
 """Placement of a layer's experts and tokens on a prepared group of ranks.
 
-If several ranks have the same tokens, one of Parm's schedules divides the tokens among them.
+If several ranks have the same tokens, a schedule of Parm divides the tokens among these ranks.
 """
 
 from __future__ import annotations
@@ -48,17 +48,18 @@ def agree_on_settings(config: MoEConfig, comm: Comm, agreed: Mapping[str, Any],
                       **more: Any) -> None:
     """Check that all ranks create the same layer with the same versions.
 
-    The call is collective, see `agree`. For settings that name a file, the contents of the file are
+    The call is collective; see `agree`. If a setting names a file, the contents of the file are
     compared as well, because each node may have a different file.
 
     Args:
         config: settings of the layer.
         comm: the group.
-        agreed: settings of the host framework, see `HostContext`.
-        more: other values that determine the shapes and dtypes that ranks exchange, by name.
+        agreed: settings of the host framework; see `HostContext`.
+        more: additional values by name that determine the shapes and dtypes that ranks exchange.
 
     Raises:
-        ValueError: on every rank, if anything differs. The message names the differences.
+        ValueError: If anything differs. The error is raised on every rank and names the
+            differences.
     """
     settings = {name: value for name, value in {**flatten(to_dict(config)), **agreed}.items()
                 if not name.startswith(OWN_SETTINGS)}
@@ -68,7 +69,7 @@ def agree_on_settings(config: MoEConfig, comm: Comm, agreed: Mapping[str, Any],
 
 
 def _digest(name: str | None) -> str | None:
-    """Return a hash of a file's contents, or None if there is no file with this name."""
+    """Return a hash of the contents of a file, or None if the file does not exist."""
     if not name or not os.path.isfile(name):
         return None
     try:
@@ -82,19 +83,21 @@ def place_experts(config: MoEConfig, comm: Comm, router: nn.Module | None = None
                   experts: Callable[[int], nn.Module] | None = None, *,
                   dtype: torch.dtype | None = None, device: Any = None,
                   host: HostContext = HostContext()) -> tuple[MoEConfig, Placement, Comm | None]:
-    """Return the settings, the placement, and the ranks that share tokens. The call is collective.
+    """Return the settings, the placement, and the group of ranks that share tokens. The call is
+    collective.
 
-    The third value is None if no tokens are shared before routing, see `with_schedule`. The
-    settings of all ranks are compared first (`agree_on_settings`). Finally, the weights are checked
-    to fit into the memory.
+    The third value is None if no tokens are shared before routing; see `with_schedule`. The
+    settings of all ranks are compared first (`agree_on_settings`). Finally, it is checked that the
+    weights fit into the memory.
 
     Args:
         config: settings of the layer.
         comm: the group.
-        router, experts, dtype, device, host: arguments of the layer, see `MoELayer`.
+        router, experts, dtype, device, host: arguments of the layer; see `MoELayer`.
 
     Raises:
-        ValueError: if settings, ranks, group and memory do not fit together.
+        ValueError: If settings and group are incompatible, if ranks differ, or if the memory is too
+            small.
     """
     agree_on_settings(config, comm, host.agreed, dtype=dtype or torch.get_default_dtype(),
                       custom_router=router is not None, custom_experts=experts is not None)
@@ -110,20 +113,21 @@ def place_experts(config: MoEConfig, comm: Comm, router: nn.Module | None = None
 
 
 def may_measure(config: MoEConfig) -> bool:
-    """Return whether settings that are left open may be measured while training.
+    """Return True if settings that are left open may be chosen by measurements during training.
 
-    The result is False for bounded rows, whose purpose is that the host never waits for the device.
+    The result is False for bounded rows, because with these the host must never wait for the
+    device.
     """
     return not dispatchers.get(config.dispatch.name).traits.bounded
 
 
 def resolve_open_settings(config: MoEConfig, comm: Comm) -> MoEConfig:
-    """Return the settings with a value for each setting that was left open, for a prepared group.
+    """Return the settings for a prepared group, with a value for each setting that was left open.
 
-    On several nodes, where choices differ most, all-to-all and layout are measured and chosen while
-    training. On one node the layout is predicted once, so that runs can be repeated bit by bit. The
-    layout is fixed if the settings name a layout, if results must not depend on measured times, or
-    if the dispatcher has only one layout. See also `may_measure`.
+    On several nodes, where the choice matters most, all-to-all and layout are chosen by
+    measurements during training. On one node, the layout is predicted once, so runs are
+    bitwise reproducible. The layout is fixed if the settings name a layout, if results must not
+    depend on measured times, or if the dispatcher has only one layout. See also `may_measure`.
     """
     parallel, traits = config.parallel, dispatchers.get(config.dispatch.name).traits
     named = (parallel.r is not None or parallel.d > 1 or parallel.d_backward > 0
@@ -142,20 +146,22 @@ def resolve_open_settings(config: MoEConfig, comm: Comm) -> MoEConfig:
 
 def with_schedule(config: MoEConfig, place: Placement, tokens: int | None = None,
                   dtype: torch.dtype | None = None) -> tuple[MoEConfig, Placement, Comm | None]:
-    """Return settings and placement for `parallel.replicas`, and the ranks that share tokens in S1.
+    """Return settings and placement for `parallel.replicas`, and the group that shares tokens in
+    S1.
 
-    The third value is None if no tokens are shared before routing. The value is None for one
-    replica, for S2 (its ranks are `Placement.replicas`), and for dispatchers whose ranks all have
-    the same tokens.
+    The third value is None if no tokens are shared before routing. This is the case for one
+    replica, for schedule S2 (whose ranks are in `Placement.replicas`), and for dispatchers with
+    which all ranks have the same tokens.
 
     Args:
         config: settings of the layer.
-        place: placement of the experts.
-        tokens: number of tokens per call and rank, the same on all ranks. Defaults to unknown.
-        dtype: dtype of the rows. Defaults to torch's default dtype.
+        place: placement of the layer's experts on the ranks.
+        tokens: number of tokens per call and rank, which is the same on all ranks. By default, it
+            is unknown.
+        dtype: dtype of the rows. The default is torch's default dtype.
 
     Raises:
-        ValueError: if ranks, dispatcher and schedule do not fit together.
+        ValueError: If the number of ranks, the dispatcher and the schedule are incompatible.
     """
     size = config.parallel.replicas
     if size == 1 or dispatchers.get(config.dispatch.name).traits.shares_tokens:

@@ -1,14 +1,15 @@
-"""Predicted layouts (`parallel: predicted`) and pieces of evaluation calls (`parallel.prefill`).
+"""Predicted layouts (`parallel: predicted`), and division of evaluation calls into pieces
+(`parallel.prefill`).
 
 A predicted layout is computed once, from the number of tokens of the layer's first call. Nothing is
-measured, so runs can be repeated bit by bit, and ranks need no further agreement later.
+measured, so runs are bitwise reproducible, and ranks do not have to agree again later.
 
-`parallel.prefill` divides the calls of an evaluation into pieces according to their load. Source:
-Qian et al., "EPS-MoE: Expert Pipeline Scheduler for Cost-Efficient MoE Inference", 2024. The
-forward pass of a call is predicted with its rows in one piece, and in several pieces along rows or
-experts, including the host's work for each piece. The fastest choice is used, or one piece if the
-choice saves less than 5 %. The kernel of a piece depends on the piece's own load (`experts.compute:
-auto`).
+The setting `parallel.prefill` divides the calls of an evaluation into pieces according to their
+load. The source is Qian et al., "EPS-MoE: Expert Pipeline Scheduler for Cost-Efficient MoE
+Inference", 2024. The time of the forward pass is predicted for all rows in one piece and for
+several pieces along rows or experts, including the host's work for each piece. The fastest choice
+is used, but if it saves less than 5 %, the rows stay in one piece. The kernel of each piece depends
+on the load of this piece (`experts.compute: auto`).
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from torch import Tensor
 
 from moe_plugin.config import MoEConfig
 from moe_plugin.dispatch.base import Dispatcher, WrappedDispatcher
+from moe_plugin.dispatch.layout import LayerLayout
 from moe_plugin.dispatch.ragged import SentSizes
 from moe_plugin.planner.choice import LayoutChoice, combinations
 from moe_plugin.planner.layer_cost import LayerCost, layer_cost, rank_choices
@@ -39,7 +41,7 @@ from moe_plugin.tuning.default_hardware import (
     default_device,
     layer_shape,
 )
-from moe_plugin.tuning.layouts import LayerLayout, Layouts
+from moe_plugin.tuning.layouts import Layouts
 from moe_plugin.tuning.prepare_group import log_once
 
 log = logging.getLogger(__name__)
@@ -52,21 +54,22 @@ MEMORY_SHARE = 0.02
 
 
 class PredictedLayout:
-    """The layout of one layer: as configured until its first training call, then as predicted.
+    """The layout of one layer, which is the configured layout until the first training call and
+    then the predicted layout.
 
-    All ranks must use it identically. The first training call is collective: it runs one
-    all-reduce.
+    All ranks must use this object in the same way. The first training call is collective, because
+    it runs one all-reduce.
 
     Args:
         config: settings of the layer.
-        layouts: layouts that may be chosen.
-        probe: a parameter of the layer.
+        layouts: layouts of the layer, from which one is chosen.
+        probe: parameter of the layer, from which device and dtype are taken.
 
     Attributes:
-        current: layout of the next call.
-        settled: whether the layout was predicted or loaded from a checkpoint. Once settled, calls
-            need no decision.
-        decisions: decisions that were not read yet.
+        current: layout that the next call uses.
+        settled: whether the layout was predicted or loaded from a checkpoint. If True, calls need
+            no further decision.
+        decisions: decisions that have not been read yet.
     """
 
     exploring = False
@@ -78,24 +81,25 @@ class PredictedLayout:
         self.decisions: tuple[TunerDecision, ...] = ()
 
     def layout(self, routing: Routing, training: bool) -> tuple[LayerLayout, None]:
-        """Return the layout of this call and no timer. Evaluation uses the current layout.
+        """Return the layout of this call, and None instead of a timer. Evaluation calls use the
+        current layout.
 
-        A graph that is being compiled cannot branch on a number from other ranks. Therefore the
-        configured layout remains until a call is not compiled.
+        A graph that is being compiled cannot branch on a number from other ranks. Therefore, the
+        configured layout is used until a call is not compiled.
         """
         if training and not self.settled and not torch.compiler.is_compiling():
             self._settle(routing)
         return self.layouts.at(self.current), None
 
     def pop_decisions(self) -> tuple[TunerDecision, ...]:
-        """Return the decision if it was not read yet."""
+        """Return the decision if it has not been read yet."""
         fresh, self.decisions = self.decisions, ()
         return fresh
 
     def state(self) -> dict[str, Any]:
         """Return plain values for a checkpoint.
 
-        A resumed run keeps its layout independently of its first batch.
+        A resumed run uses the same layout, whatever its first batch is.
         """
         return {"ranks": self.comm.size,
                 "predicted": self.current.as_dict() if self.settled else None}
@@ -103,8 +107,8 @@ class PredictedLayout:
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Load the layout of an earlier run.
 
-        The layout is predicted again if the earlier run had another number of ranks, or if its
-        layout does not fit these settings.
+        The layout is predicted again if the earlier run had a different number of ranks, or if the
+        current settings do not allow its layout.
         """
         chosen = state.get("predicted")
         if chosen is None or state.get("ranks") != self.comm.size:
@@ -149,7 +153,8 @@ class PredictedLayout:
         log_once(self.comm, text, text)  # layers of the same shape share one line
 
     def _sent(self, choice: LayoutChoice, visits: Visits | None) -> str:
-        """Return in words how often a token's row is sent, or "" if each choice is a row."""
+        """Return a description of how often a token's row is sent, or "" if it is sent once per
+        expert."""
         if choice.send == "rows":
             return ""
         cluster = default_cluster(self.comm, self.probe.device)
@@ -161,7 +166,8 @@ class PredictedLayout:
                 f"saved by sending once: {100 * (1 - sent / rows.pairs):.0f} %")
 
     def _best(self, tokens: int, visits: Visits | None) -> tuple[LayoutChoice, float, float]:
-        """Return (best choice, its predicted seconds, predicted seconds of the configured choice).
+        """Return the best choice and the predicted times in seconds of this and of the configured
+        choice.
         """
         fixed, layouts = self.layouts.fixed, self.layouts
         values = {"r": layouts.legal(), "algorithm": [fixed.algorithm], "kernel": [fixed.kernel],
@@ -183,11 +189,11 @@ def worth_taking(costs: Sequence[LayerCost], fixed: LayoutChoice,
                  memory_bytes: float) -> tuple[LayerCost, LayerCost]:
     """Return the costs of the configured layout and of the layout to use.
 
-    The layout to use is the fastest that saves enough time and fits the memory.
+    The layout to use is the fastest layout that saves enough time and fits into the memory.
 
     Args:
-        costs: costs of all layouts, fastest first.
-        fixed: the configured layout.
+        costs: costs of all layouts, with the fastest layout first.
+        fixed: layout that the settings define.
         memory_bytes: memory of the device in bytes.
     """
     configured = next(cost for cost in costs if cost.choice == fixed)
@@ -199,7 +205,8 @@ def worth_taking(costs: Sequence[LayerCost], fixed: LayoutChoice,
 
 
 def _with_sizes(kept: KeptRouting, sizes: SentSizes, dispatcher: Dispatcher) -> KeptRouting:
-    """Return the routing with row counts that the dispatcher does not have to exchange again."""
+    """Add known row counts to the routing, so that the dispatcher does not have to exchange them
+    again."""
     while isinstance(dispatcher, WrappedDispatcher):
         dispatcher = dispatcher.inner
     routing = dataclasses.replace(kept.routing,
@@ -209,17 +216,18 @@ def _with_sizes(kept: KeptRouting, sizes: SentSizes, dispatcher: Dispatcher) -> 
 
 
 class PrefillPieces:
-    """Chooses the number of pieces of each evaluation call of a layer.
+    """Choice of the number of pieces for each evaluation call of a layer.
 
-    Nothing is timed, so runs can be repeated bit by bit.
+    Nothing is timed, so runs are bitwise reproducible.
 
     Args:
         config: settings of the layer.
-        layouts: layouts that may be chosen.
-        probe: a parameter of the layer.
+        layouts: layouts of the layer, from which one is chosen.
+        probe: parameter of the layer, from which device and dtype are taken.
 
     Raises:
-        ValueError: if the dispatcher's rows cannot be divided, or if other ranks may compute them.
+        ValueError: If the dispatcher's rows cannot be divided, or if ranks other than the owner may
+            compute them.
     """
 
     def __init__(self, config: MoEConfig, layouts: Layouts, probe: Tensor) -> None:
@@ -237,13 +245,13 @@ class PrefillPieces:
         self._chosen: dict[tuple[LayoutChoice, int], LayoutChoice] = {}
 
     def cut(self, layout: LayerLayout, kept: KeptRouting) -> tuple[LayerLayout, KeptRouting]:
-        """Return the layout with a number of pieces that suits the load, and the routing.
+        """Return the layout with the best number of pieces for the load, and the routing.
 
         All ranks return the same layout. If ranks exchanged row counts, the routing contains them.
         The largest number of tokens on any rank is sent together with the row counts, which ranks
-        exchange in any case. For fixed slots and with `dispatch.equal_tokens`, the number is known
-        without communication. In other cases (`dispatch.send`, or a capacity with exact rows), the
-        number requires an all-reduce.
+        have to exchange anyway. With fixed slots or `dispatch.equal_tokens`, this number is known
+        without communication. Otherwise (with `dispatch.send`, or a capacity with exact rows), an
+        all-reduce is needed.
         """
         if not layout.choice.exchanges or self.comm.size == 1 or layout.choice.spill != "never":
             return layout, kept

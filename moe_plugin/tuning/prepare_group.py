@@ -1,4 +1,5 @@
-"""Preparation of a group from settings: topology, cluster model, watchdog and all-to-all."""
+"""Preparation of a group according to its settings for topology, cluster model, watchdog and
+all-to-all."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ DEFAULT_WHEN_UNSET = {
 
 @dataclass
 class _Announced:
-    """Names of the texts that were logged for a group."""
+    """Keys of the messages that were logged for a group."""
 
     names: set[str] = field(default_factory=set)
 
@@ -36,17 +37,17 @@ class _Announced:
 def prepare(comm: Comm, config: CommConfig, measures: bool = True) -> Exchange:
     """Prepare a group according to its settings, and return the configured all-to-all.
 
-    The call is collective, and all ranks need the same settings. Ranks agree on the topology only
-    here.
+    The call is collective, and all ranks need the same settings. This is the only place where ranks
+    agree on the topology.
 
     Args:
         comm: the group.
         config: communication settings.
-        measures: whether settings that are left open may be measured, see `exchange_name`.
+        measures: whether settings that are left open may be measured; see `exchange_name`.
 
     Raises:
-        ValueError: if a name is unknown, a file cannot be read, or the topology does not fit the
-            group.
+        ValueError: If a name is unknown, if a file cannot be read, or if the ranks of the topology
+            are not those of the group.
     """
     if config.all_to_all is not None:
         algorithms.get(config.all_to_all)  # reject unknown names before anything is sent
@@ -65,21 +66,22 @@ def prepare(comm: Comm, config: CommConfig, measures: bool = True) -> Exchange:
 
 
 def spans_nodes(comm: Comm) -> bool:
-    """Return whether a prepared group of processes (not of simulated ranks) spans several nodes."""
+    """Return True if a prepared group consists of processes (not of simulated ranks) on several
+    nodes."""
     return comm.size > 1 and comm.separate and len(comm.topology.nodes) > 1
 
 
 def exchange_name(comm: Comm, config: CommConfig, measures: bool = True) -> str:
     """Return the name of the all-to-all for a prepared group.
 
-    If the settings name no algorithm, the name is auto for a group that spans nodes, and linear
-    otherwise.
+    If the settings do not name an algorithm, the name is `auto` for a group that spans several
+    nodes, and `linear` otherwise.
 
     Args:
         comm: the prepared group.
         config: communication settings.
-        measures: whether settings that are left open may be measured while training. If False, the
-            algorithm is linear.
+        measures: whether settings that are left open may be measured during training. If False, the
+            algorithm `linear` is used instead of `auto`.
     """
     unset = DEFAULT_WHEN_UNSET["comm.all_to_all"]
     return config.all_to_all or unset[measures and spans_nodes(comm)]
@@ -91,7 +93,8 @@ def _exchange(comm: Comm, config: CommConfig, measures: bool) -> Exchange:
 
 
 def _announce(comm: Comm, name: str) -> None:
-    """Log once per group where its ranks are, and why an algorithm runs as linear."""
+    """Log, once per group, the nodes of its ranks and the reason if an algorithm runs as
+    `linear`."""
     topology = comm.topology
     reason = algorithms.get(name).lacks(comm)
     log_once(comm, name, f"all-to-all {name} over {comm.name}: {topology}"
@@ -99,7 +102,8 @@ def _announce(comm: Comm, name: str) -> None:
 
 
 def log_once(comm: Comm, name: str, text: str) -> None:
-    """Log a text once per group, on its first rank. name: key that identifies the text."""
+    """Log a message once per group, on the group's first rank. name: key that identifies the
+    message."""
     announced = comm.state.get(_Announced).names
     if comm.rank == 0 and name not in announced:
         announced.add(name)
@@ -111,12 +115,12 @@ def read_topology(text: str, size: int, nics: int = 1) -> Topology:
 
     Args:
         text: number of ranks per node (in rank order), or path of a YAML file that lists the ranks
-            of the group by node, `nodes: [[0, 1], [2, 3]]`.
+            of each node, such as `nodes: [[0, 1], [2, 3]]`.
         size: number of ranks.
         nics: number of network cards per node. Defaults to 1.
 
     Raises:
-        ValueError: if the file cannot be read or has no node lists, or if ranks are missing.
+        ValueError: If the file cannot be read, if it does not list nodes, or if ranks are missing.
     """
     if text.isdecimal() and len(text) < 10:
         return Topology.uniform(size, int(text), nics)

@@ -1,4 +1,5 @@
-"""Replicas of hot experts that remain for several steps (`planner.standing`), in a training layer.
+"""Replicas of hot experts in a training layer that remain in place for several steps
+(`planner.standing`).
 """
 
 from __future__ import annotations
@@ -26,19 +27,20 @@ log = logging.getLogger(__name__)
 
 
 class LayerReplicas:
-    """A `dispatch.base.SpillPlanner` whose plans change only between steps.
+    """A `dispatch.base.SpillPlanner` that changes its plans only between steps.
 
-    A recomputation therefore repeats the plan of its first pass.
+    Therefore a recomputed forward pass uses the same plan as the first one.
 
     Args:
         parallel: parallelism settings of the layer.
-        comm: ranks of the layer.
+        comm: group of the layer's ranks.
         experts: experts of the layer.
-        costs: modelled costs of a call.
+        costs: modelled costs of a call; see `planner.spill.SpillCosts`.
 
     Attributes:
-        standing: placement of the replicas.
-        speeds: measures the speed of this rank. None if speeds are configured or equal.
+        standing: object that places the replicas.
+        speeds: object that measures the speed of this rank, or None if speeds are configured or
+            equal.
     """
 
     def __init__(self, parallel: ParallelConfig, comm: Comm, experts: Experts,
@@ -49,7 +51,7 @@ class LayerReplicas:
         self.standing = StandingReplicas(comm.size, costs, parallel.guests, parallel.replan)
 
     def __call__(self, counts_WV: Counts) -> SpillPlan | None:
-        """Return the plan of a call, and count the call's load in training."""
+        """Return the plan of a call. In training, the call's load is added to the statistics."""
         if self._paused:
             return None
         if counts(self.experts.training):
@@ -58,7 +60,7 @@ class LayerReplicas:
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Disable plans inside the block, and count no loads."""
+        """Inside the block, make no plans and ignore loads."""
         self._paused = True
         try:
             yield
@@ -81,13 +83,13 @@ class LayerReplicas:
 
 
 class MeasuredSpeeds:
-    """Rows per second of each rank's experts, averaged as SWARM averages throughput.
+    """Measured speed of each rank's experts in rows per second, averaged like SWARM's throughput.
 
-    Only forward passes of the experts count, because they do not wait for other ranks.
+    Only forward passes of the experts are measured, because they do not wait for other ranks.
 
     Args:
         comm: the ranks.
-        experts: experts of the layer, on which hooks are registered.
+        experts: experts of the layer, for which hooks are registered.
     """
 
     def __init__(self, comm: Comm, experts: Experts) -> None:
@@ -97,10 +99,11 @@ class MeasuredSpeeds:
         experts.register_forward_hook(self._after)
 
     def agreed(self) -> list[float] | None:
-        """Return the speeds of all ranks, the same on each rank, or None if no rank has computed.
+        """Return the speeds of all ranks, or None if no rank has computed rows. The result is the
+        same on all ranks.
 
-        A rank that has computed nothing has the mean of the other ranks. The call is collective and
-        waits for the device on a GPU.
+        A rank that has not computed rows is assumed to have the mean speed of the other ranks. The
+        call is collective and, on a GPU, waits for the device.
         """
         seconds = sum(_between(start, end) for start, end in self._marks)
         if self._rows and seconds > 0:

@@ -1,4 +1,5 @@
-"""Timing of one call of a layer, forward and backward, without waiting for a device."""
+"""Timing of the forward and backward passes of one call of a layer, without waiting for a
+device."""
 
 from __future__ import annotations
 
@@ -14,10 +15,10 @@ from moe_plugin.utils.machine import record_event
 
 
 class CallTimer:
-    """Timer for the forward and backward pass of one call.
+    """Timer for the forward and backward passes of one call.
 
-    Forward lasts from `start` to `stopped(y)`. Backward lasts from the gradient of y to the
-    gradient of `started(x)`.
+    The forward time is measured from `start` to `stopped(y)`. The backward time is measured from
+    the gradient of y to the gradient of the result of `started(x)`.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -26,34 +27,37 @@ class CallTimer:
         self.wants_backward = False
 
     def start(self) -> None:
-        """Start the time of the forward pass."""
+        """Start to measure the time of the forward pass."""
         self._mark("forward")
 
     def started(self, x: Tensor, anchor: Tensor | None) -> Tensor:
-        """Return x unchanged. The backward time ends when x's gradient is computed.
+        """Return x unchanged. The backward time ends when the gradient of x has been computed.
 
         Args:
-            x: input of the timed part.
-            anchor: a parameter that makes backward pass through here even if x needs no gradient.
+            x: input tensor of the part that is timed.
+            anchor: parameter that makes the backward pass reach this point even if x needs no
+                gradient.
         """
         return _Mark.apply(x, anchor, self, "backward_end")
 
     def stopped(self, y: Tensor) -> Tensor:
-        """Return y unchanged. The forward time ends here, and the backward time starts here."""
+        """Return y unchanged. The forward time ends at this point, and the backward time starts at
+        this point."""
         self._mark("forward_end")
         self.wants_backward = torch.is_grad_enabled() and y.requires_grad
         return _Mark.apply(y, None, self, "backward")
 
     @property
     def over(self) -> bool:
-        """Whether all marks are set."""
+        """True if all start and end times have been recorded."""
         return "forward_end" in self.marks and (not self.wants_backward
                                                 or "backward_end" in self.marks)
 
     def seconds(self) -> float:
-        """Return the seconds of forward plus backward, or 0 if they have not ended.
+        """Return the total time in seconds of the forward and backward passes, or 0 if they have
+        not ended.
 
-        On a GPU, this waits for the last mark.
+        On a GPU, the host waits for the last recorded event.
         """
         if not self.over:
             return 0.0
@@ -87,7 +91,7 @@ class _Mark(torch.autograd.Function):
 
 
 class Timed(WrappedDispatcher):
-    """A dispatcher that times one call: plan, dispatch, experts and combine."""
+    """A dispatcher that times plan, dispatch, experts and combine of one call."""
 
     def __init__(self, inner: Dispatcher, timer: CallTimer) -> None:
         super().__init__(inner)

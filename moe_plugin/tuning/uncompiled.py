@@ -1,7 +1,7 @@
 """Code that `torch.compile` does not trace.
 
-Import this module only where it is used, under `torch.compiler.is_compiling()`, because the import
-loads the compiler.
+Import this module only where it is needed, if `torch.compiler.is_compiling()` is True, because the
+import loads the compiler.
 """
 
 from __future__ import annotations
@@ -14,5 +14,6 @@ import torch
 
 @torch.compiler.disable
 def uncompiled(call: Callable[..., Any], *args: Any) -> Any:
-    """Return `call(*args)`, run outside of compiled graphs together with everything it calls."""
+    """Run `call(*args)` and everything that it calls outside of compiled graphs, and return the
+    result."""
     return call(*args)

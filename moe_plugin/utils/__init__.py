@@ -1,3 +1,3 @@
-"""General utilities that do not depend on experts: messages, files, registries, and properties of
-this machine.
+"""General utilities that do not depend on experts, for messages, files, registries, and properties
+of this machine.
 """

@@ -1,8 +1,8 @@
-"""Access to the parts of a checkout outside the package: `moe_plugin.kernels`, `moe_plugin.configs`
-and the benchmark scripts in `scripts`.
+"""Access to parts of a checkout that are outside the package folder, which are
+`moe_plugin.kernels`, `moe_plugin.configs` and the benchmark scripts in `scripts`.
 
-An installed package contains the first two, because pyproject.toml maps them into the wheel, but
-not the scripts.
+An installed package contains `moe_plugin.kernels` and `moe_plugin.configs`, because pyproject.toml
+maps them into the wheel, but it does not contain the scripts.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ ROOT = Path(__file__).resolve().parents[2]  # root of the checkout
 
 
 class CheckoutFinder:
-    """A finder for `sys.meta_path` that finds only the packages in `FOLDERS`, after all other
-    finders.
+    """A finder for `sys.meta_path` that finds only the packages in `FOLDERS` and is called after
+    all other finders.
     """
 
     def __init__(self, root: Path) -> None:
@@ -43,19 +43,20 @@ class CheckoutFinder:
 
 
 def install(package: Path) -> None:
-    """Install the finder if `package`, the folder of `moe_plugin`, does not contain `FOLDERS`."""
+    """Install the finder if the folder `package` of `moe_plugin` does not contain the packages in
+    `FOLDERS`."""
     installed = any(isinstance(finder, CheckoutFinder) for finder in sys.meta_path)
     if not installed and not (package / FOLDERS[0]).is_dir():
         sys.meta_path.append(CheckoutFinder(package.parent))  # type: ignore[arg-type]
 
 
 def laboratory(module: str) -> ModuleType:
-    """Import a module of the scripts that measure, emulate and audit.
+    """Import a module from `scripts`, such as a benchmark.
 
     Args:
-        module: name below `scripts`, such as `bench.studies`.
+        module: name of the module relative to `scripts`, such as `bench.studies`.
     Raises:
-        ValueError: the package is installed without a checkout.
+        ValueError: If the package is installed without a checkout.
     """
     if not (ROOT / "scripts" / "bench" / "__init__.py").is_file():
         raise ValueError("this command needs the repository, which is not part of an installed "

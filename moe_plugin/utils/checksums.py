@@ -1,9 +1,10 @@
-"""Checksums of checkpoint files with CRC-32, which detects every change of up to 32 adjacent bits.
+"""CRC-32 checksums of checkpoint files. CRC-32 detects every change of up to 32 adjacent bits.
 
-A *sealed* file contains its checksum, so that the checksum is moved, copied and deleted with the
-file. Files of torch store it in a trailer of 27 bytes (which torch and zip tools ignore),
-safetensors in the metadata of their header, and JSON files in the last entry. Files of older
-versions are not sealed and can still be loaded.
+A *sealed* file contains its own checksum, so the checksum is moved, copied and deleted together
+with the file. Files written by torch store the checksum in a trailer of 27 bytes, which torch and
+zip tools ignore. Safetensors files store it in the metadata of the header, and JSON files store it
+in the last entry. Files that older versions of this package wrote are not sealed, but can still be
+loaded.
 """
 
 from __future__ import annotations
@@ -36,16 +37,16 @@ _JSON_END = re.compile(r', "crc32": "([0-9a-f]{8})"\}\s*')
 
 
 class DamagedFile(ValueError):
-    """The content of a file differs from the content that was written. The message gives the
-    reason, without the file's name.
+    """Error that is raised if the content of a file differs from the content that was written. The
+    message states the reason, but not the file's name.
     """
 
 
 class _SummingStream:
-    """A stream that passes bytes on to another stream and computes their checksum.
+    """A stream that passes bytes on to a target stream and computes the checksum of these bytes.
 
-    The stream also stores the error of a failed write, because torch's writer replaces it with
-    another error.
+    This stream also stores the error of a failed write, because torch's writer replaces it with a
+    different error.
     """
 
     def __init__(self, stream: BinaryIO) -> None:
@@ -70,9 +71,9 @@ def write_sealed(path: str | os.PathLike[str], write: Callable[[Any], None]) -> 
 
     Args:
         path: path of the file.
-        write: function that writes the content to the stream that it receives.
+        write: function that writes the content to the stream that is passed to it.
     Raises:
-        OSError: the file cannot be written, for example because the disk is full.
+        OSError: If the file cannot be written, for example because the disk is full.
     """
     with open(path, "wb") as stream:
         summing = _SummingStream(stream)
@@ -88,13 +89,13 @@ def write_sealed(path: str | os.PathLike[str], write: Callable[[Any], None]) -> 
 
 
 def trailer(crc: int) -> bytes:
-    """Return the trailer of a sealed file whose content has this checksum."""
+    """Return the trailer of a sealed file whose content has the given checksum."""
     return b"\nmoe-plugin crc32 %08x\n" % crc
 
 
 def _digits_in_header(path: str | os.PathLike[str]) -> tuple[int, int] | None:
-    """Return the position of the first byte and the value of the checksum in a safetensors file, or
-    None if there is no checksum.
+    """Return the position and the value of the checksum in a safetensors file, or None if there is
+    no checksum.
     """
     with open(path, "rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
@@ -106,8 +107,8 @@ def _digits_in_header(path: str | os.PathLike[str]) -> tuple[int, int] | None:
 def seal(path: str | os.PathLike[str], crc: int | None = None) -> None:
     """Write the checksum into a complete file.
 
-    The checksum is written to the header of safetensors created with `METADATA`, and to a trailer
-    of other files.
+    In safetensors files that were created with `METADATA`, the checksum is written to the header.
+    In all other files, it is appended as a trailer.
 
     Args:
         path: path of the file.
@@ -141,9 +142,10 @@ def crc_of(path: str | os.PathLike[str], size: int | None = None, digits: int | 
 
     Args:
         path: path of the file.
-        size: optional. Number of bytes to include. Defaults to the whole file.
-        digits: optional. Position of a checksum inside the file, which is replaced by zeros in the
-            calculation.
+        size: optional. Number of bytes at the start of the file to include. By default, the whole
+            file is included.
+        digits: optional. Position of a checksum inside the file, whose digits are replaced with
+            zeros in the calculation.
     """
     size = os.path.getsize(path) if size is None else size
     with open(path, "rb", buffering=0) as stream:
@@ -155,7 +157,7 @@ def crc_of(path: str | os.PathLike[str], size: int | None = None, digits: int | 
 
 
 def _sum(stream: RawIOBase, left: int, crc: int) -> int:
-    """Return the checksum `crc` after adding the next `left` bytes of the stream."""
+    """Return the checksum `crc` updated with the next `left` bytes of the stream."""
     buffer = memoryview(bytearray(min(CHUNK, max(left, 1))))  # fits in the processor's cache
     while left > 0 and (count := stream.readinto(buffer[:left])):
         crc, left = crc32(buffer[:count], crc), left - count
@@ -163,10 +165,11 @@ def _sum(stream: RawIOBase, left: int, crc: int) -> int:
 
 
 def verify(path: str | os.PathLike[str]) -> bool:
-    """Check a file against its checksum, and return whether the file is sealed.
+    """Check a file against its checksum. Return True if the file is sealed.
 
     Raises:
-        DamagedFile: the file is sealed, and its content differs from the content that was written.
+        DamagedFile: If the file is sealed and its content differs from the content that was
+            written.
     """
     check_input(path)
     size = os.path.getsize(path)
@@ -191,17 +194,17 @@ def verify(path: str | os.PathLike[str]) -> bool:
 
 
 def seal_json(values: Mapping[str, Any]) -> str:
-    """Return the JSON text of a mapping, including its checksum."""
+    """Return a mapping as a JSON string that includes a checksum."""
     body = json.dumps({"sealed": True, **values})[:-1]
     return f'{body}, "crc32": "{crc32(body.encode()):08x}"}}\n'
 
 
 def open_json(text: str) -> tuple[Any, bool]:
-    """Parse a JSON text, and return its values and whether the text is sealed.
+    """Parse a JSON string, and return the values and True if the string is sealed.
 
     Raises:
-        DamagedFile: the text is sealed, and differs from the text that was written.
-        ValueError: the text is not JSON.
+        DamagedFile: If the string is sealed and differs from the string that was written.
+        ValueError: If the string is not JSON.
     """
     start, end = text.startswith(_JSON_START), None
     if match := re.search(_JSON_END.pattern + r"\Z", text[-64:]):
@@ -234,7 +237,7 @@ def verified(paths: Iterable[Path]) -> Iterator[None]:
 
 
 class FirstRead:
-    """Verifies a file once, before its first tensor is read.
+    """Verification of a file, which runs once, before the first tensor of the file is read.
 
     Args:
         path: path of the file.
@@ -247,7 +250,7 @@ class FirstRead:
         """Verify the file if it has not been verified yet.
 
         Raises:
-            DamagedFile: the file is sealed, and its content differs from the content that was
+            DamagedFile: If the file is sealed and its content differs from the content that was
                 written.
         """
         if self._done or self._path in _CHECKED:

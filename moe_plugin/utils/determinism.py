@@ -1,10 +1,10 @@
-"""Deterministic mode: the same seed, settings and number of ranks give the same bits, including on
-GPUs of the same model.
+"""Deterministic mode, in which runs with the same seed, settings and number of ranks produce
+bitwise identical results, including on GPUs of the same model.
 
-The mode requires a layout that is not chosen by measured time (`parallel: auto` is refused), and
-torch's strict mode, in which an operator without a deterministic implementation is an error. Tile
-sizes of Triton kernels follow a fixed rule instead of measurements. Routing, dispatch and the
-kernels of this package always sum in a fixed order.
+This mode requires a layout that is not chosen by measured times, so `parallel: auto` is refused. It
+also requires torch's strict mode, in which an operator without a deterministic implementation
+raises an error. Tile sizes of Triton kernels follow a fixed rule instead of measurements. Routing,
+dispatch and the kernels of this package always sum in a fixed order.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ import torch
 
 
 def enable() -> None:
-    """Enable torch's strict deterministic mode for this process, and the cuBLAS workspace that it
-    requires.
+    """Enable torch's strict deterministic mode for this process, and set up the cuBLAS workspace
+    that this mode requires.
 
-    Call this function before the first matrix product on a GPU.
+    Call this function before the first matmul on a GPU.
     """
     # read by torch and cuBLAS; a value set by the user is kept
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -41,8 +41,8 @@ def check(wanted: bool) -> None:
 
 
 def seed_of(*numbers: int) -> int:
-    """Return a seed for some numbers, such as step and micro-batch. The seed is the same in every
-    process.
+    """Return a seed that is derived from the given numbers, such as step and micro-batch. The seed
+    is the same in every process.
     """
     name = ".".join(map(str, numbers)).encode()
     return int.from_bytes(blake2b(name, digest_size=7).digest(), "little")
@@ -50,9 +50,9 @@ def seed_of(*numbers: int) -> int:
 
 @contextmanager
 def seeded(device: torch.device, seed: int) -> Iterator[None]:
-    """Draw random numbers on the CPU and on `device` from `seed` inside the block.
+    """Seed torch's random generators of the CPU and of `device` with `seed` inside the block.
 
-    Afterwards torch's generators have the same state as before the block.
+    Afterwards, the generators have the same state as before the block.
     """
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         torch.manual_seed(seed)

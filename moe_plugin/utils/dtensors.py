@@ -1,4 +1,4 @@
-"""Parameters sharded by FSDP2."""
+"""Utilities for parameters that FSDP2 has sharded."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 
 
 def is_sharded(value: Any) -> TypeGuard[DTensor]:
-    """Return whether a value is a DTensor.
+    """Return True if a value is a DTensor.
 
-    The DTensor module is slow to import and is not imported for this check: if no other code has
+    The DTensor module is slow to import and is not imported for this check. If no other code has
     imported it, no DTensors exist.
     """
     module = sys.modules.get("torch.distributed.tensor")
@@ -23,8 +23,8 @@ def is_sharded(value: Any) -> TypeGuard[DTensor]:
 
 
 def sharded_as(whole: Tensor, like: DTensor) -> DTensor:
-    """Return a whole tensor sharded like `like`, which has the same shape. Collective: all ranks
-    receive rank 0's values.
+    """Shard a whole tensor in the same way as `like`, which has the same shape. The call is
+    collective, and all ranks receive rank 0's values.
     """
     from torch.distributed.tensor import distribute_tensor
 
@@ -33,7 +33,7 @@ def sharded_as(whole: Tensor, like: DTensor) -> DTensor:
 
 @torch.no_grad()
 def fill_(parameter: Tensor, whole: Tensor) -> None:
-    """Copy a whole tensor into a parameter. Collective if the parameter is sharded."""
+    """Copy a whole tensor into a parameter. The call is collective if the parameter is sharded."""
     if is_sharded(parameter):
         parameter.to_local().copy_(sharded_as(whole, parameter).to_local())
     else:

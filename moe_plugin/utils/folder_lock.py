@@ -1,10 +1,10 @@
 """Locks that allow only one run at a time to write to a folder or a log.
 
-A lock is a small file created with `O_EXCL`, which network file systems support, while many do not
-support `flock`. The file contains the host and the process of the run, and the time at which the
-lock was acquired. A killed run leaves its lock file behind. On the same host, the next run asks the
-system whether the process still exists. On another host, the next run checks the file's
-modification time, which a thread of the running process updates.
+A lock is a small file that is created with `O_EXCL`. Network file systems support `O_EXCL`, but
+many of them do not support `flock`. The lock file contains the host and the process id of the run,
+and the time at which the lock was acquired. A killed run leaves its lock file behind. On the same
+host, the next run asks the system whether the process still exists. On a different host, it checks
+the modification time of the lock file, which a thread of the running process updates.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ class Holder:
 
     Attributes:
         host: name of the machine.
-        machine: identifier of the machine's boot and process table, see `_machine`; empty if not
-            known.
+        machine: identifier of the machine's boot and process table; see `_machine`. An empty string
+            means that it is not known.
         process: process id.
-        begun: start time of the process in ticks after the boot. A reused process id has a
-            different start time.
-        since: time at which the lock was acquired, in UTC.
-        job: number of the launcher's job; empty without a job.
-        token: random name of the lock.
+        begun: start time of the process in ticks after the boot. If a process id is reused, the
+            start time differs.
+        since: UTC time at which the lock was acquired.
+        job: identifier of the launcher's job, or an empty string if there is no job.
+        token: random string that identifies the lock.
     """
 
     host: str
@@ -61,7 +61,7 @@ class Holder:
 
 
 class FolderLock:
-    """A lock held by this process, see the module docstring. `release` ends it."""
+    """A lock held by this process; see the module docstring. `release` ends it."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.holder = path, _myself()
@@ -69,12 +69,14 @@ class FolderLock:
 
     @property
     def is_mine(self) -> bool:
-        """Whether this process acquired the lock, rather than the process from which it was forked.
+        """True if this process acquired the lock. False if the lock was acquired by the process
+        from which this process was forked.
         """
         return self.holder.process == os.getpid()
 
     def acquire(self, what: str, take_over: bool) -> None:
-        """Create the lock file, and start updating it. Raises a `ValueError` as in `hold_folder`.
+        """Create the lock file, and start to update the file's modification time. If this fails,
+        raise a `ValueError` as in `hold_folder`.
         """
         for _ in range(_TRIES):
             if self._created():
@@ -92,7 +94,7 @@ class FolderLock:
                          "only one run at a time there")
 
     def _created(self) -> bool:
-        """Create the lock file, and return whether it did not exist before."""
+        """Create the lock file. Return False if it already exists."""
         try:
             file = os.open(self.path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
         except FileExistsError:
@@ -109,7 +111,7 @@ class FolderLock:
         return True
 
     def _is_gone(self, seen: _Seen) -> bool:
-        """Return whether the run that created the lock file has ended."""
+        """Return True if the run that created the lock file has ended."""
         other = seen.holder
         if other is not None and other.machine and (other.host, other.machine) == (
                 self.holder.host, self.holder.machine):
@@ -124,8 +126,8 @@ class FolderLock:
         return _read(self.path) == seen
 
     def _remove(self, seen: _Seen) -> None:
-        """Remove the file of a run that has ended, unless another run has replaced the file in the
-        meantime.
+        """Remove the lock file of a run that has ended, unless a different run has replaced the
+        file in the meantime.
         """
         aside, now = self.path.with_name(f"{self.path.name}.{self.holder.token}"), _read(self.path)
         if now is None or now.text != seen.text:
@@ -155,18 +157,20 @@ class FolderLock:
             return
 
     def share(self) -> FolderLock:
-        """Return this lock for another user in this process. Each user calls `release`."""
+        """Return this lock for an additional user in this process. Each user must call
+        `release`."""
         self._shares += 1
         return self
 
     def release(self) -> None:
-        """Remove the file after all users of the lock have released it."""
+        """Release the lock for one user. The lock file is removed after all users have released the
+        lock."""
         self._shares -= 1
         if self._shares <= 0:
             self.end()
 
     def end(self) -> None:
-        """Remove the file, even if other users share the lock."""
+        """Remove the lock file, even if several users share the lock."""
         self._ended.set()
         if not self.is_mine or _held.get(os.path.realpath(self.path)) is not self:
             return
@@ -184,18 +188,18 @@ def hold_folder(folder: str | os.PathLike[str], take_over: bool = False) -> Fold
 
     Args:
         folder: folder for checkpoints and logs of a run. Created if missing.
-        take_over: acquire the lock even if another run seems to hold it.
+        take_over: whether to acquire the lock even if a different run seems to hold it.
     Raises:
-        ValueError: another run holds the lock (the message names its host, process and start), or
-            the folder cannot be written.
+        ValueError: If a different run holds the lock, or if the folder is not writable. The message
+            names the host, process and start of the different run.
     """
     return _hold(make_folder(folder) / LOCK, f"folder {os.fspath(folder)}", take_over)
 
 
 def hold_saved(folder: str | os.PathLike[str]) -> FolderLock | None:
-    """Prevent other runs from using a folder that every save replaces; see `hold_log`.
+    """Prevent other runs from using a folder that is replaced by every save; see `hold_log`.
 
-    The lock is next to the folder, because a file inside would be replaced too.
+    The lock file is next to the folder, because a file inside the folder would be replaced as well.
     """
     make_folder(Path(folder).parent)
     return hold_log(folder, what="folder")
@@ -203,7 +207,7 @@ def hold_saved(folder: str | os.PathLike[str]) -> FolderLock | None:
 
 def hold_log(path: str | os.PathLike[str], take_over: bool = False,
              what: str = "log") -> FolderLock | None:
-    """Prevent other runs from using a log, see `hold_folder`.
+    """Prevent other runs from using a log; see `hold_folder`.
 
     Returns:
         The lock, or None if this process already holds the lock of the log's folder.
@@ -238,9 +242,9 @@ class _Seen:
     """The content of a lock file.
 
     Attributes:
-        text: text of the file.
-        modified: time of the last update.
-        holder: the run in the file; None if the file is incomplete.
+        text: content of the file.
+        modified: modification time of the file in seconds since 1970.
+        holder: run that the file names, or None if the file is incomplete.
     """
 
     text: str
@@ -249,7 +253,7 @@ class _Seen:
 
 
 def _read(path: Path) -> _Seen | None:
-    """Read a lock file. Returns None if the file does not exist."""
+    """Read a lock file. If it does not exist, return None."""
     try:
         with open(path, encoding="utf-8", errors="replace") as stream:
             # fstat of the open file, because network file systems refresh attributes on open
@@ -283,11 +287,11 @@ def _myself() -> Holder:
 
 
 def _machine() -> str:
-    """Return an identifier shared by processes that can see each other: the boot and the process
-    table.
+    """Return an identifier of the boot and the process table, which is the same for all processes
+    that can see each other.
 
-    Containers have separate process tables. The identifier is empty if the system does not provide
-    it.
+    Containers have separate process tables. If the system does not provide the identifier, an empty
+    string is returned.
     """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -307,7 +311,8 @@ def _stat(process: int) -> tuple[str, str] | None:
 
 
 def _exists(holder: Holder) -> bool:
-    """Return whether a process of this machine still exists and is the same process."""
+    """Return True if the process of a run on this machine still exists and its id has not been
+    reused."""
     try:
         os.kill(holder.process, 0)
     except ProcessLookupError:
@@ -319,8 +324,8 @@ def _exists(holder: Holder) -> bool:
 
 
 def _now_in(folder: Path) -> float:
-    """Return the current time according to the clock of a folder's file system, which may be on
-    another machine.
+    """Return the current time according to the clock of a folder's file system, which may be on a
+    different machine.
     """
     try:
         with tempfile.NamedTemporaryFile(dir=folder, prefix=LOCK) as file:

@@ -1,5 +1,5 @@
-"""Properties of this machine: processor names, transfers to and from devices, pinned memory,
-folders for caches, and child processes.
+"""Utilities for this machine: processor names, transfers to and from devices, pinned memory, cache
+folders, and child processes.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def cpu_name() -> str:
 
 
 def device_name(device: torch.device) -> str:
-    """Return the name of the processor behind a device."""
+    """Return the name of a device's processor."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
 
 
@@ -71,13 +71,20 @@ def to_device(numbers: Sequence[Any] | Tensor, device: torch.device) -> Tensor:
 
 
 def capturing(device: torch.device) -> bool:
-    """Return whether kernels that this thread launches on the device are captured in a CUDA graph.
+    """Return True if kernels that this thread launches on the device are captured in a CUDA graph.
     """
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
+def inside_backward() -> bool:
+    """Return whether this code runs inside a backward pass, that is, in a recomputation."""
+    # The autograd engine sets this id during a backward pass; it is -1 outside (torch >= 2.0).
+    return torch._C._current_graph_task_id() != -1
+
+
 def wait_for_device(device: torch.device) -> None:
-    """Wait on the host until a GPU has completed its queued work, before reading a clock."""
+    """Wait on the host until a GPU has completed its queued work, for example before reading a
+    clock."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -86,8 +93,8 @@ def start_to_host(x: Tensor) -> Callable[[], Tensor]:
     """Start copying a tensor from a device to the host, and return a function that waits for the
     copy.
 
-    The function waits for work queued before this call, but not for later work. It returns the
-    copy.
+    The returned function waits for work that was queued before this call, but not for later work.
+    Then it returns the copy.
     """
     if x.device.type == "cpu":
         return lambda: x
@@ -114,20 +121,21 @@ def record_event(device: torch.device, timing: bool = True) -> torch.cuda.Event:
 
 
 def pinned_buffer(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Allocate uninitialized host memory that a GPU's kernels and copies can access, for long-lived
-    data.
+    """Allocate uninitialized host memory for long-lived data that a GPU's kernels and copies can
+    access.
 
     The memory is exactly as large as requested, while torch's pinned memory is rounded up to a
-    power of two. It is freed when no tensor refers to it and the device has completed the work
-    queued before: torch's allocator tracks copies that use pinned memory, but not Triton kernels.
-    For data that is needed for part of a step, use torch's pinned memory, which is cached.
+    power of two. It is freed when no tensor refers to it and the device has completed all work that
+    was queued before. This is necessary because torch's allocator tracks copies that use pinned
+    memory, but not Triton kernels. For data that is needed only during part of a step, use torch's
+    pinned memory, which is cached.
 
     Args:
         shape: shape of the tensor.
         dtype: dtype of the tensor.
-        device: a GPU. Without an index, the caller's current GPU.
+        device: GPU that accesses the memory. If it has no index, the caller's current GPU is used.
     Raises:
-        RuntimeError: the memory cannot be registered. The message contains CUDA's error number.
+        RuntimeError: If the memory cannot be registered. The message contains CUDA's error number.
     """
     if device.index is None:  # the memory may be freed in another thread with another current GPU
         device = torch.device(device.type, torch.cuda.current_device())
@@ -169,27 +177,28 @@ def memory_bytes(device: torch.device) -> int | None:
 
 
 def cache_home() -> Path:
-    """Return the folder for all data that outlives a run.
+    """Return the path of the folder for all data that is kept after a run.
 
-    The folder is `moe-plugin` below `XDG_CACHE_HOME`, if that is an absolute path, else below
-    `~/.cache`.
+    The folder `moe-plugin` is below `XDG_CACHE_HOME` if that is an absolute path, and otherwise
+    below `~/.cache`.
     """
     named = os.environ.get("XDG_CACHE_HOME", "")
     return (Path(named) if os.path.isabs(named) else Path.home() / ".cache") / "moe-plugin"
 
 
 def user_cache(purpose: str, folder: Path | None = None) -> Path:
-    """Return a folder that outlives the process, created if missing, which contains all caches.
+    """Return the folder that contains all caches and is kept after the process ends. It is created
+    if it does not exist.
 
-    The folder belongs to this user, and no other user can write there, because compiled programs
-    are run from it. If it cannot be created, a folder below the temporary folder is used. If other
-    users can write to it, a new folder is used for this process only.
+    The folder belongs to this user, and no other user can write to it, because compiled programs
+    are run from it. If the folder cannot be created, a folder below the temporary folder is used.
+    If other users can write to the folder, a new folder is used for this process only.
 
     Args:
-        purpose: what is impossible without the folder, for error messages.
+        purpose: description, for error messages, of what is impossible without the folder.
         folder: optional. Defaults to `cache_home`.
     Raises:
-        ValueError: the folder is not writable.
+        ValueError: If the folder is not writable.
     """
     try:
         folder = folder or cache_home()
@@ -211,7 +220,7 @@ def user_cache(purpose: str, folder: Path | None = None) -> Path:
 
 
 def _is_private(folder: Path) -> bool:
-    """Return whether a folder belongs to this user and no other user can write there."""
+    """Return True if a folder belongs to this user and no other user can write to it."""
     status = folder.stat()
     ours = status.st_uid == os.getuid() == folder.lstat().st_uid
     return ours and stat.S_ISDIR(status.st_mode) and not status.st_mode & 0o022
@@ -219,7 +228,8 @@ def _is_private(folder: Path) -> bool:
 
 @functools.cache
 def fresh_cache() -> Path:
-    """Create a new folder for the lifetime of this process, to which no other user can write."""
+    """Create a new folder to which no other user can write and which exists only as long as this
+    process."""
     folder = tempfile.mkdtemp(prefix="moe-plugin-")
     owner = os.getpid()
     atexit.register(lambda: os.getpid() == owner and shutil.rmtree(folder, ignore_errors=True))
@@ -227,9 +237,10 @@ def fresh_cache() -> Path:
 
 
 def die_with_parent(parent: int) -> None:
-    """Ask the kernel to kill this process when its parent ends for any reason.
+    """Ask the operating system's kernel to kill this process when the parent process ends for any
+    reason.
 
-    The kernel sends the signal when the thread that started this process ends.
+    The kernel sends the signal when the parent's thread that started this process ends.
 
     Args:
         parent: process id of the parent.
@@ -240,8 +251,8 @@ def die_with_parent(parent: int) -> None:
 
 
 def call_libc(name: str, *args: int) -> None:
-    """Call a function of the C library that returns 0, and raise an `OSError` with its reason
-    otherwise.
+    """Call a function of the C library, and raise an `OSError` with the reason if it does not
+    return 0.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     if getattr(libc, name)(*args):

@@ -1,5 +1,5 @@
-"""Helpers for messages: shortened values, tables, suggestions for misspelled names, the argument
-parser, and progress bars.
+"""Helpers for messages, such as shortened values, tables, suggestions for misspelled names, the
+argument parser, and progress bars.
 """
 
 from __future__ import annotations
@@ -48,11 +48,13 @@ REMOVED = {
 
 
 def removed(name: str, *commands: str) -> str:
-    """Return the message for an unknown name that was removed, or an empty text for other names.
+    """Return the message for an unknown name that was removed from the package, or an empty string
+    for all other names.
 
     Args:
-        name: flag, setting or command as the user wrote it.
-        commands: words before the name. One of them may be the command to which the name belongs.
+        name: name of a flag, setting or command as the user wrote it.
+        commands: words that precede the name on the command line. One of them may be the command to
+            which the name belongs.
     """
     places = (name, *(f"{command} {name}" for command in commands))
     replacement = next((REMOVED[key] for key in places if key in REMOVED), "")
@@ -60,9 +62,9 @@ def removed(name: str, *commands: str) -> str:
 
 
 def short(value: Any, limit: int = LIMIT) -> str:
-    """Return a value as text with at most `limit` characters.
+    """Convert a value to a string with at most `limit` characters.
 
-    An error is shown as its message on one line, and other values as Python writes them.
+    For an error, the string is the message on one line. For any other value, it is the `repr`.
     """
     try:
         text = repr(value)
@@ -74,7 +76,7 @@ def short(value: Any, limit: int = LIMIT) -> str:
 
 
 def cut(text: str, limit: int = LIMIT) -> str:
-    """Shorten a text to at most `limit` characters."""
+    """Shorten a string to at most `limit` characters."""
     if len(text) <= limit:
         return text
     note = f"... ({len(text)} characters)"
@@ -82,14 +84,14 @@ def cut(text: str, limit: int = LIMIT) -> str:
 
 
 def printable(text: str, limit: int | None = None) -> str:
-    """Return a text from a file for display in a terminal, on one line.
+    """Convert a string from a file to one line that can safely be displayed in a terminal.
 
-    Escape sequences and characters that change the direction of writing are shown as Python writes
-    them.
+    Escape sequences and characters that change the direction of writing are replaced with Python's
+    escapes.
 
     Args:
-        text: a name, a path or a value from a file.
-        limit: optional. Largest number of characters to show.
+        text: string to display, such as a name, a path or a value from a file.
+        limit: optional. Maximum number of characters to show.
     """
     shown = "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
     return shown if limit is None else cut(shown, limit)
@@ -104,8 +106,8 @@ def aligned(rows: Sequence[Sequence[str]]) -> str:
 
 
 def alike(name: str, known: Iterable[str]) -> list[str]:
-    """Return the known names that a wrong name may have meant: names with similar letters, or
-    longer names that start with it.
+    """Return the known names that may be meant by a wrong name, which are names with similar
+    letters and longer names that start with the wrong name.
     """
     known = list(known)
     near = difflib.get_close_matches(name, known, 2, 0.8)
@@ -120,18 +122,19 @@ def _likeness(one: str, other: str) -> float:
 
 
 def did_you_mean(near: Iterable[str]) -> str:
-    """Return the start of a remedy with similar names, or an empty text if there are none."""
+    """Return the start of a remedy that suggests similar names, or an empty string if there are
+    none."""
     return f"did you mean {' or '.join(near)}? If not, " if near else ""
 
 
 @functools.cache
 def warn_once(where: str, text: str) -> None:
-    """Log a warning, each text once per process. where: name of the logger, usually the module."""
+    """Log a warning unless this process has already logged it. where: name of the logger."""
     logging.getLogger(where).warning("moe-plugin: %s", text)
 
 
 def first_process() -> bool:
-    """Return whether this is the first process started by a launcher, or the only process."""
+    """Return True if this is the first process started by a launcher, or the only process."""
     return os.environ.get("RANK", "0") == "0"
 
 
@@ -141,25 +144,26 @@ def flag_names(words: Iterable[str]) -> list[str]:
 
 
 class Parser(argparse.ArgumentParser):
-    """An `ArgumentParser` with short errors that suggest the flag a misspelled flag may have meant.
+    """An `ArgumentParser` with short error messages that suggest a known flag for a misspelled
+    flag.
     """
 
     given: Sequence[str] = ()
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse arguments, see `ArgumentParser.parse_args`."""
+        """Parse arguments; see `ArgumentParser.parse_args`."""
         parsed, unknown = self.parse_known_args(args, namespace)
         if unknown:
             self.error(f"unrecognized arguments: {cut(' '.join(flag_names(unknown) or unknown))}")
         return parsed
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse arguments, see `ArgumentParser.parse_known_args`."""
+        """Parse arguments; see `ArgumentParser.parse_known_args`."""
         self.given = sys.argv[1:] if args is None else list(args)
         return super().parse_known_args(args, namespace)
 
     def flags(self) -> set[str]:
-        """Return all flags, including the flags of the commands below this parser."""
+        """Return all flags of this parser and of its commands."""
         found = set(self._option_string_actions)
         for action in self._actions:
             if isinstance(action, argparse._SubParsersAction):
@@ -168,13 +172,13 @@ class Parser(argparse.ArgumentParser):
         return found
 
     def unknown(self) -> list[str]:
-        """Return the given flags that are not known."""
+        """Return the flags among the arguments that are not known."""
         known = self.flags()
         return [name for name in flag_names(self.given) if name not in known]
 
     def remedies(self, message: str) -> list[str]:
-        """Return suggestions to add to an error: known flags or choices similar to the unknown
-        ones.
+        """Return suggestions of similar known flags or choices, which are added to an error
+        message.
         """
         known = self.flags()
         wrong = {name: alike(name, known) for name in self.unknown()}
@@ -190,11 +194,12 @@ class Parser(argparse.ArgumentParser):
                 for name, meant in list(near.items())[:_UNKNOWN]]
 
     def error(self, message: str) -> NoReturn:
-        """Print the usage, if it is short, and the message, and exit with status 2.
+        """Print the message, preceded by the usage if it is short, and exit with status 2.
 
-        A launcher starts all ranks of a node with the same arguments, so only the first rank of a
-        node prints the message; ranks of other nodes may have other arguments. All other ranks wait
-        until the launcher ends them, which it does when the first rank has exited.
+        Only the first rank of each node prints the message, because a launcher starts all ranks of
+        a node with the same arguments, but may use different arguments on different nodes. All
+        remaining ranks wait until the launcher terminates them, which it does when the first rank
+        has exited.
         """
         if os.environ.get("LOCAL_RANK", "0") != "0":
             time.sleep(_WAIT_S)
@@ -206,7 +211,7 @@ class Parser(argparse.ArgumentParser):
 
 
 class _Silent:
-    """A progress bar that shows nothing, with the tqdm methods that this package uses."""
+    """A progress bar that shows nothing but has the tqdm methods that this package uses."""
 
     def update(self, *_: object) -> None:
         pass
@@ -219,17 +224,17 @@ class _Silent:
 
 def progress(total: int | None, description: str, stream: TextIO | None = None, *,
              unit: str = "step") -> Any:
-    """Create a progress bar with `update(n)`, `set_postfix_str(text)` and `close()`, also usable as
-    a context manager.
+    """Create a progress bar with the methods `update(n)`, `set_postfix_str(text)` and `close()`,
+    which can also be used as a context manager.
 
     The bar is a tqdm bar with the remaining time if the stream is a terminal, tqdm is installed and
-    this is the first process of its job. Otherwise the bar shows nothing.
+    this is the first process of its job. Otherwise, the progress bar shows nothing.
 
     Args:
-        total: optional. Number of units until completion.
-        description: text in front of the bar.
-        stream: optional. Defaults to standard error.
-        unit: name of the counted unit; "B" for bytes.
+        total: optional. Total number of units until completion.
+        description: string that is shown in front of the bar.
+        stream: optional. Output stream, which is standard error by default.
+        unit: name of the counted unit, such as "step", or "B" for bytes.
     """
     stream = stream if stream is not None else sys.stderr
     if not stream.isatty() or not first_process():
@@ -243,7 +248,7 @@ def progress(total: int | None, description: str, stream: TextIO | None = None, 
 
 
 def tracked(items: Sequence[T], description: str, unit: str) -> Iterator[T]:
-    """Yield the items one by one, under a progress bar that counts the completed items."""
+    """Yield the items one by one while a progress bar shows the number of completed items."""
     with progress(len(items), description, unit=unit) as bar:
         for item in items:
             yield item

@@ -1,4 +1,5 @@
-"""Data classes as pytrees, which `torch.export` and wrappers such as FSDP2 traverse."""
+"""Registration of data classes as pytrees, which `torch.export` and wrappers such as FSDP2
+traverse."""
 
 from __future__ import annotations
 
@@ -13,11 +14,12 @@ T = TypeVar("T")
 
 
 def as_pytree(*static: str) -> Callable[[type[T]], type[T]]:
-    """Register a data class as a pytree, with the values of its fields as leaves, in order.
+    """Register a data class as a pytree whose leaves are the values of the fields in order.
 
     Args:
-        static: names of fields with plain values, not tensors, that belong to the structure instead
-            of the leaves. `torch.export` cannot load a program that returns a string.
+        static: names of fields with plain values instead of tensors, which belong to the structure
+            and not to the leaves. This is needed because `torch.export` cannot load a program that
+            returns a string.
     """
     def register(cls: type[T]) -> type[T]:
         names = [field.name for field in dataclasses.fields(cls)  # type: ignore[arg-type]

@@ -1,9 +1,9 @@
-"""Known warnings of other libraries that users of this package cannot act on, and functions to hide
-them.
+"""Known warnings of other libraries for which users of this package can do nothing, and functions
+to hide them.
 
-A warning is identified by its module and by the beginning of its text. All other warnings, and all
-errors, are shown. If the user sets Python's own filters (`PYTHONWARNINGS=default`, `python -W
-...`), nothing is hidden here.
+A warning is identified by the module that reports it and by the beginning of the message. All other
+warnings and all errors are shown. If the user sets Python's own warning filters
+(`PYTHONWARNINGS=default`, `python -W ...`), nothing is hidden.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Known:
 
     Attributes:
         module: module from which Python reports the warning.
-        text: regular expression for the beginning of the warning.
+        text: regular expression that matches the beginning of the warning.
     """
 
     module: str
@@ -32,18 +32,18 @@ class Known:
 
 @dataclass(frozen=True)
 class KnownLine:
-    """A known line of a library's log.
+    """A known line in the log of a library.
 
     Attributes:
         logger: name of the logger.
-        text: regular expression for the beginning of the line.
+        text: regular expression that matches the beginning of the line.
     """
 
     logger: str
     text: str
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Return whether the record is a different line, for `Logger.addFilter`."""
+        """Return False if the record is this line. This method is used by `Logger.addFilter`."""
         return re.match(self.text, record.getMessage()) is None
 
 
@@ -108,8 +108,8 @@ TORCHRUN_LINES = (
 
 
 def hide(known: Iterable[Known], lines: Iterable[KnownLine] = ()) -> None:
-    """Hide known warnings and lines for the rest of the process, or until the filters of `warnings`
-    are reset.
+    """Hide known warnings and log lines for the rest of the process, or until the filters of
+    `warnings` are reset.
 
     Repeated calls have no further effect.
     """
@@ -131,13 +131,14 @@ def hidden(known: Iterable[Known]) -> Iterator[None]:
 
 
 def own_log(verbose: bool = False) -> None:
-    """Set up the log of a command of this package on standard error, unless the program has set up
-    logging.
+    """Set up logging to standard error for a command of this package, unless the program has
+    already set up logging.
 
-    The log shows this package's lines, and other libraries' lines from level warning.
+    The log contains all lines of this package, and lines of other libraries with level `WARNING` or
+    higher.
 
     Args:
-        verbose: show all lines of all libraries.
+        verbose: whether to log all lines of all libraries.
     """
     if not logging.getLogger().handlers:
         logging.basicConfig(level=logging.DEBUG if verbose else logging.WARNING,
@@ -148,7 +149,7 @@ def own_log(verbose: bool = False) -> None:
 
 @contextmanager
 def quiet(name: str = "moe_plugin") -> Iterator[None]:
-    """Show only warnings and errors of a logger inside the block."""
+    """Show only the warnings and errors of a logger inside the block."""
     logger = logging.getLogger(name)
     before = logger.level
     logger.setLevel(logging.WARNING)

@@ -1,8 +1,8 @@
-"""Registries that map names to implementations, one registry per kind. An unknown name is an error
-that lists the known names.
+"""Registries that map names to implementations. There is one registry for each kind of
+implementation. An unknown name causes an error that lists the known names.
 
-A kind is created once (`routers = Registry("router")`). Implementations registered in it can be
-chosen in a config, and are included in the exactness tests automatically.
+Each kind is created once, for example by `routers = Registry("router")`. Implementations that are
+registered in it can be selected in a config and are automatically included in the exactness tests.
 """
 
 from __future__ import annotations
@@ -26,9 +26,11 @@ class Entry(Generic[T]):
     Attributes:
         name: name of the implementation.
         value: the implementation.
-        why_not: returns None if the implementation can run on this machine, else the reason.
-        optional: whether the implementation needs packages that may be missing. If it cannot run,
-            `Registry.names` omits it, and `Registry.get` raises an error with the reason.
+        why_not: function that returns None if the implementation can run on this machine, and
+            otherwise the reason why it cannot.
+        optional: whether the implementation needs packages that may be missing. If it is optional
+            and cannot run, `Registry.names` omits it and `Registry.get` raises an error with the
+            reason.
     """
 
     name: str
@@ -38,12 +40,12 @@ class Entry(Generic[T]):
 
     @property
     def offered(self) -> bool:
-        """Whether the name may be chosen on this machine."""
+        """True if the name can be selected on this machine."""
         return not self.optional or self.why_not() is None
 
     @property
     def summary(self) -> str:
-        """The first sentence of the implementation's docstring, on one line."""
+        """First sentence of the implementation's docstring on one line."""
         paragraph = " ".join((self.value.__doc__ or "").strip().split("\n\n")[0].split())
         return re.split(r"(?<=\.)\s(?=[A-Z])", paragraph)[0]
 
@@ -60,15 +62,15 @@ class Registry(Generic[T]):
 
     def register(self, name: str, *, why_not: Callable[[], str | None] = lambda: None,
                  optional: bool = False) -> Callable[[T], T]:
-        """Register an implementation with a decorator: `@routers.register("topk")`.
+        """Return a decorator that registers an implementation, as in `@routers.register("topk")`.
 
         Args:
             name: name of the implementation.
             why_not: see `Entry`.
             optional: see `Entry`.
         Raises:
-            ValueError: the name is already registered, or the implementation is not a subclass of
-                the registry's base class.
+            ValueError: If the name is already registered, or if the implementation is not a
+                subclass of the registry's base class.
         """
 
         def add(value: T) -> T:
@@ -89,8 +91,8 @@ class Registry(Generic[T]):
         """Return the implementation called `name`.
 
         Raises:
-            ValueError: the name is unknown (the message lists the known names), or the
-                implementation is optional and cannot run here (the message contains the reason).
+            ValueError: If the name is unknown, or if the implementation is optional and cannot run
+                on this machine. The message lists the known names or contains the reason.
         """
         entry = self._entries.get(name) or self.entry(name)
         if entry.optional and not entry.offered:
@@ -98,8 +100,8 @@ class Registry(Generic[T]):
         return entry.value
 
     def find(self, name: str) -> T | None:
-        """Return the implementation called `name`, even if it cannot run here, or None if the name
-        is unknown.
+        """Return the implementation called `name`, even if it cannot run on this machine, or None
+        if the name is unknown.
         """
         entry = self._entries.get(name)
         return None if entry is None else entry.value
@@ -118,7 +120,7 @@ class Registry(Generic[T]):
 
     @contextmanager
     def temporary(self) -> Iterator[None]:
-        """Undo all registrations and removals made inside the block at its end."""
+        """At the end of the block, undo all registrations and removals that were made inside it."""
         before = dict(self._entries)
         try:
             yield
@@ -126,7 +128,7 @@ class Registry(Generic[T]):
             self._entries = before
 
     def names(self) -> list[str]:
-        """Return the names that may be chosen on this machine, sorted."""
+        """Return a sorted list of the names that can be selected on this machine."""
         return sorted(name for name, entry in self._entries.items() if entry.offered)
 
     def __contains__(self, name: object) -> bool:

@@ -1,6 +1,6 @@
 """Functions that read, write and append to regular files only, never to devices, pipes or folders.
 
-Links are not replaced. Errors contain the file and a remedy.
+Links are not replaced. Error messages contain the path of the file and a remedy.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _Path = str | os.PathLike[str]
 
 
 def _kind(path: _Path, follow: bool) -> str:
-    """Return the type of a path that is not a regular file, or an empty text for regular and
+    """Return the type of a path that is not a regular file, or an empty string for regular and
     missing files.
     """
     try:
@@ -38,9 +38,9 @@ def check_input(path: _Path, what: str = "", remedy: str = "give a file") -> Non
     """Raise a `ValueError` if `path` is not a regular file, because opening a pipe would hang.
 
     Args:
-        path: path of the file. A missing file is not an error here; opening it reports the error.
-        what: description of the file for the message.
-        remedy: remedy for the message.
+        path: path of the file. A missing file does not cause an error here, but when it is opened.
+        what: description of the file for the error message.
+        remedy: remedy that is added to the error message.
     """
     kind = _kind(path, follow=True)
     if kind:
@@ -49,9 +49,9 @@ def check_input(path: _Path, what: str = "", remedy: str = "give a file") -> Non
 
 
 def check_output(path: _Path) -> Path:
-    """Return the path, or raise a `ValueError` if `write_regular` could not write to it.
+    """Return the path, or raise a `ValueError` if `write_regular` cannot write to it.
 
-    Use it in commands that run for a long time before they write.
+    Call this function in commands that run for a long time before they write.
     """
     path = Path(path)
     for name in (path, half_of(path)) if path.name else (path,):
@@ -66,7 +66,7 @@ def check_output(path: _Path) -> Path:
 
 
 def half_of(path: Path) -> Path:
-    """Return the temporary name under which a file is written until it is complete."""
+    """Return the temporary path at which a file is written until it is complete."""
     return path.with_name(path.name + ".new")
 
 
@@ -76,7 +76,7 @@ def read_at(file: int, values: memoryview, offset: int) -> int:
     Returns:
         The number of bytes by which the file is too short, or 0.
     Raises:
-        OSError: the file cannot be read.
+        OSError: If the file cannot be read.
     """
     while values:
         count = os.preadv(file, [values], offset)
@@ -87,10 +87,10 @@ def read_at(file: int, values: memoryview, offset: int) -> int:
 
 
 def begin_writing(file: int, offset: int, nbytes: int) -> None:
-    """Start writing a part of an open file to disk, without removing it from memory.
+    """Start to flush a part of an open file to disk without removing it from memory.
 
-    This calls Linux's sync_file_range(2), which Python does not provide. The function does nothing
-    if the C library does not provide it.
+    This function calls Linux's sync_file_range(2), which Python does not provide. If the C library
+    does not provide it, nothing is done.
     """
     begin = getattr(ctypes.CDLL(None), "sync_file_range", None)
     if begin is not None:
@@ -98,10 +98,10 @@ def begin_writing(file: int, offset: int, nbytes: int) -> None:
 
 
 def write_regular(path: _Path, content: str | bytes) -> Path:
-    """Write a file completely or not at all. Text is written as UTF-8.
+    """Write a file completely or not at all. Strings are written as UTF-8.
 
     Raises:
-        ValueError: the path is not a regular file, or the file cannot be written.
+        ValueError: If the path is not a regular file, or if the file cannot be written.
     """
     path = check_output(path)
     half = half_of(path)
@@ -115,11 +115,11 @@ def write_regular(path: _Path, content: str | bytes) -> Path:
 
 
 def write_whole(path: Path, content: str | Callable[[BinaryIO], Any]) -> None:
-    """Write a small file, flushed to disk. The file receives its name when it is complete.
+    """Write a small file and flush it to disk. The file gets its final name when it is complete.
 
     Args:
         path: path of the file.
-        content: text, or a function that writes to the stream that it receives.
+        content: string to write, or a function that writes to the stream that is passed to it.
     """
     half = half_of(path)
     with open(half, "wb") as stream:
@@ -135,12 +135,12 @@ def write_whole(path: Path, content: str | Callable[[BinaryIO], Any]) -> None:
 def move_into_place(scratch: Path, target: Path, keep_old: bool = False) -> None:
     """Rename a complete folder to its final name.
 
-    If the process is killed, either the old or the new folder is complete; the old folder may be
-    called `NAME.old`.
+    If the process is killed, either the old folder or the new folder is complete. The old folder
+    may then be called `NAME.old`.
 
     Args:
-        scratch: the complete new folder.
-        target: its final path.
+        scratch: path of the new folder, which is complete.
+        target: final path of the new folder.
         keep_old: whether to keep the old folder as `NAME.old`.
     """
     old = target.with_name(target.name + ".old")
@@ -153,8 +153,8 @@ def move_into_place(scratch: Path, target: Path, keep_old: bool = False) -> None
 
 
 def make_folder(path: _Path) -> Path:
-    """Create a folder and its parents if they are missing, and return its path. Raises a
-    `ValueError` on failure.
+    """Create a folder and its parents if they are missing, and return the path. If this fails,
+    raise a `ValueError`.
     """
     path = Path(path)
     try:
@@ -168,10 +168,10 @@ def output_folder(path: _Path, names: Iterable[str]) -> Path:
     """Create a folder if it is missing, and check that files with the given names can be written to
     it.
 
-    Use it in commands that run for a long time before they write.
+    Call this function in commands that run for a long time before they write.
 
     Raises:
-        ValueError: the folder or the files cannot be written.
+        ValueError: If the folder or the files are not writable.
     """
     folder = make_folder(path)
     for name in names:
@@ -180,11 +180,11 @@ def output_folder(path: _Path, names: Iterable[str]) -> Path:
 
 
 def open_append(path: _Path) -> BinaryIO:
-    """Open a file for appending bytes, unbuffered. The file's folder is created, and a link is
-    followed.
+    """Open a file without buffering, so that bytes can be appended. The folder of the file is
+    created if it is missing, and a link is followed.
 
     Raises:
-        ValueError: the path is not a regular file, or the file cannot be written.
+        ValueError: If the path is not a regular file, or if the file cannot be written.
     """
     path = Path(path)
     kind = _kind(path, follow=True)
@@ -199,20 +199,21 @@ def open_append(path: _Path) -> BinaryIO:
 
 
 def refuse_output(path: Path, error: OSError) -> NoReturn:
-    """Raise a `ValueError` with the file that cannot be written, the cause and a remedy."""
+    """Raise a `ValueError` that names the file that cannot be written, the cause and a remedy."""
     raise ValueError(f"{path} cannot be written ({error.strerror}); "
                      f"{write_remedy(error, path.parent)}") from error
 
 
 def is_full(error: OSError) -> bool:
-    """Return whether an error means that a disk, or the user's quota on it, is full."""
+    """Return True if an error means that a disk or the user's quota on it is full."""
     return error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 def system_error(error: BaseException | None) -> OSError | None:
     """Return the operating system's error that caused an error, or None.
 
-    The search is needed because `torch.save` raises other errors if a stream cannot be written.
+    The search is needed because `torch.save` raises a different error if a stream cannot be
+    written.
     """
     while error is not None and not isinstance(error, OSError):
         error = error.__cause__ or error.__context__
@@ -220,7 +221,7 @@ def system_error(error: BaseException | None) -> OSError | None:
 
 
 def write_remedy(error: BaseException, folder: _Path) -> str:
-    """Return what to do if a file in `folder` could not be written."""
+    """Return a remedy for a failure to write a file in `folder`."""
     os_error = system_error(error)
     code = None if os_error is None else os_error.errno
     free = shutil.disk_usage(folder).free if os.path.isdir(folder) else 0

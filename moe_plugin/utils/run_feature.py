@@ -1,5 +1,5 @@
-"""The interface of run features: the methods that a run calls around each training step, and the
-data that it passes to them.
+"""The interface of run features, which consists of the methods that a run calls around each
+training step and of the data that it passes to these methods.
 """
 
 from __future__ import annotations
@@ -13,31 +13,32 @@ from torch import Tensor
 
 
 class SkipStep(OverflowError):
-    """All ranks skip this step: no parameter changes."""
+    """Exception that makes all ranks skip a step. No parameter changes."""
 
     lost = False  # whether the step is discarded and repeated
 
 
 class LostStep(SkipStep):
-    """The step is lost and is repeated."""
+    """Exception that makes all ranks discard a step and repeat it."""
 
     lost = True
 
 
 class StepRepeat(Exception):  # noqa: N818 - not an error: control flow that restarts a step
-    """The forward and backward passes of the step start again, on all ranks."""
+    """Exception that makes all ranks restart the forward and backward passes of a step."""
 
 
 @dataclass(frozen=True)
 class StepInput:
-    """A step that starts.
+    """Information about a step that starts.
 
     Attributes:
-        number: number of the step, from 1.
-        batch: returns this rank's first micro-batch, in a form that can be pickled; None if the
-            host does not provide batches.
-        loss_of: computes the loss of such a batch with the model's forward pass.
-        total: number of steps in the whole run; None if not known.
+        number: index of the step, counted from 1.
+        batch: function that returns this rank's first micro-batch in a form that can be pickled, or
+            None if the host framework does not provide batches.
+        loss_of: function that computes the loss of a batch that `batch` returned with the model's
+            forward pass.
+        total: number of steps in the whole run, or None if it is not known.
     """
 
     number: int
@@ -48,15 +49,16 @@ class StepInput:
 
 @dataclass(frozen=True)
 class StepGradients:
-    """The gradients of a step before the optimizer uses them.
+    """The gradients of a step before they are used by the optimizer.
 
     Attributes:
-        number: number of the step, from 1.
-        tensors: returns all gradients of this rank, with None for parameters without a gradient.
-        finite: returns whether the gradients and the loss are finite, with the same answer on all
-            ranks; collective.
-        scale_falls: returns whether a loss scale is reduced if they are not finite. Such a step is
-            expected and does not indicate a failure.
+        number: index of the step, counted from 1.
+        tensors: function that returns all gradients of this rank, with None for parameters without
+            a gradient.
+        finite: collective function that returns True if the gradients and the loss are finite. The
+            result is the same on all ranks.
+        scale_falls: function that returns True if a loss scale is reduced when gradients or loss
+            are not finite. In this case, such a step is expected and does not indicate a failure.
         bad: whether this rank knows that the step must be skipped.
     """
 
@@ -72,15 +74,19 @@ class StepFacts:
     """Information about a completed step.
 
     Attributes:
-        number: number of completed steps, from 1.
-        made: whether the step counts. The number of a step that does not count is used again.
-        skipped: whether no parameter changed, because a number was not finite.
-        tokens: number of tokens of all ranks. None or 0 if the host does not report it.
-        left: number of steps after this step; None if not known.
-        loss: mean loss per token, in nats; None if the host does not report it.
-        dropped: fraction of the step's choices that found no slot; None if not known.
-        logged: the host's log line for this step, a `StepRecord`; None if there is no line for this
-            step.
+        number: number of completed steps including this one.
+        made: whether the step was completed as a step of the run. Otherwise, its number is used
+            again.
+        skipped: whether the parameters were left unchanged because a gradient or the loss was not
+            finite.
+        tokens: total number of tokens of all ranks. None or 0 means that the host framework does
+            not report it.
+        left: number of steps that remain after this step, or None if it is not known.
+        loss: mean loss per token in nats, or None if the host framework does not report it.
+        dropped: fraction of the step's selected experts for which there was no free slot, or None
+            if it is not known.
+        logged: log line of the host framework for this step as a `StepRecord`, or None if there is
+            none.
     """
 
     number: int
@@ -94,14 +100,16 @@ class StepFacts:
 
 
 class RunFeature:
-    """A feature that acts around the steps of a run. Methods do nothing unless overridden.
+    """A feature of a run whose methods are called around each step. All methods do nothing unless
+    they are overridden.
 
     All ranks call all methods in the same order, so each method may be collective.
 
     Attributes:
-        reduces: whether the feature completes the gradients, so that the host must not reduce them.
-        replaced: whether the last step loaded another run's state, so that its loss belongs to
-            older weights and other samples follow.
+        reduces: whether the feature completes the gradients, in which case the host framework must
+            not reduce them.
+        replaced: whether the state of a different run was loaded in the last step. In this case,
+            the loss of the step belongs to older weights, and the next samples differ.
     """
 
     reduces = False
@@ -121,7 +129,7 @@ class RunFeature:
         return own
 
     def before_passes(self) -> Callable[[], None] | None:
-        """Prepare for the passes of a step or an evaluation.
+        """Prepare for the forward and backward passes of a step or an evaluation.
 
         Returns:
             A function that restores the state changed by the passes, if this feature may raise
@@ -130,43 +138,46 @@ class RunFeature:
         return None
 
     def after_passes(self) -> None:
-        """React to the end of all passes. May raise `StepRepeat`."""
+        """React to the end of all forward and backward passes. May raise `StepRepeat`."""
 
     def after_backward(self, gradients: StepGradients) -> None:
-        """React to complete gradients, before any parameter changes. May raise `SkipStep`."""
+        """React to the complete gradients before any parameter changes. May raise `SkipStep`."""
 
     def after_step(self, facts: StepFacts) -> None:
         """React to the end of the step."""
 
     def after_log(self, facts: StepFacts) -> None:
-        """React to additional information from the host about the step: `dropped` or `logged`."""
+        """React to information (`dropped` or `logged`) that the host framework adds about the
+        step."""
 
     def after_evaluation(self, number: int, dropped: float | None = None) -> None:
         """React to the end of a validation.
 
         Args:
             number: number of completed steps.
-            dropped: fraction of the validation's choices that found no slot; None if not known.
+            dropped: fraction of the validation's selected experts for which there was no free slot,
+                or None if it is not known.
         """
 
     def numbers(self) -> dict[str, float]:
-        """Return numbers for the host's log, by name."""
+        """Return metrics by name for the log of the host framework."""
         return {}
 
     def evaluated(self) -> dict[str, Any]:
-        """Return values for the host's log of an evaluation, by name, after the evaluation."""
+        """Return values by name for the log of the host framework after an evaluation."""
         return {}
 
     def close(self) -> None:
-        """Release resources at the end of the run."""
+        """Release all resources at the end of the run."""
 
 
 def refuse_unfit(what: str, unfit: Iterable[tuple[str, bool, str]]) -> None:
     """Raise a `ValueError` for the first host setting that is incompatible with a request.
 
     Args:
-        what: the requested flag or setting with its value.
-        unfit: for each host setting: its name, whether it is compatible, and the remedy.
+        what: requested flag or setting, with its value.
+        unfit: for each host setting, a tuple of the name, True if the setting is compatible, and
+            the remedy.
     """
     for name, fits, remedy in unfit:
         if not fits:

@@ -1,4 +1,4 @@
-"""The function that reads all YAML files, in OmegaConf's dialect as under Hydra."""
+"""The function that reads all YAML files, which uses OmegaConf's dialect, like Hydra."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ _NAMES = {dict: "mapping", list: "list"}
 
 
 def bundled(path: str | Path) -> str | Path:
-    """Return the path of a bundled example file for a missing path that begins with `configs/`.
+    """If a path that begins with `configs/` is missing, return the path of the bundled example
+    file.
 
-    Other paths, and paths without a bundled file or folder, are returned unchanged.
+    All other paths, and paths without a bundled file or folder, are returned unchanged.
     """
     wanted = Path(path)
     if wanted.parts[:1] != ("configs",) or ".." in wanted.parts or wanted.exists():
@@ -31,20 +32,20 @@ def bundled(path: str | Path) -> str | Path:
 
 def read_yaml(path: str | Path, what: str = "config file",
               remedy: str = "see configs/ for examples", kind: type = dict) -> Any:
-    """Return the mapping (or list) in a YAML file as plain containers. An empty file is an empty
-    mapping.
+    """Read a YAML file, and return its mapping or list as plain Python containers. For an empty
+    file, an empty mapping is returned.
 
-    `1e-3` is read as a number and dates as text. Interpolations `${...}` are an error, because no
-    value may come from elsewhere.
+    The value `1e-3` is read as a number, and dates are read as strings. Interpolations `${...}`
+    cause an error, because values must not come from outside the file.
 
     Args:
         path: path of the file; see `bundled`.
-        what: description of the file, for errors.
-        remedy: remedy, for errors.
-        kind: expected type of the content, dict or list.
+        what: description of the file for error messages.
+        remedy: remedy that is added to error messages.
+        kind: expected type of the content, which is dict or list.
     Raises:
-        ValueError: the file cannot be read, is not YAML, contains a key twice, uses an
-            interpolation, or has content of another type.
+        ValueError: If the file cannot be read, is not YAML, contains a key twice, uses an
+            interpolation, or has content of a different type.
     """
     from omegaconf import OmegaConf  # slow to import; many programs read no YAML
     from omegaconf.errors import OmegaConfBaseException
@@ -75,8 +76,8 @@ def read_yaml(path: str | Path, what: str = "config file",
 
 
 def _check_size(text: str) -> None:
-    """Raise a `ValueError` if a text is too large, including after aliases are expanded: a few
-    aliases can multiply to any size.
+    """Raise a `ValueError` if a string is too large before or after aliases are expanded, because a
+    few aliases can expand to any size.
     """
     if len(text) > MAX_CHARACTERS:
         raise ValueError(f"more than {MAX_CHARACTERS} characters")

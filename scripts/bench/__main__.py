@@ -1,11 +1,12 @@
-"""`python scripts/bench ...` is `moe-plugin bench ...` of this checkout."""
+"""`python scripts/bench ...` runs `moe-plugin bench ...` of this checkout."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
 
-FOLDER = Path(__file__).resolve().parent  # its modules are part of a package
+# Removed from sys.path below, because its modules are imported as parts of a package.
+FOLDER = Path(__file__).resolve().parent
 
 if __name__ == "__main__":
     sys.path[:] = [str(FOLDER.parents[1]), *(p for p in sys.path if Path(p).resolve() != FOLDER)]

@@ -1,4 +1,4 @@
-"""Measures all-to-all algorithms on an emulated cluster."""
+"""Measure all-to-all algorithms on an emulated cluster."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from scripts.emulate import EmulatedCluster
 
 
 def emulated(args: argparse.Namespace, plan: Plan) -> tuple[list[ExchangeRow], dict[str, Any]]:
-    """As `measure_rows`, on emulated clusters."""
+    """Measure like `measure_rows`, on emulated clusters."""
     links, rows = links_of(args), []
     for grid in args.emulate.split(","):
         with EmulatedCluster(*parse_grid(grid), **links) as cluster:
@@ -40,17 +40,26 @@ def measure_emulated(cluster: EmulatedCluster, plan: Plan) -> list[ExchangeRow]:
 
 
 def as_dicts(rows: Sequence[ExchangeRow]) -> list[dict]:
-    """For JSON; milliseconds to a thousandth."""
+    """Return the rows as plain values, with milliseconds rounded to three digits."""
     return [{k: round(v, 3) if isinstance(v, float) else v for k, v in asdict(row).items()}
             for row in rows]
 
 
 def wire_floor_s(nodes: int, ranks_per_node: int, size: float, rate_bit_s: float, delay_s: float,
                  mtu: int = 1500) -> float:
-    """Least seconds of one exchange's bytes on one node's link, with TCP/IP and Ethernet framing.
+    """Return the least seconds of an exchange on one node's link, with TCP/IP and Ethernet framing.
 
-    Every node sends P S (N-1)/N bytes; a frame of `mtu` carries mtu - 52 of them and occupies mtu +
-    38 on the wire.
+    Every node sends P S (N-1)/N bytes. A frame of `mtu` bytes carries mtu - 52 bytes of data and
+    occupies
+    mtu + 38 bytes on the wire.
+
+    Args:
+        nodes: number of nodes, N.
+        ranks_per_node: number of ranks per node, P.
+        size: bytes that a rank sends, S.
+        rate_bit_s: rate of a node's link in bit/s.
+        delay_s: delay of the link in seconds.
+        mtu: maximum transmission unit in bytes.
     """
     if nodes == 1:
         return 0.0

@@ -1,4 +1,4 @@
-"""Measured all-to-all times as Markdown tables and plots."""
+"""Tables and plots of measured all-to-all times."""
 
 from __future__ import annotations
 
@@ -17,12 +17,14 @@ TITLES = {"native": "gloo's own"}
 
 
 def grids(rows: Sequence[ExchangeRow]) -> list[tuple[int, int]]:
-    """The grids that occur, in order of first occurrence."""
+    """Return the grids in order of their first occurrence."""
     return list(dict.fromkeys((row.nodes, row.ranks_per_node) for row in rows))
 
 
 def parts(rows: Sequence[ExchangeRow]) -> list[str]:
-    """Of a page, a table per grid: by size median time of each algorithm, floor and CPU time."""
+    """Return a table per grid: by size, the time of each algorithm, the wire floor and the CPU
+    time.
+    """
     found = []
     for grid in grids(rows):
         mine = [row for row in rows if (row.nodes, row.ranks_per_node) == grid]
@@ -30,17 +32,17 @@ def parts(rows: Sequence[ExchangeRow]) -> list[str]:
         for row in mine:
             by_size.setdefault(row.bytes, {})[row.algorithm] = row
         names = list(dict.fromkeys(row.algorithm for row in mine))
-        own = [name for name in names if name != "auto"]  # which runs one of the others
+        own = [name for name in names if name != "auto"]  # auto runs one of these algorithms
         found += [
-            f"{grid[0]} nodes of {grid[1]} ranks, median time of one exchange:",
+            f"Median time of one exchange on {grid[0]} nodes with {grid[1]} ranks each:",
             columns(by_size.values(), {
-                "sent": lambda cells: sent(next(iter(cells.values())).bytes),
+                "sent by each rank": lambda cells: sent(next(iter(cells.values())).bytes),
                 "wire floor": lambda cells: _time(next(iter(cells.values())).floor_ms),
                 **{TITLES.get(name, name): lambda cells, name=name: (
                     _time(cells[name].median_ms) if name in cells else "") for name in names},
                 "auto chose": lambda cells: (
                     cells["auto"].chosen or "" if "auto" in cells else ""),
-                f"own CPU: {' / '.join(own)}": lambda cells, own=own: " / ".join(
+                f"CPU time: {' / '.join(own)}": lambda cells, own=own: " / ".join(
                     _time(cells[name].cpu_ms) for name in own)})]
     return found
 
@@ -50,7 +52,7 @@ def _time(value: float | None) -> str:
 
 
 def plot(rows: Sequence[ExchangeRow], path: str) -> None:
-    """Time by size, a panel per grid, both axes logarithmic."""
+    """Draw time by size in a panel per grid, with logarithmic axes."""
     found = grids(rows)
     figure, axes = pyplot().subplots(1, len(found), figsize=(5.5 * len(found), 4.5), squeeze=False,
                                      sharey=True, layout="constrained")

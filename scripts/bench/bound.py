@@ -1,4 +1,4 @@
-"""A lower bound of a layer's time: its experts' matrix products alone, with the same library."""
+"""A lower bound of a layer's time: the matmuls of its experts alone, with the same library."""
 
 from __future__ import annotations
 
@@ -9,10 +9,17 @@ from scripts.bench.problem import Data, Problem
 
 
 class GemmBound:
-    """The matmuls of forward and backward and nothing else, into preallocated memory.
+    """The matmuls of forward and backward alone, into preallocated memory.
 
-    CPU: one dense matmul per expert, with its true number of rows. GPU: one dense matmul of the
-    same FLOPs over all rows. forward_only: those of a forward pass.
+    On CPU, the bound is one dense matmul per expert with the expert's true number of rows. On GPU,
+    it is
+    one dense matmul of the same FLOPs over all rows.
+
+    Args:
+        problem: sizes of the layer.
+        data: weights and inputs.
+        counts: number of rows of each expert.
+        forward_only: whether to run only the matmuls of a forward pass.
     """
 
     def __init__(self, problem: Problem, data: Data, counts: list[int],
@@ -30,7 +37,7 @@ class GemmBound:
         self.grads = [torch.empty_like(w) for w in (*self.first, self.second)]
 
     def __call__(self) -> None:
-        """Run the matmuls of one forward and backward."""
+        """Run the matmuls of one forward and backward pass."""
         start = 0
         for expert, count in enumerate(self.counts):
             if count:
@@ -46,7 +53,7 @@ class GemmBound:
 
     def _linear(self, x: Tensor, w: Tensor, grad: Tensor, y: Tensor, grad_x: Tensor,
                 grad_w: Tensor) -> None:
-        """The three matmuls of one linear map: y = x w, grad_x = grad w^T, grad_w = x^T grad."""
+        """Run the three matmuls of a linear map: y = x w, grad_x = grad w^T, grad_w = x^T grad."""
         torch.mm(x, w, out=y)
         if not self.forward_only:
             torch.mm(grad, w.t(), out=grad_x)

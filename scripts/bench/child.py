@@ -1,4 +1,4 @@
-"""Calls a function in a process of its own, whose memory and modules are its own, too."""
+"""Call a function in a separate process with separate memory and modules."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from typing import Any
 
 
 def command(function: Callable[..., Any], args: tuple[Any, ...]) -> list[str]:
-    """What starts a process in which `function(*args)` runs, with one thread and our modules."""
+    """Return the command that runs `function(*args)` in a process with one thread and our modules.
+    """
     given = base64.b64encode(pickle.dumps(args)).decode()
     places = os.pathsep.join(sys.path)
     return ["env", "OMP_NUM_THREADS=1", f"PYTHONPATH={places}", sys.executable, "-m",
@@ -24,11 +25,11 @@ def command(function: Callable[..., Any], args: tuple[Any, ...]) -> list[str]:
 
 def call(function: Callable[..., Any], *args: Any,
          environment: Mapping[str, str] | None = None) -> Any:
-    """What `function(*args)` returns in a new process with one thread.
+    """Call `function(*args)` in a new process with one thread and return the result.
 
     Args:
-        function: of a module; returns plain values.
-        environment: variables of the process, besides this one's.
+        function: a function defined in a module, which returns plain values.
+        environment: additional environment variables of the process.
     """
     done = subprocess.run(command(function, args), stdout=subprocess.PIPE, text=True, check=True,
                           env={**os.environ, **(environment or {})})
@@ -36,12 +37,13 @@ def call(function: Callable[..., Any], *args: Any,
 
 
 def result(output: str) -> Any:
-    """What the function returned, from what the process wrote."""
+    """Return the function's result from the output of the process."""
     return json.loads(output.splitlines()[-1])
 
 
 def main() -> None:
-    sys.path[:] = os.environ["PYTHONPATH"].split(os.pathsep)  # without this folder before them
+    # the folder of this script must not be the first entry, because its modules are in a package
+    sys.path[:] = os.environ["PYTHONPATH"].split(os.pathsep)
     module, name, given = sys.argv[1:]
     function = getattr(importlib.import_module(module), name)
     found = function(*pickle.loads(base64.b64decode(given)))
@@ -53,7 +55,7 @@ if __name__ == "__main__":
 
 
 def free_port() -> int:
-    """A port of this machine that nothing listens on."""
+    """Return a port of this machine on which no program listens."""
     with socket.socket() as probe:
         probe.bind(("", 0))
         return int(probe.getsockname()[1])

@@ -1,4 +1,4 @@
-"""GPUs that kernels are compiled for without one: what a kernel may use, and published rates."""
+"""GPUs for which kernels can be compiled without a GPU: their resources and published rates."""
 
 from __future__ import annotations
 
@@ -12,17 +12,20 @@ class GPU:
     """One GPU by its compiler target.
 
     Attributes:
-        name: the product whose rates these are.
-        kind: as in `kernels.gpu.tilings.Chip`.
-        backend, arch, warp: what Triton calls it.
-        processors: multiprocessors.
-        registers: of a multiprocessor (NVIDIA) or a lane (AMD).
-        most_registers: of a thread.
-        shared, shared_block: bytes a multiprocessor, a block.
-        warps: a multiprocessor at most.
-        tflops: dense bf16 with float32 sums.
-        tbytes: memory bandwidth, TB/s. Rates are those of the vendor's data sheet.
-        fp8: it has e4m3fn.
+        name: product to which the rates belong.
+        kind: kind of the chip, as in `kernels.gpu.tilings.Chip`.
+        backend: Triton's name of the backend.
+        arch: Triton's name of the architecture.
+        warp: number of threads per warp.
+        processors: number of multiprocessors.
+        registers: number of registers per multiprocessor (NVIDIA) or per lane (AMD).
+        most_registers: maximum number of registers per thread.
+        shared: bytes of shared memory per multiprocessor.
+        shared_block: maximum bytes of shared memory per block.
+        warps: maximum number of warps per multiprocessor.
+        tflops: dense bf16 rate with float32 sums in TFLOP/s, from the vendor's data sheet.
+        tbytes: memory bandwidth in TB/s, from the vendor's data sheet.
+        fp8: whether the GPU supports e4m3fn.
     """
 
     name: str
@@ -42,18 +45,25 @@ class GPU:
 
     @property
     def chip(self) -> Chip:
-        """As the rules of tiles see it."""
+        """The chip as the rules of tiles use it."""
         return Chip(self.kind, self.processors)
 
     def blocks(self, registers: int, shared: int, warps: int) -> int:
-        """Blocks that one multiprocessor runs at once, from the resources of one."""
+        """Return how many blocks one multiprocessor runs at the same time.
+
+        Args:
+            registers: number of registers per thread.
+            shared: bytes of shared memory per block.
+            warps: number of warps per block.
+        """
         if self.backend == "hip":
-            # four SIMDs; a wave's registers are taken in steps of 8, at most 8 waves a SIMD
+            # A multiprocessor has four SIMDs with at most 8 waves each. A wave's registers are
+            # allocated in multiples of 8.
             waves = 4 * min(8, self.registers // max(8, -(-registers // 8) * 8))
             by_registers = waves // warps
         else:
-            # a warp's registers are taken in steps of 256, and 1 KiB of shared memory a block
-            # belongs to the system
+            # A warp's registers are allocated in multiples of 256, and the system uses 1 KiB of
+            # shared memory per block.
             by_registers = self.registers // (-(-registers * 32 // 256) * 256) // warps
             shared += 1024
         by_shared = self.shared // shared if shared else by_registers

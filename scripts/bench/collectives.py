@@ -1,4 +1,4 @@
-"""Measures collectives along trees against others on the ranks of an emulated network."""
+"""Measure collectives along trees and other collectives on the ranks of an emulated network."""
 
 from __future__ import annotations
 
@@ -24,17 +24,25 @@ from moe_plugin.tuning.exchange_tuner import RULES
 from scripts.emulate import EmulatedCluster
 
 KINDS = ("all_gather", "reduce_scatter", "all_reduce")
-WIRE = 1448 / 1538  # bytes of data in those of a frame on the wire
+WIRE = 1448 / 1538  # share of a frame's bytes on the wire that are data
 
 
 @dataclass(frozen=True)
 class CollectiveCell:
-    """One collective of one size on one network; medians of the slowest rank, seconds.
+    """One collective of one size on one network. Times are medians of the slowest rank in seconds.
 
     Attributes:
-        bytes: of the whole. gloo: torch's own. ring: messages around all ranks. native, forest:
-            as `auto` measured them.
-        chosen: what it took. bound, ring_bound: by the links alone.
+        network: name of the network.
+        ranks: number of ranks.
+        kind: a member of `KINDS`.
+        bytes: size of the whole tensor.
+        gloo_s: time of torch's own collective.
+        ring_s: time of messages that travel around all ranks.
+        native_s: time of the native collective, as `auto` measured it.
+        forest_s: time of the collective along trees, as `auto` measured it.
+        chosen: choice of `auto`.
+        bound_s: time of the trees by the links alone.
+        ring_bound_s: time of a ring by the links alone.
     """
 
     network: str
@@ -50,15 +58,18 @@ class CollectiveCell:
     ring_bound_s: float
 
     def as_dict(self) -> dict[str, float | int | str]:
-        """Plain values. predicted: times that a ring takes as long as the trees, by the links
-        alone; ratio: the same of the faster one of gloo and ring, as measured.
+        """Return plain values with two ratios.
+
+        `predicted` is the time of a ring over that of the trees, by the links alone. `ratio` is the
+        measured
+        time of the faster one of gloo and ring over that of the trees.
         """
         return {**asdict(self), "predicted": self.ring_bound_s / self.bound_s,
                 "ratio": min(self.gloo_s, self.ring_s) / self.forest_s}
 
 
 class Ring(Collectives):
-    """Pieces from rank to rank, all around, in the order of ranks."""
+    """Collectives that send pieces from rank to rank in the order of ranks."""
 
     def all_gather(self, comm: Comm, x: Tensor) -> Tensor:
         out = x.new_empty((comm.size, *x.shape))
@@ -73,7 +84,7 @@ class Ring(Collectives):
         return ring_reduce_scatter(comm, x)
 
     def all_reduce(self, comm: Comm, x: Tensor) -> Tensor:
-        """See `Collectives`; x: [n], n a multiple of the ranks."""
+        """Reduce x, [n]; n is a multiple of the number of ranks. See `Collectives`."""
         return self.all_gather(comm, self.reduce_scatter(comm, x))
 
 
@@ -94,8 +105,13 @@ class Gloo(Collectives):
 
 
 def ring_bound_s(network: Network, size: float) -> float:
-    """Seconds of an all-gather of `size` bytes around the ranks in their order, by the links alone;
-    each message takes a path of fewest wires.
+    """Return the seconds of an all-gather around the ranks in their order, by the links alone.
+
+    Each message uses a path with the fewest wires.
+
+    Args:
+        network: the network.
+        size: size of the whole tensor in bytes.
     """
     ranks, load = network.ranks, Counter()
     for rank, name in enumerate(ranks):
@@ -106,7 +122,7 @@ def ring_bound_s(network: Network, size: float) -> float:
 
 
 def measure_rank(network: Network, sizes: tuple[int, ...], repeats: int) -> list[CollectiveCell]:
-    """Run on every rank; one cell for each collective and size."""
+    """Measure each collective and size. Every rank calls this."""
     comm = TorchComm()
     comm.prepare()
     rules = replace(RULES, allowance=math.inf, contest=replace(
@@ -137,7 +153,7 @@ def measure_rank(network: Network, sizes: tuple[int, ...], repeats: int) -> list
 
 
 def _median(comm: Comm, how: Collectives, kind: str, x: Tensor, repeats: int) -> float:
-    """Median seconds of the slowest rank; the first call does not count."""
+    """Return the median seconds of the slowest rank, without the first call."""
     run: Callable[[Comm, Tensor], Tensor] = getattr(how, kind)
     seconds = []
     for _ in range(1 + repeats):
@@ -151,7 +167,7 @@ def _median(comm: Comm, how: Collectives, kind: str, x: Tensor, repeats: int) ->
 
 def measure(network: Network, sizes: tuple[int, ...], repeats: int, delay_s: float = 5e-4,
             timeout_s: float = 1800.0) -> list[CollectiveCell]:
-    """Cells of an emulated network, which has one rank per node; needs root (`EmulatedCluster`)."""
+    """Measure an emulated network with one rank per node. Needs root (`EmulatedCluster`)."""
     with EmulatedCluster(len(network.ranks), 1, 1e9, delay_s) as cluster:
         cluster.set_network(network)
         ranks = cluster.run(measure_rank, network, sizes, repeats, timeout_s=timeout_s,

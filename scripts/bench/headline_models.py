@@ -1,8 +1,8 @@
-"""What the planner predicts of published results. Nothing is fitted to a result.
+"""Predictions of published results by the planner. Nothing is fitted to a result.
 
-Constants: the estimates after data sheets that are installed (`configs/devices`,
-`configs/clusters`), and those named here with their source. Where a result's setting is not public,
-a prediction is a range over a stated one.
+The constants are the installed estimates from data sheets (`configs/devices`, `configs/clusters`),
+and constants defined here with their source. If the setting of a result is not public, the
+prediction is a range over a stated setting.
 """
 
 from __future__ import annotations
@@ -35,21 +35,22 @@ CONFIGS = ROOT / "configs"
 A100, V100 = (load_device(CONFIGS / "devices" / f"{name}.yaml") for name in (
     "a100_80g", "v100_32g"))
 AZURE = load_cluster(CONFIGS / "clusters" / "a100_ib.yaml")
-# NVIDIA's data sheets of the V100 (NVLink, 150 GB/s a direction) and the DGX-1 (four cards of 100
-# Gbit/s); seconds of a message as in AZURE
+# from NVIDIA's data sheets of the V100 (NVLink, 150 GB/s per direction) and the DGX-1 (four network
+# cards of 100 Gbit/s); the seconds per message are those of AZURE
 DGX1 = Cluster(nodes=8, ranks_per_node=8, nics=4, intra=Link(alpha_s=3e-6, beta_s=1 / 150e9),
                inter=Link(alpha_s=5e-6, beta_s=1 / 12.5e9), copy_s=1 / V100.memory_bytes_s)
-# NVIDIA's data sheet of the H800: half of its 989 TFLOP/s in bf16, NVLink with 200 GB/s a direction
+# from NVIDIA's data sheet of the H800: half of 989 TFLOP/s in bf16, 200 GB/s NVLink per direction
 H800_FLOPS, H800_BYTES_S, LAUNCH_S, MESSAGE_S = 989e12 / 2, 200e9, 1e-5, 3e-6
-# four nodes of eight GPUs: 12 of the 16 GB/s of PCIe 3, half of that a GPU between nodes
+# four nodes of eight GPUs: 12 of the 16 GB/s of PCIe 3, and half of that per GPU between nodes
 PCIE = Cluster(nodes=4, ranks_per_node=8, nics=8, intra=Link(alpha_s=1e-5, beta_s=1 / 12e9),
                inter=Link(alpha_s=2e-5, beta_s=1 / 6e9))
-# the layer of Tutel's blog: batch 32 of 1,024 tokens on each GPU, an expert each
+# the layer of Tutel's blog: 32 sequences of 1,024 tokens and one expert on each GPU
 LAYER = LayerShape(tokens=32 * 1024, model_dim=2048, hidden_dim=2048, experts=8, top_k=2,
                    capacity_factor=1.0)
-TOKENS = (4096, 8192, 16384, 32768)  # of a GPU, where they are not stated
-UNTUNED = 2.56  # times slower all-to-all: the least gain by tuning that Tutel's blog publishes
-MASK_BYTES = 50  # of all passes over an element of the branch's tokens x experts x slots masks
+TOKENS = (4096, 8192, 16384, 32768)  # tokens per GPU, where the publication does not state them
+UNTUNED = 2.56  # slowdown of an untuned all-to-all: the least gain by tuning in Tutel's blog
+# bytes that all passes of the branch's code move per element of a tokens x experts x slots mask
+MASK_BYTES = 50
 Range = tuple[float, float]
 
 
@@ -63,35 +64,43 @@ def _scaled(gpus: int, tokens: int, cluster: Cluster = AZURE) -> ScaleRow:
 
 
 def sparse_layer(gpus: int, slower: float = 1.0) -> float:
-    """One-hot dispatch over sparse dispatch in the same layout: what Tutel's blog compares."""
+    """Return one-hot over sparse dispatch in the same layout, the comparison of Tutel's blog."""
     link = replace(AZURE.inter, beta_s=slower * AZURE.inter.beta_s)
     row = _scaled(gpus, LAYER.tokens, replace(AZURE, inter=link))
     return row.static_s / row.plain_s
 
 
 def adaptive_layer(gpus: int) -> Range:
-    """One-hot dispatch in one layout over sparse dispatch in the best one, by tokens of a GPU."""
+    """Return one-hot dispatch in one layout over sparse dispatch in the best layout, over `TOKENS`.
+    """
     return spread([_scaled(gpus, tokens).speedup for tokens in TOKENS])
 
 
 def adapted(of: str) -> float:
-    """The largest gain of adapting `r` or `d` alone, 16 to 2,048 GPUs, all `TOKENS`."""
+    """Return the largest gain of adapting only `r` or only `d`, over 16 to 2,048 GPUs and all
+    `TOKENS`.
+    """
     return max(row.plain_s / getattr(row, f"{of}_alone_s") for row in (
         _scaled(2**n, tokens) for n in range(4, 12) for tokens in TOKENS))
 
 
 def two_dimensional() -> float:
-    """Linear over 2DH all-to-all on 2,048 GPUs, the largest of 64 KiB to 256 MiB a GPU."""
+    """Return the largest ratio of linear to 2DH all-to-all on 2,048 GPUs, over 64 KiB to 256 MiB
+    per GPU.
+    """
     cluster = AZURE.with_ranks(2048)
     return max(predict(cluster, "linear", 2**n).seconds / predict(cluster, "2dh", 2**n).seconds
                for n in range(16, 29))
 
 
 def whole_model(gpus: int, mask_bytes: float = 0.0) -> float:
-    """A step of the 1.1 T model of Tutel's table 1 with one-hot dispatch over one with sparse
-    dispatch: 24 sequences a GPU, an expert each.
+    """Return one-hot over sparse dispatch in a step of the 1.1 T model of Tutel's table 1.
 
-    mask_bytes: that are moved for each element of the masks, beyond what the products read.
+    Every GPU has 24 sequences and one expert.
+
+    Args:
+        gpus: number of GPUs.
+        mask_bytes: bytes moved for each element of the masks, beyond those that the matmuls read.
     """
     cluster = AZURE.with_ranks(gpus)
     model = ModelShape(layers=32, model_dim=4096, ffn_dim=16384, heads=32, vocab=51200,
@@ -108,11 +117,14 @@ def whole_model(gpus: int, mask_bytes: float = 0.0) -> float:
 
 @cache
 def pipeline_moe() -> tuple[Range, Range, Range]:
-    """PPMoE on DGX-1: (gain over experts on all ranks of eight nodes, whose rows travel; the same
-    where every tensor-parallel rank sends all its rows; share of the backbone's throughput).
+    """Return predictions of PPMoE on DGX-1 machines, each as a range.
 
-    A dense layer and one of 64 experts, which makes a model 22 times its backbone, of GPT-3's 6.7B
-    width; 1 to 8 sequences of 2,048 tokens at a time, one or two experts per token.
+    The three ranges are the gain over experts on all ranks of eight nodes, the same gain if every
+    tensor-parallel rank sends all of its rows, and the share of the backbone's throughput. The
+    model has
+    dense layers of GPT-3's 6.7B width and layers of 64 experts, which makes it 22 times as large as
+    its
+    backbone. The ranges cover 1 to 8 sequences of 2,048 tokens, and one or two experts per token.
     """
     node, found = DGX1.resized(1), []
     for k, sequences in itertools.product((1, 2), (1, 2, 4, 8)):
@@ -121,7 +133,7 @@ def pipeline_moe() -> tuple[Range, Range, Range]:
         tokens = sequences * model.sequence
         dense = dense_layer_s(model, node, V100, tokens, 8)
         whole_s = sum(dense.values())
-        # one of its two all-reduces is the layer's own
+        # one of the two all-reduces of a dense layer belongs to the feed-forward layer
         rest_s = whole_s + dense["attention"] + dense["tensor parallel"] / 2
         layer = model.layer(tokens // 8)
         ours = layer_cost(layer, node, V100, LayoutChoice(r=1, gather_tokens=True)).seconds
@@ -134,8 +146,10 @@ def pipeline_moe() -> tuple[Range, Range, Range]:
 
 
 def trees(boxes: int = 2) -> float:
-    """The busiest wire of rings over that of planned trees, DGX A100, the largest of three
-    collectives.
+    """Return the load of the busiest wire with rings over that with planned trees on DGX A100
+    boxes.
+
+    The result is the largest ratio over three collectives.
     """
     network = preset(f"dgx-a100:{boxes}")
     return max(float(ring.inverse_bandwidth() / program_of(plan(network, kind)).inverse_bandwidth())
@@ -145,7 +159,9 @@ def trees(boxes: int = 2) -> float:
 
 @cache
 def shared_tokens() -> Range:
-    """Exchanges of the plain schedule over the better of Parm's, over 1,296 layers."""
+    """Return the range of exchange time of the plain schedule over the better one of Parm's, 1,296
+    layers.
+    """
     gains = []
     for batch, length, width, k, f, replicas, shards in itertools.product(
             (2, 4, 8), (512, 1024, 2048), (1024, 2048, 4096, 8192), (1, 2), (1.2, 2.4), (1, 2, 4),
@@ -159,10 +175,21 @@ def shared_tokens() -> Range:
 
 def prefill(gpus: int, width: int, inner: int, experts: int, k: int, layers: int,
             active: float) -> Range:
-    """EPS: prefill in one piece over that in the best pieces, 1,024 to 16,384 tokens a GPU; all
-    products at the same rate, attention as large as its weights alone. active: parameters a token.
+    """Return the range of EPS-MoE's gain: prefill in one piece over prefill in the best pieces.
+
+    The range covers 1,024 to 16,384 tokens per GPU. All matmuls run at the same rate, and attention
+    costs only as much as its weights.
+
+    Args:
+        gpus: number of GPUs.
+        width: width of a token.
+        inner: inner width of an expert.
+        experts: number of experts.
+        k: number of experts per token.
+        layers: number of layers.
+        active: number of parameters used per token.
     """
-    each = 3 * width * inner  # parameters of an expert
+    each = 3 * width * inner  # number of parameters of an expert
     kernel = Kernel(((0, 0.0), (1, 2 * each / H800_FLOPS)), LAUNCH_S)
     found = []
     for tokens in (1024, 4096, 16384):
@@ -177,8 +204,11 @@ def prefill(gpus: int, width: int, inner: int, experts: int, k: int, layers: int
 
 
 def token_slices(batches: Sequence[int] = (1, 2, 4)) -> Range:
-    """TeraPipe: GPT-3 175B in 48 stages of eight V100, two layers each, whole sequences of 2,048
-    tokens over their best slices, by sequences of a step.
+    """Return the range of TeraPipe's gain: whole sequences over their best slices, by sequences per
+    step.
+
+    The model is GPT-3 175B in 48 stages of eight V100 with two layers each, and 2,048 tokens per
+    sequence.
     """
     width, node = 12288, DGX1.resized(1)
 
@@ -195,7 +225,9 @@ def token_slices(batches: Sequence[int] = (1, 2, 4)) -> Range:
 
 
 def streaming_peers() -> Range:
-    """ATOM: as `moe-plugin bench offload-plans` computes it, by the rate of the links."""
+    """Return the range of ATOM's gain, as `moe-plugin bench offload-plans` computes it, over link
+    rates.
+    """
     found = read_numbers(ROOT / "docs" / "benchmarks" / DATA / "offload_plans.json")
     cells = found["models"]["24 layers of width 2,048"]["cells"]
     return spread([cell["ratio"] for cell in cells
@@ -203,15 +235,17 @@ def streaming_peers() -> Range:
 
 
 def near_links() -> float:
-    """TA-MoE: even tokens over its shares on two nodes, by the busiest link alone."""
+    """Return TA-MoE's gain on two nodes: even tokens over its shares, by the busiest link alone."""
     ranks, nodes = AZURE.ranks_per_node, 2
     near, far = (1 / link.beta_s for link in (AZURE.intra, AZURE.inter))
     return (ranks * near + (nodes - 1) * ranks * far) / (nodes * ranks) / far
 
 
 def spoiled_files() -> float:
-    """ByzShield: mean over 2 to 7 wrong ones of 15 workers, each file on three, of the share of
-    spoiled files that Latin squares spare of repetition's.
+    """Return ByzShield's gain: the mean share of spoiled files that Latin squares avoid.
+
+    The mean covers 2 to 7 wrong workers of 15, with each file on three workers, compared with
+    repetition.
     """
     squares, groups = mols(5, 3), repetition(5, 3)
     pairs = zip(squares.worst(7)[2:], groups.worst(7)[2:], strict=True)

@@ -1,7 +1,7 @@
-"""Host time and operations of one layer call on tiny tensors: ours, Megatron-core's, einsum, dense.
+"""Measure the host time and the operations of one layer call on tiny tensors, for several layers.
 
-With few tokens nearly all time goes to Python, dispatch and autograd: what a host spends to launch
-a layer, on a GPU too.
+With few tokens, nearly all time is spent in Python, dispatch and autograd. A host needs the same
+time to launch a layer on a GPU.
 """
 
 from __future__ import annotations
@@ -29,18 +29,29 @@ from scripts.bench.measure import training_step, versions
 from scripts.bench.peers import Candidate
 from scripts.bench.problem import Data, Problem, make_data
 from scripts.bench.ranks import on_processes
+from scripts.bench.report import load_in_words
 
 PEERS = ("megatron", "transformers_grouped_mm", "torchtitan", "einsum", "dense")
 TINY = Problem(tokens=16, model_dim=32, hidden_dim=64, experts=8, top_k=2)
-CALLS = 10  # in a row, between two looks at the clock
+CALLS = 10  # number of calls between two readings of the clock
 WARM_UP = 5
 
 
 @dataclass(frozen=True)
 class HostCost:
-    """One candidate. Times in microseconds of processor time a call, medians and minima of rounds.
+    """The cost of one candidate. Times are microseconds of processor time per call.
 
-    forward_ops, backward_ops: ATen operations of a call, views included; collectives are none.
+    Attributes:
+        name: name of the candidate.
+        forward_us: median of the forward pass.
+        forward_min_us: minimum of the forward pass.
+        step_us: median of forward and backward.
+        step_min_us: minimum of forward and backward.
+        forward_ops: number of ATen operations of the forward pass, including views. Collectives are
+            not
+            counted.
+        backward_ops: the same number for the backward pass.
+        note: difference from the other candidates.
     """
 
     name: str
@@ -55,12 +66,16 @@ class HostCost:
 
 @dataclass(frozen=True)
 class HostReport:
-    """All candidates of one problem on `ranks` expert-parallel ranks, as rank 0 measured them.
+    """Costs of all candidates on one problem, measured by rank 0 of the expert-parallel ranks.
 
     Attributes:
-        results: ours first.
-        refused: peers that could not run, with the reason.
-        load: load average of the machine before and after.
+        problem: sizes of the layer.
+        ranks: number of ranks.
+        rounds: number of timed rounds.
+        results: costs of the candidates; our layer is the first.
+        refused: for each peer that could not run, the reason.
+        load: load average of the machine before and after the measurement.
+        versions: versions of the packages, with the date and the device.
     """
 
     problem: Problem
@@ -76,26 +91,24 @@ class HostReport:
 
 
 def parts(found: Mapping[str, Any]) -> list[str]:
-    """Of a page, from what `HostReport.as_dict` gave: a row per candidate; peers that were not
-    measured.
-    """
+    """Return the parts of a page from the values of `HostReport.as_dict`."""
     theirs = {r["name"]: r["step_us"] for r in found["results"]}.get("megatron")
+    ranks = f"{found['ranks']} rank{'s' * (found['ranks'] > 1)}"
     return [
-        f"{Problem(**found['problem']).label()}, expert-parallel ranks: {found['ranks']}; load "
-        f"average {found['load'][0]:g} before, {found['load'][1]:g} after",
+        f"{Problem(**found['problem']).label()} on {ranks}. {load_in_words(found['load'])}",
         columns(found["results"], {
             "layer": "{name}",
             **{head: lambda r, of=of: show_time(r[of] / 1e6) for head, of in (
                 ("forward", "forward_us"), ("forward + backward", "step_us"),
-                ("least", "step_min_us"))},
-            "of megatron's": lambda r: f"{r['step_us'] / theirs:.2f}" if theirs else "?",
-            "operations forward": "{forward_ops}", "backward": "{backward_ops}",
+                ("minimum", "step_min_us"))},
+            "relative to Megatron": lambda r: f"{r['step_us'] / theirs:.2f}" if theirs else "?",
+            "operations in forward": "{forward_ops}", "operations in backward": "{backward_ops}",
             "note": "{note}"}),
         not_measured(found["refused"])]
 
 
 class OperationCount(TorchDispatchMode):
-    """Counts the ATen operations that run inside `with`, views included."""
+    """Counts the ATen operations, including views, that run inside the `with` block."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -107,7 +120,7 @@ class OperationCount(TorchDispatchMode):
 
 
 def count_operations(candidate: Candidate, data: Data) -> tuple[int, int]:
-    """ATen operations of a forward pass, and of its backward pass."""
+    """Return the numbers of ATen operations of a forward pass and of its backward pass."""
     x_TD = data.x_TD.clone().requires_grad_()
     with OperationCount() as forward:
         y_TD, losses = candidate.forward(x_TD)
@@ -117,28 +130,29 @@ def count_operations(candidate: Candidate, data: Data) -> tuple[int, int]:
 
 
 def run(problem: Problem, ranks: int, rounds: int, names: Sequence[str] = PEERS) -> HostReport:
-    """Measure on `ranks` new processes, with as many threads each as this one has.
+    """Measure on `ranks` new processes, each with the number of threads of this process.
 
     Raises:
-        ValueError: a peer whose output is not ours, or without balance loss; sizes that do not
-            divide over the ranks.
+        ValueError: if a peer's output differs from ours or a peer has no balance loss, or if the
+            experts cannot be divided equally among the ranks.
     """
     if problem.device != "cpu":
-        raise ValueError(f"device={problem.device!r} does not fit bench host: must be cpu, where "
-                         "processor time holds nothing of a device; leave --device out")
+        raise ValueError(f"device={problem.device!r} is not supported by bench host: must be cpu, "
+                         "because processor time includes no time of a device. Leave out --device")
     if ranks < 1 or problem.experts % ranks:
-        raise ValueError(f"ranks={ranks} does not fit {problem.experts} experts: must be a divisor")
+        raise ValueError(f"{problem.experts} experts cannot be divided among ranks={ranks}. The "
+                         "number of ranks must be a divisor of the number of experts")
     return on_processes(ranks, measure, problem, ranks, rounds, tuple(names),
                         threads=torch.get_num_threads())
 
 
 def measure(problem: Problem, ranks: int, rounds: int, names: Sequence[str]) -> HostReport:
-    """The report of this rank; all ranks of the default group call it."""
+    """Return the report of this rank. All ranks of the default group call this."""
     data, before = make_data(problem), os.getloadavg()[0]
     with contextlib.ExitStack() as stack:
         candidates, refused = enter_candidates(stack, problem, data, names)
-        # Megatron-core on a CPU needs a mode that looks at every call of torch: it is off here, for
-        # all candidates
+        # Megatron-core on a CPU needs a mode that intercepts every call of torch. The mode is
+        # disabled here for all candidates, because its cost would be part of every call.
         with torch._C.DisableTorchFunction():
             agreement(candidates, data, problem)
             check_losses(candidates, data, problem)
@@ -152,7 +166,7 @@ def _measured(candidates: dict[str, Candidate], data: Data, rounds: int) -> list
     calls = {name: list(_calls(c, data)) for name, c in candidates.items()}
     for mine in calls.values():
         _processor_us(mine, WARM_UP)
-    # counted after the first calls, which choose and build what later ones reuse
+    # counted after the first calls, which choose implementations and build buffers for later calls
     counts = {name: count_operations(c, data) for name, c in candidates.items()}
     seconds: dict[str, list[list[float]]] = {name: [] for name in candidates}
     for _ in range(rounds):
@@ -167,14 +181,16 @@ def _measured(candidates: dict[str, Candidate], data: Data, rounds: int) -> list
 
 
 def _calls(candidate: Candidate, data: Data) -> Iterator[Callable[[], object]]:
-    """A forward pass with a graph, and forward and backward."""
+    """Yield two functions: a forward pass that records a graph, and forward and backward."""
     x_TD = data.x_TD.clone().requires_grad_()
     yield lambda: candidate.forward(x_TD)
     yield training_step(candidate.forward, candidate.parameters, x_TD, data.grad_TD)
 
 
 def _processor_us(calls: Sequence[Callable[[], object]], repeats: int) -> list[float]:
-    """Processor time of this process for one of `repeats` calls of each, in microseconds."""
+    """Return the processor time of one call in microseconds, a mean over `repeats` calls, for each
+    function.
+    """
     found = []
     for call in calls:
         start = time.process_time()

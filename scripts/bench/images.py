@@ -1,4 +1,4 @@
-"""Training runs of the vision example, one thread each."""
+"""Training runs of the vision example, with one thread each."""
 
 from __future__ import annotations
 
@@ -21,24 +21,26 @@ CIFAR_OPTIONS = ["--preset", "cifar", "--flips", "--batch-size", "128"]
 
 
 def run_options(name: str, data: str) -> dict[str, Option]:
-    """Return the options of a study that trains on images: what `folder_of_runs` reads.
+    """Return the options of a study that trains on images, which `folder_of_runs` reads.
 
     Args:
-        name: of the study.
-        data: an example of digits, which is the default.
+        name: name of the study.
+        data: name of an example of digits, which is the default.
     """
     return {
-        "data": Option(data, f"images to train on; {CIFAR} takes hours, and needs its npm package",
+        "data": Option(data, f"images to train on. {CIFAR} takes hours and needs its npm package",
                        choices=(data, CIFAR)),
-        "images": Option(0, "images to train on and to validate with, at most; 0: all", quick=100),
-        "runs": Option(f"runs/{name}", "folder of the runs; a second start continues them"),
-        "fresh": Option(False, "remove it first")}
+        "images": Option(0, "maximum number of images to train on and to validate with; 0 uses all",
+                         quick=100),
+        "runs": Option(f"runs/{name}", "folder of the runs. A second start continues them"),
+        "fresh": Option(False, "remove the folder of the runs first")}
 
 
 def folder_of_runs(args: argparse.Namespace) -> Path:
     """Return the folder of a study's runs, with its images in `images`.
 
-    Raises: ValueError: the images' package is missing.
+    Raises:
+        ValueError: if the package of the images is missing.
     """
     place = Path(args.runs) / f"{args.data} {args.images or 'all'}, {args.epochs} epochs"
     if args.fresh:
@@ -49,14 +51,21 @@ def folder_of_runs(args: argparse.Namespace) -> Path:
 
 
 def check_counts(args: argparse.Namespace) -> None:
-    """Raises: ValueError: a number of images, epochs or seeds is out of bounds."""
+    """Check the numbers of images, epochs and seeds.
+
+    Raises:
+        ValueError: if a number is out of bounds.
+    """
     for name, least in (("images", 0), ("epochs", 1), ("seeds", 1)):
         if (value := getattr(args, name)) < least:
-            raise ValueError(f"--{name} {value} is out of bounds: must be >= {least}; leave it out")
+            raise ValueError(f"--{name} {value} is out of bounds: must be >= {least}. Leave out "
+                             f"--{name} for the default")
 
 
 def train_images(out: Path, *options: str) -> list[dict[str, Any]]:
-    """The log of a run into `out`, a record a line; a second start continues it."""
+    """Train into the folder `out` and return the records of the log. A second start continues the
+    run.
+    """
     subprocess.run(
         [sys.executable, "-m", "moe_plugin.hosts.timm.train", "--out", str(out), *options],
         check=True, stdout=subprocess.DEVNULL,
@@ -67,7 +76,7 @@ def train_images(out: Path, *options: str) -> list[dict[str, Any]]:
 
 def spread(values: Sequence[float], factor: float = 1.0, unit: str = "",
            digits: int = 2) -> str:
-    """Mean, and smallest to largest."""
+    """Return the mean with the smallest and the largest value in parentheses."""
     shown = [factor * value for value in values]
     mean, least, most = (f"{value:.{digits}f}"
                          for value in (statistics.mean(shown), min(shown), max(shown)))

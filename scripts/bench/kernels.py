@@ -1,6 +1,7 @@
-"""Measures each operation: its implementations, its reference and its bound.
+"""Measure each operation: its implementations, its reference and its bound.
 
-The bound is the larger of bytes over copy bandwidth and FLOPs over GEMM rate of the same run.
+The bound is the larger of two times: bytes over the copy bandwidth, and FLOPs over the GEMM rate,
+both measured in the same run.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from scripts.bench.problem import Data, Problem, make_data
 
 @dataclass(frozen=True)
 class Work:
-    """One call: least bytes (each input read once, each output written once) and FLOPs."""
+    """One call of an operation: least bytes (each input and output moved once) and FLOPs."""
 
     operation: str
     args: tuple[Any, ...]
@@ -37,11 +38,18 @@ class Work:
 
 @dataclass(frozen=True)
 class KernelResult:
-    """Times in ms.
+    """The result of one implementation of an operation.
 
     Attributes:
-        share_of_bound: bound over median, at best 1.
-        chosen: on this device.
+        operation: name of the operation.
+        implementation: name of the implementation.
+        chosen: whether the layer chooses this implementation on this device.
+        median_ms: median time in milliseconds.
+        min_ms: shortest time in milliseconds.
+        bound_ms: bound of the time in milliseconds.
+        share_of_bound: bound divided by the median time, at best 1.
+        gbytes_per_s: GB/s of the least memory traffic.
+        tflops: TFLOP/s.
     """
 
     operation: str
@@ -57,10 +65,15 @@ class KernelResult:
 
 @dataclass(frozen=True)
 class KernelReport:
-    """All operations of one problem.
+    """Results of all operations at the sizes of one layer.
 
-    copy_gbytes_per_s counts bytes read and written; gemm_tflops: of one large matmul. refused: why
-    an operation, or its Triton implementation on a GPU, was not measured.
+    Attributes:
+        problem: sizes of the layer.
+        copy_gbytes_per_s: copy bandwidth in GB/s, counting bytes read and bytes written.
+        gemm_tflops: rate of one large matmul in TFLOP/s.
+        results: results of the implementations.
+        refused: for each operation that was not measured, or whose Triton implementation was not
+            measured on a GPU, the reason.
     """
 
     problem: Problem
@@ -77,32 +90,34 @@ class KernelReport:
 
 
 def parts(found: Mapping[str, Any]) -> list[str]:
-    """Of a page, from what `KernelReport.as_dict` gave: a row per operation and implementation; *
-    marks the one chosen.
+    """Return the parts of a page from the values of `KernelReport.as_dict`.
+
+    A row shows one implementation of an operation; * marks the chosen one.
     """
     problem = Problem(**found["problem"])
     return [
-        f"{problem.label()}, {problem.device}; copy {found['copy_gbytes_per_s']:.1f} GB/s "
-        f"(read + written), large matmul {found['gemm_tflops']:.3f} TFLOP/s",
+        f"{problem.label()}, {problem.device}: a copy reaches {found['copy_gbytes_per_s']:.1f} "
+        f"GB/s (bytes read plus bytes written), and a large matmul {found['gemm_tflops']:.3f} "
+        "TFLOP/s.",
         columns(found["results"], {
             "operation": "{operation}",
             "implementation": lambda r: r["implementation"] + " *" * r["chosen"],
             **{head: lambda r, of=of: show_time(r[of] / 1e3) for head, of in (
                 ("median", "median_ms"), ("minimum", "min_ms"), ("bound", "bound_ms"))},
-            "of bound": "{share_of_bound:.0%}", "GB/s": "{gbytes_per_s:.1f}",
+            "share of bound": "{share_of_bound:.0%}", "GB/s": "{gbytes_per_s:.1f}",
             "TFLOP/s": "{tflops:.3f}"}),
-        *(f"* {name} refused: {why}" for name, why in found.get("refused", {}).items())]
+        *(f"* {name} was not measured: {why}" for name, why in found.get("refused", {}).items())]
 
 
 def run(problem: Problem, rounds: int = 15) -> KernelReport:
-    """Measure every operation's implementations that can run here."""
+    """Measure all implementations of every operation that can run on this machine."""
     device = torch.device(problem.device)
     copy_s, gemm_flops = _ceilings(problem, device, rounds)
     results: list[KernelResult] = []
     refused: dict[str, str] = {}
     works = work_list(problem)
     name = "all"
-    while True:  # one operation that fails leaves the others
+    while True:  # an operation that fails does not prevent the measurement of the others
         try:
             work = next(works, None)
             if work is None:
@@ -110,7 +125,7 @@ def run(problem: Problem, rounds: int = 15) -> KernelReport:
             name = work.operation
             bound = max(work.bytes * copy_s, work.flops / gemm_flops)
             results += _measured(work, device, rounds, bound, refused)
-        except Exception as error:  # of a compiler, or of the GPU
+        except Exception as error:  # raised by a compiler or by the GPU
             if device.type == "cpu":
                 raise
             refused[name] = short(f"{type(error).__name__}: {error}", 200)
@@ -136,7 +151,7 @@ def _result(work: Work, name: str, chosen: bool, times: Times, bound: float) -> 
 
 
 def _ceilings(problem: Problem, device: torch.device, rounds: int) -> tuple[float, float]:
-    """(seconds per byte copied, FLOP/s of one large matmul) of this device, now."""
+    """Return (seconds per copied byte, FLOP/s of one large matmul), measured on this device."""
     numel = (1 << 31 if device.type == "cuda" else 1 << 27) // 4
     source, target = torch.randn(numel, device=device), torch.empty(numel, device=device)
     side = 8192 if device.type == "cuda" else 1024
@@ -148,7 +163,7 @@ def _ceilings(problem: Problem, device: torch.device, rounds: int) -> tuple[floa
 
 
 def work_list(problem: Problem) -> Iterator[Work]:
-    """Every operation at the sizes of one layer."""
+    """Yield every operation at the sizes of one layer."""
     data = make_data(problem)
     logits_TE = data.x_TD.float() @ data.router_ED.float().t()
     mask_T = torch.ones(problem.tokens, dtype=torch.bool, device=problem.device)

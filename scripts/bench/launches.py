@@ -1,7 +1,8 @@
-"""Records the Triton launches of a layer without a GPU: what is compiled for them, and their work.
+"""Record the Triton launches of a layer without a GPU: the kernels to compile, and their work.
 
-Tensors are on torch's `meta` device, which has shapes and no values, and which the layer takes for
-a GPU while it is recorded: a layer of any size runs in milliseconds.
+Tensors are on torch's `meta` device, which has shapes but no values. While launches are recorded,
+the
+layer treats this device like a GPU. A layer of any size runs in milliseconds.
 """
 
 from __future__ import annotations
@@ -30,19 +31,20 @@ TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16",
          torch.float64: "fp64", torch.int64: "i64", torch.int32: "i32", torch.bool: "i1",
          torch.uint8: "u8", torch.float8_e4m3fn: "fp8e4nv"}
 OPTIONS = ("num_warps", "num_stages", "maxnreg", "num_ctas")
-ALIGNED = 16  # Triton compiles again for addresses and numbers that are multiples of it
+ALIGNED = 16  # Triton compiles separate code for addresses and numbers that are multiples of this
 
 
 @dataclass(frozen=True)
 class Launch:
-    """What a kernel is compiled for: equal launches run the same code.
+    """A kernel with everything for which it is compiled. Equal launches run the same code.
 
     Attributes:
-        module: below moe_plugin.kernels.gpu.
-        types: of the arguments at run time, in Triton's words.
-        constants: compile-time values; an argument that is 1 is one, too.
-        aligned: arguments that are multiples of 16.
-        options: warps, stages, a bound of the registers.
+        module: module below moe_plugin.kernels.gpu.
+        kernel: name of the kernel.
+        types: types of the run-time arguments, in Triton's notation.
+        constants: compile-time values. An argument with the value 1 is a constant too.
+        aligned: names of arguments that are multiples of 16.
+        options: numbers of warps and stages, and a bound of the registers.
     """
 
     module: str
@@ -54,7 +56,7 @@ class Launch:
 
     @property
     def label(self) -> str:
-        """Its kernel and what sets it apart: dtype, flags, words and sizes."""
+        """The kernel and its distinguishing values: dtype, flags, words and sizes."""
         said = [next((t[1:] for _, t in self.types if t.startswith("*")), "")]
         for name, value in self.constants:
             if value is True or (isinstance(value, str) and value not in ("none", "ieee")):
@@ -69,19 +71,20 @@ class Launch:
         return any(name in ("X_GATHER", "G_GATHER") and value for name, value in self.constants)
 
     def option(self, name: str, default: int) -> int:
-        """One of `options`."""
+        """Return one of `options`."""
         return dict(self.options).get(name, default)
 
 
 @dataclass(frozen=True)
 class Call:
-    """One launch with its arguments' sizes.
+    """One launch with the sizes of its arguments.
 
     Attributes:
-        shapes: of the tensors by argument.
-        numbers: by argument.
-        bytes: each tensor once, whether read or written.
-        programs: of its grid.
+        launch: the launch.
+        shapes: shapes of the tensors by argument.
+        numbers: integer arguments by name.
+        bytes: bytes of all tensors, each counted once, whether read or written.
+        programs: number of programs in the grid.
     """
 
     launch: Launch
@@ -93,10 +96,13 @@ class Call:
 
 @dataclass
 class Recorded:
-    """What ran, in its order.
+    """The recorded calls and operations in their order.
 
     Attributes:
-        operations: torch's own that compute, (name, bytes) each; views and allocations are none.
+        calls: launches of Triton kernels.
+        operations: operations of torch that compute, each as (name, bytes). Views and allocations
+            are
+            not included.
     """
 
     calls: list[Call] = field(default_factory=list)
@@ -105,7 +111,10 @@ class Recorded:
 
 @contextlib.contextmanager
 def recording(chip: Chip) -> Iterator[Recorded]:
-    """Notes what runs inside on `META` as if on a GPU of this kind. Nothing is computed."""
+    """Record everything that runs on `META` in the block, as if on a GPU of this kind.
+
+    Nothing is computed.
+    """
     from triton.runtime import jit
 
     from moe_plugin.kernels.gpu import expert_ffn, expert_matmul, fp8
@@ -128,7 +137,7 @@ def recording(chip: Chip) -> Iterator[Recorded]:
 
 
 class _Operations(TorchDispatchMode):
-    """Notes operations of torch that write something new."""
+    """Records operations of torch that write new tensors."""
 
     def __init__(self, seen: list[tuple[str, int]]) -> None:
         super().__init__()
@@ -154,7 +163,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
-    """Of all, what several share once."""
+    """Return the bytes of all tensors; memory shared by several tensors is counted once."""
     each = {(t.untyped_storage()._cdata, t.storage_offset(), t.numel()): t for t in tensors}
     return sum(t.numel() * t.element_size() for t in each.values())
 
@@ -202,17 +211,18 @@ def _type(value: Any) -> str:
 
 
 def _is_aligned(value: Any) -> bool:
-    if isinstance(value, Tensor):  # allocations are aligned
+    if isinstance(value, Tensor):  # allocations are aligned, so only the offset matters
         return value.storage_offset() * value.element_size() % ALIGNED == 0
     return isinstance(value, int) and value % ALIGNED == 0
 
 
 def step(problem: Problem, adds: bool = False, **sections: Mapping[str, Any]) -> Callable[[], None]:
-    """Forward and backward of one layer, to be recorded.
+    """Return a function that runs forward and backward of one layer, to be recorded.
 
     Args:
-        adds: weight gradients go to a float32 `main_grad`.
-        sections: of the settings, over those of the benchmark's layer.
+        problem: sizes of the layer.
+        adds: whether weight gradients are added to a float32 `main_grad`.
+        sections: settings that override those of the benchmark's layer, by section.
     """
     p = problem
     experts = {"hidden_dim": p.hidden_dim, "compute": "kernels", "bias": False,
@@ -239,7 +249,7 @@ def step(problem: Problem, adds: bool = False, **sections: Mapping[str, Any]) ->
 
 
 def recorded(run: Callable[[], object], chip: Chip) -> Recorded:
-    """What `run` launches on a GPU of this kind."""
+    """Return what `run` launches on a GPU of this kind."""
     with recording(chip) as found:
         run()
     return found

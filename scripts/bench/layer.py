@@ -1,4 +1,4 @@
-"""Measures the layer and its peers: same weights, same input, outputs compared, one run."""
+"""Measure the layer and its peers in one run: equal weights, equal input, outputs compared."""
 
 from __future__ import annotations
 
@@ -30,18 +30,26 @@ from scripts.bench.problem import Data, Problem, make_data
 from scripts.bench.ranks import on_processes
 
 logger = logging.getLogger(__name__)
-SLOW = 3.0  # multiple of the bound above which a candidate is measured less often
-# relative, in the norm of the whole output
+SLOW = 3.0  # a candidate slower than this multiple of the bound is measured less often
+# largest difference of an output, relative to the norm of the whole output
 TOLERANCE = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 3e-2}
 
 
 @dataclass(frozen=True)
 class Result:
-    """One candidate. Times in ms.
+    """The result of one candidate.
 
     Attributes:
-        ratio_to_bound: median over the bound's median.
-        error: relative distance of its output from ours.
+        name: name of the candidate.
+        median_ms: median time in milliseconds.
+        min_ms: shortest time in milliseconds.
+        ratio_to_bound: median time divided by the bound's median time.
+        ratio_of_minima: shortest time divided by the bound's shortest time.
+        peak_extra_mib: peak memory in MiB above weights and inputs, or None if unknown.
+        tflops: TFLOP/s of the experts' matmuls.
+        gbytes_per_s: GB/s of the least memory traffic.
+        error: distance of the output from ours, relative to its norm. None if it is not compared.
+        note: difference from the other candidates.
     """
 
     name: str
@@ -58,13 +66,19 @@ class Result:
 
 @dataclass(frozen=True)
 class LayerReport:
-    """All candidates of one problem; the first result is ours.
+    """Results of all candidates on one problem. The first result is that of our layer.
 
     Attributes:
-        refused: peers that could not run, with the reason.
-        threads, ranks: threads of each expert-parallel rank; each rank has the problem's tokens,
-            and numbers are those of rank 0.
-        forward_only: without a backward pass, as text is generated.
+        problem: the sizes of the layer.
+        bound_ms: median time of the bound in milliseconds.
+        bound_min_ms: shortest time of the bound in milliseconds.
+        results: results of the candidates.
+        refused: for each peer that could not run, the reason.
+        threads: number of threads of each rank.
+        ranks: number of expert-parallel ranks. Each rank has the problem's tokens, and the results
+            are
+            those of rank 0.
+        forward_only: whether there is no backward pass, as in text generation.
     """
 
     problem: Problem
@@ -78,11 +92,11 @@ class LayerReport:
 
     @property
     def noise(self) -> float:
-        """Median of the bound over its minimum."""
+        """Median of the bound divided by its minimum."""
         return self.bound_ms / self.bound_min_ms
 
     def as_dict(self) -> dict[str, object]:
-        """Our numbers at the top level, those of the peers in a list."""
+        """Return plain values: our numbers at the top level, and those of the peers in a list."""
         mine = asdict(self.results[0])
         return {
             **mine, "bound_ms": self.bound_ms, "bound_min_ms": self.bound_min_ms,
@@ -92,7 +106,7 @@ class LayerReport:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> LayerReport:
-        """The inverse of `as_dict`, without versions."""
+        """Return the report that `as_dict` wrote, without the versions."""
         def part(kind: type, of: Mapping[str, Any]) -> Any:
             return kind(**{f.name: of[f.name] for f in fields(kind)})
 
@@ -101,7 +115,9 @@ class LayerReport:
                    values["threads"], values.get("ranks", 1), values.get("forward_only", False))
 
     def parts(self) -> list[str]:
-        """Of a page: a row per candidate; peers that were not measured."""
+        """Return the parts of a page: a row for each candidate, and the peers that were not
+        measured.
+        """
         problem, lines = self.problem, [["GEMM bound", _ms(self.bound_ms), _ms(self.bound_min_ms),
                                          "1.00", "1.00", "", "", "", "", ""]]
         for r in self.results:
@@ -111,7 +127,7 @@ class LayerReport:
                 f"{r.ratio_of_minima:.2f}", memory, f"{r.tflops:.3f}", f"{r.gbytes_per_s:.1f}",
                 "" if r.error is None else f"{r.error:.0e}", r.note])
         head = ["forward" if self.forward_only else "forward + backward", "median", "minimum",
-                "ratio", "ratio of min", "peak", "TFLOP/s", "GB/s", "error", "note"]
+                "ratio", "ratio of minima", "peak memory", "TFLOP/s", "GB/s", "error", "note"]
         ranks = f"{self.ranks} ranks, each " if self.ranks > 1 else ""
         threads = f"{self.threads} thread{'s' * (self.threads > 1)}"
         return [f"{problem.label()}, {problem.device}, {ranks}{threads}",
@@ -120,7 +136,7 @@ class LayerReport:
 
 
 def parts(found: Mapping[str, Any]) -> list[str]:
-    """Of a page, from what `LayerReport.as_dict` gave."""
+    """Return the parts of a page from the values of `LayerReport.as_dict`."""
     return LayerReport.from_dict(found).parts()
 
 
@@ -129,23 +145,34 @@ def _ms(value: float) -> str:
 
 
 def not_measured(peers: Mapping[str, str]) -> str:
-    """A paragraph on peers that could not run."""
+    """Return a paragraph about the peers that could not run."""
     by_reason: dict[str, list[str]] = {}
     for name, reason in peers.items():
         by_reason.setdefault(reason, []).append(name)
     why = "; ".join(f"{', '.join(names)} ({reason})" for reason, names in by_reason.items())
-    return f"Not measured: {why}." if peers else ""
+    return f"These layers were not measured: {why}." if peers else ""
 
 
 def enter_candidates(stack: contextlib.ExitStack, problem: Problem, data: Data,
                      names: Sequence[str]) -> tuple[dict[str, Candidate], dict[str, str]]:
-    """(our layer and the peers by name, why others cannot run). stack: ends what peers began."""
+    """Build our layer and the peers.
+
+    Args:
+        stack: closes the resources of the peers at its end.
+        problem: sizes of the layer.
+        data: weights and inputs.
+        names: names of the peers.
+
+    Returns:
+        (candidates by name, reason for each peer that cannot run).
+    """
     refused = {n: why for n in names if (why := peers.entry(n).why_not()) is not None}
     candidates = {"moe-plugin": ours(problem, data)}
     for name in [n for n in names if n not in refused]:
         try:
             candidates[name] = stack.enter_context(peers.get(name)(problem, data))
-        except (UnsupportedProblem, ImportError) as reason:  # or a package that it needs itself
+        # an ImportError means that a package that the peer itself requires is missing
+        except (UnsupportedProblem, ImportError) as reason:
             refused[name] = str(reason)
         except Exception as error:
             if problem.device == "cpu":
@@ -160,9 +187,10 @@ def _failed(error: Exception) -> str:
 
 def checked(candidates: dict[str, Candidate], refused: dict[str, str], data: Data,
             problem: Problem) -> dict[str, float | None]:
-    """Each candidate's `agreement` with ours, after `check_losses`.
+    """Return each candidate's `agreement` with our layer, after `check_losses`.
 
-    On a GPU, where time is precious, a peer that fails moves to `refused`; on a CPU it is an error.
+    A peer that fails raises an error on CPU. On a GPU, where time is expensive, the peer moves to
+    `refused` and the others are still measured.
     """
     ours_alone = {"moe-plugin": candidates["moe-plugin"]}
     errors: dict[str, float | None] = {}
@@ -180,12 +208,16 @@ def checked(candidates: dict[str, Candidate], refused: dict[str, str], data: Dat
 
 def run(problem: Problem, names: Sequence[str], rounds: int = 15, *,
         forward_only: bool = False) -> LayerReport:
-    """Measure our layer and the named peers, over the ranks of `expert_group`.
+    """Measure our layer and the named peers on the ranks of `expert_group`.
 
     Args:
-        forward_only: without a backward pass.
+        problem: sizes of the layer.
+        names: names of the peers.
+        rounds: number of timed rounds.
+        forward_only: whether to leave out the backward pass.
+
     Raises:
-        ValueError: unknown peer, a peer whose output is not ours, or one without balance loss.
+        ValueError: if a peer is unknown, has a different output, or computes no balance loss.
     """
     data = make_data(problem)
     device = torch.device(problem.device)
@@ -200,7 +232,8 @@ def run(problem: Problem, names: Sequence[str], rounds: int = 15, *,
         group = expert_group()
         bound = GemmBound(problem, data.local(group.rank, group.size), own_loads(
             problem, data, group.rank, group.size), forward_only)
-        # ranks may see different times, and must run the same
+        # Ranks may measure different times but must run the same candidates in every round, so
+        # slow candidates are skipped only on one rank.
         times = interleaved([bound, *steps.values()], device, rounds,
                             slow=SLOW if group.size == 1 else math.inf)
     results = [
@@ -213,30 +246,31 @@ def run(problem: Problem, names: Sequence[str], rounds: int = 15, *,
 
 
 def own_loads(problem: Problem, data: Data, rank: int, ranks: int) -> list[int]:
-    """Rows of each expert of a rank, where every rank has the same tokens."""
+    """Return the rows of each expert of a rank, if every rank has the same tokens."""
     own = problem.experts // ranks
     return [ranks * rows for rows in loads(problem, data)[rank * own:(rank + 1) * own]]
 
 
 def on_ranks(problem: Problem, names: Sequence[str], rounds: int, ranks: int,
              threads: int) -> LayerReport:
-    """`run` on new processes of as many ranks, with as many threads each."""
+    """Run `run` on this number of new processes, with this number of threads each."""
     found: LayerReport = on_processes(ranks, run, problem, names, rounds, threads=threads)
     return found
 
 
 def loads(problem: Problem, data: Data) -> list[int]:
-    """Rows of each expert."""
+    """Return the number of rows of each expert."""
     ids_TK = torch.topk(data.x_TD.float() @ data.router_ED.float().t(), problem.top_k,
                         dim=1).indices
     return torch.bincount(ids_TK.reshape(-1).cpu(), minlength=problem.experts).tolist()
 
 
 def _warm_up(problem: Problem, data: Data) -> None:
-    """Run what happens only once before memory is counted.
+    """Run everything that happens only once, before memory is measured.
 
-    A step of a small layer makes libraries allocate their buffers; a forward pass of a layer like
-    ours makes `experts.compute=auto` choose.
+    A step of a small layer lets libraries allocate their buffers. A forward pass of a layer like
+    ours
+    lets `experts.compute=auto` choose.
     """
     small = Problem(tokens=64, model_dim=64, hidden_dim=64, experts=2, top_k=1, dtype=problem.dtype,
                     device=problem.device)
@@ -249,9 +283,11 @@ def _warm_up(problem: Problem, data: Data) -> None:
 
 def agreement(candidates: dict[str, Candidate], data: Data,
               problem: Problem) -> dict[str, float | None]:
-    """Relative distance of each candidate's output from ours; None: it computes something else.
+    """Return the relative distance of each candidate's output from ours, or None if it is not
+    compared.
 
-    Raises: ValueError: an output that is not ours.
+    Raises:
+        ValueError: if an output differs from ours by more than `TOLERANCE`.
     """
     outputs: dict[str, Tensor] = {}
     with torch.no_grad():
@@ -263,18 +299,20 @@ def agreement(candidates: dict[str, Candidate], data: Data,
         if errors[name] is not None and not errors[name] <= TOLERANCE[problem.dtype]:
             raise ValueError(
                 f"{name}'s output differs from ours by {errors[name]:.2e} of its norm: must be <= "
-                f"{TOLERANCE[problem.dtype]}; leave it out with --peers and report this for "
-                f"{problem.label()}")
+                f"{TOLERANCE[problem.dtype]}. Leave {name} out with --peers, and report this error "
+                f"for {problem.label()}")
     return errors
 
 
 def check_losses(candidates: dict[str, Candidate], data: Data, problem: Problem) -> None:
-    """Check that every candidate with experts pays for its balance loss: without a gradient of
-    its output it alone reaches a parameter.
+    """Check that every candidate with experts computes the gradient of its balance loss.
 
-    Raises: ValueError: a candidate without one.
+    Without a gradient of the output, the balance loss alone must reach a parameter.
+
+    Raises:
+        ValueError: if a candidate has no balance loss.
     """
-    if problem.top_k == problem.experts:  # nothing to balance
+    if problem.top_k == problem.experts:  # every token uses every expert, so there is no imbalance
         return
     for name, candidate in candidates.items():
         if not candidate.compared:
@@ -286,8 +324,8 @@ def check_losses(candidates: dict[str, Candidate], data: Data, problem: Problem)
         for parameter in candidate.parameters:
             parameter.grad = None
         if not reached:
-            raise ValueError(f"{name} computes no balance loss, as the other layers do: its time "
-                             "is not comparable; leave it out with --peers")
+            raise ValueError(f"{name} computes no balance loss, but the other layers do, so its "
+                             f"time is not comparable. Leave {name} out with --peers")
 
 
 def _result(work: tuple[float, float], name: str, note: str, mine: Times, bound: Times,

@@ -16,12 +16,14 @@ from moe_plugin.routing import finish_step
 
 def timed_step(layer: MoELayer, x_TD: Tensor, choice: LayoutChoice | None,
                grad_TD: Tensor | None = None) -> tuple[float, LayerStats]:
-    """A forward and backward pass, which all ranks begin together: seconds, the call's statistics.
+    """Run forward and backward, which all ranks start together; return seconds and the call's
+    statistics.
 
     Args:
+        layer: the layer.
         x_TD: tokens of this rank.
-        choice: the layout; None: as configured or tuned.
-        grad_TD: gradient of the output; None: of its mean square.
+        choice: layout of the call. None uses the configured or tuned layout.
+        grad_TD: gradient of the output. None uses the gradient of the output's mean square.
     """
     layer.comm.barrier()
     start = time.perf_counter()
@@ -31,14 +33,16 @@ def timed_step(layer: MoELayer, x_TD: Tensor, choice: LayoutChoice | None,
 
 
 def one_step(layer: MoELayer, tokens: int, choice: LayoutChoice | None) -> tuple[float, str]:
-    """`timed_step` on so many random tokens of each rank; its seconds, and its layout."""
+    """Run `timed_step` on random tokens of each rank; return its seconds and its layout."""
     x_TD = torch.randn(tokens, layer.config.model_dim, requires_grad=True)
     seconds, stats = timed_step(layer, x_TD, choice)
     return seconds, stats.layout
 
 
 def timed_end(layer: MoELayer) -> float:
-    """Seconds of the end of a step, in which replicas may be placed; all ranks begin together."""
+    """Return the seconds of the end of a step, in which replicas may be placed. All ranks start
+    together.
+    """
     layer.comm.barrier()
     start = time.perf_counter()
     finish_step(layer)
@@ -46,5 +50,7 @@ def timed_end(layer: MoELayer) -> float:
 
 
 def slowest(ranks: Sequence[Mapping[str, Mapping[str, Sequence[float]]]], name: str) -> list[float]:
-    """Each step's time on the slowest rank, from `seconds` by name and step of every rank."""
+    """Return each step's time on the slowest rank, from the `seconds` of every rank by name and
+    step.
+    """
     return [max(step) for step in zip(*(rank["seconds"][name] for rank in ranks), strict=True)]

@@ -1,4 +1,4 @@
-"""Time and memory of several candidates, measured alternately, on CPU and GPU."""
+"""Measure the time and the memory of several candidates alternately, on CPU and GPU."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import math
 import platform
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
@@ -21,26 +21,25 @@ from moe_plugin.utils.messages import tracked
 from scripts.bench.memory_limit import reset_peak, status_bytes
 
 MIB = 1 << 20
-HELD_UP = 40_000_000  # cycles of a GPU, about 20 ms
-# whose versions a page names, where they are installed
+HELD_UP = 40_000_000  # cycles for which the GPU waits before a timed call, about 20 ms
+# packages whose versions a page states if they are installed
 PACKAGES = ("moe-plugin", "triton", "megatron-core", "fairseq", "transformer-engine",
             "scattermoe", "sonic-moe", "deepspeed", "transformers", "torchtitan", "ai2-olmo-core")
 
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds of each round, in order."""
+    """Seconds of each round, in order of time."""
 
     seconds: list[float]
 
     @property
     def median(self) -> float:
-        """Median of the rounds."""
         return statistics.median(self.seconds)
 
     @property
     def best(self) -> float:
-        """The fastest round."""
+        """Seconds of the fastest round."""
         return min(self.seconds)
 
 
@@ -48,8 +47,11 @@ def interleaved(candidates: Sequence[Callable[[], object]], device: torch.device
                 warmup: int = 3, slow: float = math.inf) -> list[Times]:
     """Time each candidate once per round, so that a slow phase of the machine affects all of them.
 
-    slow: candidates slower than this multiple of the first one run in every fourth round only,
-    which leaves more rounds for candidates whose times are close to each other.
+    Args:
+        rounds: number of timed rounds.
+        warmup: number of untimed calls of each candidate before the first round.
+        slow: a candidate that is slower than the first candidate by more than this factor runs only
+            in every fourth round. This leaves more rounds for candidates with similar times.
     """
     clock = _cuda_seconds if device.type == "cuda" else cpu_seconds
     first = [
@@ -67,15 +69,18 @@ def interleaved(candidates: Sequence[Callable[[], object]], device: torch.device
 
 
 def cpu_seconds(fn: Callable[[], object]) -> float:
-    """Of one call, on the host's clock."""
+    """Return the seconds of one call on the host's clock."""
     start = time.perf_counter()
     fn()
     return time.perf_counter() - start
 
 
 def _cuda_seconds(fn: Callable[[], object]) -> float:
-    """Time on the GPU. As in training, the host is ahead: it launches while the GPU is held up, and
-    what it does is in the time only where it waits for the GPU.
+    """Return the seconds of one call on the GPU.
+
+    As in training, the host is ahead of the GPU: it launches kernels while the GPU is still busy.
+    The
+    host's work is part of the measured time only where the host waits for the GPU.
     """
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
@@ -88,10 +93,12 @@ def _cuda_seconds(fn: Callable[[], object]) -> float:
 
 
 def peak_extra_mib(fn: Callable[[], object], device: torch.device, calls: int = 3) -> float | None:
-    """Peak memory of `calls` calls above the level before them, in MiB; None if unknown.
+    """Return the peak memory of `calls` calls above the level before them, in MiB, or None if
+    unknown.
 
-    CPU: resident memory of the process (tensors, reused workspaces, the allocator's cache). GPU:
-    allocated bytes.
+    On CPU the peak is resident memory of the process: tensors, reused workspaces and the
+    allocator's
+    cache. On GPU the peak is the number of allocated bytes.
     """
     gc.collect()
     if device.type == "cuda":
@@ -111,7 +118,9 @@ def peak_extra_mib(fn: Callable[[], object], device: torch.device, calls: int = 
 
 
 def _trim() -> None:
-    """Return freed heap to the system; else a candidate could reuse it unnoticed."""
+    """Return freed heap memory to the system. Otherwise a candidate could reuse it without being
+    counted.
+    """
     try:
         ctypes.CDLL("libc.so.6").malloc_trim(0)
     except (OSError, AttributeError):
@@ -120,9 +129,12 @@ def _trim() -> None:
 
 def training_step(forward: Callable[[Tensor], tuple[Tensor, list[Tensor]]],
                   parameters: list[Tensor], x: Tensor, grad: Tensor) -> Callable[[], None]:
-    """One step to measure: clear gradients, forward, backward through output and losses.
+    """Return a function that runs one step: clear gradients, forward, and backward through the
+    losses.
 
-    x, grad: [T, D], the input and the gradient of the output.
+    Args:
+        x: the input, [T, D].
+        grad: the gradient of the output, [T, D].
     """
 
     def run() -> None:
@@ -136,7 +148,7 @@ def training_step(forward: Callable[[Tensor], tuple[Tensor, list[Tensor]]],
 
 
 def versions(device: str) -> dict[str, str]:
-    """What a number was measured with: versions, device and date."""
+    """Return the versions, the device and the date of a measurement."""
     threads = "" if device == "cuda" else f", {torch.get_num_threads()} threads"
     found = {
         "python": platform.python_version(), "torch": torch.__version__,
@@ -153,6 +165,3 @@ def versions(device: str) -> dict[str, str]:
     return found
 
 
-def said(found: Mapping[str, str]) -> str:
-    """Versions in words."""
-    return ", ".join(f"{name} {value}" for name, value in found.items())

@@ -1,4 +1,4 @@
-"""Processes under a memory limit: what they used, and whether they were killed for it."""
+"""Run processes under a memory limit, and report their memory and whether the limit killed them."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from typing import Any
 from scripts.bench.child import command, result
 
 KILLED = (137, -9)
-_OLD = Path("/sys/fs/cgroup/memory")  # version 1
+_OLD = Path("/sys/fs/cgroup/memory")  # exists in version 1 of cgroups
 _UNLIMITED = 1 << 62
 
 
 @dataclass(frozen=True)
 class Limited:
-    """A process that ended well.
+    """A process that ended successfully.
 
     Attributes:
-        output: of its standard output.
-        peak_bytes: the most memory of its group, pages of files included, which the kernel takes
-            back where memory is short.
+        output: standard output of the process.
+        peak_bytes: peak memory of its cgroup, including pages of files, which the kernel frees if
+            memory is short.
     """
 
     output: str
@@ -34,16 +34,20 @@ class Limited:
 
 
 def run_limited(command: Sequence[str], limit: int | None = None) -> Limited | None:
-    """Run a process in a group with a memory limit, without swap where that can be said.
+    """Run a process in a cgroup with a memory limit, and without swap if the system allows this.
 
-    Needs root and a writable memory controller, of version 1 or 2 of cgroups.
+    Needs root and a writable memory controller of version 1 or 2 of cgroups.
 
     Args:
-        limit: bytes; None: as much as there is.
-    Returns: None: it was killed for its memory.
+        command: command line of the process.
+        limit: memory limit in bytes. None sets no limit.
+
+    Returns:
+        The process's output and memory, or None if the process was killed because of its memory.
+
     Raises:
-        ValueError: no limit can be set.
-        RuntimeError: the process failed.
+        ValueError: if no limit can be set.
+        RuntimeError: if the process failed.
     """
     with _group(limit or _UNLIMITED) as group:
         tasks = next(group / name for name in ("tasks", "cgroup.procs") if (group / name).exists())
@@ -59,7 +63,7 @@ def run_limited(command: Sequence[str], limit: int | None = None) -> Limited | N
 
 
 def why_not() -> str | None:
-    """Why no limit can be set here; None where it can."""
+    """Return why no limit can be set on this machine, or None if it can."""
     try:
         with _group(_UNLIMITED):
             return None
@@ -76,14 +80,14 @@ def _group(limit: int) -> Iterator[Path]:
         group.mkdir()
         (group / name).write_text(str(limit))
     except OSError as error:
-        raise ValueError(f"no memory limit can be set ({error}): run as root where {root} is "
-                         "writable") from error
+        raise ValueError(f"no memory limit can be set ({error}). Run as root on a system where "
+                         f"{root} is writable") from error
     with contextlib.suppress(OSError):
         (group / "memory.swappiness").write_text("0")
     try:
         yield group
     finally:
-        for _ in range(100):  # its last process may still be ending
+        for _ in range(100):  # the last process of the group may still be ending
             with contextlib.suppress(OSError):
                 group.rmdir()
                 return
@@ -91,9 +95,10 @@ def _group(limit: int) -> Iterator[Path]:
 
 
 class AnonymousPeak:
-    """The most memory of this process that no file backs, sampled every 10 ms.
+    """The peak of this process's memory that is not backed by files, sampled every 10 ms.
 
-    Attributes: bytes.
+    Attributes:
+        bytes: the peak in bytes.
     """
 
     def __init__(self) -> None:
@@ -107,15 +112,17 @@ class AnonymousPeak:
 
 
 def status_bytes(field: str) -> int:
-    """A field of this process's status: VmRSS, resident now; VmHWM, at most; RssAnon, without
-    files.
+    """Return a field of this process's status in bytes.
+
+    Args:
+        field: VmRSS (resident now), VmHWM (peak of resident) or RssAnon (resident without files).
     """
     with open("/proc/self/status", encoding="ascii") as status:
         return next(1024 * int(line.split()[1]) for line in status if line.startswith(field + ":"))
 
 
 def reset_peak() -> bool:
-    """Let Linux forget VmHWM so far; False: it does not."""
+    """Reset VmHWM of this process. Return False if the system does not support this."""
     try:
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
     except OSError:
@@ -125,11 +132,16 @@ def reset_peak() -> bool:
 
 def call_limited(limit: int | None, function: Callable[..., Any],
                  *args: Any) -> dict[str, Any] | None:
-    """The same of a function that returns a mapping, in a cgroup.
+    """Call a function that returns a mapping in a process with a memory limit.
 
     Args:
-        limit: bytes of memory; None: as much as there is.
-    Returns: what the function returned, and `cgroup_peak_bytes`; None: killed for its memory.
+        limit: memory limit in bytes. None sets no limit.
+        function: a function defined in a module.
+
+    Returns:
+        The function's result with `cgroup_peak_bytes`, or None if the process was killed because of
+        its
+        memory.
     """
     done = run_limited(command(function, args), limit)
     return None if done is None else {"cgroup_peak_bytes": done.peak_bytes, **result(done.output)}

@@ -1,4 +1,4 @@
-"""Two sides over the same seeds: their difference, with an interval."""
+"""Compare two sides over the same seeds: their difference with a confidence interval."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-# Student's t, 97.5 %, by degrees of freedom from 1 on
+# 97.5 % quantile of Student's t distribution by degrees of freedom, starting with 1
 _T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160,
       2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056,
       2.052, 2.048, 2.045)
@@ -17,13 +17,14 @@ _T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.2
 
 @dataclass(frozen=True)
 class PairedDifference:
-    """Mean of one side minus another, over seeds.
+    """The mean of one side minus another over seeds.
 
     Attributes:
-        mean: of the differences, seed by seed.
-        half: of the interval that holds the true mean with 95 %, where differences are normal
-            (Student's t); infinite for one seed.
-        lower: seeds whose difference is below zero.
+        mean: mean of the differences between equal seeds.
+        half: half of the width of the 95 % confidence interval by Student's t, if differences are
+            normally distributed. Infinite for one seed.
+        lower: number of seeds with a difference below zero.
+        seeds: number of seeds.
     """
 
     mean: float
@@ -37,7 +38,7 @@ class PairedDifference:
         return abs(self.mean) > self.half
 
     def shown(self, factor: float = 1.0, digits: int = 3) -> str:
-        """The mean and its interval, and whether the sign is significant."""
+        """Return the mean and its interval in words, and whether the sign is significant."""
         mean, half = factor * self.mean, factor * self.half
         interval = (f"{mean - half:+.{digits}f} to {mean + half:+.{digits}f}"
                     if math.isfinite(half) else "one seed")
@@ -45,9 +46,11 @@ class PairedDifference:
 
 
 def paired(side: Sequence[float], other: Sequence[float]) -> PairedDifference:
-    """Of `side` minus `other`.
+    """Return the difference of `side` minus `other`.
 
-    Args: side, other: a value for each seed, of the same seeds.
+    Args:
+        side: one value per seed.
+        other: one value per seed, for the same seeds.
     """
     found = [a - b for a, b in zip(side, other, strict=True)]
     half = math.inf
@@ -56,21 +59,27 @@ def paired(side: Sequence[float], other: Sequence[float]) -> PairedDifference:
     return PairedDifference(statistics.mean(found), half, sum(d < 0 for d in found), len(found))
 
 
-TRIES = 2  # seeds of the search
+TRIES = 2  # number of seeds used to search for learning rates
 
 
 def compare(jobs: int, rates: Mapping[str, Sequence[float]], seeds: int,
             run: Callable[[str, float, int], dict[str, Any]], judged: str) -> dict[str, Any]:
-    """Runs of each side with `seeds` seeds, at the learning rate that was best with `TRIES` others:
-    all rates are tried with the first of these, the two best with the rest.
+    """Train each side with `seeds` seeds, at the best learning rate of a search with `TRIES` other
+    seeds.
+
+    All rates are tried with the first seed of the search, and the two best rates with the second
+    one.
 
     Args:
-        jobs: runs at once.
-        rates: to try, by side.
-        run: trains a side at a rate with a seed; its results by name.
-        judged: the result whose lowest mean is best.
-    Returns: "search": values of `judged` by side and rate (text, which JSON keeps); "runs": results
-        by side.
+        jobs: number of runs at the same time.
+        rates: learning rates to try, by side.
+        seeds: number of seeds of each side.
+        run: a function that trains a side at a rate with a seed and returns its results by name.
+        judged: name of the result with which rates are compared; the lowest mean is the best.
+
+    Returns:
+        "search": values of `judged` by side and rate (as text, because keys of JSON are texts);
+        "runs": results by side.
     """
     with ThreadPoolExecutor(jobs) as pool:
         def ran(wanted: Iterable[tuple[str, float, int]]) -> dict[tuple[str, float, int], Any]:
@@ -91,7 +100,7 @@ def compare(jobs: int, rates: Mapping[str, Sequence[float]], seeds: int,
 
 
 def best_rates(search: Mapping[str, Sequence[float]]) -> list[float]:
-    """The rates that were tried with the most seeds, best mean first."""
+    """Return the rates that were tried with the largest number of seeds, best mean first."""
     most = max(map(len, search.values()))
     left = [rate for rate, values in search.items() if len(values) == most]
     return [float(rate) for rate in sorted(left, key=lambda rate: statistics.mean(search[rate]))]

@@ -18,7 +18,9 @@ TITLES = {"tokens": "tokens", "experts": "experts", "top_k": "experts per token 
 
 
 def layer_plot(report: LayerReport, path: str) -> None:
-    """Time next to its bound and peak memory: a bar per candidate, ours first and in color."""
+    """Draw time next to its bound and peak memory, with a bar per candidate, ours first and in
+    colour.
+    """
     ours, *others = report.results
     results = [ours, *sorted(others, key=lambda r: r.median_ms)]
     figure, (time, memory) = pyplot().subplots(
@@ -44,8 +46,9 @@ def layer_plot(report: LayerReport, path: str) -> None:
 
 
 def _bars(axis: Any, names: Sequence[str], values: Sequence[float], texts: Sequence[str]) -> None:
-    """Horizontal bars with their texts, the first one ours. Those that are much longer than most
-    end at the edge, and their texts say so.
+    """Draw horizontal bars with texts; the first bar is ours.
+
+    Bars that are much longer than most others end at the edge, and their texts contain "(cut)".
     """
     usual = [value for value in values if value <= 2.5 * statistics.median(values)]
     end = min(max(values), 1.6 * max(usual)) if len(usual) < len(values) else max(values)
@@ -60,7 +63,9 @@ def _bars(axis: Any, names: Sequence[str], values: Sequence[float], texts: Seque
 
 
 def scaling_plot(found: Sequence[tuple[str, LayerReport]], path: str) -> None:
-    """Time, its bound and memory along each axis, log-log: linear growth has slope one."""
+    """Draw time, bound and memory along each axis in log-log scale, so that linear growth has slope
+    one.
+    """
     names = list(dict.fromkeys(axis for axis, _ in found))
     figure, grid = pyplot().subplots(2, len(names), figsize=(4 * len(names), 6), squeeze=False,
                                      sharex="col", layout="constrained")
@@ -84,7 +89,7 @@ def scaling_plot(found: Sequence[tuple[str, LayerReport]], path: str) -> None:
 
 
 def size_ticks(axis: Any, values: Sequence[float]) -> None:
-    """Sizes in bytes along x: "16 KiB", "1 MiB"."""
+    """Label the x axis with sizes such as "16 KiB" and "1 MiB"."""
     log_ticks(axis, values, show_size)
 
 

@@ -1,4 +1,4 @@
-"""One layer to measure: its sizes, its least work, and the data that every candidate gets."""
+"""One layer to measure: its sizes, its least work, and the data that every candidate receives."""
 
 from __future__ import annotations
 
@@ -16,7 +16,19 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """Sizes of a layer on one device: T tokens, D and F widths, E experts, K choices."""
+    """Sizes of a layer on one device.
+
+    Attributes:
+        tokens: number of tokens, T.
+        model_dim: width of a token, D.
+        hidden_dim: inner width of an expert, F.
+        experts: number of experts, E.
+        top_k: number of experts per token, K.
+        dtype: dtype of weights and tokens, a key of `DTYPES`.
+        gated: whether the experts are gated (SwiGLU).
+        device: "cpu" or "cuda".
+        seed: seed of the data.
+    """
 
     tokens: int
     model_dim: int
@@ -32,27 +44,33 @@ class Problem:
         for name in ("tokens", "model_dim", "hidden_dim", "experts", "top_k"):
             if getattr(self, name) < 1:
                 raise ValueError(
-                    f"{name}={getattr(self, name)} is out of bounds: must be >= 1; pass "
+                    f"{name}={getattr(self, name)} is out of bounds: must be >= 1. Set it with "
                     f"--{name.replace('_', '-')}"
                 )
         if self.dtype not in DTYPES:
             raise ValueError(
-                f"dtype={short(self.dtype)} is unknown; use one of {', '.join(DTYPES)}")
+                f"dtype={short(self.dtype)} is unknown. Use one of {', '.join(DTYPES)}")
         if self.top_k > self.experts:
             raise ValueError(
-                f"top_k={self.top_k} is out of bounds: must be <= experts={self.experts}; lower "
-                "--top-k"
+                f"top_k={self.top_k} is out of bounds: must be <= experts={self.experts}. Use a "
+                "smaller --top-k"
             )
 
     def check_device(self) -> None:
-        """`ValueError` where the device is not there, or too small whatever computes the layer."""
+        """Check that the device exists and has enough memory for any implementation of the layer.
+
+        Raises:
+            ValueError: if the device is missing or too small.
+        """
         if self.device == "cuda" and not torch.cuda.is_available():
-            raise ValueError("device='cuda': torch sees no GPU; use --device cpu")
+            raise ValueError("device='cuda' is not available, because torch sees no GPU. Use "
+                             "--device cpu")
         memory = memory_bytes(torch.device(self.device))
         if memory is not None and self.least_memory > memory:
             raise ValueError(
-                f"{short(self.label())} needs {show_size(self.least_memory)}: must be <= the "
-                f"{show_size(memory)} of {self.device}; lower --tokens, --experts or a width")
+                f"{short(self.label())} needs at least {show_size(self.least_memory)}: must be <= "
+                f"the {show_size(memory)} of {self.device}. Use smaller --tokens, --experts or "
+                "widths")
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -60,7 +78,7 @@ class Problem:
 
     @property
     def rows(self) -> int:
-        """Expert rows, T * K."""
+        """Number of expert rows, T * K."""
         return self.tokens * self.top_k
 
     @property
@@ -70,16 +88,17 @@ class Problem:
 
     @property
     def bytes(self) -> int:
-        """Least memory traffic, forward and backward, in bytes.
+        """Least memory traffic of forward and backward in bytes.
 
-        Weights are read twice and their gradients written; x, y and both gradients move once.
+        Weights are read twice and their gradients are written. x, y and both gradients are moved
+        once.
         """
         weights = self.experts * self.model_dim * self.hidden_dim * (3 if self.gated else 2)
         elements = 3 * weights + 5 * self.tokens * self.model_dim
         return elements * self.torch_dtype.itemsize
 
     def work(self, forward_only: bool) -> tuple[float, float]:
-        """(FLOPs, least bytes) of forward and backward, or of forward alone."""
+        """Return (FLOPs, least bytes) of forward and backward, or of forward alone."""
         if not forward_only:
             return self.flops, self.bytes
         weights = self.experts * self.model_dim * self.hidden_dim * (3 if self.gated else 2)
@@ -88,15 +107,17 @@ class Problem:
 
     @property
     def least_memory(self) -> int:
-        """Bytes that no implementation does without: weights and their gradients, x, y, both
-        gradients, and the inner activations.
+        """Bytes that every implementation needs.
+
+        They are those of weights and their gradients, x, y, both gradients, and the inner
+        activations.
         """
         weights = self.experts * self.model_dim * self.hidden_dim * (3 if self.gated else 2)
         elements = 2 * weights + 4 * self.tokens * self.model_dim + self.rows * self.hidden_dim
         return elements * self.torch_dtype.itemsize
 
     def label(self) -> str:
-        """For tables: T4096 D256 F512 E64 k2 float32."""
+        """Return a label for tables, such as T4096 D256 F512 E64 k2 float32."""
         gated = " gated" if self.gated else ""
         return (f"T{self.tokens} D{self.model_dim} F{self.hidden_dim} E{self.experts} "
                 f"k{self.top_k}{gated} {self.dtype}")
@@ -104,10 +125,13 @@ class Problem:
 
 @dataclass(frozen=True)
 class Data:
-    """Weights and inputs, all of the problem's dtype; L = E experts.
+    """Weights and inputs in the problem's dtype. L = E experts.
 
     Attributes:
-        w_gate_LDF: of gated experts, else None.
+        router_ED: weight of the router.
+        w_in_LDF: first matrix of each expert.
+        w_gate_LDF: gate matrix of each expert, or None if experts are not gated.
+        w_out_LFD: second matrix of each expert.
         x_TD: tokens.
         grad_TD: gradient of the output.
     """
@@ -120,7 +144,7 @@ class Data:
     grad_TD: Tensor
 
     def weights(self) -> dict[str, Tensor]:
-        """The weights by name, without those that this kind of expert lacks."""
+        """Return the weights by name, without the gate if experts are not gated."""
         found = {
             "router_ED": self.router_ED, "w_in_LDF": self.w_in_LDF, "w_gate_LDF": self.w_gate_LDF,
             "w_out_LFD": self.w_out_LFD
@@ -128,7 +152,7 @@ class Data:
         return {name: value for name, value in found.items() if value is not None}
 
     def local(self, rank: int, ranks: int) -> Data:
-        """The same with the experts of one of `ranks` ranks alone."""
+        """Return the same data with only the experts of one of `ranks` ranks."""
 
         def own(w_LIO: Tensor | None) -> Tensor | None:
             return None if w_LIO is None else w_LIO.chunk(ranks)[rank]
@@ -138,7 +162,7 @@ class Data:
 
 
 def make_data(problem: Problem) -> Data:
-    """Random data, the same for every candidate (zeros would be multiplied faster on a GPU)."""
+    """Draw random data, equal for every candidate. A GPU would multiply zeros faster."""
     g, p = torch.Generator(problem.device).manual_seed(problem.seed), problem
 
     def draw(*shape: int, std: float = 1.0) -> Tensor:

@@ -1,4 +1,4 @@
-"""Digits of 28 by 28 pixels: SwinV2 with experts and without, and ensembles of five."""
+"""Digits of 28 by 28 pixels: SwinV2 with experts and without, and ensembles of five members."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from scripts.bench.studies.vision import flops_of
 
 log = logging.getLogger(__name__)
 EXAMPLE = PRESET = "mnist"
-FOLDS = 5  # seeds take turns with the fifth that validates
+FOLDS = 5  # number of parts of the images; seeds use different parts for validation
 COMMON = ["--preset", PRESET, "--batch-size", "32"]
 SIDES = {"moe": [], "active": ["--dense"],
          "total": ["--dense", "--widen", str(PRESETS[PRESET].experts)]}
 MEMBERS = 5
 _ENSEMBLE = ["--dense", "--ensemble-heads", str(MEMBERS), "--ensemble-from", "patch_embed"]
-# CMCL's published code: k = 4 of 5, beta = 0.75, sharing with probability 0.7 in a low layer
+# settings of CMCL's code: k = 4 of 5, beta = 0.75, sharing with probability 0.7 in a low layer
 ROWS = {
     "independent": [*_ENSEMBLE, "--oracle-k", str(MEMBERS)],
     "cmcl": [*_ENSEMBLE, "--oracle-k", "4", "--oracle-beta", "0.75", "--ensemble-sharing", "0.7",
@@ -32,7 +32,7 @@ ROWS = {
 
 
 def flops() -> dict[str, float]:
-    """Of an image's forward pass, by side, where no token is dropped."""
+    """Return the FLOPs of an image's forward pass by side, if no token is dropped."""
     size = PRESETS[PRESET]
     x_BCSS = torch.randn(2, 3, size.image, size.image)
     experts = build(size, 10, settings={"dispatch.capacity_factor": None})
@@ -44,12 +44,17 @@ def flops() -> dict[str, float]:
 
 def measure(place: Path, rows: Mapping[str, Sequence[str]], results: Sequence[str], judged: str, *,
             epochs: int, rates: Sequence[float], seeds: int, jobs: int) -> dict[str, Any]:
-    """What `compare` returns of the last evaluation of each run.
+    """Return the result of `compare`, from the last evaluation of each run.
 
     Args:
+        place: folder of the runs.
         rows: options of the training script by side.
-        results: names in its log, those that it has.
-        judged: see `compare`.
+        results: names of the results in its log.
+        judged: name of the result with which rates are compared; see `compare`.
+        epochs: number of epochs of a run.
+        rates: learning rates to try.
+        seeds: number of seeds of each side.
+        jobs: number of runs at the same time.
     """
     for fold in range(FOLDS):
         write_example(EXAMPLE, place / f"fold {fold}", fold)

@@ -14,20 +14,22 @@ from scripts.bench.paired import compare
 from scripts.bench.quickstart import quickstart, settings
 
 log = logging.getLogger(__name__)
-# sizes of the quick start's model that differ here: every layer has experts
+# sizes that differ from the quick start's model; every layer has experts
 SIZES = {"ranks": 1, "layers": 2, "width": 64, "heads": 4, "hidden": 128, "experts": 8, "top_k": 2,
          "length": 64, "batch": 16}
 CORPUS_BYTES = 4_000_000
 VALID_STEPS = 100
 RATES = 0.004, 0.008, 0.016, 0.032
-# the optimizer of the command for fairseq; with Megatron's beta2 of 0.999 high rates are unstable
+# Megatron uses the settings of fairseq's optimizer, because high learning rates are unstable with
+# Megatron's default beta2 of 0.999.
 ADAM = {"fairseq": [], "megatron": ["--adam-beta2", "0.98", "--weight-decay", "0"]}
-# inner widths of the dense sides, of one expert's
+# inner width of each side, relative to that of one expert
 SIDES = {"moe": 1, "active": SIZES["top_k"], "total": SIZES["experts"]}
 
 
 def flops(side: str) -> int:
-    """Of the matmuls of a token's forward pass; attention to all of a sample."""
+    """Return the FLOPs of the matmuls in a token's forward pass, with attention to all of a sample.
+    """
     width, inner = SIZES["width"], SIZES["hidden"]
     visited = SIZES["top_k"] if side == "moe" else SIDES[side]
     attention = 4 * width ** 2 + 2 * SIZES["length"] * width
@@ -37,7 +39,7 @@ def flops(side: str) -> int:
 
 
 def parameters(side: str) -> int:
-    """Of matrices, without embeddings."""
+    """Return the number of parameters of all matrices, without embeddings."""
     width, inner = SIZES["width"], SIZES["hidden"]
     copies = SIZES["experts"] if side == "moe" else SIDES[side]
     router = SIZES["experts"] * width * (side == "moe")
@@ -45,7 +47,8 @@ def parameters(side: str) -> int:
 
 
 def command_of(host: str, side: str, s: dict[str, Any], data: Path, folder: Path) -> list[str]:
-    """A training run: the quick start's command with experts in every layer, or in none."""
+    """Return the quick start's command for a training run with experts in every layer or in none.
+    """
     sizes = {**s, "hidden": s["hidden"] * SIDES[side]}
     command = quickstart().HOST_STEPS[host][1](sizes, data, folder, False)
     every = {"--moe-freq": "1", "--moe-layer-freq": "1", "--max-valid-steps": str(VALID_STEPS),
@@ -67,7 +70,7 @@ def _without_experts(command: list[str]) -> Iterator[str]:
 
 def measure(place: Path, steps: int, seeds: int, jobs: int, hosts: Sequence[str]
             ) -> dict[str, Any]:
-    """Held-out losses, nats per byte: what `compare` returns, of "HOST SIDE"."""
+    """Return the held-out losses in nats per byte: the result of `compare` by "HOST SIDE"."""
     info = build_corpus(place / "corpus", size=CORPUS_BYTES)
     data = {host: quickstart().HOST_STEPS[host][0](place / "corpus") for host in hosts}
 

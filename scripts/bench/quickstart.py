@@ -24,7 +24,7 @@ HOSTS = ("fairseq", "megatron")
 def quickstart() -> ModuleType:
     spec = importlib.util.spec_from_file_location("quickstart", ROOT / "scripts" / "quickstart.py")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # its dataclasses look for it there
+    sys.modules[spec.name] = module  # dataclasses of the module look it up there
     spec.loader.exec_module(module)
     return module
 
@@ -34,7 +34,7 @@ def settings(steps: int) -> dict[str, Any]:
 
 
 def begin(args: argparse.Namespace) -> tuple[Path, Path, dict[str, Any]]:
-    """(folder of the runs, corpus in it, what a study's numbers say of them)."""
+    """Return (folder of the runs, folder of the corpus, versions and entropy for the numbers)."""
     place = Path(args.runs).resolve()
     if args.fresh:
         shutil.rmtree(place, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""Ranks of a benchmark: new processes of this machine in one gloo group."""
+"""Ranks of a benchmark: new processes on this machine in one gloo group."""
 
 from __future__ import annotations
 
@@ -17,11 +17,13 @@ from scripts.bench.child import free_port
 
 
 def on_processes(ranks: int, measure: Callable[..., Any], *args: Any, threads: int = 1) -> Any:
-    """What `measure(*args)` returns on rank 0 of `ranks` new processes.
+    """Call `measure(*args)` on new processes and return the result of rank 0.
 
     Args:
-        measure: a function of a module; every rank calls it, in an initialized default group.
-        threads: of torch in each of them.
+        ranks: number of processes.
+        measure: a function defined in a module. Every rank calls it in an initialized default
+            group.
+        threads: number of torch threads in each process.
     """
     with tempfile.TemporaryDirectory() as folder:
         port = free_port()

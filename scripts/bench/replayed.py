@@ -1,8 +1,9 @@
-"""A routing trace through the layer itself, on emulated nodes: each policy for overloaded experts,
-with the same layer under forced balance and the planner's prediction.
+"""Replay a routing trace through the layer on emulated nodes, under each policy for overloaded
+experts.
 
-Every call of the trace runs once on every side, one side after the other in the same processes,
-with the choices that the trace has (`routing.rollouts`) or those of `router.force: balance`.
+The same layer also runs under forced balance, and the planner predicts every call. Every call of
+the trace runs once in each variant, one variant after the other in the same processes. The choices
+of experts are those of the trace (`routing.rollouts`) or those of `router.force: balance`.
 
 Shapes: T tokens, K experts per token.
 """
@@ -46,21 +47,22 @@ from scripts.emulate import EmulatedCluster
 
 BALANCE, STANDING = "balance", "standing"
 SIDES = (BALANCE, *POLICIES)
-STEPS = 12  # of a trace, unless told
-Trace = Mapping[Key, list[list[Tensor]]]  # of a rank, see `observe.traces.read_trace`
+STEPS = 12  # default number of steps of a trace that are replayed
+Trace = Mapping[Key, list[list[Tensor]]]  # trace of one rank, see `observe.traces.read_trace`
 
 
 @dataclass(frozen=True)
 class Emulation:
-    """Where and how a trace is replayed.
+    """The emulated cluster and the layer with which a trace is replayed.
 
     Attributes:
-        grid: nodes and ranks per node.
+        grid: numbers of nodes and of ranks per node.
         links: keyword arguments of `EmulatedCluster`.
-        model: whose layer runs, dropless and in float32.
-        cluster, device: files by which calls spill and times are predicted.
-        guests: experts that a rank may borrow.
-        replan: steps of a placement that stands.
+        model: model that contains the layer. The layer runs in float32 and drops no tokens.
+        cluster: file of the cluster, used to decide about spilling and to predict times.
+        device: file of the device, used to decide about spilling and to predict times.
+        guests: number of experts that a rank may borrow.
+        replan: number of steps for which a placement of the policy `standing` is kept.
     """
 
     grid: tuple[int, int]
@@ -77,20 +79,29 @@ class Emulation:
 
     @property
     def shape(self) -> ModelShape:
-        """The model as it runs."""
+        """The shape of the model as it runs here."""
         return replace(self.model, element_bytes=4, capacity_factor=None)
 
 
 def excerpt(traces: Sequence[Trace], experts: int, ranks: int, steps: int,
             tokens: int | None = None) -> list[Trace]:
-    """Traces of `ranks` ranks: steps in a row from the beginning, the middle and the end.
+    """Return traces of `ranks` ranks, with consecutive steps from the beginning, the middle and the
+    end.
 
     Args:
-        traces: of each rank.
-        steps: about so many, a third from each place; of fewer: all.
-        tokens: of a rank in a call, on average: its own are repeated or left out evenly; None: as
-            many as it has. Tokens without an expert (padding) are left out, and so are empty calls.
-    Raises: ValueError: ranks that do not fit, or tokens of which a choice was dropped.
+        traces: traces of the recorded ranks.
+        experts: number of experts.
+        ranks: number of ranks that the result has.
+        steps: approximate number of steps, a third from each place. A shorter trace is used
+            completely.
+        tokens: mean number of tokens per rank and call. Recorded tokens are repeated or left out
+            evenly
+            to reach it. None (default) keeps the recorded number. Tokens without an expert
+            (padding)
+            and empty calls are always left out.
+
+    Raises:
+        ValueError: if the ranks do not fit, or a token has only some of its choices.
     """
     check_fits(traces, experts, ranks)
     made: list[dict[Key, list[list[Tensor]]]] = [{} for _ in range(ranks)]
@@ -107,7 +118,7 @@ def excerpt(traces: Sequence[Trace], experts: int, ranks: int, steps: int,
 
 
 def picked(total: int, steps: int) -> list[int]:
-    """Numbers of the steps that `excerpt` takes."""
+    """Return the numbers of the steps that `excerpt` selects."""
     if steps >= total:
         return list(range(total))
     each = -(-steps // len(PARTS))
@@ -118,9 +129,9 @@ def picked(total: int, steps: int) -> list[int]:
 def _real(ids_TK: Tensor) -> Tensor:
     none_T = (ids_TK < 0).any(1)
     if bool((none_T & (ids_TK >= 0).any(1)).any()):
-        raise ValueError("the trace has tokens of which one choice was dropped (-1): must have all "
-                         "choices of a token or none; leave out --emulate, or give a trace of a "
-                         "run that drops none")
+        raise ValueError("the trace contains tokens of which one choice was dropped (-1). Every "
+                         "token must have all of its choices or none. Leave out --emulate, or use "
+                         "the trace of a run that drops no choices")
     return ids_TK[~none_T]
 
 
@@ -134,8 +145,7 @@ def _scaled(of_ranks: Sequence[Tensor], tokens: int | None) -> list[Tensor]:
 
 
 def make_layer(where: Emulation, side: str, comm: TorchComm) -> MoELayer:
-    """The layer of a side, on every rank; all but the balanced one route as `replay_choices` says.
-    """
+    """Build the layer of one variant on every rank. Only the balanced layer uses its own router."""
     parallel: dict[str, Any] = {}
     if side not in (BALANCE, POLICIES[0]):
         parallel = {"spill": side, "guests": where.guests}
@@ -152,25 +162,29 @@ def make_layer(where: Emulation, side: str, comm: TorchComm) -> MoELayer:
 
 
 class Replayed:
-    """A layer of each side on a rank."""
+    """The layers of all variants on one rank."""
 
     def __init__(self, where: Emulation) -> None:
         self.where, self.comm = where, TorchComm()
         self.layers = {side: make_layer(where, side, self.comm) for side in SIDES}
 
     def tokens(self, count: int) -> Tensor:
-        """Of this rank, the same for every call and side, [T, D]."""
+        """Return tokens of this rank, [T, D]. They are equal for every call and variant."""
         draw = torch.Generator().manual_seed(self.comm.rank)
         return torch.randn(count, self.where.model.model_dim, generator=draw).requires_grad_()
 
     def routed(self, side: str, ids_TK: Tensor) -> AbstractContextManager[None]:
-        """While open, a side's layer has these choices; the balanced one keeps its own."""
+        """Return a context in which a variant's layer uses these choices; the balanced layer is not
+        changed.
+        """
         if side == BALANCE:
             return nullcontext()
         return replay_choices([self.layers[side].router], ids_TK[:, None])
 
     def step(self, side: str, ids_TK: Tensor) -> tuple[float, int]:
-        """Seconds of forward and backward, which all ranks begin together; rows computed here."""
+        """Run forward and backward, which all ranks start together; return seconds and rows
+        computed here.
+        """
         layer, x_TD = self.layers[side], self.tokens(len(ids_TK))
         with self.routed(side, ids_TK):
             seconds, stats = timed_step(layer, x_TD, None)
@@ -178,17 +192,20 @@ class Replayed:
         return seconds, int(stats.rows)
 
     def begin(self, first_TK: Tensor) -> None:
-        """Before a layer of the trace: no replica stands yet. Warms up, which does not count."""
+        """Prepare for a layer of the trace: remove all replicas, and run an untimed call of each
+        variant.
+        """
         self.layers[STANDING] = make_layer(self.where, STANDING, self.comm)
         for side, layer in self.layers.items():
-            layer.eval()  # no load is counted
+            layer.eval()  # in evaluation, the layer does not count the load of experts
             self.step(side, first_TK)
             layer.train()
 
 
 def run_rank(where: Emulation, traces: Sequence[Trace]) -> dict[str, dict[str, list[float]]]:
-    """One rank: by side `seconds` and `rows` of every call, layer after layer. The time of a
-    placement is part of the last call before it.
+    """Replay the traces on one rank; return the `seconds` and `rows` of every call by variant.
+
+    The time in which replicas are placed is added to the last call before it.
     """
     replayed = Replayed(where)
     found: dict[str, dict[str, list[float]]] = {
@@ -202,15 +219,18 @@ def run_rank(where: Emulation, traces: Sequence[Trace]) -> dict[str, dict[str, l
                     seconds, rows = replayed.step(side, ids_TK)
                     found["seconds"][side].append(seconds)
                     found["rows"][side].append(rows)
-            placing = timed_end(replayed.layers[STANDING])  # where that is due
+            placing = timed_end(replayed.layers[STANDING])  # places replicas if a new plan is due
             if step:
                 found["seconds"][STANDING][-1] += placing
     return found
 
 
 def emulate(traces: Sequence[Trace], where: Emulation) -> dict[str, Any]:
-    """Predicted and measured seconds of every call in traces of `excerpt`, plain values: by policy,
-    under forced balance, and of what part of the trace; see `times_of`.
+    """Predict and measure every call in traces from `excerpt`; return plain values for `times_of`.
+
+    The result has the seconds by policy and under forced balance, and the third of the trace to
+    which
+    each call belongs.
     """
     predicted = replay(traces, where.shape, load_cluster(where.cluster).resized(*where.grid),
                        load_device(where.device), where.guests, where.replan, where.ranks)
@@ -238,21 +258,22 @@ def _rounded(seconds: Sequence[float]) -> list[float]:
 
 
 def times_of(found: Mapping[str, Any], what: str) -> list[PolicyTimes]:
-    """What `emulate` found, `predicted` or `measured`."""
+    """Return the `predicted` or `measured` times in a result of `emulate`."""
     return [PolicyTimes(policy, [CallTime(*call) for call in zip(
         one[what], found["balanced"][what], one["lent"], found["third"], strict=True)])
         for policy, one in found["policies"].items()]
 
 
-HEADER = ("parallel.spill", "a call", "share", "predicted", *PARTS, "gain", "predicted",
-          "busiest rank", "lent")
-MEANING = ("Share: throughput over that of the same calls under forced balance; early, middle, "
-           "late: of a third of the steps. Gain: over `never`. Busiest rank: its rows over the "
-           "mean. Lent: experts in a call.")
+HEADER = ("parallel.spill", "time per call", "share", "predicted share", *PARTS, "gain",
+          "predicted gain", "busiest rank", "lent")
+MEANING = ("\"Share\" is the throughput relative to that of the same calls under forced balance; "
+           "\"early\", \"middle\" and \"late\" are the shares of each third of the steps. \"Gain\" "
+           "is the speed relative to `never`. \"Busiest rank\" is the number of rows of that rank "
+           "divided by the mean. \"Lent\" is the number of lent experts per call.")
 
 
 def rows_of(found: Mapping[str, Any]) -> list[list[str]]:
-    """A row for each policy, see `HEADER`."""
+    """Return a table row for each policy; see `HEADER`."""
     predicted, measured = times_of(found, "predicted"), times_of(found, "measured")
     rows = []
     for before, after in zip(predicted, measured, strict=True):
@@ -267,15 +288,16 @@ def rows_of(found: Mapping[str, Any]) -> list[list[str]]:
 
 
 def explain(found: Mapping[str, Any], grid: str) -> str:
-    """A line for each policy, and what to use."""
+    """Return a table with a line for each policy, and a recommendation."""
     predicted, measured = times_of(found, "predicted"), times_of(found, "measured")
-    about = (f"{len(measured[0].calls):,} calls of layers, forward and backward, on {grid} "
-             "emulated nodes; times of the slowest rank, all policies alternately. " + MEANING)
+    about = (f"{len(measured[0].calls):,} layer calls, forward and backward, were measured on "
+             f"{grid} emulated nodes x ranks. All policies ran alternately; times are those of the "
+             "slowest rank. " + MEANING)
     return "\n".join([paragraph(about), "", aligned([HEADER, *rows_of(found)]), "",
-                      paragraph(f"As measured: {what_to_use(measured)} By the prediction: "
-                                f"{best(predicted).policy}.")])
+                      paragraph(f"By the measurement: {what_to_use(measured)} By the prediction, "
+                                f"the best policy is {best(predicted).policy}.")])
 
 
 def as_json(found: Mapping[str, Any]) -> dict[str, Any]:
-    """The same as JSON values."""
+    """Return the predicted and measured times as JSON values."""
     return {what: as_dict(times_of(found, what)) for what in ("predicted", "measured")}

@@ -1,5 +1,7 @@
-"""Registers, shared memory, spills and instructions of a recorded launch, compiled without a GPU,
-and the rules that its machine code keeps.
+"""Compile a recorded launch without a GPU, and report its registers, shared memory and
+instructions.
+
+`Resources.failed` checks the rules that the machine code must follow.
 """
 
 from __future__ import annotations
@@ -20,21 +22,26 @@ from scripts.bench.launches import Launch
 
 @dataclass(frozen=True)
 class Resources:
-    """What a compiled kernel needs.
+    """Resources of a compiled kernel.
 
     Attributes:
-        registers, spilled: registers and bytes spilled per thread.
+        label: label of the launch.
+        registers: number of registers per thread.
+        spilled: bytes spilled per thread.
         shared: bytes of shared memory per block.
-        blocks: that a multiprocessor runs at once.
-        occupancy: their warps over the most that it can.
-        matrix: instructions of the matrix units in its assembly, "" for none.
-        copies: it has the instruction that copies a tile.
-        stages, buffers: of its pipeline: asked for, and tiles in shared memory of one operand;
-            0: no operand waits there in several.
-        through_registers: wgmma that take their left operand from registers, of all.
-        gathers: an operand's rows are looked up in the loop that is pipelined.
-        turns: an operand may have to be turned on its way: tf32, of which wgmma reads only
-            operands whose sum's axis lies in memory.
+        blocks: number of blocks that a multiprocessor runs at the same time.
+        occupancy: number of warps of these blocks relative to the maximum.
+        matrix: instruction of the matrix units in the assembly, or "".
+        copies: whether the kernel contains the instruction that copies a tile.
+        stages: number of stages of its pipeline that was requested.
+        buffers: number of tiles of one operand in shared memory. 0 if no operand has several.
+        through_registers: (number of wgmma instructions that read their left operand from
+            registers,
+            number of all wgmma instructions).
+        gathers: whether rows of an operand are looked up in the pipelined loop.
+        turns: whether an operand may have to be transposed. This is the case for tf32, because
+            wgmma
+            reads only tf32 operands whose summed axis is contiguous in memory.
     """
 
     label: str
@@ -52,7 +59,7 @@ class Resources:
     turns: bool = False
 
     def failed(self, gpu: GPU) -> Iterator[str]:
-        """The rules that it breaks, in words."""
+        """Yield the rules that the kernel breaks, in words."""
         if self.registers > gpu.most_registers:
             yield f"{self.registers} registers: at most {gpu.most_registers}"
         if self.shared > gpu.shared_block:
@@ -61,16 +68,16 @@ class Resources:
             yield f"{self.spilled} bytes spilled"
         if self.through_registers[0]:
             yield "left operand through registers in {} of {} wgmma".format(*self.through_registers)
-        # a row that is looked up takes two stages: its number, and its values
+        # a row that is looked up needs two stages: one for its number and one for its values
         wanted = (self.stages + 1) // 2 if self.gathers else self.stages
-        # wgmma and tcgen05 read a tile in its buffer; others have it in registers by then
+        # wgmma and tcgen05 read a tile from its buffer; other instructions read it from registers
         wanted -= self.turns or self.matrix not in ("wgmma", "tcgen05.mma")
         if self.matrix and 0 < self.buffers < wanted:
             yield f"{self.buffers} of {self.stages} stages have a buffer"
 
 
 def compile_for(launch: Launch, target: str) -> Resources:
-    """Compile one launch for one target and read what it needs."""
+    """Compile one launch for one target and return its resources."""
     made, gpu = compiled(launch, target), GPUS[target]
     registers, spilled, matrix, copies = (_nvidia(gpu, made) if gpu.backend == "cuda" else
                                           _amd(made))
@@ -84,7 +91,7 @@ def compile_for(launch: Launch, target: str) -> Resources:
 
 
 def compiled(launch: Launch, target: str) -> Any:
-    """What Triton's compiler makes of one launch for one target."""
+    """Compile one launch for one target with Triton and return Triton's result."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -111,7 +118,7 @@ def compiled(launch: Launch, target: str) -> Any:
 
 
 def _buffers(ttgir: str) -> int:
-    """Tiles of the operand with fewest, among those whose buffers a pipeline made; 0: none."""
+    """Return the smallest number of tiles of an operand among the buffers of pipelines, or 0."""
     found = [int(count) for count in re.findall(
         r"local_alloc : \(\) -> !(?:ttg|triton_gpu|tt)\.memdesc<(\d+)x\d+x\d+x[\dx]*[a-z]",
         ttgir)]
@@ -119,7 +126,7 @@ def _buffers(ttgir: str) -> int:
 
 
 def _through_registers(ptx: str) -> tuple[int, int]:
-    """(wgmma that take the left operand from registers, all)."""
+    """Return (number of wgmma instructions with the left operand in registers, number of all)."""
     left = re.findall(r"wgmma\.mma_async\.[\w.]+\s*\{[^}]*\}\s*,\s*(\{|%)", ptx)
     return left.count("{"), len(left)
 
@@ -142,7 +149,11 @@ def _nvidia(gpu: GPU, made: Any) -> tuple[int, int, str, bool]:
 
 
 def _ptxas(capability: int) -> str:
-    """The assembler that Triton uses: from 3.5 on it ships two, and only one reads its PTX."""
+    """Return the assembler that Triton uses.
+
+    Since version 3.5 Triton contains two assemblers, of which only one can read the PTX of a
+    target.
+    """
     from triton.backends.nvidia import compiler
 
     try:
@@ -157,6 +168,6 @@ def _amd(made: Any) -> tuple[int, int, str, bool]:
     def field(name: str) -> int:
         return int(re.search(rf"\.{name}:\s+(\d+)", text).group(1))
 
-    # accumulation registers are counted among the vector registers of this architecture
+    # the count of vector registers includes the accumulation registers on this architecture
     return (field("vgpr_count"), 4 * field("vgpr_spill_count"), "mfma" if "mfma" in text else "",
             False)

@@ -1,16 +1,20 @@
-"""One way to measure: what a study is, and what runs one.
+"""Measure, write and redraw the pages of docs/benchmarks: one class runs every study.
 
-A study's module has `measure(args)`, which returns its numbers as plain values, and `body(found)`,
-the parts of its page (`report.document`) below the `TITLE`; or `PARTS`, both functions by the name
-of a part, of which a run may measure some and keep the others; with `--out` each is written as soon
-as it is measured, and `--resume` leaves out those that are there. It may have
+The module of a study defines `TITLE`, `measure(args)`, which returns its numbers as plain values,
+and `body(found)`, which returns the parts of its page below the title (see `report.document`). A
+study with several parts defines `PARTS` instead: a pair of these two functions for each part's
+name. A run may measure only some parts; the numbers of the other parts are kept. With `--out`,
+every part is written as soon as it is measured, and `--resume` skips the parts that exist already.
 
-* `OPTIONS`, by name; or `add_arguments(parser)` for others, and `check(args)` of their values;
-* `MADE_BY`, the command, where it is another one;
-* `PLOTS`, by file name: a function of (numbers, path);
-* `pages(found)`, further pages by file name;
-* `merge(old, new)`, which adds a run to the numbers of earlier ones in the same folder;
-* `failures(found)`, what a run did not reach: then the command ends with status 1.
+A module may also define
+
+* `OPTIONS`: its options by name, or `add_arguments(parser)` for other kinds of options, and
+  `check(args)` to validate them;
+* `MADE_BY`: the command that writes the page, if it differs from `moe-plugin bench NAME`;
+* `PLOTS`: for each file name, a function of (numbers, path) that draws this plot;
+* `pages(found)`: further pages by file name;
+* `merge(old, new)`: adds the numbers of a run to those of earlier runs in the same folder;
+* `failures(found)`: the goals that a run missed. If there are any, the command exits with status 1.
 """
 
 from __future__ import annotations
@@ -29,21 +33,23 @@ from typing import Any
 import moe_plugin
 from moe_plugin.utils.messages import short, tracked
 from moe_plugin.utils.regular_files import output_folder, write_regular
-from scripts.bench.report import NOT_PROSE, document
+from scripts.bench.report import NOT_PROSE, document, load_in_words, made_with, versions_in_words
 
-ROOT = Path(moe_plugin.__file__).resolve().parents[1]  # of a checkout
-DATA = "data"  # the folder of the numbers, below that of the pages
+ROOT = Path(moe_plugin.__file__).resolve().parents[1]  # root of the checkout
+DATA = "data"  # folder of the numbers, below the folder of the pages
 
 
 @dataclass(frozen=True)
 class Option:
-    """A setting of a study.
+    """An option of a study.
 
     Attributes:
-        default: says its type, too; of a tuple: several of its elements' type.
-        help: a line.
-        quick: its value with `--quick`; None: the same.
-        choices: what is allowed; None: all.
+        default: default value, which also determines the option's type. A tuple makes an option
+            that
+            accepts several values.
+        help: help text of one line.
+        quick: value used with `--quick`. None (default) uses the normal default.
+        choices: allowed values. None (default) allows every value.
     """
 
     default: Any
@@ -52,7 +58,9 @@ class Option:
     choices: Sequence[Any] | None = None
 
     def add(self, parser: argparse.ArgumentParser, name: str) -> None:
-        """Add `--name`. What is not given is None, until `fill`."""
+        """Add the option `--name` to a parser. Its value is None until `Study.fill` sets the
+        default.
+        """
         several = isinstance(self.default, tuple)
         kind = type(self.default[0] if several else self.default)
         if kind is bool:
@@ -66,15 +74,17 @@ class Option:
 
 @dataclass(frozen=True)
 class Study:
-    """Something that is measured.
+    """A measurement that `moe-plugin bench` can run.
 
     Attributes:
-        name: as in `moe-plugin bench NAME`.
-        about: what it measures, a line.
-        needs: what it runs with, each a key of `NEEDS`.
-        module: in `scripts.bench.studies`, with a class where it holds several; by default
-            the name's.
-        stem: of its files; by default the name's.
+        name: name of the command, as in `moe-plugin bench NAME`.
+        about: one line that describes what is measured. "(computed)" in this line marks a study
+            that
+            measures nothing on this machine.
+        needs: requirements of the study, keys of `NEEDS`.
+        module: module in `scripts.bench.studies`, followed by a class name if the module defines
+            several studies. Defaults to the study's name.
+        stem: file name of the page without its ending. Defaults to the study's name.
     """
 
     name: str
@@ -85,7 +95,7 @@ class Study:
 
     @property
     def code(self) -> Any:
-        """The module or class, imported when it is needed."""
+        """Import and return the module or class of the study."""
         name, _, group = (self.module or self.name.replace("-", "_")).partition(".")
         module = importlib.import_module(f"scripts.bench.studies.{name}")
         return getattr(module, group) if group else module
@@ -94,13 +104,14 @@ class Study:
     def options(self) -> Mapping[str, Option]:
         own, parts = getattr(self.code, "OPTIONS", {}), tuple(self.parts)
         several = {
-            "parts": Option(parts, "of the page; the others stay", choices=parts),
-            "resume": Option(False, "leave out the parts that --out has")}
+            "parts": Option(parts, "parts of the page to measure; the other parts are kept",
+                            choices=parts),
+            "resume": Option(False, "skip the parts whose numbers are in --out already")}
         return {**several, **own} if parts else own
 
     @property
     def parts(self) -> Mapping[str, tuple[Any, Any]]:
-        """(what measures, what writes) by the name of a part; {}: there are none."""
+        """The functions (measure, body) of each part by its name, or an empty mapping."""
         return getattr(self.code, "PARTS", {})
 
     @property
@@ -109,7 +120,7 @@ class Study:
 
     @property
     def numbers_name(self) -> str:
-        """The numbers' file, below the folder of the pages."""
+        """Path of the file of numbers, relative to the folder of the pages."""
         return f"{DATA}/{Path(self.page_name).stem}.json"
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
@@ -117,19 +128,22 @@ class Study:
         needs = f" Needs {', '.join(map(NEEDS_SAID.__getitem__, self.needs))}." * bool(self.needs)
         parser.description = " ".join((code.__doc__ or "").split()).replace("%", "%%") + needs
         parser.add_argument("--out", type=Path, metavar="FOLDER",
-                            help=f"write {self.page_name}, {self.numbers_name} and plots there")
+                            help=f"write {self.page_name}, {self.numbers_name} and the plots to "
+                                 "this folder")
         parser.add_argument("--json", action="store_true",
                             help="print the numbers instead of the page")
-        parser.add_argument("--quick", action="store_true", help="small sizes, to try it out")
+        parser.add_argument("--quick", action="store_true",
+                            help="use small sizes, to try the command")
         parser.add_argument("--redraw", action="store_true",
-                            help="measure nothing: write page and plots from the numbers in --out")
+                            help="measure nothing; write the page and the plots again from the "
+                                 "numbers in --out")
         for name, option in self.options.items():
             option.add(parser, name)
         if hasattr(code, "add_arguments"):
             code.add_arguments(parser)
 
     def fill(self, args: argparse.Namespace) -> argparse.Namespace:
-        """Give values to the options that were left out."""
+        """Set the options that were not given to their defaults."""
         for name, option in self.options.items():
             if getattr(args, name.replace("-", "_")) is None:
                 quick = args.quick and option.quick is not None
@@ -137,17 +151,18 @@ class Study:
         return args
 
     def measure(self, args: argparse.Namespace) -> Any:
-        """Its numbers, plain values; see `with_machine`.
+        """Run the study and return its numbers as plain values; see `with_machine`.
 
-        Raises: ValueError: what it needs is not here.
+        Raises:
+            ValueError: if a requirement of the study is missing.
         """
         check_needs(f"bench {self.name}", self.needs)
         found = ({name: with_machine(self.parts[name][0], args) for name in args.parts}
                  if self.parts else with_machine(self.code.measure, args))
-        return json.loads(json.dumps(found))  # as read from the file
+        return json.loads(json.dumps(found))  # the page must be the same when drawn from the file
 
     def _measured(self, args: argparse.Namespace, folder: Path | None) -> Any:
-        """Its numbers with those of earlier runs in the folder, written there, part after part."""
+        """Measure part after part, and write the numbers merged with those of earlier runs."""
         path = None if folder is None else folder / self.numbers_name
         merge = getattr(self.code, "merge", dict.__or__ if self.parts else None)
         found = self._earlier(folder) if merge and path is not None and path.exists() else None
@@ -156,7 +171,7 @@ class Study:
         for part in tracked(left, f"bench {self.name}", "part"):
             one = args if part is None else argparse.Namespace(**{**vars(args), "parts": [part]})
             new = self.measure(one)
-            if new is None:  # a rank that is not the first
+            if new is None:  # only rank 0 returns numbers
                 return None
             found = new if found is None else merge(found, new)
             if path is not None:
@@ -165,16 +180,14 @@ class Study:
         return found
 
     def page(self, found: Any) -> str:
-        """Its numbers as Markdown."""
+        """Return the page of these numbers in Markdown."""
         code = self.code
         sections = [(found[name], write) for name, (_, write) in self.parts.items()
                     if name in found] or [(found, code.body)]
         computed = "(computed)" in self.about
-        lines = [line for one, write in sections
-                 for line in _say_machine(write(one), {} if computed else one)]
-        made_by = getattr(code, "MADE_BY", f"moe-plugin bench {self.name}")
-        first = next(i for i, line in enumerate(lines) if not line.startswith(NOT_PROSE))
-        lines[first] = f"Made by `{made_by}`. {lines[first]}"
+        made_by = made_with(getattr(code, "MADE_BY", f"moe-plugin bench {self.name}"))
+        lines = [line for number, (one, write) in enumerate(sections) for line in _say_machine(
+            write(one), {} if computed else one, made_by if number == 0 else "")]
         return document(f"# {code.TITLE}", *lines)
 
     def write(self, folder: Path, found: Any) -> None:
@@ -185,7 +198,7 @@ class Study:
             draw(found, folder / name)
 
     def run(self, args: argparse.Namespace) -> int:
-        """The command: measure, print, write; its exit status."""
+        """Run the command: measure, print and write. Return the exit status."""
         code, args = self.code, self.fill(args)
         if hasattr(code, "check"):
             code.check(args)
@@ -206,7 +219,7 @@ class Study:
         return int(bool(failed))
 
     def _folder(self, out: Path | None) -> Path | None:
-        """`--out`, able to take all files: before hours of measuring."""
+        """Check that all files can be written to `--out`, before hours of measuring."""
         if out is None:
             return None
         output_folder(out / DATA, [Path(self.numbers_name).name])
@@ -214,20 +227,28 @@ class Study:
 
     def _earlier(self, folder: Path | None) -> Any:
         if folder is None:
-            raise ValueError("--redraw needs --out FOLDER; e.g. --out docs/benchmarks")
+            raise ValueError("--redraw needs --out FOLDER, the folder with the numbers to draw "
+                             "again. Use, for example, --out docs/benchmarks")
         return read_numbers(folder / self.numbers_name)
 
 
 def check_needs(who: str, needs: Sequence[str]) -> None:
-    """Raises: ValueError: what it needs, keys of `NEEDS`, is not here."""
+    """Check that all requirements of a study are fulfilled.
+
+    Raises:
+        ValueError: if a requirement, a key of `NEEDS`, is missing.
+    """
     for need in needs:
         if (reason := NEEDS[need]()) is not None:
             raise ValueError(f"{who} needs {NEEDS_SAID[need]}: {reason}")
 
 
 def with_machine(measure: Callable[..., Any], *args: Any) -> Any:
-    """What `measure(*args)` returns, where it is a mapping with the machine: versions, device and
-    date, load before and after, cores.
+    """Call `measure(*args)` and return its result.
+
+    If the result is a mapping, this function adds the versions of the packages, the device, the
+    date,
+    the load average before and after, and the number of cores.
     """
     from scripts.bench.measure import versions  # imports torch
 
@@ -242,21 +263,22 @@ def with_machine(measure: Callable[..., Any], *args: Any) -> Any:
     return found
 
 
-def _say_machine(lines: Sequence[str], found: Any) -> Iterator[str]:
-    """What `with_machine` added, after the first paragraph."""
-    said, found = "", found if isinstance(found, dict) else {}
+def _say_machine(lines: Sequence[str], found: Any, made_by: str) -> Iterator[str]:
+    """Add a paragraph on command and machine (see `with_machine`) after the first paragraph."""
+    said, found = [made_by] * bool(made_by), found if isinstance(found, dict) else {}
     if "versions" in found:
-        said = f" {', '.join(f'{name} {value}' for name, value in found['versions'].items())}."
+        said.append(versions_in_words(found["versions"]))
     if "load" in found:
-        said += f" Load average {', '.join(f'{x:.1f}' for x in found['load'])}" + (
-            f" on {found['cores']} cores." if "cores" in found else ".")
+        said.append(load_in_words(found["load"], found.get("cores")))
     for line in lines:
-        yield line if line.startswith(NOT_PROSE) else line + said
-        said = said if line.startswith(NOT_PROSE) else ""
+        yield line
+        if said and not line.startswith(NOT_PROSE):
+            yield " ".join(said)
+            said.clear()
 
 
 def write_numbers(path: Path, value: Any) -> None:
-    """Write numbers, compact: a line for each entry of the outermost list or mapping."""
+    """Write numbers as JSON, with one line for each entry of the outermost list or mapping."""
     if isinstance(value, dict):
         lines = [f"{json.dumps(key)}: {_compact(one)}" for key, one in value.items()]
     else:
@@ -270,15 +292,16 @@ def _compact(value: Any) -> str:
 
 
 def read_numbers(path: Path) -> Any:
-    """The numbers of an earlier run.
+    """Read the numbers of an earlier run.
 
-    Raises: ValueError: there are none.
+    Raises:
+        ValueError: if the file does not exist or is not JSON.
     """
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ValueError(f"{path} holds no numbers of a study ({short(str(error))}); measure "
-                         "first, without --redraw, or give another --out") from error
+        raise ValueError(f"{path} contains no numbers of a study ({short(str(error))}). Measure "
+                         "first, without --redraw, or choose another --out") from error
 
 
 def _asked(question: str) -> Any:
@@ -290,7 +313,7 @@ def _package(name: str) -> Any:
     return lambda: None if importlib.util.find_spec(name) else f"package {name} is not installed"
 
 
-# what a study may need: why it is not here, or None
+# For each requirement: a function that returns why it is missing, or None if it is fulfilled.
 NEEDS = {
     "nodes": _asked("scripts.emulate:why_not"),
     "memory limit": _asked("scripts.bench.memory_limit:why_not"),

@@ -1,4 +1,4 @@
-"""An emulated cluster on one machine: network namespaces with shaped links (Linux, root)."""
+"""A cluster emulated on one Linux machine by network namespaces with links of limited speed."""
 
 from scripts.emulate.cluster import EmulatedCluster, PortStats
 from scripts.emulate.namespaces import why_not

@@ -1,4 +1,4 @@
-"""`python scripts/emulate ...` is `moe-plugin emulate ...` of this checkout."""
+"""Run `moe-plugin emulate` of this checkout by `python scripts/emulate ...`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compiles the switch at its first use, into the user's cache."""
+"""Compile the switch at its first use, and store it in the user's cache."""
 
 from __future__ import annotations
 
@@ -16,14 +16,17 @@ COMPILERS = ("cc", "gcc", "clang")
 
 
 def compiler() -> str | None:
-    """The C compiler's path, or None."""
+    """Return the path of a C compiler, or None if no compiler is installed."""
     return next(filter(None, map(shutil.which, COMPILERS)), None)
 
 
 def build_switch(cache: Path | None = None) -> Path:
-    """The compiled switch; its name contains the digest of its source, so a new version recompiles.
+    """Return the path of the compiled switch, and compile the switch if necessary.
 
-    Raises: ValueError: no compiler, or it fails, with its message.
+    The file name contains the digest of the source, so that a new version is compiled again.
+
+    Raises:
+        ValueError: there is no C compiler, or the compiler fails. The error contains its message.
     """
     digest = hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:16]
     target = user_cache("the emulated cluster's switch cannot be compiled there",
@@ -33,13 +36,13 @@ def build_switch(cache: Path | None = None) -> Path:
     cc = compiler()
     if cc is None:
         raise ValueError(
-            f"no C compiler ({', '.join(COMPILERS)}) for the emulated cluster's switch; on Debian "
-            "or Ubuntu: sudo apt-get install gcc")
+            f"The emulated cluster's switch needs a C compiler ({', '.join(COMPILERS)}), and none "
+            "is installed. On Debian or Ubuntu, run sudo apt-get install gcc")
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         made = Path(folder) / "switch"
         done = subprocess.run([cc, "-O2", "-o", str(made), str(SOURCE)], capture_output=True,
                               text=True, check=False)
         if done.returncode:
             raise ValueError(f"{cc} could not compile {SOURCE}: {done.stderr.strip()}")
-        os.replace(made, target)  # atomic, also when two processes build at once
+        os.replace(made, target)  # atomic, because two processes may compile at the same time
     return target

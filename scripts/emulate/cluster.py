@@ -25,17 +25,21 @@ from scripts.emulate.ranks import (
 )
 
 MAX_NODES, MAX_PER_NODE = 64, 256
-FASTEST_BIT_S = 1e12  # of a node's own link, where a network's wires say how fast it is
+FASTEST_BIT_S = 1e12  # rate of a node's own link if the wires of a network set the speed
 ERRORS_SHOWN = 3
 
 
 @dataclass(frozen=True)
 class PortStats:
-    """What a node has sent and received.
+    """Counters of the frames that a node has sent and received.
 
     Attributes:
-        bytes_in: on the wire, from the node.
-        messages: frames that ended one.
+        frames_in: number of frames sent by the node.
+        bytes_in: bytes on the wire sent by the node.
+        frames_out: number of frames delivered to the node.
+        bytes_out: bytes on the wire delivered to the node.
+        drops: number of frames that were dropped.
+        messages: number of frames that ended a message.
     """
 
     frames_in: int
@@ -47,30 +51,37 @@ class PortStats:
 
 
 class EmulatedCluster:
-    """A cluster of `nodes` x `ranks_per_node` ranks on this machine; a context manager.
+    """A cluster of `nodes` x `ranks_per_node` ranks on this machine, as a context manager.
 
-    Every node has its own network, host name and link; ranks of a node communicate over its
-    loopback. Nothing remains after this process, however it ends: namespaces have no names, the
-    switch ends with its control socket, ranks end with their parent.
+    Each node has a separate network, host name and link. The ranks of a node communicate over the
+    loopback interface of the node. The cluster leaves nothing behind, however this process ends:
+    namespaces have no names, the switch ends when its control socket is closed, and ranks end with
+    their parent process.
 
     Args:
-        rate_bit_s: of each node's link, in each direction.
-        delay_s: of one direction.
-        message_s: extra time of a node's card per message.
-        mtu: of the links, bytes.
-    Raises: ValueError: values out of bounds, or this machine cannot run it, with the reason.
+        nodes: number of nodes.
+        ranks_per_node: number of ranks on each node.
+        rate_bit_s: rate of each node's link in each direction, in bits per second.
+        delay_s: delay of a link in one direction, in seconds.
+        message_s: additional time that a node's card needs for each message, in seconds.
+        mtu: maximum transmission unit of the links, in bytes.
+
+    Raises:
+        ValueError: a value is out of bounds, or this machine cannot run an emulated cluster. The
+            error contains the reason.
     """
 
     def __init__(self, nodes: int, ranks_per_node: int, rate_bit_s: float = 200e6,
                  delay_s: float = 1e-3, message_s: float = 0.0, mtu: int = 1500) -> None:
         if not 1 <= nodes <= MAX_NODES or not 1 <= ranks_per_node <= MAX_PER_NODE:
             raise ValueError(
-                f"emulated cluster {nodes}x{ranks_per_node}: must be 1 to {MAX_NODES} nodes and 1 "
-                f"to {MAX_PER_NODE} ranks per node, which are processes of this machine")
+                f"emulated cluster {nodes}x{ranks_per_node} is out of bounds. Use 1 to {MAX_NODES} "
+                f"nodes and 1 to {MAX_PER_NODE} ranks per node, because each rank is a process on "
+                "this machine")
         if rate_bit_s <= 0 or delay_s < 0 or message_s < 0:
             raise ValueError(
-                f"emulated cluster: rate {rate_bit_s} must be > 0, delay {delay_s} and message "
-                f"cost {message_s} >= 0; e.g. 200mbit, 1ms")
+                f"emulated cluster: rate {rate_bit_s} must be > 0, and delay {delay_s} and message "
+                f"cost {message_s} must be >= 0. For example, use rate 200mbit and delay 1ms")
         self.nodes_wanted, self.ranks_per_node = nodes, ranks_per_node
         self.rate_bit_s, self.delay_s = rate_bit_s, delay_s
         self.message_s, self.mtu = message_s, mtu
@@ -82,7 +93,7 @@ class EmulatedCluster:
 
     @property
     def size(self) -> int:
-        """Number of ranks."""
+        """The number of ranks."""
         return self.nodes_wanted * self.ranks_per_node
 
     def __enter__(self) -> EmulatedCluster:  # noqa: PYI034 - Self needs Python 3.11
@@ -128,14 +139,21 @@ class EmulatedCluster:
         answer = self._switch.stdout.readline()
         if not answer.startswith("ready"):
             raise ValueError(
-                f"the emulated cluster's switch did not start: {answer.strip() or 'no output'}; "
-                "run as root, or see `moe-plugin doctor`")
+                f"The emulated cluster's switch did not start: {answer.strip() or 'no output'}. "
+                "Run the command as root, or run `moe-plugin doctor` for details")
 
     def start(self, fn: Callable[..., Any], *args: Any, group_timeout_s: float = 60.0,
               join: bool = True) -> list[RankProcess]:
-        """Start `fn(*args)` on every rank, with the launcher's variables set.
+        """Start `fn(*args)` on every rank, with the environment variables of a launcher.
 
-        join: also initialise the gloo world.
+        Args:
+            fn: function that every rank calls.
+            args: arguments of the function.
+            group_timeout_s: timeout of the gloo group's collectives, in seconds.
+            join: whether to initialise the gloo group of all ranks first.
+
+        Returns:
+            The processes in the order of their ranks.
         """
         ours = [self._control.fileno()] if self._control else []
         store, port = serve_store(self.nodes[0], ours)
@@ -151,9 +169,10 @@ class EmulatedCluster:
 
     def run(self, fn: Callable[..., Any], *args: Any, timeout_s: float = 120.0,
             group_timeout_s: float = 60.0) -> list[Any]:
-        """Run `fn(*args)` on every rank; returns the results in rank order.
+        """Run `fn(*args)` on every rank, and return the results in the order of the ranks.
 
-        Raises: RuntimeError: a rank failed, with the traces.
+        Raises:
+            RuntimeError: a rank failed. The error contains the tracebacks.
         """
         ends = self.collect(self.start(fn, *args, group_timeout_s=group_timeout_s), timeout_s)
         failed = [end.error for end in ends if end.error is not None]
@@ -164,19 +183,25 @@ class EmulatedCluster:
         return [end.value for end in ends]
 
     def collect(self, ranks: Sequence[RankProcess], timeout_s: float) -> list[RankEnd]:
-        """How the ranks ended; those that run after `timeout_s` are killed. Stops the stores."""
+        """Wait for the ranks, return how each rank ended, and stop the stores.
+
+        Ranks that still run after `timeout_s` seconds are killed.
+        """
         ends = collect(ranks, timeout_s)
         stop([process for process in self.running if process.rank < 0])
         self.running = []
         return ends
 
     def command(self, node: int, argv: Sequence[str], **popen: Any) -> subprocess.Popen:
-        """Run a program on a node, e.g. torchrun. It and its children end with this cluster."""
+        """Run a program on a node, for example torchrun.
+
+        The program and its child processes end with this cluster.
+        """
         where = self.nodes[node]
         environment = {**os.environ, **popen.pop("env", {}), "GLOO_SOCKET_IFNAME": "eth0"}
         enter = ["nsenter", f"--net=/proc/self/fd/{where.net}", f"--uts=/proc/self/fd/{where.uts}"]
         seal = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
-        # setpriv ends with this process, and unshare --kill-child passes that on
+        # setpriv ends when this process ends, and then unshare --kill-child ends the program
         started = subprocess.Popen(["setpriv", "--pdeathsig", "KILL", *enter, *seal, *argv],
                                    env=environment, pass_fds=[where.net, where.uts], **popen)
         self.commands.append(started)
@@ -187,17 +212,20 @@ class EmulatedCluster:
         self._tell(f"rate {node} {rate_bit_s}")
 
     def set_network(self, network: Network) -> None:
-        """Let frames between nodes take the wires of a network, each at its bandwidth.
+        """Send frames between nodes over the wires of a network, each with its own bandwidth.
 
-        Rank i of the network is node i here. A frame takes the way of fewest wires, and among equal
-        ones that whose wires come first in the network. Links of nodes are as fast as they can be.
+        Rank i of the network is node i of the cluster. A frame takes the path with the fewest
+        wires. Among equally short paths, a frame takes the path with the wires that come first in
+        the network. The nodes' own links then have the highest possible rate.
 
-        Raises: ValueError: another number of ranks than nodes, or more wires than the switch has.
+        Raises:
+            ValueError: the network has a different number of ranks than the cluster has nodes, or
+                more wires than the switch supports.
         """
         if len(network.ranks) != self.nodes_wanted:
             raise ValueError(
                 f"network {network.name!r} has {len(network.ranks)} ranks, which does not fit "
-                f"{self.nodes_wanted} emulated nodes; use one rank per node")
+                f"{self.nodes_wanted} emulated nodes. Use a network with one rank per node")
         index = {wire.ends: i for i, wire in enumerate(network.wires)}
         for wire, i in zip(network.wires, index.values(), strict=True):
             self._tell(f"wire {i} {float(wire.bandwidth) * 8e9}")
@@ -210,31 +238,31 @@ class EmulatedCluster:
             self.set_rate(node, FASTEST_BIT_S)
 
     def set_loss(self, node: int, probability: float) -> None:
-        """Drop frames of one node at random, in each direction."""
+        """Drop frames of one node at random with this probability, in each direction."""
         self._tell(f"loss {node} {probability}")
 
     def set_hole(self, node: int, on: bool = True) -> None:
-        """Drop all frames from and to one node, without any error (a black hole)."""
+        """Drop all frames from and to one node without an error, as a black hole does."""
         self._tell(f"hole {node} {int(on)}")
 
     def set_link(self, node: int, up: bool) -> None:
-        """Take one node's interface down, or up again."""
+        """Switch one node's network interface off or on."""
         self._tell(f"link {node} {int(up)}")
 
     def stats(self) -> list[PortStats]:
-        """Counters of every node's port since the start."""
+        """Return the counters of every node's port since the start of the cluster."""
         return [PortStats(*map(int, line.split())) for line in self._tell("stats").splitlines()[1:]]
 
     @property
     def switch_pid(self) -> int:
-        """Process id of the switch."""
+        """The process id of the switch."""
         return self._switch.pid
 
     def _tell(self, message: str) -> str:
         self._control.send(message.encode())
         answer = self._control.recv(1 << 15).decode()
         if answer.startswith("error"):
-            raise ValueError(f"the emulated cluster's switch refused {message!r}: {answer}")
+            raise ValueError(f"The emulated cluster's switch refused {message!r}: {answer}")
         return answer
 
     def _environment(self, rank: int, port: int) -> dict[str, str]:
@@ -248,7 +276,7 @@ class EmulatedCluster:
             "GROUP_WORLD_SIZE": str(self.nodes_wanted),
             "MASTER_ADDR": self.nodes[0].address,
             "MASTER_PORT": str(port),
-            # the store exists already: with env:// rank 0 must not create another
+            # the store exists already, so rank 0 must not create another one for env://
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "GLOO_SOCKET_IFNAME": "eth0",
             "OMP_NUM_THREADS": "1"

@@ -1,5 +1,7 @@
-"""Commands that run a training program: `emulate NxP -- COMMAND` on a cluster of network namespaces
-on this machine, `fault KIND -- COMMAND` with something that goes wrong at a stated moment.
+"""The commands `emulate` and `fault`, which run a training program.
+
+`emulate NxP -- COMMAND` runs the program on a cluster of network namespaces on this machine.
+`fault KIND -- COMMAND` runs the program and injects a fault at a given moment.
 """
 
 from __future__ import annotations
@@ -27,9 +29,9 @@ EMULATIONS = """examples:
   moe-plugin emulate 2x1 --plain -- sh -c 'hostname; echo $NODE_RANK of $NNODES'
 """
 _REMEDIES = {
-    "exchange": "; ranks exchange rows where they share the experts (in Megatron: "
+    "exchange": "; ranks exchange rows only if they share the experts (in Megatron: "
                 "--expert-model-parallel-size above 1)",
-    "save": "; let the program save more often",
+    "save": "; set the program to save more often",
 }
 FAULTS = """examples:
   torchrun --nproc-per-node 2 --no-python moe-plugin fault kill --ranks 1 --step 5 -- \\
@@ -41,20 +43,22 @@ FAULTS = """examples:
 
 
 def emulate_options(p: argparse.ArgumentParser) -> None:
-    """`moe-plugin emulate`."""
+    """Add the options of `moe-plugin emulate`."""
     from moe_plugin.cli.figures import add_links
 
     p.usage, p.epilog = "moe-plugin emulate NxP [options] -- COMMAND ...", EMULATIONS
     p.formatter_class = argparse.RawDescriptionHelpFormatter
-    p.description = ("Starts torchrun on every node of a cluster of network namespaces on this "
-                     "machine, and removes it afterwards.\n"
-                     "Linux; root, or inside `unshare --user --map-root-user --net`.")
-    p.add_argument("grid", metavar="NxP", help="nodes x ranks per node, e.g. 2x2")
+    p.description = ("Start torchrun on every node of a cluster of network namespaces on this "
+                     "machine, and remove the cluster afterwards.\n"
+                     "Needs Linux, and root or `unshare --user --map-root-user --net`.")
+    p.add_argument("grid", metavar="NxP",
+                   help="number of nodes x number of ranks per node, such as 2x2")
     add_links(p)
     p.add_argument("--max-restarts", type=int, default=0, metavar="N",
-                   help="torchrun's: all ranks start again after one failed (default: %(default)s)")
+                   help="how often torchrun restarts all ranks after a rank has failed "
+                        "(default: %(default)s)")
     p.add_argument("--plain", action="store_true",
-                   help="run COMMAND itself once per node, without torchrun, with MASTER_ADDR, "
+                   help="run COMMAND once per node without torchrun, with MASTER_ADDR, "
                         "MASTER_PORT, NNODES, NODE_RANK and NPROC_PER_NODE in its environment")
     p.add_argument(
         "program", nargs="+", metavar="COMMAND",
@@ -62,14 +66,14 @@ def emulate_options(p: argparse.ArgumentParser) -> None:
 
 
 def emulate(args: argparse.Namespace) -> int:
-    """Run it; the exit status of the first node that fails, else 0."""
+    """Run `moe-plugin emulate`. Return the exit status of the first node that fails, or 0."""
     from moe_plugin.cli.figures import links_of
     from moe_plugin.planner.units import parse_grid
     from scripts.emulate import EmulatedCluster
     from scripts.emulate.launch import start_plain, start_torchrun, wait
 
     if args.max_restarts < 0:
-        raise ValueError(f"--max-restarts {args.max_restarts} must be >= 0; e.g. 1")
+        raise ValueError(f"--max-restarts {args.max_restarts} must be >= 0. For example, use 1")
     signal.signal(signal.SIGTERM, _terminated)
     with EmulatedCluster(*parse_grid(args.grid), **links_of(args)) as cluster:
         if args.plain:
@@ -78,36 +82,39 @@ def emulate(args: argparse.Namespace) -> int:
 
 
 def _terminated(*_: object) -> NoReturn:
-    sys.exit(128 + signal.SIGTERM)  # an exception, so that the cluster is removed in order
+    sys.exit(128 + signal.SIGTERM)  # an exception, so that `with` removes the cluster
 
 
 def fault_options(p: argparse.ArgumentParser) -> None:
-    """`moe-plugin fault`."""
+    """Add the options of `moe-plugin fault`."""
     from scripts.emulate.faults import KINDS, PLACES, Fault
 
     p.usage = "moe-plugin fault KIND [options] -- COMMAND ..."
     p.epilog = FAULTS
     p.formatter_class = argparse.RawDescriptionHelpFormatter
     p.description = (
-        "Runs a training program in this process; on the ranks given, something goes wrong in the\n"
-        "step and at the place given. Start it on every rank, by torchrun --no-python.\n\n"
+        "Run a training program in this process, and inject a fault on the given ranks, in the\n"
+        "given step and at the given place. Start the command on every rank with\n"
+        "torchrun --no-python.\n\n"
         + "\n".join(f"  {name:<13} {text}" for name, text in KINDS.items()))
     p.add_argument("kind", metavar="KIND", choices=list(KINDS), help="see above")
     p.add_argument("--ranks", type=_ranks, default=(0,), metavar="A,B",
-                   help="on which it happens; those of a node: the node (default: 0)")
+                   help="ranks on which the fault happens; all ranks of a node stand for the node "
+                        "(default: 0)")
     p.add_argument("--step", type=int, default=1, metavar="N",
-                   help="the optimizer's step in which it happens, counted from each start of "
+                   help="optimizer step in which the fault happens, counted from each start of "
                         "the program (default: %(default)s)")
     p.add_argument("--place", default="", choices=list(PLACES),
                    help="; ".join(f"{name}: {text}" for name, text in PLACES.items())
                         + " (default: forward)")
     p.add_argument("--once", action="store_true",
-                   help="only in torchrun's first start, not where it starts the ranks again")
-    p.add_argument("--seconds", type=float, default=0.0, metavar="S", help="of stall and slow")
+                   help="inject the fault only in torchrun's first start, not after a restart")
+    p.add_argument("--seconds", type=float, default=0.0, metavar="S",
+                   help="duration of stall and slow")
     p.add_argument("--bytes", type=int, default=Fault.bytes, metavar="N",
-                   help="of disk-full (default: %(default)s)")
+                   help="largest size of a file for disk-full (default: %(default)s)")
     p.add_argument("--bit", type=int, default=Fault.bit, metavar="N",
-                   help="of bit-flip and wrong-product (default: %(default)s)")
+                   help="bit that bit-flip and wrong-product flip (default: %(default)s)")
     p.add_argument("program", nargs="+", metavar="COMMAND",
                    help="after `--`: script.py, -m module, or an installed Python command, with "
                         "its arguments")
@@ -118,7 +125,7 @@ def _ranks(text: str) -> tuple[int, ...]:
 
 
 def fault(args: argparse.Namespace) -> int:
-    """Run the program; its exit status."""
+    """Run the program of `moe-plugin fault`, and return its exit status."""
     from scripts.emulate.faults import Fault
 
     program = _program(args.program)
@@ -126,14 +133,14 @@ def fault(args: argparse.Namespace) -> int:
     rank, world = (int(os.environ.get(name, usual)) for name, usual in (("RANK", "0"),
                                                                        ("WORLD_SIZE", "1")))
     if rank == 0 and min(fault.ranks) >= world:
-        _say(f"{fault.kind} happens on no rank: it is for {', '.join(map(str, fault.ranks))}, the "
-             f"program has {world} (RANK 0 to {world - 1})")
+        _say(f"{fault.kind} happens on no rank: the given ranks are "
+             f"{', '.join(map(str, fault.ranks))}, but the program's ranks are 0 to {world - 1}")
     again = args.once and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     armed = None if again else fault.arm(rank)
     try:
         _become(program)
     except Exception:
-        traceback.print_exc()  # the program's own error, as without this command
+        traceback.print_exc()  # print the program's error as it would be printed without `fault`
         return 1
     finally:
         if armed is not None and not armed.happened_in:
@@ -142,14 +149,14 @@ def fault(args: argparse.Namespace) -> int:
 
 
 def _why(fault: Fault, made: int) -> str:
-    """Why it did not happen in a program that made so many steps."""
+    """Return the reason why the fault did not happen in a program that ran `made` steps."""
     from scripts.emulate.faults import PLACES
 
     if made < fault.step:
-        return (f"step {fault.step}, place {fault.place}, was not reached; the program made {made} "
+        return (f"step {fault.step}, place {fault.place}, was not reached; the program ran {made} "
                 "steps")
-    return (f"place {fault.place} ({PLACES[fault.place]}) did not come in steps {fault.step} to "
-            f"{made}{_REMEDIES.get(fault.place, '')}")
+    return (f"place {fault.place} ({PLACES[fault.place]}) was not reached in steps {fault.step} "
+            f"to {made}{_REMEDIES.get(fault.place, '')}")
 
 
 def _say(what: str) -> None:
@@ -157,20 +164,24 @@ def _say(what: str) -> None:
 
 
 def _program(words: Sequence[str]) -> list[str]:
-    """The words, with the path of an installed command; `ValueError` if there is none."""
+    """Return the command with the path of an installed program.
+
+    Raises:
+        ValueError: the program is not installed.
+    """
     name, *rest = words
     if name == "-m" and rest or name.endswith(".py"):
         return [name, *rest]
     found = shutil.which(name) or shutil.which(name, path=os.path.dirname(sys.executable))
     if found is None:
         raise ValueError(
-            f"program {short(name)} is not installed: give a script (train.py), a module (-m "
-            "package.module) or a Python command (fairseq-train)")
+            f"program {short(name)} is not installed. Use a script (train.py), a module (-m "
+            "package.module) or an installed Python command (fairseq-train)")
     return [found, *rest]
 
 
 def _become(program: list[str]) -> None:
-    sys.modules.pop("scripts", None)  # the program may have one of its own
+    sys.modules.pop("scripts", None)  # the program may have a package of the same name
     if program[0] == "-m":
         sys.argv = program[1:]
         runpy.run_module(program[1], run_name="__main__", alter_sys=True)

@@ -1,4 +1,4 @@
-"""What happens to a checkpoint's files between a save and the next start."""
+"""Damage the files of a checkpoint between a save and the next start, for tests of loading."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _ZEROS = 512  # bytes of a sector
 
 
 def files_of(folder: str | os.PathLike[str]) -> list[Path]:
-    """All files below a folder, in the order of their names."""
+    """Return all files below a folder, sorted by name."""
     return sorted(path for path in Path(folder).rglob("*") if path.is_file())
 
 
@@ -20,19 +20,25 @@ def damage(path: str | os.PathLike[str], way: str, seed: int = 0) -> str:
     """Damage a file in place.
 
     Args:
-        way: `cut` (shorter, by at least one byte), `empty`, `bit` (one flipped), `byte` (one
-            changed), `zeros` (a sector of zeros), `missing`, `swapped` (it has the content of
-            another file of its folder), `folder` (a folder has its name).
-        seed: of the place.
-    Returns: what was done, for people.
-    Raises: ValueError: another way, or a file that cannot be damaged in this one.
+        path: the file to damage.
+        way: kind of damage: `cut` removes at least one byte at the end, `empty` removes all bytes,
+            `bit` flips one bit, `byte` changes one byte, `zeros` writes a sector of zeros,
+            `missing` removes the file, `swapped` replaces the content by that of another file in
+            the folder, and `folder` replaces the file by a folder of the same name.
+        seed: seed of the random position.
+
+    Returns:
+        A description of the damage for people.
+
+    Raises:
+        ValueError: the kind of damage is unknown, or the file cannot be damaged in this way.
     """
     path, draw = Path(path), random.Random(seed)
     size = path.stat().st_size
     if way not in WAYS:
-        raise ValueError(f"damage {way!r} is unknown; known: {', '.join(WAYS)}")
+        raise ValueError(f"damage {way!r} is unknown. Use one of {', '.join(WAYS)}")
     if size == 0 and way not in ("missing", "folder"):
-        raise ValueError(f"{str(path)!r} is empty already; use way='missing'")
+        raise ValueError(f"{str(path)!r} is already empty. Use way='missing'")
     if way == "missing":
         path.unlink()
         return f"{path.name} removed"
@@ -62,7 +68,8 @@ def _swap(path: Path, draw: random.Random) -> str:
     others = [other for other in files_of(path.parent)
               if other != path and other.read_bytes() != path.read_bytes()]
     if not others:
-        raise ValueError(f"no other file than {path.name} in {str(path.parent)!r}; use way='bit'")
+        raise ValueError(f"{str(path.parent)!r} contains no file that differs from {path.name}. "
+                         "Use way='bit'")
     other = draw.choice(others)
     shutil.copyfile(other, path)
     return f"{path.name} replaced by a copy of {other.name}"

@@ -1,12 +1,14 @@
-"""Faults on purpose, at a stated moment of a training program: what it does when a rank dies,
-stalls or slows, a disk is full, a number is wrong or a connection breaks.
+"""Inject a fault into a training program at a given moment.
+
+Use this module to test what a program does when a rank dies, stalls or slows down, a disk is full,
+a number is wrong, or a connection breaks. Before training starts, call
 
     Fault("kill", ranks=(1,), step=5, place="exchange").arm(rank)
 
-before training starts, or `moe-plugin fault kill --ranks 1 --step 5 -- fairseq-train ...` on every
-rank, of any program that trains `MoELayer`s with torch's optimizers. A dead node is all its ranks.
-What happens to files between two runs is in `scripts.emulate.damage`; links of a cluster
-fail by `EmulatedCluster`.
+or run `moe-plugin fault kill --ranks 1 --step 5 -- fairseq-train ...` on every rank. This works for
+any program that trains `MoELayer`s with torch's optimizers. To simulate a dead node, list all ranks
+of the node. `scripts.emulate.damage` damages files between two runs, and `EmulatedCluster` lets the
+links of a cluster fail.
 """
 
 from __future__ import annotations
@@ -40,45 +42,50 @@ from moe_plugin.layer import MoELayer
 from moe_plugin.output import MoEOutput
 
 KINDS = {
-    "kill": "the process ends by SIGKILL",
-    "stall": "SIGSTOP; SIGCONT after --seconds (0: never)",
-    "slow": "waits --seconds in this step and all later ones: a straggler",
-    "disk-full": "from here on no file can grow beyond --bytes",
+    "kill": "the process is killed by SIGKILL",
+    "stall": "the process stops (SIGSTOP), and continues after --seconds (0: never)",
+    "slow": "the process waits --seconds in this and every later step, as a straggler does",
+    "disk-full": "no file can grow beyond --bytes any more",
     "cut": "all network connections of the process break",
     "nan-data": "one number of a layer's input is NaN",
     "nan-gradient": "one number of the gradient of a layer's output is NaN",
     "bit-flip": "one bit of one number of a layer's output is flipped, once",
-    "wrong-product": "the same in each forward pass from here on: a chip that computes wrongly",
+    "wrong-product": "one bit is flipped in this and every later forward pass, as by a faulty chip",
 }
 PLACES = {
     "forward": "a layer's forward pass begins",
     "exchange": "a layer begins to exchange rows with other ranks",
-    "backward": "the gradient of a layer's output is there",
+    "backward": "the gradient of a layer's output is computed",
     "update": "the optimizer begins its step",
-    "save": "a file that was written gets its name",
+    "save": "a written file is renamed to its final name",
 }
 _ONLY = {"nan-data": "forward", "nan-gradient": "backward", "bit-flip": "forward",
          "wrong-product": "forward"}
-_LATER = ("slow",)  # kinds that happen again in every later step
-_ALWAYS = ("wrong-product",)  # and every time
+_LATER = ("slow",)  # kinds that happen again once in every later step
+_ALWAYS = ("wrong-product",)  # kinds that happen again every time the place is reached
 _EXCHANGES = ("send_receive", "all_to_all", "all_gather")
-_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of a number
+_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the number of bytes
 
 
 @dataclass(frozen=True)
 class Fault:
-    """What goes wrong, on which ranks and when.
+    """A fault, with the ranks on which it happens and the time at which it happens.
 
     Args:
         kind: a name of `KINDS`.
-        ranks: on which it happens.
-        step: in which, from 1: one more than the optimizer's steps of this process so far.
-        place: a name of `PLACES`; at its first time in that step.
-        seconds: see `KINDS`.
-        bytes: see `KINDS`.
-        bit: of the number that `bit-flip` and `wrong-product` change, from 0, the lowest.
-        record: a file to which a line "RANK TIME" is added when it happens; "": none.
-    Raises: ValueError: a value out of bounds, or a kind that does not happen at that place.
+        ranks: the ranks on which the fault happens.
+        step: the step in which the fault happens. Step 1 is the first step after the start of the
+            process; an optimizer step ends each step.
+        place: a name of `PLACES`. The fault happens when the place is reached for the first time in
+            the step. Defaults to the only place of the kind, or to "forward".
+        seconds: duration of the kinds `stall` and `slow`.
+        bytes: largest size of a file for the kind `disk-full`.
+        bit: the bit that `bit-flip` and `wrong-product` flip. Bit 0 is the lowest bit.
+        record: a file to which a line "RANK TIME" is appended when the fault happens. Defaults to
+            no file.
+
+    Raises:
+        ValueError: a value is out of bounds, or the kind cannot happen at the place.
     """
 
     kind: str
@@ -93,23 +100,25 @@ class Fault:
     def __post_init__(self) -> None:
         known = _ONLY.get(self.kind, self.place or "forward")
         if self.kind not in KINDS:
-            raise ValueError(f"fault {self.kind!r} is unknown; known: {', '.join(KINDS)}")
+            raise ValueError(f"fault {self.kind!r} is unknown. Use one of {', '.join(KINDS)}")
         if self.place and self.place != known or known not in PLACES:
             where = _ONLY.get(self.kind, ", ".join(PLACES))
-            raise ValueError(f"fault {self.kind} at place {self.place!r}: must be {where}")
+            raise ValueError(f"fault {self.kind} cannot happen at place {self.place!r}. The place "
+                             f"must be {where}")
         if self.step < 1 or self.seconds < 0 or self.bytes < 0 or min(self.ranks, default=0) < 0:
             raise ValueError(
-                f"fault {self.kind}: step={self.step} must be >= 1; seconds={self.seconds}, "
-                f"bytes={self.bytes} and ranks={self.ranks} >= 0")
+                f"fault {self.kind}: step={self.step} must be >= 1, and seconds={self.seconds}, "
+                f"bytes={self.bytes} and ranks={self.ranks} must be >= 0")
         if not 0 <= self.bit < 64:
-            raise ValueError(f"fault {self.kind}: bit={self.bit} must be 0 to 63; use 20")
+            raise ValueError(f"fault {self.kind}: bit={self.bit} must be 0 to 63. For example, "
+                             "use 20")
         object.__setattr__(self, "place", known)
 
     def arm(self, rank: int) -> Armed | None:
-        """Let it happen in this process, where this is the process of one of its ranks; None: it is
-        not.
+        """Set the hooks that inject the fault, if `rank` is one of the fault's ranks.
 
-        Hooks on all layers, optimizers and exchanges stay for the life of the process.
+        The hooks on all layers, optimizers and exchanges stay until the process ends. Returns None
+        on ranks without the fault.
         """
         if rank not in self.ranks:
             return None
@@ -119,24 +128,27 @@ class Fault:
 
 
 class Armed:
-    """A fault that waits for its moment.
+    """A fault whose hooks are set in this process.
 
     Attributes:
-        happened_in: the step; 0: not yet.
+        happened_in: the latest step in which the fault happened. 0 if it has not happened yet.
     """
 
     def __init__(self, fault: Fault, rank: int) -> None:
         self.fault, self.rank = fault, rank
         self.happened_in = 0
-        self._updates: dict[int, int] = {}  # by optimizer: a model may have several
+        self._updates: dict[int, int] = {}  # by optimizer, because a model may have several
 
     @property
     def step(self) -> int:
-        """The step that is under way."""
+        """The current step, counted from 1."""
         return 1 + max(self._updates.values(), default=0)
 
     def due(self) -> bool:
-        """Whether it happens now, which is then noted; asked at its place alone."""
+        """Return whether the fault happens now, and record that it happened.
+
+        The method is called only when the fault's place is reached.
+        """
         kind = self.fault.kind
         if self.step < self.fault.step or self.happened_in == self.step and kind not in _ALWAYS:
             return False
@@ -149,7 +161,7 @@ class Armed:
         return True
 
     def install(self) -> None:
-        """Set the hooks."""
+        """Set the hooks of the fault."""
         register_optimizer_step_post_hook(self._updated)
         kind, place = self.fault.kind, self.fault.place
         if kind in _ONLY:
@@ -223,8 +235,9 @@ def flip_bit(x: Tensor, bit: int) -> None:
 
 
 def _before_exchanges(happen: Callable[[], None]) -> None:
-    """Exchanges are methods of `TorchComm`, which has no hooks: a program that shall fail is the
-    one that changes them.
+    """Call `happen` before every exchange of `TorchComm`.
+
+    `TorchComm` has no hooks, so its methods are replaced in this process.
     """
     for name in _EXCHANGES:
         original = getattr(TorchComm, name)
@@ -265,7 +278,7 @@ def _cut(_: Fault) -> None:
             with socket.socket(fileno=os.dup(int(name))) as connection:
                 if connection.family in (socket.AF_INET, socket.AF_INET6):
                     connection.shutdown(socket.SHUT_RDWR)
-        except OSError:  # closed meanwhile, or not connected
+        except OSError:  # the socket was closed in the meantime or is not connected
             continue
 
 

@@ -1,4 +1,4 @@
-"""Runs a training command on an emulated cluster: torchrun on every node, as on a real one."""
+"""Run a training command on an emulated cluster, with torchrun on every node as on a real one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from moe_plugin.utils.messages import short
 from scripts.emulate.cluster import EmulatedCluster
 
 TORCHRUN = str(Path(__file__).with_name("torchrun.py"))
-PORT = 29400  # of the rendezvous; the nodes' networks are their own, so it is free
+PORT = 29400  # port of the rendezvous, which is free because each cluster has separate networks
 GRACE_S = 15.0
 
 
@@ -23,17 +23,23 @@ def start_torchrun(cluster: EmulatedCluster, program: Sequence[str], max_restart
     """Start torchrun on every node with `ranks_per_node` ranks each.
 
     Args:
+        cluster: the emulated cluster.
         program: `script.py ARGS`, `-m module ARGS`, or an installed command such as
             `fairseq-train ARGS`.
-        max_restarts: how often torchrun starts all ranks again after one failed.
-        popen: options of `EmulatedCluster.command`, e.g. `stdout`.
-    Raises: ValueError: no such program.
+        max_restarts: how often torchrun restarts all ranks after a rank has failed.
+        popen: options of `EmulatedCluster.command`, such as `stdout`.
+
+    Returns:
+        The torchrun processes, one for each node.
+
+    Raises:
+        ValueError: the program is not installed.
     """
     program = _python_or_command(program)
     first = cluster.nodes[0].address
     started = []
     for node in cluster.nodes:
-        # emulated host names have no DNS entries, so addresses are given
+        # emulated host names have no DNS entries, so torchrun receives addresses
         rendezvous = [
             "--rdzv-backend", "c10d", "--rdzv-id", "emulated", "--rdzv-endpoint", f"{first}:{PORT}",
             "--rdzv-conf", f"is_host={int(node.index == 0)}", "--local-addr", node.address
@@ -50,9 +56,10 @@ def start_torchrun(cluster: EmulatedCluster, program: Sequence[str], max_restart
 
 def start_plain(cluster: EmulatedCluster, program: Sequence[str],
                 **popen: object) -> list[subprocess.Popen]:
-    """Start a launch script on every node, with the usual variables.
+    """Start a launch script on every node.
 
-    MASTER_ADDR, MASTER_PORT, NNODES, NODE_RANK and NPROC_PER_NODE are in its environment.
+    The script's environment contains MASTER_ADDR, MASTER_PORT, NNODES, NODE_RANK and
+    NPROC_PER_NODE.
     """
     env = {
         **_quiet(), "MASTER_ADDR": cluster.nodes[0].address, "MASTER_PORT": str(PORT),
@@ -65,9 +72,9 @@ def start_plain(cluster: EmulatedCluster, program: Sequence[str],
 
 
 def wait(started: Sequence[subprocess.Popen], grace_s: float = GRACE_S) -> int:
-    """Wait for all; returns the first exit status that is not 0.
+    """Wait for all processes, and return the first exit status that is not 0.
 
-    After a failure the others have `grace_s` seconds to end.
+    After a process has failed, this function waits at most `grace_s` seconds for the others.
     """
     deadline = None
     while any(process.poll() is None for process in started):
@@ -81,17 +88,17 @@ def wait(started: Sequence[subprocess.Popen], grace_s: float = GRACE_S) -> int:
 
 
 def _environment() -> dict[str, str]:
-    # torchrun's c10d rendezvous keeps one store for all restarts, in which new ranks find the
-    # addresses of dead ones and fail to connect (torch 2.13, gloo; pytorch/pytorch 135712). With
-    # this variable each start has its own store.
+    # torchrun's c10d rendezvous uses one store for all restarts. New ranks find the addresses of
+    # dead ranks in this store and fail to connect (torch 2.13, gloo; pytorch/pytorch 135712). With
+    # this variable each start uses a separate store.
     return {**_quiet(), "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 
 def _quiet() -> dict[str, str]:
-    # torch's C++ warns on every rank that emulated hosts have no DNS entries, and with a stack that
-    # the first node's torchrun ends before another's. Its errors are shown; errors of a program are
-    # Python's.
+    # torch's C++ code warns on every rank that emulated hosts have no DNS entries, and prints a
+    # stack if the first node's torchrun ends before another one. Errors of torch's C++ code are
+    # still shown, and errors of the program are Python errors.
     return {"TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")}
 
 
@@ -102,6 +109,6 @@ def _python_or_command(program: Sequence[str]) -> list[str]:
     found = shutil.which(name) or shutil.which(name, path=str(Path(sys.executable).parent))
     if found is None:
         raise ValueError(
-            f"program {short(name)} is not installed: give a script (train.py), a module (-m "
-            "package.module) or a command (fairseq-train)")
+            f"program {short(name)} is not installed. Use a script (train.py), a module (-m "
+            "package.module) or an installed command (fairseq-train)")
     return ["--no-python", found, *rest]

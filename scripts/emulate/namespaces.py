@@ -1,4 +1,4 @@
-"""Linux namespaces without a name or file: they end with their last descriptor and process."""
+"""Linux namespaces without a name or file, which end with their last descriptor and process."""
 
 from __future__ import annotations
 
@@ -14,20 +14,26 @@ from scripts.emulate.build import compiler
 
 _NEWUTS, _NEWNET = 0x04000000, 0x40000000
 _SYSCTL = {
-    # an exchange after a pause must not start with a small window, or with an earlier run's losses
+    # an exchange after a pause must not start with a small window or an earlier run's losses
     "/proc/sys/net/ipv4/tcp_slow_start_after_idle": "0",
     "/proc/sys/net/ipv4/tcp_no_metrics_save": "1",
-    # equal on every machine; BBR, the default of some, paces itself to 80 % of a shared link
+    # the same on every machine, because BBR, the default of some, uses only 80 % of a shared link
     "/proc/sys/net/ipv4/tcp_congestion_control": "reno",
-    # frames of up to 46 KB cross the switch as one unit: pacing would cut them to two segments, at
-    # four times the CPU time
+    # frames of up to 46 KB cross the switch as one unit; with pacing they would have two segments
+    # and need four times the CPU time
     "/proc/sys/net/ipv4/tcp_min_tso_segs": "32",
 }
 
 
 @dataclass(frozen=True)
 class Node:
-    """A node's network and host name, as two descriptors of namespaces."""
+    """A node with a network namespace and a host name namespace.
+
+    Attributes:
+        index: number of the node in the cluster.
+        net: descriptor of the network namespace.
+        uts: descriptor of the namespace with the host name.
+    """
 
     index: int
     net: int
@@ -35,16 +41,16 @@ class Node:
 
     @property
     def address(self) -> str:
-        """Its address on the emulated network."""
+        """The node's address in the emulated network."""
         return f"10.77.0.{self.index + 1}"
 
     @property
     def hostname(self) -> str:
-        """Its host name."""
+        """The node's host name."""
         return f"node{self.index}"
 
     def enter(self) -> None:
-        """Move the calling thread (in a fresh child: the process) to this node."""
+        """Move the calling thread to this node. A new child process moves as a whole."""
         call_libc("setns", self.net, _NEWNET)
         call_libc("setns", self.uts, _NEWUTS)
 
@@ -55,7 +61,7 @@ class Node:
 
 
 def make_node(index: int) -> Node:
-    """A new node. A helper thread makes it, so that the calling thread stays where it is."""
+    """Create a node in a helper thread, so that the calling thread stays in its namespaces."""
     found: list[Node | BaseException] = []
 
     def work() -> None:
@@ -68,7 +74,7 @@ def make_node(index: int) -> Node:
             found.append(
                 Node(index, os.open("/proc/thread-self/ns/net", flags),
                      os.open("/proc/thread-self/ns/uts", flags)))
-        except BaseException as error:  # noqa: BLE001 - handed to the caller below
+        except BaseException as error:  # noqa: BLE001 - raised in the calling thread below
             found.append(error)
 
     thread = threading.Thread(target=work)
@@ -80,7 +86,7 @@ def make_node(index: int) -> Node:
 
 
 def why_not() -> str | None:
-    """Why an emulated cluster cannot run here; None if it can."""
+    """Return the reason why this machine cannot run an emulated cluster, or None if it can."""
     if sys.platform != "linux":
         return f"an emulated cluster needs Linux namespaces; this is {sys.platform}"
     if compiler() is None:

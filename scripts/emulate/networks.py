@@ -1,7 +1,8 @@
-"""Networks with unequal links for `EmulatedCluster.set_network`; one rank per node.
+"""Networks with unequal links for `EmulatedCluster.set_network`, with one rank per node.
 
-All functions: rate_bit_s: of an ordinary link in each direction. Wires have no alpha: what a
-message costs on this machine is not known here.
+In all functions, `rate_bit_s` is the rate of an ordinary link in each direction, in bits per
+second. The wires have no cost per message (alpha), because the cost of a message on this machine is
+unknown.
 """
 
 from __future__ import annotations
@@ -14,19 +15,20 @@ from moe_plugin.planner.forest.presets import Builder
 
 
 def equal(nodes: int, rate_bit_s: float) -> Network:
-    """Nodes around one switch, all links alike."""
+    """Return a network of nodes around one switch with equal links."""
     return _linked("equal links", nodes, 1, [(str(i), "s0", rate_bit_s) for i in range(nodes)])
 
 
 def slow_node(nodes: int, rate_bit_s: float, slower: float = 4) -> Network:
-    """Nodes around one switch; the link of node 0 is `slower` times slower."""
+    """Return a network of nodes around one switch. The link of node 0 is `slower` times slower."""
     links = [(str(i), "s0", rate_bit_s / (1 if i else slower)) for i in range(nodes)]
     return _linked("one slow node", nodes, 1, links)
 
 
 def ring(nodes: int, rate_bit_s: float, slower: float = 1) -> Network:
-    """Each node is linked to two others; the link from the last one to node 0 is `slower` times
-    slower. At least three nodes.
+    """Return a ring of at least three nodes.
+
+    The link from the last node to node 0 is `slower` times slower than the other links.
     """
     links = [(str(i), str((i + 1) % nodes), rate_bit_s / (1 if i + 1 < nodes else slower))
              for i in range(nodes)]
@@ -34,13 +36,14 @@ def ring(nodes: int, rate_bit_s: float, slower: float = 1) -> Network:
 
 
 def chain(nodes: int, rate_bit_s: float) -> Network:
-    """Each node is linked to the one before and the next one, as pipeline stages are."""
+    """Return a chain in which each node is linked to its neighbours, as in a pipeline."""
     return _linked("chain", nodes, 0, [(str(i), str(i + 1), rate_bit_s) for i in range(nodes - 1)])
 
 
 def two_clusters(nodes: int, rate_bit_s: float, slower: float = 2) -> Network:
-    """Two switches with half of the nodes each, joined by a link `slower` times slower than that of
-    a node.
+    """Return a network of two switches, each with half of the nodes.
+
+    The link between the switches is `slower` times slower than the link of a node.
     """
     links = [(str(i), f"s{2 * i // nodes}", rate_bit_s) for i in range(nodes)]
     return _linked("two clusters", nodes, 2, [*links, ("s0", "s1", rate_bit_s / slower)])

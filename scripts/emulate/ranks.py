@@ -1,4 +1,4 @@
-"""Ranks of an emulated cluster: forked from this process, after it has imported torch."""
+"""Ranks of an emulated cluster, which are forked from this process after torch is imported."""
 
 from __future__ import annotations
 
@@ -22,16 +22,20 @@ from moe_plugin.utils.machine import die_with_parent
 from scripts.emulate.namespaces import Node
 
 LOG_SHOWN = 32000
-TRACE_S = 0.5  # for ranks to write their traces before they are killed
+TRACE_S = 0.5  # time in which ranks write their tracebacks before they are killed
 
 
 @dataclass
 class RankEnd:
-    """How a rank ended: with a value, or with an error (text with its trace).
+    """The result of a rank, which is a value or an error.
 
     Attributes:
-        seconds: from its start to its end.
-        exit: exit status, negative for a signal, None if it was killed after the timeout.
+        rank: number of the rank.
+        value: the value that the rank's function returned.
+        error: the error with its traceback as text, or None if the function returned.
+        exit: exit status of the process. Negative for a signal, and None if the process was killed
+            after the timeout.
+        seconds: time from the start to the end of the process.
     """
 
     rank: int
@@ -42,13 +46,21 @@ class RankEnd:
 
     @property
     def ok(self) -> bool:
-        """Whether it returned."""
+        """Whether the rank's function returned."""
         return self.error is None
 
 
 @dataclass
 class RankProcess:
-    """A running rank. log: its standard error, shown if it fails."""
+    """A running rank.
+
+    Attributes:
+        rank: number of the rank, or -1 for the process of the store.
+        pid: id of the process.
+        pipe: connection that receives the result.
+        log: standard error of the process, which is shown if the rank fails.
+        started: start time by `time.monotonic`.
+    """
 
     rank: int
     pid: int
@@ -59,11 +71,13 @@ class RankProcess:
 
 def fork(work: Callable[[], Any], node: Node | None, rank: int, close: Sequence[int] = ()
          ) -> RankProcess:
-    """Run `work` in a forked process; it ends with this process.
+    """Run `work` in a forked process, which ends when this process ends.
 
     Args:
-        node: on which; None: this machine.
-        close: descriptors that it must not keep.
+        work: function that the process calls. Its result is sent to this process.
+        node: the node on which the process runs. None runs it outside of the emulated nodes.
+        rank: number of the rank.
+        close: descriptors that the new process closes.
     """
     ours, theirs = Pipe(duplex=False)
     log = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `_close`, when the rank has ended
@@ -75,7 +89,8 @@ def fork(work: Callable[[], Any], node: Node | None, rank: int, close: Sequence[
         theirs.close()
         return RankProcess(rank, pid, ours, log)
     status = 1
-    # garbage of this process stays: ending a group here would join threads that a fork lacks
+    # objects of this process must not be collected in the child, because the destructor of a
+    # process group would join threads that do not exist after a fork
     gc.freeze()
     try:
         die_with_parent(parent)
@@ -91,14 +106,15 @@ def fork(work: Callable[[], Any], node: Node | None, rank: int, close: Sequence[
         theirs.close()
         status = 0
     finally:
-        os._exit(status)  # never run the parent's exit handlers, test runners included
+        os._exit(status)  # the exit handlers belong to the parent, which may be a test runner
     raise AssertionError("unreachable")
 
 
 def collect(ranks: Sequence[RankProcess], timeout_s: float) -> list[RankEnd]:
-    """Wait for all; ranks without an answer after `timeout_s` are killed.
+    """Wait for all ranks, and return how each rank ended.
 
-    Their errors contain the stacks of all threads.
+    Ranks without a result after `timeout_s` seconds are killed. Their errors contain the stacks of
+    all threads.
     """
     ends: dict[int, RankEnd] = {}
     waiting = {process.pipe: process for process in ranks}
@@ -108,7 +124,7 @@ def collect(ranks: Sequence[RankProcess], timeout_s: float) -> list[RankEnd]:
             process = waiting.pop(pipe)
             ends[process.rank] = _read(process)
     for process in waiting.values():
-        _kill(process.pid, signal.SIGUSR2)  # every thread's trace goes to the log
+        _kill(process.pid, signal.SIGUSR2)  # writes the stacks of all threads to the log
     time.sleep(TRACE_S if waiting else 0)
     for process in waiting.values():
         _kill(process.pid)
@@ -120,7 +136,7 @@ def collect(ranks: Sequence[RankProcess], timeout_s: float) -> list[RankEnd]:
 
 
 def stop(processes: Sequence[RankProcess]) -> None:
-    """Kill those that still run."""
+    """Kill the processes that still run."""
     for process in processes:
         try:
             if os.waitpid(process.pid, os.WNOHANG)[0] == 0:
@@ -132,7 +148,7 @@ def stop(processes: Sequence[RankProcess]) -> None:
 
 
 def initialise(address: str, port: int, rank: int, world: int, timeout_s: float) -> None:
-    """Join the gloo world over the store at `address`, which is a process of its own."""
+    """Join the gloo group of all ranks with the store at `address`."""
     import torch.distributed as dist
 
     store = dist.TCPStore(address, port, is_master=False,
@@ -142,9 +158,13 @@ def initialise(address: str, port: int, rank: int, world: int, timeout_s: float)
 
 
 def serve_store(node: Node, close: Sequence[int] = ()) -> tuple[RankProcess, int]:
-    """Start a process on `node` with the ranks' store, so that any rank may die.
+    """Start a separate process on `node` that runs the ranks' store, so that any rank may die.
 
-    Returns the process and the port.
+    Returns:
+        The process and the port of the store.
+
+    Raises:
+        RuntimeError: the store did not start.
     """
     reader, writer = os.pipe()
 
@@ -162,7 +182,7 @@ def serve_store(node: Node, close: Sequence[int] = ()) -> tuple[RankProcess, int
     os.close(reader)
     if not port:
         raise RuntimeError(
-            f"the store on {node.hostname} did not start: {collect([process], 5)[0].error}")
+            f"The store on {node.hostname} did not start: {collect([process], 5)[0].error}")
     return process, int(port)
 
 
@@ -186,7 +206,7 @@ def _read(process: RankProcess) -> RankEnd:
 
 
 def _close(process: RankProcess) -> str:
-    """Close a rank's pipe and log; returns the end of the log as text to add to an error."""
+    """Close a rank's pipe and log, and return the end of the log as text for an error."""
     process.pipe.close()
     with process.log as log:
         log.seek(max(0, log.seek(0, os.SEEK_END) - LOG_SHOWN))

@@ -2,22 +2,24 @@
  *
  * usage: switch CONTROL_FD RATE_BIT_S DELAY_US MESSAGE_US MTU NAMESPACE_FD...
  *
- * In each network namespace it makes a TAP interface eth0 with address 10.77.0.(i+1)/24 and carries frames between them.
- * Time is a virtual clock a port, not a token bucket, so nothing passes faster than the rate:
- *   up port i    one frame after another at the port's rate, from a queue for each destination in turn (as a card with fair
- *                queues or queue pairs has), so that a busy receiver does not hold up frames for others; at most AHEAD bytes
- *                are read from the TAP before they are sent: the sender's own queue holds the rest and nothing is lost;
- *   down port j  the same (several senders to one node share it), cut-through; a frame starts when the port is free or
- *                nearly (SLACK_NS), so that nothing piles up in the switch, as under a lossless fabric's credits;
- *   then a fixed delay, a random loss a port, ports that swallow everything, interfaces that are down.
- * Between two ports a frame may pass further wires, each with a rate and a virtual clock of its own: "route" names them, so
- * that a network of any shape can be emulated. A wire that is busy holds frames for it back in the sender's queue, as a port does.
- * MESSAGE_US is charged for every frame that ends a message (TCP push flag, more than 100 bytes): a card's cost a message.
- * Frames of up to 64 KiB cross as one unit (segmentation offload), their segments' headers are charged.
+ * The switch creates a TAP interface eth0 with address 10.77.0.(i+1)/24 in network namespace i, and forwards frames between
+ * the interfaces. Each port has a virtual clock instead of a token bucket, so that no frame is sent faster than the rate:
+ *   up port i    sends one frame after another at the port's rate. Each destination has a queue, and the queues are served
+ *                in turn, as by a card with fair queues, so that a busy receiver does not delay frames for other receivers. At
+ *                most AHEAD bytes are read from the TAP before they are sent. The sender's own queue stores the rest, so
+ *                that no frame is lost.
+ *   down port j  works in the same way, cut-through, and is shared by all senders to a node. A frame starts when the port is
+ *                free, or will be free within SLACK_NS, so that frames do not accumulate in the switch. Credits of a lossless
+ *                network have the same effect.
+ * A frame then has a fixed delay, and a port may lose frames at random, drop all frames, or be down.
+ * Between two ports a frame may pass further wires, each with its own rate and virtual clock. The command "route" names these
+ * wires, so that a network of any shape can be emulated. Frames for a busy wire wait in the sender's queue, as for a busy port.
+ * MESSAGE_US is added for every frame that ends a message (TCP push flag, more than 100 bytes), as the cost of a network card.
+ * Frames of up to 64 KiB are forwarded as one unit (segmentation offload); the headers of their segments count.
  *
  * Control (SOCK_SEQPACKET): "delay US", "message US", "rate PORT BIT_S", "wire WIRE BIT_S",
  * "route PORT PORT WIRE...", "loss PORT P", "hole PORT 0|1", "link PORT 0|1",
- * "stats". Each gets one answer. The switch ends when the other end of the control socket is closed.
+ * "stats". Each command gets one answer. The switch ends when the other end of the control socket is closed.
  */
 #define _GNU_SOURCE
 #include <arpa/inet.h>
@@ -52,9 +54,9 @@ typedef struct {
     int tap, inet;               /* TAP device; a socket inside the namespace, for ioctls */
     double rate, loss;
     int hole;
-    int64_t up_free, down_free;  /* when the port has sent, delivered what it has */
-    Queue to[PORTS], out;        /* waiting to be sent, by destination; on the way to the node */
-    int waiting, turn;           /* bytes in `to`; the destination served next */
+    int64_t up_free, down_free;  /* times at which the port has sent and delivered all earlier frames */
+    Queue to[PORTS], out;        /* frames that wait, by destination; frames on the way to the node */
+    int waiting, turn;           /* bytes in `to`; the destination that is served next */
     uint64_t frames_in, bytes_in, frames_out, bytes_out, drops, messages;
 } Port;
 
@@ -139,7 +141,7 @@ static void push(Queue *q, Packet *p) {
     q->tail = p;
 }
 
-/* behind all that are due earlier: a frame over fast wires overtakes one over slow wires */
+/* sorted by due time, because a frame over fast wires overtakes a frame over slow wires */
 static void insert(Queue *q, Packet *p) {
     if (!q->tail || q->tail->due <= p->due) { push(q, p); return; }
     Packet **at = &q->head;
@@ -154,7 +156,7 @@ static Packet *pop(Queue *q) {
     return p;
 }
 
-/* a frame from port i's node: into the queue of its destination */
+/* put a frame from port i's node into the queue of its destination */
 static void accept_frame(int i, const uint8_t *frame, int size) {
     Port *from = &port[i];
     uint16_t header, segment;
@@ -179,7 +181,7 @@ static void accept_frame(int i, const uint8_t *frame, int size) {
     }
 }
 
-/* when a frame from i to j can start: its receiver and all wires on its way are free */
+/* return the time when a frame from i to j can start, because its receiver and all wires on its way are free */
 static int64_t free_at(int i, int j) {
     const Route *r = &route[i][j];
     int64_t latest = port[j].down_free;
@@ -187,7 +189,7 @@ static int64_t free_at(int i, int j) {
     return latest;
 }
 
-/* a frame that starts now passes the wires from i to j; returns when the last of them has sent it */
+/* let a frame pass the wires from i to j; return the time when the last wire has sent the frame */
 static int64_t pass(int i, int j, int size, int64_t start) {
     const Route *r = &route[i][j];
     int64_t done = start;
@@ -199,7 +201,7 @@ static int64_t pass(int i, int j, int size, int64_t start) {
     return done;
 }
 
-/* port i sends the head of its queue for j */
+/* let port i send the head of its queue for j */
 static void send_frame(int i, int j, int64_t t) {
     Port *from = &port[i], *to = &port[j];
     Packet *p = pop(&from->to[j]);
@@ -214,10 +216,10 @@ static void send_frame(int i, int j, int64_t t) {
     insert(&to->out, p);
 }
 
-/* every port sends what it can now; returns when one can go on, at the latest `next` */
+/* let every port send what it can; return the time when a port can continue, at most `next` */
 static int64_t forward(int64_t t, int64_t next) {
     static int first;
-    first = (first + 1) % ports; /* nobody is always first at a receiver that many want */
+    first = (first + 1) % ports; /* so that no port is always first at a busy receiver */
     for (int k = 0; k < ports; k++) {
         int i = (first + k) % ports;
         Port *from = &port[i];
@@ -243,7 +245,7 @@ static int64_t forward(int64_t t, int64_t next) {
     return next;
 }
 
-/* delivers what is due; returns when something is due next */
+/* deliver the frames that are due; return the time when the next frame is due */
 static int64_t deliver(int64_t t, int64_t next) {
     for (int j = 0; j < ports; j++) {
         Port *p = &port[j];
@@ -277,7 +279,7 @@ static int stats(char *out, size_t room) {
     return n;
 }
 
-/* "PORT PORT WIRE...": whether it names known ports and wires */
+/* read "PORT PORT WIRE..."; return whether the ports and wires exist */
 static int set_route(const char *text) {
     int i, j, used;
     Route r = {0};
@@ -289,7 +291,7 @@ static int set_route(const char *text) {
     return 1;
 }
 
-/* returns 0 when the controller is gone */
+/* return 0 if the other end of the control socket is closed */
 static int control(int fd) {
     static char in[256], out[16384];
     int i, n = (int)recv(fd, in, sizeof in - 1, 0);
@@ -312,7 +314,7 @@ static int control(int fd) {
 
 static void carry(int control_fd) {
     for (;;) {
-        int64_t t = now_ns(), next = deliver(t, forward(t, t + 1000000000LL)); /* in this order: what is sent now is due, too */
+        int64_t t = now_ns(), next = deliver(t, forward(t, t + 1000000000LL)); /* in this order, because frames that are sent now may be due now */
         struct pollfd fds[PORTS + 1];
         int which[PORTS + 1], n = 0;
         for (int i = 0; i < ports; i++) {

@@ -1,4 +1,4 @@
-"""torchrun on an emulated node, without the line that the last nodes to end would write."""
+"""Run torchrun on an emulated node, without the lines that the last nodes print at the end."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ FOLDER = Path(__file__).resolve().parent  # its modules are part of a package
 
 
 def main() -> None:
-    """torchrun with its own arguments."""
+    """Run torchrun with the arguments of the command line."""
     sys.path[:] = [str(FOLDER.parents[1]), *(p for p in sys.path if Path(p).resolve() != FOLDER)]
     from torch.distributed.run import main as torchrun
 

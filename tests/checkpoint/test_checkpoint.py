@@ -104,7 +104,7 @@ def test_states_of_other_shards_do_not_load_by_themselves() -> None:
                 model.load_state_dict(state.state_dict())
 
     run_simulated(2, rank)
-    with pytest.raises(ValueError, match="does not fit 4 ranks with shards=3"):
+    with pytest.raises(ValueError, match="cannot be divided among 4 ranks with shards=3"):
         split(Model(LocalComm()).state_dict(), 0, 4, shards={"first.": 3})
 
 
@@ -118,7 +118,7 @@ def test_merge_and_split_are_inverse_also_for_custom_experts() -> None:
         assert all(
             torch.equal(back[k], v) if isinstance(v, torch.Tensor) else back[k] == v
             for k, v in whole.items())
-    with pytest.raises(ValueError, match="does not fit 3 ranks"):
+    with pytest.raises(ValueError, match="cannot be divided among 3 ranks"):
         split(whole, 0, 3)
     with pytest.raises(ValueError, match="pass the states of all ranks"):
         merge([split(whole, rank, 4) for rank in (1, 0, 2, 3)])

@@ -145,7 +145,7 @@ def test_shards_are_chosen_and_the_result_loads(tmp_path: Path) -> None:
     w_in = torch.cat([torch.cat([results[2 * run][1], results[2 * run + 1][1]], 2)
                       for run in range(2)])
     assert torch.equal(w_in, origin.experts.w_in_LDF)
-    with pytest.raises(ValueError, match="does not fit 3 ranks with shards=2"):
+    with pytest.raises(ValueError, match="cannot be divided among 3 ranks with shards=2"):
         convert(whole, tmp_path / "x", ep=3, shards=2)
 
 

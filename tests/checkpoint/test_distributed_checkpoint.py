@@ -209,8 +209,8 @@ def run_local(folder: Path) -> list[str]:
 def test_what_has_one_ranks_experts_is_refused(tmp_path: Path) -> None:
     for *local, custom in run_gloo(2, run_local, tmp_path):
         for said in local:
-            assert "must be of all experts; give it what get_model_state_dict(model)" in said
-        assert "use moe_plugin.checkpoint.save and load" in custom
+            assert "Pass it the results of get_model_state_dict(model)" in said
+        assert "Use moe_plugin.checkpoint.save and load" in custom
 
 
 def run_as_ever() -> None:
@@ -252,7 +252,7 @@ def run_factored(folder: Path) -> bool:
     called = ready("ddp")[0]
     optimizer = torch.optim.Adafactor(called.parameters(), lr=0.01)
     step(called, optimizer)
-    with pytest.raises(ValueError, match="must have this rank's 2 experts as its first axis"):
+    with pytest.raises(ValueError, match="Its first axis must count this rank's 2 experts"):
         get_optimizer_state_dict(called, optimizer)
     called = ready("ddp", expert_bias=False)[0]
     optimizer = torch.optim.Adafactor(called.parameters(), lr=0.01)

@@ -218,7 +218,7 @@ def test_a_window_reads_its_codes_and_scales_alone() -> None:
 def test_other_methods_are_named_at_every_door(method: str, tool: str, tmp_path: Path,
                                                capsys: pytest.CaptureFixture[str]) -> None:
     folder(tmp_path / "in", quant_method=method)
-    message = rf"quant_method='{method}': .*{tool}"
+    message = rf"quant_method='{method}' is not supported: .*{tool}"
     with pytest.raises(CheckpointError, match=message):
         open_source(tmp_path / "in")
     for command in (["inspect"], ["check-hf"], ["reshard", "OUT"], ["reshard", "OUT", "--to",
@@ -259,7 +259,7 @@ def test_codes_without_a_description_are_no_numbers(tmp_path: Path) -> None:
     config = config_of(tmp_path / "in")
     del config["quantization_config"]
     (tmp_path / "in" / "config.json").write_text(json.dumps(config))
-    with pytest.raises(CheckpointError, match="is torch.float8_e4m3fn: codes.* quantization_conf"):
+    with pytest.raises(CheckpointError, match="is torch.float8_e4m3fn: .* no quantization_conf"):
         open_source(tmp_path / "in")
     (tmp_path / "in" / "hf_quant_config.json").write_text("{}")
     with pytest.raises(CheckpointError, match="quant_method='modelopt'"):
@@ -296,5 +296,5 @@ def test_codes_of_another_format_are_not_cast(tmp_path: Path) -> None:
     module.register_buffer("codes", torch.ones(3, 3).to(CODES))
     save(tmp_path / "in", module)
     with open_source(tmp_path / "in") as source, pytest.raises(
-            CheckpointError, match="'codes' is torch.float8_e4m3fn: codes.* leave --dtype out"):
+            CheckpointError, match="'codes' is torch.float8_e4m3fn: .* leave --dtype out"):
         Conversion(source, tmp_path / "out", "plain", CheckpointSizes(dtype=torch.bfloat16)).run()

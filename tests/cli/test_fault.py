@@ -37,8 +37,9 @@ print("trained")
 
 @pytest.mark.parametrize(("options", "message"), [
     (["--step", "40"], "kill did not happen on rank 0: step 40, place forward, was not reached; "
-                       "the program made 0 steps"),
-    (["--ranks", "1,3"], "kill happens on no rank: it is for 1, 3, the program has 1 (RANK 0 to 0)")
+                       "the program ran 0 steps"),
+    (["--ranks", "1,3"], "kill happens on no rank: the given ranks are 1, 3, but the program's "
+                         "ranks are 0 to 0")
 ])
 def test_a_fault_that_does_not_happen_is_said(options: list[str], message: str,
                                               tmp_path: Path) -> None:
@@ -54,7 +55,7 @@ def test_a_place_that_does_not_come_is_said_with_the_remedy(tmp_path: Path) -> N
     script.write_text(TRAINS)
     done = run(script, ["--step", "2", "--place", "exchange"])
     assert (done.code, done.results) == (0, [0]) and done.log.startswith("trained\n"), done.log
-    assert "in steps 2 to 3; ranks exchange rows where they share the experts" in done.log
+    assert "in steps 2 to 3; ranks exchange rows only if they share the experts" in done.log
 
 
 def test_a_fault_can_happen_in_torchrun_s_first_start_alone(tmp_path: Path) -> None:

@@ -135,8 +135,8 @@ def test_slurm_scripts_say_what_is_missing(name: str, tmp_path: Path) -> None:
     env = fake_slurm(tmp_path / "bin", 2)
     for words, given, message in (
             ([], env, f"usage: sbatch scripts/{name}"),
-            (["x"], {**env, "SLURM_JOB_NODELIST": ""}, f"submit it with sbatch scripts/{name} x"),
-            (["x"], {**env, "VENV": str(tmp_path)}, "has no bin/python: submit from")):
+            (["x"], {**env, "SLURM_JOB_NODELIST": ""}, f"Submit it with sbatch scripts/{name} x"),
+            (["x"], {**env, "VENV": str(tmp_path)}, "has no bin/python. Submit from")):
         done = bash(str(SCRIPTS / name), *words, env=given)
         assert done.returncode == 2 and message in done.stderr, done.stderr
 

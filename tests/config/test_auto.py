@@ -80,7 +80,7 @@ def parallel_mode(folder: Path) -> list[str]:
     def rank(comm: Comm) -> list[str]:
         layer = MoELayer(from_dict({"model_dim": 256, "num_experts": 4, "parallel": "auto",
                                     "comm": {"all_to_all": "linear"}}), comm)
-        loads = [layer.layouts.tuner.candidates((bucket, 0)) for bucket in (4, 30)]
+        loads = [layer.routed_experts.tuner.candidates((bucket, 0)) for bucket in (4, 30)]
         return [min(found, key=found.get).label for found in loads]
 
     return run_simulated(4, rank)[0]
@@ -95,7 +95,7 @@ def dispatch_send(folder: Path) -> list[str]:
             layer = MoELayer(from_dict({
                 "model_dim": 256, "num_experts": 64, "router": {"top_k": k}, "parallel": "auto",
                 "comm": {"all_to_all": "linear"}, "dispatch": {"send": "auto"}}), comm)
-            costs = {c: s for c, s in layer.layouts.tuner.candidates((24, 0)).items()
+            costs = {c: s for c, s in layer.routed_experts.tuner.candidates((24, 0)).items()
                      if c.exchanges and not c.gather_tokens}
             found.append(min(costs, key=costs.get).send)
         return found

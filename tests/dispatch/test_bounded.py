@@ -351,7 +351,7 @@ def test_a_call_without_tokens_or_gradients_settles_no_bound() -> None:
             with torch.set_grad_enabled(grad):
                 assert layer(torch.randn(tokens, 8)).output.isfinite().all()
             assert not overflowed(limits_of([layer]), comm)
-            settled.append(layer.layouts.available.limit.choices)
+            settled.append(layer.routed_experts.layouts.limit.choices)
         return tuple(settled)
 
     assert run_simulated(2, rank) == [(None, None, None, 7, 7)] * 2
@@ -443,6 +443,6 @@ def test_what_a_bound_records_follows_the_parameters() -> None:
     """Before a call: one that is compiled would be compiled again for another object."""
     layer = MoELayer(from_dict({"model_dim": 8, "num_experts": 2,
                                 "dispatch": {"name": "bounded"}}), LocalComm())
-    limit = layer.layouts.available.limit
+    limit = layer.routed_experts.layouts.limit
     assert limit.needed.device.type == "cpu"
-    assert layer.to("meta").layouts.available.limit.needed.device.type == "meta"
+    assert layer.to("meta").routed_experts.layouts.limit.needed.device.type == "meta"

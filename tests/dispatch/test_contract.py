@@ -37,7 +37,7 @@ def test_rows_that_spill_are_exact(other: str) -> None:
     class Both(RaggedDispatcher):
         traits = DispatchTraits(spills=True, **{other: True})
 
-    with pytest.raises(ValueError, match=f"'both' declares spills and {other}"):
+    with pytest.raises(ValueError, match=f"'both' declares both spills and {other}"):
         dispatchers.register("both")(Both)
 
 
@@ -46,7 +46,7 @@ def test_rows_that_are_sent_once_are_exact(other: str) -> None:
     class Both(RaggedDispatcher):
         traits = DispatchTraits(sends_once=True, **{other: True})
 
-    with pytest.raises(ValueError, match=f"'both' declares sends_once and {other}"):
+    with pytest.raises(ValueError, match=f"'both' declares both sends_once and {other}"):
         dispatchers.register("both")(Both)
 
 
@@ -63,5 +63,5 @@ def test_settings_are_checked_against_traits() -> None:
     assert layer_of("ragged", d=2, r=1) and layer_of("whole", r=1) and layer_of("single", r=2)
     with pytest.raises(ValueError, match="parallel.d=2.*dispatch.name='whole'.*cannot divide"):
         layer_of("whole", d=2)
-    with pytest.raises(ValueError, match="parallel.r=1 does not fit .*Choose one of .2."):
+    with pytest.raises(ValueError, match="parallel.r=1 is not possible .*Choose one of .2."):
         layer_of("single", r=1)

@@ -99,10 +99,10 @@ def test_layers_share_a_buffer_and_gradients_travel_by_it(installed: None) -> No
 
 
 @pytest.mark.parametrize(("dispatch", "remedy"), [
-    ("deepep", "package deep_ep is not installed; install DeepEP 1.x"),
-    ("deepep_v2", "package deep_ep is not installed; install DeepEP 2.1"),
-    ("hybridep", "package deep_ep is not installed; install HybridEP"),
-    ("nccl_ep", "package nccl is .*; install nccl4py 0.3.1 or newer")])
+    ("deepep", "package deep_ep is not installed. Install DeepEP 1.x"),
+    ("deepep_v2", "package deep_ep is not installed. Install DeepEP 2.1"),
+    ("hybridep", "package deep_ep is not installed. Install HybridEP"),
+    ("nccl_ep", "package nccl is .*. Install nccl4py 0.3.1 or newer")])
 def test_without_the_package_it_is_refused_with_the_remedy(dispatch: str, remedy: str) -> None:
     assert dispatch not in dispatchers.names()
     config: Any = from_dict({"model_dim": 16, "num_experts": 4, "dispatch": {"name": dispatch}})
@@ -127,11 +127,11 @@ def test_versions_are_told_apart_without_an_import(tmp_path: Path, monkeypatch: 
 def test_what_it_does_not_take_is_named(dispatch: str, installed: None,
                                         monkeypatch: pytest.MonkeyPatch) -> None:
     config = from_dict({"model_dim": 16, "num_experts": 4, "dispatch": {"name": dispatch}})
-    with pytest.raises(ValueError, match="must be a torch.distributed group"):
+    with pytest.raises(ValueError, match="is not a torch.distributed group"):
         run_simulated(2, lambda comm: MoELayer(config, comm))
     monkeypatch.setattr(token_exchange, "DEVICES", ("cuda",))
     dispatcher = object.__new__(dispatchers.get(dispatch))
-    with pytest.raises(ValueError, match="float32 on cpu: must be torch.bfloat16 on cuda"):
+    with pytest.raises(ValueError, match="float32 on cpu, only torch.bfloat16 on cuda"):
         dispatcher.dispatch(torch.zeros(2, 16), None, None)
 
 

@@ -47,7 +47,7 @@ def make(case: Case, comm: Comm, **settings: object) -> MoELayer:
 
 
 def stash_of(layer: MoELayer) -> PagedStash:
-    return layer.layouts.available.stash
+    return layer.routed_experts.layouts.stash
 
 
 def check_free(stash: PagedStash) -> None:
@@ -384,7 +384,7 @@ def test_settings_follow_the_layers_that_exist() -> None:
 
 def test_a_copied_layout_asks_for_pages_too() -> None:
     def rank(comm: Comm) -> None:
-        available = two_layers(comm)[1].layouts.available
+        available = two_layers(comm)[1].routed_experts.layouts
         again = copy.copy(available)
         stash = available.stash
         del available
@@ -412,13 +412,13 @@ def test_what_keeps_rows_out_of_pages_is_refused(changed: dict, said: str) -> No
 def test_custom_experts_are_refused() -> None:
     config = from_dict({"model_dim": 8, "num_experts": 2,
                         "dispatch": {"name": "bounded", "stash_mib": 1.0}})
-    with pytest.raises(ValueError, match="does not fit custom experts"):
+    with pytest.raises(ValueError, match="cannot be combined with custom experts"):
         run_simulated(2, lambda comm: MoELayer(
             config, comm, experts=lambda index: torch.nn.Linear(8, 8)))
 
 
 def test_layouts_to_choose_from_leave_gathered_parameters_out() -> None:
     def rank(comm: Comm) -> list[list[int]]:
-        return [layer.layouts.available.legal() for layer in two_layers(comm)]
+        return [layer.routed_experts.layouts.legal() for layer in two_layers(comm)]
 
     assert run_simulated(2, rank) == [[[0, 1], [1]]] * 2

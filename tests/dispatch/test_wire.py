@@ -196,5 +196,5 @@ def test_what_is_not_finite_stays_so(wire: str) -> None:
 
 def test_unknown_wire_format() -> None:
     with pytest.raises(ValueError,
-                       match="unknown wire format 'int4'; known: none, bf16, fp16, fp8, mxfp8"):
+                       match="format 'int4'. Known formats: none, bf16, fp16, fp8, mxfp8"):
         with_wire(algorithms.get("linear"), "int4")

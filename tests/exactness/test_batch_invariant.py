@@ -143,5 +143,5 @@ def test_under_autocast_and_another_default_device() -> None:
 
 
 def test_cut_experts_are_refused() -> None:
-    with pytest.raises(ValueError, match="False where experts are cut into 2 parts"):
+    with pytest.raises(ValueError, match="False if experts are split into 2 shards"):
         run_simulated(2, lambda comm: layer_of(comm, num_experts=1, router={"top_k": 1}))

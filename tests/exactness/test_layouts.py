@@ -158,8 +158,8 @@ def test_pieces_change_messages_and_no_bytes() -> None:
 
 @pytest.mark.parametrize("settings,words", [
     ({"r": 3},
-     "parallel.r=3 does not fit 2 experts on 8 expert-parallel ranks. Choose one of .0, 1, 2, 4.; "
-     "the nearest is 2"
+     "parallel.r=3 is not possible with 2 experts on 8 expert-parallel ranks. Choose one of "
+     ".0, 1, 2, 4.; the nearest is 2"
      ), ({"r": 8}, "the nearest is 4"),
     ({"shards": 1},
      "parallel.shards=1 does not fit 2 experts on 8 expert-parallel ranks: must be one of .4, 8.; "

@@ -278,7 +278,7 @@ def test_a_custom_dispatcher_makes_its_plans_or_is_refused(
         run_simulated(2, lambda comm: MoELayer(config, comm))
     open_ = config_of(case, dispatch__name="mine", parallel__mode="auto")
     layers = run_simulated(2, lambda comm: MoELayer(open_, comm))
-    assert not any(layer.layouts.available.spills for layer in layers)
+    assert not any(layer.routed_experts.layouts.spills for layer in layers)
 
 
 def test_custom_experts_do_not_spill() -> None:

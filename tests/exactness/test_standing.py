@@ -50,7 +50,7 @@ def _lending_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def replicas_of(layer: MoELayer) -> Any:
-    return layer.layouts.available.replicas
+    return layer.routed_experts.layouts.replicas
 
 
 def settings(case: Case, world: int, speeds: str | None, **changes: Any) -> Any:
@@ -163,7 +163,7 @@ def test_checkpoints_and_checks_between_ranks() -> None:
         assert replicas_of(again).standing.state() == replicas_of(layer).standing.state()
         assert run_layer(case, again).stats["rows"] == 8
         before = replicas_of(layer).standing.state()
-        with layer.layouts.with_fixed_layout():
+        with layer.routed_experts.with_fixed_layout():
             assert run_layer(case, layer).stats["rows"] == (32 if comm.rank == 0 else 0)
         assert replicas_of(layer).standing.state() == before
 

@@ -83,11 +83,11 @@ def test_the_layer_is_as_near_to_its_reference(dtype: torch.dtype, kind: str) ->
 
 
 def test_the_doctor_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    for narrow, said in ((NARROW, "products of bfloat16 and float16 in float32"),
-                         (NARROW[1:], "products of float16 in float32"), ((), None)):
+    for narrow, said in ((NARROW, "computes experts in bfloat16 and float16 as float32"),
+                         (NARROW[1:], "computes experts in float16 as float32"), ((), None)):
         monkeypatch.setattr(packages, "in_float32", lambda dtype, narrow=narrow: dtype in narrow)
         what = packages.devices()[0]["what"]
-        assert said in what if said else "products" not in what
+        assert said in what if said else "as float32" not in what
 
 
 @pytest.mark.usefixtures("without_instructions")

@@ -296,7 +296,7 @@ def test_a_copy_of_a_model_has_policies_of_its_own(tmp_path):
 
 @pytest.mark.parametrize("arguments, message", [
     ({"policy": "sometimes"}, "activations='sometimes' is unknown; use auto, keep"),
-    ({"policy": ["keep"]}, "1 policies of activations do not fit 4 blocks"),
+    ({"policy": ["keep"]}, "1 activation policies were given for 4 blocks"),
     ({"policy": "auto"}, "activations=auto does not work with memory=None"),
     ({"policy": "auto", "memory": "much"}, "not a size"),
 ])

@@ -506,7 +506,8 @@ def test_settings_say_where_weights_are(tmp_path, weights):
 
 def test_settings_that_nothing_can_obey_are_named():
     """In plain PyTorch, and in hosts that own the training loop."""
-    with pytest.raises(ValueError, match="offload.activations='swap' does not fit.*leave it out"):
+    with pytest.raises(ValueError, match="offload.activations='swap' cannot be used.*Leave "
+                                         "offload.activations out"):
         streamed_trainer(OffloadConfig(weights="host", activations="swap"), model(), loss(1), SGD)
     with pytest.raises(ValueError, match="offload.weights=device.*use offload.weights=host"):
         streamed_trainer(OffloadConfig(), model(), loss(1), SGD, resident=[0])

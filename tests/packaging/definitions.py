@@ -78,6 +78,15 @@ def imports(node: ast.AST) -> Iterator[tuple[ast.alias, Node]]:
         yield from ((alias, Node(node.module or "", alias.name)) for alias in node.names)
 
 
+def dotted(node: ast.AST) -> str:
+    """`a.b.c` as it is written; empty for an expression that is more than names."""
+    parts = []
+    while isinstance(node, ast.Attribute):
+        parts.append(node.attr)
+        node = node.value
+    return ".".join([node.id, *reversed(parts)]) if isinstance(node, ast.Name) else ""
+
+
 def _ours(module: str) -> bool:
     return module.partition(".")[0] in (PACKAGE, SCRIPTS)
 
@@ -107,6 +116,7 @@ def _assigned(node: ast.Assign | ast.AnnAssign | ast.AugAssign) -> Iterator[str]
                     if isinstance(n, ast.Name) and n.id != "__all__")
 
 
+@cache
 def sources() -> dict[str, Source]:
     """All modules by their full name."""
     found = {}
@@ -117,6 +127,13 @@ def sources() -> dict[str, Source]:
             name = ".".join((*prefix, *(p for p in parts if p != "__init__")))
             found[name] = Source(name, path)
     return found
+
+
+@cache
+def trees_of_tests() -> dict[str, ast.Module]:
+    """All files of the tests, by their path below `tests`."""
+    return {path.relative_to(ROOT / "tests").as_posix(): ast.parse(path.read_text("utf-8"))
+            for path in (ROOT / "tests").rglob("*.py")}
 
 
 class Graph:
@@ -190,7 +207,7 @@ class Graph:
         elif isinstance(node, ast.Name):
             yield from local.get(node.id, [Node(source.name, node.id)])
         elif isinstance(node, ast.Attribute):
-            yield from self._attribute(ast.unparse(node), local)
+            yield from self._attribute(dotted(node), local)
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             yield from self.by_text(node.value.replace(":", "."))
         elif isinstance(node, ast.Call):
@@ -216,13 +233,13 @@ class Graph:
 
     def _laboratory(self, call: ast.Call) -> Iterator[Node]:
         """All public names of a module that `laboratory` loads, or a command of it."""
-        loads = ast.unparse(call.func).endswith("laboratory")
+        loads = getattr(call.func, "attr", getattr(call.func, "id", "")) == "laboratory"
         values = [*call.args, *(word.value for word in call.keywords if word.arg == "laboratory")]
         names = {f"{SCRIPTS}.{value.value}" for value in values[0 if loads else len(call.args):]
                  if isinstance(value, ast.Constant)}
-        for node in self.nodes:
-            if node.module in names and not node.name.startswith("_"):
-                yield node
+        if names:
+            yield from (node for node in self.nodes
+                        if node.module in names and not node.name.startswith("_"))
 
     def _by_prefix(self, prefix: str) -> Iterator[Node]:
         """A module whose name is put together: all public names of all that it may be."""

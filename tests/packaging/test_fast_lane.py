@@ -16,7 +16,7 @@ TESTS = Path(__file__).resolve().parents[1]
 GROUPS = ("hosts", "scripts")  # folders of rooms
 STARTS_PROCESSES = re.compile(
     "run_gloo|on_ranks|run_main|subprocess|multiprocessing|Server\\(|os\\.fork"
-    "|mark\\.(?:distributed|slow)")
+    "|mark\\.distributed")
 
 
 def rooms() -> Iterator[Path]:

@@ -16,9 +16,8 @@ pytestmark = pytest.mark.fast
 # Bottom to top. A room imports from itself and from the levels below its own: no room imports a
 # neighbour of its level.
 LEVELS = (
-    ("utils",), ("records", "output", "config"), ("kernels", "planner"), ("comm",), ("routing",),
-    ("dispatch", "experts"), ("tuning", "memory"),
-    ("layer", "routed_experts"),
+    ("utils",), ("records", "output", "config"), ("kernels", "planner"), ("comm",),
+    ("routing", "dispatch", "experts"), ("tuning", "memory"), ("routed_experts",), ("layer",),
     ("observe", "checkpoint"), ("training",), ("hosts",), ("cli",),
 )
 # Bottom to top in `scripts`, which may import all of the package.
@@ -141,9 +140,8 @@ def test_nothing_imports_the_command():
     assert {a for a, b in edges() if room(b) == "cli" and room(a) != "cli"} == set()
 
 
-def names_scripts(code: str) -> list[str]:
+def names_scripts(tree: ast.AST) -> list[str]:
     """What code names of `scripts`: imports, and modules in strings, such as those of `-m`."""
-    tree = ast.parse(code)
     found = [name for name in targets(ast.walk(tree)) if room(name) == SCRIPTS]
     texts = (node.value for node in ast.walk(tree)
              if isinstance(node, ast.Constant) and isinstance(node.value, str))
@@ -154,7 +152,7 @@ def names_scripts(code: str) -> list[str]:
 def test_the_package_names_no_script():
     """An installed package has none; one module finds those of a checkout."""
     found = {below(s.name): names for s in package_sources()
-             if (names := names_scripts(ast.unparse(s.tree)))}
+             if (names := names_scripts(s.tree))}
     assert found.pop(LOADER) == [f"{SCRIPTS}."] and found == {}
 
 
@@ -167,7 +165,7 @@ def test_the_package_names_no_script():
     ("'see scripts/setup.sh, and launch scripts.'", []),
 ])
 def test_finds_scripts_as_they_are_named(code, expected):
-    assert names_scripts(code) == expected
+    assert names_scripts(ast.parse(code)) == expected
 
 
 def test_imports_go_downward_in_the_laboratory():

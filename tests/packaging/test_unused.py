@@ -17,7 +17,7 @@ import pytest
 
 import moe_plugin
 from moe_plugin.config import MoEConfig
-from tests.packaging.definitions import PACKAGE, ROOT, registers, sources
+from tests.packaging.definitions import PACKAGE, ROOT, registers, sources, trees_of_tests
 
 pytestmark = pytest.mark.fast
 
@@ -113,9 +113,8 @@ def test_every_method_is_called():
 
 def test_every_optional_argument_is_given():
     """By tests, too: what they alone give may be a seam."""
-    tests = [ast.parse(p.read_text("utf-8")) for p in (ROOT / "tests").rglob("*.py")]
     known = set(_manual()) | set(moe_plugin.EXPORTS) | {*OVERRIDDEN}
-    assert never_given(_programs(), tests, known) == []
+    assert never_given(_programs(), [*trees_of_tests().values()], known) == []
 
 
 def settings(cls: Any) -> Iterator[str]:

@@ -167,7 +167,7 @@ def test_pieces_hide_and_stop_paying() -> None:
 
 
 def test_a_layout_that_does_not_fit_is_refused() -> None:
-    with pytest.raises(ValueError, match="r=3 does not fit 4 experts on 16 ranks"):
+    with pytest.raises(ValueError, match="r=3 is not possible with 4 experts on 16 ranks"):
         layer_cost(SHAPE, cluster(), A100, LayoutChoice(r=3))
 
 

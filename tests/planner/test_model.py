@@ -333,8 +333,8 @@ def test_groups_of_experts_bound_the_rows_that_are_predicted() -> None:
 
 @pytest.mark.parametrize("values,words", [
     ({"groups": 3}, "groups=3 does not divide experts=64"),
-    ({"groups": 16, "group_top_k": 1}, "group_top_k=1 does not fit top_k=8 and groups=16; it must "
-     "be from 2 to 16"),
+    ({"groups": 16, "group_top_k": 1}, "group_top_k=1 is not possible with top_k=8 and groups=16; "
+     "it must be from 2 to 16"),
     ({"groups": 4, "group_top_k": 5}, "must be from 1 to 4"), ({"groups": 0}, "groups=0")])
 def test_groups_that_do_not_fit_are_refused(values: dict[str, int], words: str) -> None:
     with pytest.raises(ValueError, match=words):

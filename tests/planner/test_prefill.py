@@ -79,8 +79,8 @@ def test_bad_input_is_refused_by_name() -> None:
             (lambda: choices(LOAD, EVEN, pieces=(41,)), "from 1 to 40, the number of experts"),
             (lambda: choices(LOAD, {}), "the profile contains no kernels"),
             (lambda: replace(LOAD, row_s=-1.0), "row_s=-1.0 must be"),
-            (lambda: Kernel(((1, 1.0),)), "must be at least 2 points in ascending"),
-            (lambda: Kernel(((1, 1.0), (1, 2.0))), "must be at least 2 points in ascending"),
+            (lambda: Kernel(((1, 1.0),)), "there must be at least 2 points in ascending"),
+            (lambda: Kernel(((1, 1.0), (1, 2.0))), "there must be at least 2 points in ascending"),
             (lambda: Kernel(((1, 1.0), (2, -2.0))), "finite numbers >= 0")):
         with pytest.raises(ValueError, match=match):
             call()

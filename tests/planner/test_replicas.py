@@ -99,7 +99,7 @@ def test_what_a_new_map_must_fetch() -> None:
 
 
 @pytest.mark.parametrize("args, more, words", [
-    (([1.0] * 4, 3, 1), {}, "slots=3 does not fit; .* multiple of 1 ranks and >= 4 experts"),
+    (([1.0] * 4, 3, 1), {}, "slots=3 is not possible; .* multiple of 1 ranks and >= 4 experts"),
     (([1.0] * 4, 5, 2), {}, "slots=5"), (([1.0] * 4, 4, 2), {"nodes": 3}, "nodes=3"),
     (([1.0] * 4, 4, 2), {"groups": 3}, "groups=3"), (([-1.0], 1, 1), {}, "must be >= 0"),
 ])

@@ -124,7 +124,7 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(("experts", "ranks", "said"), [
-    (8, 3, "ranks=3 does not fit a trace of 2 ranks"), (9, 2, "with 9 experts"),
+    (8, 3, "ranks=3 is not possible for a trace of 2 ranks"), (9, 2, "with 9 experts"),
     (4, 2, "uses expert 7, but the model file has only experts=4")])
 def test_what_does_not_fit_is_named(experts: int, ranks: int, said: str, tmp_path: Path) -> None:
     write(tmp_path, 2, even)

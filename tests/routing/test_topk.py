@@ -371,7 +371,7 @@ def test_small_scores_are_divided_by_their_sum(normalize: str, k: int, level: fl
     with torch.no_grad():
         layer.router.weight_ED.normal_(0, 0.1)[:, 0] = level
     x_TD = torch.cat([torch.ones(6, 1), torch.randn(6, 7)], 1)
-    routing = layer.route(layer.tokens.enter(x_TD, None, None, torch.float32), None)
+    routing = layer.route(layer.token_entry.enter(x_TD, None, None, torch.float32), None)
     kept = routing if layer.capacity.never else layer.capacity(routing, True).routing
     s_TE = (x_TD.double() @ layer.router.weight_ED.double().t()).sigmoid()
     s_TK = s_TE.gather(1, kept.ids_TK)

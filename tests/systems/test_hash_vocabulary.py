@@ -30,7 +30,7 @@ def test_the_first_size_counts_and_others_may_be_given() -> None:
         config = MoEConfig(router=RouterConfig(name="hash", hash=HashConfig(vocabulary=given)))
         assert with_vocabulary(config, [257, 384], "it") == config
         with pytest.raises(ValueError, match=f"vocabulary={given} contradicts the dictionary of 9 "
-                           "tokens: must be 9; leave it out"):
+                           "tokens. Use 9, or remove the setting"):
             with_vocabulary(config, [9], "the dictionary")
 
 
@@ -98,5 +98,5 @@ def test_megatrons_tokenizer(tmp_path: Path) -> None:
     [(padded_V, _)] = on_ranks(1, _table, [*base, "--moe-hash-vocabulary", "384"])
     assert len(padded_V) == 384
     [message] = on_ranks(1, refusal, [*base, "--moe-hash-vocabulary", "300"])
-    assert re.search(r"vocabulary=300 contradicts Megatron's vocabulary of 257 tokens: must be 257 "
-                     r"or 384; leave it out", message), message
+    assert re.search(r"vocabulary=300 contradicts Megatron's vocabulary of 257 tokens. Use 257 or "
+                     r"384, or remove the setting", message), message

@@ -90,7 +90,7 @@ def _tensor_parallel(dispatch: str) -> tuple[torch.Tensor, torch.Tensor, float]:
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
     from tests.hosts.megatron.layers import Case, initialise_parallel
-    from tests.hosts.megatron.test_megatron_recomputation import _layer
+    from tests.hosts.megatron.test_megatron_routers import _layer
 
     case = Case(native={"moe_router_topk": 2}, tp=2, etp=2 if dispatch == "index_slice" else 1)
     initialise_parallel(case)

@@ -98,16 +98,16 @@ def in_fairseq(tool: str, arguments: str, weights: dict[str, torch.Tensor]) -> A
     """The same by a command of fairseq, of which the log has the losses."""
     from unittest import mock
 
-    from moe_plugin.hosts.fairseq.layers import ExpertFFN
+    from moe_plugin.hosts.fairseq.layers import FairseqMoELayer
     from tests.hosts.fairseq.commands import run_command
 
-    made, init = list[Any](), ExpertFFN.__init__
+    made, init = list[Any](), FairseqMoELayer.__init__
 
     def seen(self: Any, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **kwargs)
         made.append(self)
 
-    with mock.patch.object(ExpertFFN, "__init__", seen):
+    with mock.patch.object(FairseqMoELayer, "__init__", seen):
         run_command(tool, shlex.split(arguments))
     layer = made[0].eval()
     with torch.no_grad():
@@ -218,8 +218,8 @@ def test_megatron_reads_width_and_its_own_section(tmp_path: Path) -> None:
     assert (config["experts.hidden_dim"], config["experts.activation"]) == (24, "relu")
     from tests.hosts.megatron.training import refusal
 
-    for flags, error in ((["--num-experts", "4"], "num_experts=6 contradicts .* says 4; .*leave"),
-                         (["--hidden-size", "64"], "model_dim=32 contradicts .* says 64"),
+    for flags, error in ((["--num-experts", "4"], "num_experts=6 contradicts .* which is 4"),
+                         (["--hidden-size", "64"], "model_dim=32 contradicts .* 64"),
                          (["--squared-relu"], "activation='relu' contradicts .*'squared_relu'")):
         [message] = on_ranks(1, refusal, [*words, *flags])
         with pytest.raises(ValueError, match=error):

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from moe_plugin.cli.main import main
 from scripts.bench.swarm_rebalance import Experiment, simulate
 from tests.distributed import free_port
 from tests.hosts.megatron.conftest import make_data
-from tests.hosts.megatron.ranks import on_ranks
+from tests.hosts.megatron.ranks import on_ranks, run_main
 from tests.hosts.megatron.training import MODEL, QUICK, TRAIN, own_loop, records_of, refusal
 
 pytestmark = [pytest.mark.megatron, pytest.mark.distributed, own_loop]
@@ -143,11 +144,11 @@ def test_a_file_of_settings(data: str, tmp_path: Path) -> None:
     argv = [*RUN, "--data-path", data, "--train-iters", "2"]
     whole = records_of(1, argv, tmp_path / "whole.jsonl")
     log = tmp_path / "lead.jsonl"
-    with commands(tmp_path, argv) as run:
-        run.start("lead", "--moe-config", str(tmp_path / "lead.yaml"), "--log-file", str(log))
-        for name in ("a", "b"):
-            run.start(name, "--moe-config", str(tmp_path / "peer.yaml"))
-        run.ends("lead", "a", "b")
+    with ThreadPoolExecutor(3) as pool:
+        roles = [["lead.yaml", "--log-file", str(log)], ["peer.yaml"], ["peer.yaml"]]
+        for ended in [pool.submit(run_main, TRAIN, ["--cpu", *QUICK, *argv, "--moe-config", *words],
+                                  1, tmp_path) for words in roles]:
+            ended.result()
     assert records(log)[0]["lm_loss"] != whole[0]["lm_loss"]
     assert numbers(records(log)) == pytest.approx(numbers(whole), rel=2**-4)
 

@@ -150,7 +150,7 @@ def test_a_new_algorithm_is_tried_and_predicted_as_it_declares(
         prepare(comm, CommConfig(all_to_all="mine"))(comm, torch.zeros(comm.size))
         layer = MoELayer(4, comm=comm, num_experts=comm.size, all_to_all="linear",
                          parallel={"mode": "auto"})
-        return (ExchangeTuner.of(comm).names, layer.layouts.tuner.algorithms(),
+        return (ExchangeTuner.of(comm).names, layer.routed_experts.tuner.algorithms(),
                 comm.counters.exchanges)
 
     names = ["linear", "2dh", "mine", "leader"]

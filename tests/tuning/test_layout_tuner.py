@@ -56,7 +56,7 @@ def drive(comm: Comm, seconds, calls: int, tokens=lambda call: 16,
           settings: MoEConfig | None = None) -> tuple[MoELayer, list[str], list]:
     layer = MoELayer(settings or config(), comm)
     noise = random.Random(comm.rank)
-    auto = layer.layouts.tuner
+    auto = layer.routed_experts.tuner
     auto.measure = lambda device: FakeWatch(
         auto, lambda choice: seconds(choice) * noise.uniform(0.9, 1.1))
     labels, decisions = [], []
@@ -97,7 +97,7 @@ def test_once_settled_ranks_agree_as_often_as_it_costs_little(monkeypatch: pytes
     def rank(comm):
         layer, _, _ = drive(comm, lambda c: 1.0 + c.r, 80)
         calls = []
-        auto = layer.layouts.tuner
+        auto = layer.routed_experts.tuner
         auto.agree = lambda routing, old=auto.agree: calls.append(1) or old(routing)
         for _ in range(32):
             layer(torch.randn(16, 8)).output.sum().backward()
@@ -122,7 +122,7 @@ def test_evaluation_keeps_the_latest_choice_and_asks_nobody() -> None:
     def rank(comm):
         layer, labels, _ = drive(comm, lambda c: 1.0 + c.r, 40)
         layer.eval()
-        layer.layouts.tuner.agree = None
+        layer.routed_experts.tuner.agree = None
         return layer(torch.randn(3, 8)).stats.layout == labels[-1]
 
     assert all(run_simulated(2, rank))
@@ -137,7 +137,7 @@ def test_numbers_are_those_of_a_fixed_layout() -> None:
             x = torch.randn(9, 8, generator=torch.Generator().manual_seed(call),
                             dtype=torch.float64)
             torch.testing.assert_close(auto(x).output, fixed(x).output, rtol=1e-9, atol=1e-10)
-        return len({d.choice for d in auto.layouts.tuner.tuner.log})
+        return len({d.choice for d in auto.routed_experts.tuner.tuner.log})
 
     run_simulated(4, rank)
 
@@ -160,8 +160,8 @@ def test_recomputation_repeats_the_layout() -> None:
     def rank(comm):
         layer = MoELayer(config(), comm)
         used = []
-        at = layer.layouts.available.at
-        layer.layouts.available.at = lambda choice: used.append(choice) or at(choice)
+        at = layer.routed_experts.layouts.at
+        layer.routed_experts.layouts.at = lambda choice: used.append(choice) or at(choice)
         for _ in range(6):
             x = torch.randn(16, 8, requires_grad=True)
             checkpoint(lambda v: layer(v).output, x).sum().backward()
@@ -220,7 +220,7 @@ def _decided(cases: list[tuple[int, dict]]) -> list[tuple[str | None, str | None
         comm.prepare(Topology.uniform(4, 4 // nodes))
         made = MoELayer(from_dict({"model_dim": 8, "num_experts": 4, **settings}), comm)
         made(torch.randn(6, 8)).output.sum().backward()
-        assert (made.layouts.tuner is not None) == (made.config.parallel.mode != "fixed")
+        assert (made.routed_experts.tuner is not None) == (made.config.parallel.mode != "fixed")
         found.append((made.config.parallel.mode, made.config.comm.all_to_all))
     comm.prepare(Topology.uniform(4, 2))
     strict = from_dict({"model_dim": 8, "num_experts": 4, "deterministic": True})
@@ -256,7 +256,7 @@ def test_times_taken_while_all_to_alls_are_tried_do_not_count() -> None:
         comm.prepare(Topology.uniform(4, 2))
         tree = to_dict(config({"tries": 3, "max_d": 1}))
         layer = MoELayer(from_dict({**tree, "comm": {"all_to_all": "auto"}}), comm)
-        auto, exchanges = layer.layouts.tuner, ExchangeTuner.of(comm)
+        auto, exchanges = layer.routed_experts.tuner, ExchangeTuner.of(comm)
         auto.measure = lambda device: FakeWatch(auto, lambda choice: 1.0)
         undisturbed = []
         record = auto.tuner.record
@@ -282,7 +282,7 @@ def _train_auto(calls: int) -> list[str]:
         out = layer(x)
         out.output.square().sum().backward()
         labels.append(out.stats.layout)
-    assert layer.layouts.tuner.tuner.explored > 4
+    assert layer.routed_experts.tuner.tuner.explored > 4
     return labels
 
 
@@ -309,7 +309,7 @@ def test_a_new_dimension_is_one_entry(monkeypatch: pytest.MonkeyPatch) -> None:
         shadows: int = 0
 
     monkeypatch.setattr("moe_plugin.planner.choice.LayoutChoice", Wider)
-    before = len(MoELayer(config(), LocalComm()).layouts.tuner.candidates((4, 0)))
+    before = len(MoELayer(config(), LocalComm()).routed_experts.tuner.candidates((4, 0)))
     dimension = auto_module.Dimension("shadows", lambda tuner: [0, tuner.config.num_experts])
     monkeypatch.setattr(auto_module, "DIMENSIONS", [*auto_module.DIMENSIONS, dimension])
 
@@ -317,11 +317,12 @@ def test_a_new_dimension_is_one_entry(monkeypatch: pytest.MonkeyPatch) -> None:
         layer, labels, _ = drive(comm, lambda c: 1.0 if c.shadows else 2.0, 60)
         again = MoELayer(config(), comm)
         again.load_state_dict(copy.deepcopy(layer.state_dict()))
-        assert again.layouts.tuner.tuner.state() == layer.layouts.tuner.tuner.state()
+        assert again.routed_experts.tuner.tuner.state() == layer.routed_experts.tuner.tuner.state()
         assert again(torch.randn(16, 8)).stats.layout == labels[-1]
-        return labels[-1], {c.shadows for c in layer.layouts.tuner.candidates((4, 0))}
+        return labels[-1], {c.shadows for c in layer.routed_experts.tuner.candidates((4, 0))}
 
-    assert len(MoELayer(config(), LocalComm()).layouts.tuner.candidates((4, 0))) == 2 * before
+    again = MoELayer(config(), LocalComm()).routed_experts.tuner
+    assert len(again.candidates((4, 0))) == 2 * before
     for label, values in run_simulated(2, rank):
         assert label.endswith(" shadows=2") and values == {0, 2}
 
@@ -332,7 +333,7 @@ def test_pieces_are_chosen_by_direction_and_by_cut() -> None:
         settings = config({"tries": 100, "max_d": 4})
         layer, labels, _ = drive(comm, lambda c: 1.0 if (c.d_backward, c.piece_axis) == (
             4, "peers") else 2.0, 300, settings=settings)
-        found = layer.layouts.tuner.candidates((8, 0))
+        found = layer.routed_experts.tuner.candidates((8, 0))
         return {c.piece_axis for c in found}, {c.d_backward for c in found}, labels[-1]
 
     for cuts, backward, label in run_simulated(2, rank):
@@ -361,7 +362,7 @@ def test_spilling_is_tried_for_an_uneven_load() -> None:
 
     def rank(comm: Comm) -> tuple[set[str], set[str], str, str]:
         layer = MoELayer(settings, comm)
-        auto, labels = layer.layouts.tuner, []
+        auto, labels = layer.routed_experts.tuner, []
         auto.measure = lambda device: FakeWatch(
             auto, lambda choice: 2.0 - (choice.spill == "least_loaded"))
         even, hot = ({c.spill for c in auto.candidates((20, skew))} for skew in (0, 1))
@@ -371,7 +372,7 @@ def test_spilling_is_tried_for_an_uneven_load() -> None:
             labels.append(layer(torch.rand(16, 8)).stats.layout)
         named = MoELayer(dataclasses.replace(settings, parallel=dataclasses.replace(
             settings.parallel, spill="everywhere")), comm)
-        (spill,) = {c.spill for c in named.layouts.tuner.candidates((20, 1)) if c.exchanges}
+        (spill,) = {c.spill for c in named.routed_experts.tuner.candidates((20, 1)) if c.exchanges}
         return even, hot, labels[-1], spill
 
     for even, hot, label, named in run_simulated(4, rank):
@@ -402,9 +403,9 @@ def test_a_load_on_a_border_stays_in_its_bucket() -> None:
     gets its own.
     """
     layer, _, _ = drive(LocalComm(), lambda c: 1.0, 60, tokens=lambda call: 14 + 3 * (call % 2))
-    assert len(layer.layouts.tuner.tuner.entries) == 1
+    assert len(layer.routed_experts.tuner.tuner.entries) == 1
     layer, _, _ = drive(LocalComm(), lambda c: 1.0, 60, tokens=lambda call: 14 if call < 30 else 60)
-    assert len(layer.layouts.tuner.tuner.entries) >= 2
+    assert len(layer.routed_experts.tuner.tuner.entries) >= 2
 
 
 def test_a_time_that_one_rank_lacks_is_taken_by_none() -> None:
@@ -413,7 +414,7 @@ def test_a_time_that_one_rank_lacks_is_taken_by_none() -> None:
     """
     def rank(comm):
         layer = MoELayer(config(), comm)
-        auto, labels = layer.layouts.tuner, []
+        auto, labels = layer.routed_experts.tuner, []
 
         class Late(FakeWatch):
             def __init__(self, device) -> None:

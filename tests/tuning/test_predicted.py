@@ -84,10 +84,10 @@ def test_where_tokens_go_is_measured_and_said(mode: str,
     def rank(comm: Comm) -> tuple[str, Visits | None]:
         made, one_hot = layer(comm, tree, mode=mode), 10 * torch.eye(4, 32)
         with torch.no_grad():
-            made.layouts.available.gathers_tokens = False
+            made.routed_experts.layouts.gathers_tokens = False
             made.router.weight_ED.copy_(one_hot.repeat_interleave(4, 0) + torch.rand(16, 32) / 100)
         stats = made(one_hot[torch.randint(4, (512,))]).stats
-        return stats.layout, getattr(made.layouts.tuner, "visits", None)
+        return stats.layout, getattr(made.routed_experts.tuner, "visits", None)
 
     with caplog.at_level(logging.INFO):
         found = run_simulated(4, rank, topology=Topology.uniform(4, 2))
@@ -152,9 +152,9 @@ def test_a_layout_that_does_not_fit_any_more_is_predicted_again(chosen: LayoutCh
     def rank(comm: Comm) -> tuple[bool, str]:
         made, other = layer(comm, SMALL), layer(comm, {**SMALL, **settings})
         made(torch.randn(4096, 32))
-        made.layouts.tuner.current = chosen
+        made.routed_experts.tuner.current = chosen
         other.load_state_dict(made.state_dict())
-        unsettled = not other.layouts.tuner.settled
+        unsettled = not other.routed_experts.tuner.settled
         return unsettled, other(torch.randn(4096, 32)).stats.layout
 
     assert run_simulated(2, rank) == [(True, "r=0 d=1 linear auto")] * 2
@@ -167,10 +167,10 @@ def test_a_layout_saved_before_rows_were_sent_once_is_predicted_again(
         for send in ("auto", "rows"):
             made, other = (layer(comm, SMALL | {"dispatch": {"send": send}}) for _ in range(2))
             made(torch.randn(4096, 32))
-            state = made.layouts.tuner.state()
+            state = made.routed_experts.tuner.state()
             del state["predicted"]["send"]
-            other.layouts.tuner.load_state(state)
-            settled.append(other.layouts.tuner.settled)
+            other.routed_experts.tuner.load_state(state)
+            settled.append(other.routed_experts.tuner.settled)
         return settled
 
     with caplog.at_level(logging.INFO):
@@ -186,8 +186,8 @@ def test_nodes_of_unequal_size_are_priced_as_they_are(mode: str) -> None:
 
     def rank(comm: Comm) -> tuple[str, tuple[int, ...], bool]:
         made = layer(comm, tree, mode=mode)
-        made.layouts.available.gathers_tokens = False
-        made.layouts.available.supports_gather = False  # parameters stay where they are
+        made.routed_experts.layouts.gathers_tokens = False
+        made.routed_experts.layouts.supports_gather = False  # parameters stay where they are
         out = made(torch.randn(512, 32, requires_grad=True))
         out.output.sum().backward()
         cluster = default_cluster(comm, torch.device("cpu"))
@@ -261,7 +261,7 @@ def _steps() -> tuple[str, list[list[float]]]:
         optimizer.step()
         optimizer.zero_grad()
         weights.append([p.double().sum().item() for p in made.experts.parameters()])
-    return made.layouts.current.label, weights
+    return made.routed_experts.current.label, weights
 
 
 @pytest.mark.distributed

@@ -1,1 +1,2 @@
-"""Checkpoint formats, each in a separate module or package; `all` registers them."""
+"""Checkpoint formats, each in a separate module or package. The module `all` registers all formats.
+"""

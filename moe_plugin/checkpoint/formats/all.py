@@ -1,4 +1,6 @@
-"""Registration of all checkpoint formats by import. The format modules import no framework."""
+"""Registration of all checkpoint formats. Importing this module registers them. The modules of the
+formats do not import any framework.
+"""
 
 from moe_plugin.checkpoint.formats import plain as _plain  # noqa: F401 - registers
 from moe_plugin.checkpoint.formats import tutel as _tutel  # noqa: F401 - registers

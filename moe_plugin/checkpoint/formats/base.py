@@ -1,6 +1,8 @@
-"""Checkpoint formats by name, which `moe-plugin reshard` and `inspect` read and write.
+"""The registry of the checkpoint formats that `moe-plugin reshard` and `moe-plugin inspect`
+support.
 
-A host registers its formats in a separate module, so that this package does not depend on hosts.
+The formats of a host are registered in a separate module, so that this package does not depend on
+hosts.
 """
 
 from __future__ import annotations
@@ -30,13 +32,15 @@ from moe_plugin.utils.registry import Registry
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointSizes:
-    """Sizes for which a checkpoint is written. The format chooses every size that is not set.
+    """Parallel sizes and data type for which a checkpoint is written. Sizes that are not set are
+    chosen by the format.
 
     Attributes:
-        world: total number of ranks (data-parallel ranks for fairseq).
+        world: total number of ranks. For fairseq, it is the number of data-parallel ranks.
         ep, tp, pp, etp: sizes of expert, tensor, pipeline and expert-tensor parallelism.
-        shards: number of ranks over which each expert is cut.
-        dtype: data type of floating-point model tensors; `conversion` applies it for every format.
+        shards: number of ranks that each expert is split over.
+        dtype: data type of floating-point model tensors. The module `conversion` applies it for
+            every format.
     """
 
     world: int | None = None
@@ -58,9 +62,9 @@ class CheckpointSizes:
         """Return the number of ranks for a format with one file per expert-parallel rank.
 
         Args:
-            usual: number of ranks if neither `world` nor `ep` is set.
+            usual: number of ranks that is returned if neither `world` nor `ep` is set.
         Raises:
-            ValueError: `world` and `ep` differ.
+            ValueError: If `world` and `ep` differ.
         """
         if None not in (self.world, self.ep) and self.world != self.ep:
             raise ValueError(f"--world {self.world} and --ep {self.ep} differ, but the format has "
@@ -69,20 +73,22 @@ class CheckpointSizes:
         return self.ep or self.world or usual
 
     def given(self) -> tuple[str, ...]:
-        """Return the names of the fields that are set."""
+        """Return the names of the fields that have a value."""
         return tuple(field.name for field in fields(self) if getattr(self, field.name) is not None)
 
 
 class WriteProgress:
-    """Callbacks through which a writer reports progress. This base class does nothing.
+    """Callbacks through which a writer reports progress. The methods of this base class do nothing.
 
-    A writer calls `keeps(name)` for each file (a path within the written folder) and skips the file
-    if the result is True. The writer calls `advance` as bytes are written, and `wrote(name)` when
-    the file is complete, closed and flushed to disk. Any thread may call `advance` and `wrote`.
+    A writer calls `keeps(name)` for each file, where `name` is the path within the written folder,
+    and skips the file if the result is True. It calls `advance` while bytes are written, and
+    `wrote(name)` when the file is complete, closed and flushed to disk. Any thread may call the
+    methods `advance` and `wrote`.
     """
 
     def keeps(self, name: str) -> bool:
-        """Return whether an interrupted conversion completed this file and the file is unchanged.
+        """Return whether an interrupted conversion completed this file and the file has not changed
+        since.
         """
         return False
 
@@ -95,12 +101,13 @@ class WriteProgress:
 
 def write_files(path: Path, contents: Mapping[str, Callable[[], Any]],
                 progress: WriteProgress) -> None:
-    """Write `torch.save` files with `Derived` tensors; skip files that `progress` keeps.
+    """Write `torch.save` files with `Derived` tensors. Skip files for which `progress.keeps`
+    returns True.
 
     Args:
         path: an existing folder.
-        contents: functions that build the content, by file name.
-        progress: receives the progress.
+        contents: functions that build the content of the files, by file name.
+        progress: object that receives the progress of the writer.
     """
     with torch_files.SealedWriter(progress.advance) as writer:
         for name, make in contents.items():
@@ -117,14 +124,14 @@ class Format(ABC):
     Attributes:
         name: registered name.
         sizes: fields of `CheckpointSizes` that the format supports, without "dtype".
-        views_as: maps the name of another format to a function that converts a source of this
-            format to the names of the other format. "neutral" denotes the names of
-            `moe_plugin.checkpoint.neutral`. The functions raise `CheckpointError` with the name of
-            a tensor or setting that the target format cannot represent.
-        views_of: maps the name of another format to a function that converts a source of the other
-            format to the names of this format.
-        becomes: formats to which and from which this format is converted; empty for all reachable
-            formats.
+        views_as: mapping from the name of a target format to a function that converts a source of
+            this format to the names of the target format. The target "neutral" stands for the names
+            in `moe_plugin.checkpoint.neutral`. The functions raise `CheckpointError` if the target
+            format cannot represent a tensor or a setting, and name it in the message.
+        views_of: mapping from the name of a source format to a function that converts a source of
+            that format to the names of this format.
+        becomes: names of the formats to which and from which this format can be converted, or an
+            empty collection for all formats that conversions can reach.
     """
 
     name: ClassVar[str]
@@ -135,50 +142,53 @@ class Format(ABC):
 
     @abstractmethod
     def detect(self, path: Path, trust: bool = False) -> bool:
-        """Return whether a file or folder is a checkpoint of this format, from names and headers
-        only.
+        """Return whether a file or folder is a checkpoint of this format. Only names and headers
+        are examined.
 
         Args:
             path: the file or folder.
             trust: see `open`.
         Raises:
-            UntrustedFile: the format cannot be determined without unpickling classes that are not
-                listed.
+            UntrustedFile: If the format cannot be determined without unpickling classes that are
+                not listed.
         """
 
     @abstractmethod
     def open(self, path: Path, trust: bool = False) -> Source:
-        """Open a checkpoint for reading; tensors stay on disk.
+        """Open a checkpoint for reading without reading the values of tensors.
 
         Args:
             path: the file or folder.
-            trust: unpickle classes that are not listed, which can run code in the files.
+            trust: whether to unpickle classes that are not listed, which can run code in the files.
         Raises:
-            CheckpointError: a file is missing or damaged.
-            UntrustedFile: a file contains classes that are not listed and `trust` is False.
+            CheckpointError: If a file is missing or damaged.
+            UntrustedFile: If a file contains classes that are not listed and `trust` is False.
         """
 
     def write(self, source: Source, path: Path, layout: CheckpointSizes,
               progress: WriteProgress = WriteProgress()) -> None:
-        """Write a source that has this format's names into the folder `path`, slice by slice.
+        """Write a source that has this format's names into the folder `path`. Tensors are processed
+        slice by slice.
 
-        The folder exists, is not the final folder of the checkpoint, and may have files of an
-        interrupted conversion (`WriteProgress.keeps`).
+        The folder already exists. It is not the final folder of the checkpoint, and it may contain
+        files of an interrupted conversion (see `WriteProgress.keeps`).
 
         Args:
             source: a source with this format's names.
             path: the folder.
-            layout: sizes for which the checkpoint is written.
-            progress: receives the progress.
+            layout: parallel sizes for which the checkpoint is written.
+            progress: object that receives the progress of the writer.
         Raises:
-            CheckpointError: the format cannot store a tensor or setting of the source; the message
-                names it.
+            CheckpointError: If the format cannot store a tensor or a setting of the source, which
+                is then named in the message.
         """
         raise CheckpointError(f"format {self.name!r} can only be read; choose another format with "
                               "--to")
 
     def nbytes(self, source: Source, layout: CheckpointSizes) -> int:
-        """Return the approximate number of tensor bytes that `write` writes, for a progress bar."""
+        """Return the approximate number of tensor bytes that `write` writes. It is used for a
+        progress bar.
+        """
         return sum(entry.nbytes for entry in source.entries.values())
 
     def check(self, layout: CheckpointSizes) -> None:
@@ -203,11 +213,11 @@ def detect(path: str | Path, trust: bool = False) -> str:
     """Return the name of a checkpoint's format.
 
     Args:
-        path: folder or file of the checkpoint.
-        trust: unpickle classes that are not listed, which can run code in the files.
+        path: path of the checkpoint's folder or file.
+        trust: whether to unpickle classes that are not listed, which can run code in the files.
     Raises:
-        CheckpointError: the path does not exist, or it matches no format or several formats.
-        UntrustedFile: the format cannot be determined without unpickling classes that are not
+        CheckpointError: If the path does not exist, or if it matches no format or several formats.
+        UntrustedFile: If the format cannot be determined without unpickling classes that are not
             listed, and `trust` is False.
     """
     path, refused = Path(path), list[UntrustedFile]()
@@ -246,12 +256,12 @@ def open_source(path: str | Path, format: str | None = None, trust: bool = False
     """Open a checkpoint for reading.
 
     Args:
-        path: folder or file of the checkpoint.
+        path: path of the checkpoint's folder or file.
         format: name of the format. Detected by default.
-        trust: unpickle classes that are not listed, which can run code in the files.
+        trust: whether to unpickle classes that are not listed, which can run code in the files.
     Raises:
-        CheckpointError: a file is missing, damaged, or does not match the format.
-        UntrustedFile: a file contains classes that are not listed and `trust` is False.
+        CheckpointError: If a file is missing, is damaged or does not match the format.
+        UntrustedFile: If a file contains classes that are not listed and `trust` is False.
     """
     path = Path(path)
     try:
@@ -271,7 +281,7 @@ def _of_format(what: str, format: str) -> AbstractContextManager[None]:
 
 
 def check_pair(origin: str, to: str) -> None:
-    """Raise `CheckpointError` if a format cannot be converted to another format."""
+    """Raise `CheckpointError` if a format cannot be converted to a different format."""
     for name, other in ((origin, to), (to, origin)):
         known = formats.get(name).becomes
         if known and other not in (name, *known):
@@ -283,13 +293,13 @@ def check_pair(origin: str, to: str) -> None:
 
 
 def convert(source: Source, to: str) -> Source:
-    """Return a view of a source with the names of another format, or with neutral names.
+    """Return a view of a source with the names of a different format, or with neutral names.
 
     If the formats have no direct conversion, the view passes through intermediate formats.
 
     Raises:
-        CheckpointError: no conversion exists, the target format cannot represent the source (see
-            `Format.views_as`), or the source does not match its format.
+        CheckpointError: If no conversion exists, if the target format cannot represent the source
+            (see `Format.views_as`), or if the source does not match the names of its format.
     """
     with _of_format(f"the {source.format} checkpoint", source.format):
         for view in _shortest_way(source.format, to):

@@ -1,4 +1,5 @@
-"""The checkpoint folder of plain PyTorch training: its index, its parts, and the format.
+"""The format "plain": a checkpoint folder of plain PyTorch training with an index and one part per
+rank.
 
     part-00000-of-00004.pt ...   each rank's model state and optimizer state by parameter name
     index.json                   format version, number of parts, their sizes in bytes and their
@@ -48,12 +49,12 @@ _NEUTRAL = ("model", "optimizer")  # values of a neutral source that are stored 
 
 
 def part_name(rank: int, size: int) -> str:
-    """Return the file name of a rank's part."""
+    """Return the file name of the part that a rank writes."""
     return f"part-{rank:05d}-of-{size:05d}.pt"
 
 
 def write_index(folder: Path, parts: int, extra: Mapping[str, Any]) -> None:
-    """Write the index after all parts are complete."""
+    """Write the index of a checkpoint after all parts are complete."""
     paths = [folder / part_name(rank, parts) for rank in range(parts)]
     write_whole(folder / INDEX, checksums.seal_json({
         "version": VERSION, "parts": parts, "bytes": [path.stat().st_size for path in paths],
@@ -61,10 +62,10 @@ def write_index(folder: Path, parts: int, extra: Mapping[str, Any]) -> None:
 
 
 def read_index(source: Path) -> tuple[dict[str, Any], bool]:
-    """Return the index, and whether it has a checksum.
+    """Return the index of a checkpoint, and whether the index has a checksum.
 
     Raises:
-        CheckpointError: the index is missing, damaged or of another version.
+        CheckpointError: If the index is missing, damaged or has an unsupported version.
     """
     try:
         check_input(source / INDEX)
@@ -106,10 +107,12 @@ def _checked_index(source: Path, index: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_part(folder: Path, index: Mapping[str, Any], rank: int) -> bool:
-    """Verify the size and checksum of a rank's part. Return whether the part has a checksum.
+    """Verify the size and the checksum of the part that a rank wrote. Return whether the part has a
+    checksum.
 
     Raises:
-        CheckpointError: the part is missing, truncated, damaged, or of another rank or checkpoint.
+        CheckpointError: If the part is missing, truncated or damaged, or belongs to a different
+            rank or checkpoint.
     """
     path, seal = _part_of_size(folder, index, rank), index["seals"][rank]
     with refused_if_unreadable(f"checkpoint file {str(path)!r} cannot be read",
@@ -121,7 +124,8 @@ def check_part(folder: Path, index: Mapping[str, Any], rank: int) -> bool:
 
 
 def _part_of_size(folder: Path, index: Mapping[str, Any], rank: int) -> Path:
-    """Return the path of a rank's part; raise `CheckpointError` if its size differs from the index.
+    """Return the path of a rank's part. Raise `CheckpointError` if the size of the file differs
+    from the size in the index.
     """
     path, size = folder / part_name(rank, index["parts"]), index["bytes"][rank]
     found = path.stat().st_size if path.exists() else None
@@ -134,13 +138,13 @@ def _part_of_size(folder: Path, index: Mapping[str, Any], rank: int) -> Path:
 
 
 def open_folder(folder: Path, trusted: bool = False) -> Source:
-    """Open the checkpoint in a folder. The checksums of its parts are not verified.
+    """Open the checkpoint that a folder contains. The checksums of the parts are not verified.
 
     Args:
         folder: the folder.
-        trusted: unpickle classes of any kind.
+        trusted: whether to unpickle classes of any kind.
     Raises:
-        CheckpointError: a file is missing or damaged.
+        CheckpointError: If a file is missing or damaged.
     """
     index, _ = read_index(folder)
     paths = [_part_of_size(folder, index, rank) for rank in range(index["parts"])]
@@ -172,7 +176,9 @@ def _columns(part: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 def part_of_rank(source: Source, rank: int, size: int,
                  shards: int | Mapping[str, int] | None = None) -> dict[str, Any]:
-    """Return the content of a part: the tensors and values that rank `rank` of `size` stores."""
+    """Return the content of one rank's part, which consists of the tensors and values that this
+    rank stores.
+    """
     columns, by_name = columns_of_rank(source, rank, size, shards), {}
     for field, column in columns.items():
         if field != MODEL:
@@ -188,10 +194,10 @@ def part_of_rank(source: Source, rank: int, size: int,
 
 
 def to_neutral(source: Source) -> Source:
-    """Return a view with neutral names. The source must have neutral names or names of
+    """Return a view with neutral names. The names in the source must be neutral names or names of
     `transformers`.
 
-    Names of `transformers` are recognized by an "hf_config" in `extra`.
+    A source has names of `transformers` if `extra` contains the key "hf_config".
     """
     extra = source.values.get("extra")
     if isinstance(extra, Mapping) and "hf_config" in extra:
@@ -205,8 +211,8 @@ def to_neutral(source: Source) -> Source:
 
 
 def from_neutral(source: Source) -> Source:
-    """Return a view of a neutral source as a plain checkpoint. A plain checkpoint may have any
-    names.
+    """Return a view of a neutral source as a plain checkpoint. The tensors of a plain checkpoint
+    may have any names.
     """
     extra = {name: source.values[name] for name in ("step", *_NEUTRAL) if name in source.values}
     values, optimizer = {**source.values, "extra": extra}, source.values.get("optimizer")
@@ -217,7 +223,8 @@ def from_neutral(source: Source) -> Source:
 
 @formats.register("plain")
 class PlainFormat(Format):
-    """Folders of `moe_plugin.checkpoint.save`: one part for each expert-parallel rank."""
+    """Folders written by `moe_plugin.checkpoint.save`, with one part for each expert-parallel rank.
+    """
 
     name = "plain"
     views_as, views_of = {NEUTRAL: to_neutral}, {NEUTRAL: from_neutral}

@@ -1,7 +1,8 @@
-"""Tutel's checkpoints as a format: each rank's `state_dict()` in a separate file, or a single file
-with all experts (as written by Tutel's `tutel.checkpoint.gather`).
+"""Tutel's checkpoint format. Each rank's `state_dict()` is stored in a separate file, or a single
+file contains all experts (as written by Tutel's `tutel.checkpoint.gather`).
 
-W ranks, E experts, M width, H inner width; PREFIX is the MoE layer's name and a dot:
+In the following table, W is the number of ranks, E the number of experts, M the width of a token,
+and H the inner width of an expert. PREFIX is the name of the MoE layer with a dot at the end:
 
     PREFIX_num_global_experts         number E
     PREFIXgates.0.wg.weight           [E, M]; a cosine gate: .cosine_projector.weight [P, M], .bias
@@ -11,11 +12,11 @@ W ranks, E experts, M width, H inner width; PREFIX is the MoE layer's name and a
     PREFIXexperts.batched_fc2_w       [E/W, H, M]    y fc2_w + fc2_bias
     PREFIXexperts.batched_fc2_bias    [E/W, M]
 
-With s = W/E > 1 ranks per expert, rank i * s + j has slice j of expert i along H.
-`batched_fc2_bias` is cut along M, and its last pieces are padded. All other entries are equal in
-all files. Files are named by a pattern with `{rank}` and optionally `{size}`, as in Tutel's tools.
-There is no optimizer state. Source: Tutel, `experts/ffn.py`, `checkpoint/gather.py`,
-`checkpoint/scatter.py`.
+If there are `s = W/E > 1` ranks per expert, rank `i * s + j` has slice `j` of expert `i` along the
+axis H. `batched_fc2_bias` is split along the axis M, and the last pieces are padded. All other
+entries are equal in all files. The file names follow a pattern with `{rank}` and optionally
+`{size}`, as in Tutel's tools. The files contain no optimizer state. Source: Tutel,
+`experts/ffn.py`, `checkpoint/gather.py`, `checkpoint/scatter.py`.
 """
 
 from __future__ import annotations
@@ -71,7 +72,8 @@ def rank_files(path: Path) -> list[Path]:
     """Return the files of all ranks in rank order, from a pattern, a folder or a single file.
 
     Raises:
-        CheckpointError: files of ranks are missing, or a folder has files of several patterns.
+        CheckpointError: If files of ranks are missing, or if the files in a folder match several
+            patterns.
     """
     pattern = str(path)
     if "{rank}" not in pattern:
@@ -89,7 +91,9 @@ def rank_files(path: Path) -> list[Path]:
 
 
 def _matching(pattern: str) -> dict[int, Path]:
-    """Return the files of a pattern by rank, for the value of `{size}` with the most files."""
+    """Return the files that match a pattern, by rank. If several values of `{size}` match, the
+    value with the most files is used.
+    """
     folder = Path(pattern.split("{")[0] + "_").parent
     escaped = re.escape(pattern).replace(r"\{rank\}", r"(?P<rank>\d+)")
     expression = re.compile(escaped.replace(r"\{size\}", r"(?P<size>\d+)"))
@@ -106,7 +110,7 @@ def _pattern_of(folder: Path, names: Sequence[str]) -> str:
     """Return the pattern of the files in a folder, or an empty string if they have no pattern.
 
     Raises:
-        CheckpointError: the files have several patterns.
+        CheckpointError: If the files match several patterns.
     """
     found: dict[str, set[int]] = {}
     for name in names:
@@ -154,7 +158,7 @@ def _open_ranks(paths: Sequence[Path], trusted: bool) -> Source:
 
 def _joined(name: str, paths: Sequence[Path], states: Sequence[Mapping[str, Any]],
             experts: int) -> Derived:
-    """Join the ranks' parts of a tensor to a tensor of all experts."""
+    """Join the parts of a tensor from all ranks to a tensor of all experts."""
     parts, size = [], len(states)
     for path, state in zip(paths, states, strict=True):
         if not isinstance(state.get(name), Derived):
@@ -180,14 +184,14 @@ def _number(value: Any) -> Any:
 
 
 def to_plain(source: Source) -> View:
-    """Return a view that maps Tutel's names to the names of a model with our layers."""
+    """Return a view that maps Tutel's names to the names of a model with this package's layers."""
     tensors = _table(source).neutral(map(source.tensor, source.entries), _keep_outside(
         source, "MoELayer has no counterpart for Tutel's tensor", NAMES))
     return View(source, tensors, format="plain", values={**source.values, "extra": {}})
 
 
 def from_plain(source: Source) -> View:
-    """Return a view that maps the names of a model with our layers to Tutel's names."""
+    """Return a view that maps the names of a model with this package's layers to Tutel's names."""
     if not source.layers:
         raise CheckpointError("the checkpoint has no MoELayer that could be converted to Tutel's "
                               "layer; choose another format with --to")
@@ -206,11 +210,12 @@ def _table(source: Source) -> NameTable:
 
 
 def _keep_outside(source: Source, missing: str, known: Iterable[str]) -> Others:
-    """Return a function that keeps tensors outside of MoE layers and raises for those inside.
+    """Return a function that keeps tensors outside MoE layers and raises an error for tensors
+    inside.
 
     Args:
-        missing: start of the error message for a tensor inside a layer.
-        known: names that a layer can have.
+        missing: start of the error message for a tensor inside an MoE layer.
+        known: names of the tensors that an MoE layer can have.
     """
     def others(one: Derived) -> Derived:
         if _split(one.key[1], source.layers)[0] is not None:
@@ -221,7 +226,9 @@ def _keep_outside(source: Source, missing: str, known: Iterable[str]) -> Others:
 
 
 def _split(name: str, layers: Mapping[str, Any]) -> tuple[str | None, str]:
-    """Split a name into the prefix of its MoE layer (or None) and the rest of the name."""
+    """Split a name into the prefix of the MoE layer and the rest of the name. The prefix is None
+    for tensors outside MoE layers.
+    """
     for prefix in layers:
         if name.startswith((prefix + "experts.", prefix + "gates.", prefix + "router.")):
             return prefix, name.removeprefix(prefix)
@@ -229,7 +236,7 @@ def _split(name: str, layers: Mapping[str, Any]) -> tuple[str | None, str]:
 
 
 def _part(one: Derived, rank: int, size: int, experts: int) -> Derived:
-    """Return the part of a tensor of all experts that a rank's file contains."""
+    """Return the part that a rank's file contains of a tensor with all experts."""
     shards = max(1, size // experts)
     local = experts * shards // size
     run, shard = divmod(rank, shards)
@@ -248,7 +255,7 @@ def _part(one: Derived, rank: int, size: int, experts: int) -> Derived:
 
 
 def _filled_up(one: Derived, width: int) -> Derived:
-    """Pad a tensor [E, M] with zeros to [E, width]."""
+    """Pad a tensor of shape [E, M] with zeros to the shape [E, width]."""
     def read(window: Window) -> torch.Tensor:
         inside = [slice(min(at.start, end), min(at.stop, end))
                   for at, end in zip(window, one.entry.shape, strict=True)]
@@ -262,7 +269,9 @@ def _filled_up(one: Derived, width: int) -> Derived:
 
 @formats.register("tutel")
 class TutelFormat(Format):
-    """Tutel's checkpoints: a state dict of each rank, or a single state dict of all experts."""
+    """Checkpoints of Tutel with one state dict per rank, or with a single state dict of all
+    experts.
+    """
 
     name = "tutel"
     views_as, views_of = {"plain": to_plain}, {"plain": from_plain}

@@ -1,10 +1,10 @@
-"""`moe-plugin doctor`: check whether the layer works on this machine, and what is missing.
+"""`moe-plugin doctor`, which checks whether the layer works on this machine and what is missing.
 
-The command also prints the commands that install what is missing. With `--all` it adds the
+The command also prints the commands that install what is missing. With `--all` it also prints the
 packages, unsupported features of the hosts, and stored measurements.
 
-The exit status is 0 if the layer works, and otherwise 1. The layer works if a tiny forward and
-backward pass agrees with a dense computation.
+The exit status is 0 if the layer works, and 1 otherwise. The layer works if the results of a tiny
+forward and backward pass agree with a dense computation.
 """
 
 from __future__ import annotations
@@ -35,9 +35,10 @@ def doctor_options(parser: argparse.ArgumentParser) -> None:
 
 
 def doctor(args: argparse.Namespace) -> int:
-    """Run the checks. Print the verdict as soon as it is known, and the slower results later.
+    """Run the checks. Print whether the layer works as soon as this is known, and print slower
+    results later.
 
-    Returns: 0 if the layer works, otherwise 1.
+    Returns: 0 if the layer works, and 1 otherwise.
     """
     if args.forget_decisions:
         files = ChoiceFiles()

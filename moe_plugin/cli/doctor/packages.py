@@ -1,7 +1,7 @@
 """Checks of the environment: package versions, hosts, devices and compiled parts.
 
-For missing packages the module returns the command that installs them. For each host it checks
-whether our adapter can be imported, and which fused parts the host uses.
+If a package is missing, the functions return the command that installs it. For each host, it is
+checked whether the adapter of this package can be imported, and which fused parts the host uses.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ _OPTIONAL = {"rich", "triton"}
 
 
 def import_everything() -> list[dict[str, str]]:
-    """Import all modules except hosts and commands, so that every name is registered.
+    """Import all modules except those of hosts and commands, so that all names are registered.
 
-    Returns: the modules that failed to import, as `module` and `reason`.
+    Returns: rows with the `module` and the `reason` for each module that cannot be imported.
     """
     failed = []
     names = [m.name for m in pkgutil.iter_modules(moe_plugin.__path__, "moe_plugin.")]
@@ -69,7 +69,9 @@ def import_everything() -> list[dict[str, str]]:
 
 
 def missing_rows() -> list[dict[str, str]]:
-    """Return registered names that cannot run here, with kind and reason, except bench peers."""
+    """Return rows with kind, name and reason for registered objects that cannot run on this
+    machine. Peers of benchmarks are left out.
+    """
     return [{"kind": kind, "name": entry.name, "reason": reason}
             for kind in sorted(set(KINDS) - {"bench_peer"}) for entry in KINDS[kind]
             if (reason := entry.why_not()) is not None]
@@ -78,7 +80,7 @@ def missing_rows() -> list[dict[str, str]]:
 def choice_rows() -> list[dict[str, str]]:
     """Return the stored measurements of `experts.compute=auto` on this machine.
 
-    A row has the load, the name of the choice, the reason, the age, and the spread of the
+    Each row has the load, the name of the choice, the reason, the age, and the spread of the
     measurements.
     """
     return [{"load": key, "name": kept.name, "why": kept.why,
@@ -87,10 +89,10 @@ def choice_rows() -> list[dict[str, str]]:
 
 
 def run_rows() -> list[dict[str, str]]:
-    """Return the features that a run may have around its steps.
+    """Return rows about the features that may be active around the training steps of a run.
 
-    A row has the setting, the hosts that support it, and for each other host the reason and the
-    remedy.
+    Each row has the setting, the hosts that support it, and the reason and the remedy for each of
+    the remaining hosts.
     """
     settings = (*(row.setting for row in FEATURES if row.setting), *OF_HOSTS)
     return [{"name": name, "state": ", ".join(h for h in HOSTS if (name, h) not in LACKS),
@@ -129,7 +131,8 @@ def _widened() -> str:
 
 
 def compiled() -> list[dict[str, str]]:
-    """Return the parts that are compiled for the CPU. The other parts use torch's operations.
+    """Return rows about the parts that are compiled for the CPU. All other parts use torch's
+    operations.
 
     Parts that are not compiled yet are compiled now.
     """
@@ -148,7 +151,9 @@ def _why_no_cuda() -> str:
 
 
 def unused_gpu() -> str | None:
-    """Return why torch uses no GPU although a driver is loaded, or None without this problem."""
+    """Return the reason why torch uses no GPU although a driver is loaded, or None if there is no
+    such problem.
+    """
     if torch.cuda.is_available() or not os.path.exists(DRIVER):
         return None
     return f"the driver of a GPU is loaded, but {_why_no_cuda()}"
@@ -165,10 +170,10 @@ class Package:
 
     Attributes:
         name: name of the distribution.
-        module: name of its module.
-        use: what moe-plugin uses it for.
-        gpu: whether it is useful only with a GPU.
-        command: the command that installs it, if its name is not enough for pip.
+        module: name of the Python module in the distribution.
+        use: what moe-plugin uses the distribution for.
+        gpu: whether the distribution is useful only with a GPU.
+        command: the command that installs the distribution, if the name does not suffice for pip.
     """
 
     name: str
@@ -222,7 +227,9 @@ _TIMEOUT_S = 300
 
 
 def installed_version(package: Package) -> str | None:
-    """Return the version from the metadata, `unknown` without metadata, or None if absent."""
+    """Return the version of an installed package, `unknown` if there are no metadata, or None if it
+    is not installed.
+    """
     try:
         if find_spec(package.module) is None:
             return None
@@ -235,7 +242,9 @@ def installed_version(package: Package) -> str | None:
 
 
 def requirement(name: str) -> str:
-    """Return the requirement in moe-plugin's metadata (`tensorboard>=2.14`), or else the name."""
+    """Return the requirement in moe-plugin's metadata (such as `tensorboard>=2.14`), or else the
+    name of the package.
+    """
     try:
         stated = metadata.requires("moe-plugin") or []
     except metadata.PackageNotFoundError:
@@ -253,7 +262,8 @@ def install_command(package: Package) -> str:
 
 
 def package_rows(has_gpu: bool) -> list[dict[str, str | None]]:
-    """Return a row for each package: name, version, use, state, and the command if it is missing.
+    """Return a row for each package with the name, the version, the use, the state, and the install
+    command if it is missing.
 
     The state is `installed`, `missing` or `not needed here (no GPU)`.
     """
@@ -267,7 +277,8 @@ def package_rows(has_gpu: bool) -> list[dict[str, str | None]]:
 
 
 def host_rows() -> list[dict[str, Any]]:
-    """Return a row for each host: name, version, state, reason, and the command if it is missing.
+    """Return a row for each host with the name, the version, the state, the reason, and the install
+    command if it is missing.
     """
     started = {name: _start(name) for name in ADAPTER}
     return [_row(name, process) for name, process in started.items()]
@@ -307,6 +318,8 @@ def _row(name: str, process: subprocess.Popen | None) -> dict[str, Any]:
 
 
 def fused_rows() -> list[dict[str, Any]]:
-    """Return what the hosts use for Adam, norms, and the norm and scaling of gradients, and why."""
+    """Return rows with the implementation that hosts use for Adam, for norms, and for the norm and
+    scaling of gradients, and the reason.
+    """
     return [{"name": choice.role, "state": choice.active, "reason": choice.reason}
             for choice in fused.choices()]

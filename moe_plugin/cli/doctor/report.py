@@ -1,4 +1,4 @@
-"""The report of `moe-plugin doctor`, collected as plain data and formatted as text."""
+"""The report of `moe-plugin doctor`, which is collected as plain data and formatted as text."""
 
 from __future__ import annotations
 
@@ -24,11 +24,12 @@ TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
 
 
 def check_rows(kinds: list[torch.device]) -> list[dict[str, Any]]:
-    """Return a row for each device, dtype, dispatcher and number of (simulated) ranks.
+    """Check the layer and return a row for each device, dtype, dispatcher and number of (simulated)
+    ranks.
 
-    A row has the largest relative errors of outputs and gradients, and whether they are small. On a
-    GPU only one rank is checked: torch runs the backward passes of a GPU in one thread, so that
-    several simulated ranks would wait for each other.
+    Each row has the largest relative errors of outputs and gradients, and whether these errors are
+    small. On a GPU only one rank is checked. torch runs all backward passes of a GPU in one thread,
+    so several simulated ranks would wait for each other.
     """
     cases = []
     for device in kinds:
@@ -87,7 +88,7 @@ def _errors(device: torch.device, dtype: torch.dtype, dispatcher: str,
 
 
 def _share(whole: MoELayer, config: MoEConfig, comm: Comm) -> MoELayer:
-    """Return this rank's layer, with weights copied from the whole layer."""
+    """Return the layer of this rank with weights copied from the whole layer."""
     layer = MoELayer(config, comm, dtype=whole.router.weight_ED.dtype,
                      device=whole.router.weight_ED.device)
     first, local = comm.rank * layer.placement.local, layer.placement.local
@@ -99,9 +100,9 @@ def _share(whole: MoELayer, config: MoEConfig, comm: Comm) -> MoELayer:
 
 
 def _run(layer: MoELayer, x_TD: Tensor, target_TD: Tensor) -> tuple[Tensor, ...]:
-    """Compute one step with the loss sum(output * target).
+    """Compute one forward and backward pass with the loss `sum(output * target)`.
 
-    Returns the output [T, D], the input gradient [T, D], and the gradients of both expert matrices.
+    Return the output [T, D], the input gradient [T, D], and the gradients of both expert matrices.
     """
     x_TD = x_TD.clone().requires_grad_()
     out_TD = layer(x_TD).output
@@ -112,7 +113,8 @@ def _run(layer: MoELayer, x_TD: Tensor, target_TD: Tensor) -> tuple[Tensor, ...]
 def dense(layer: MoELayer, x_TD: Tensor, target_TD: Tensor) -> tuple[Tensor, ...]:
     """Compute the results of `_run` in float64, with every expert applied to every token.
 
-    y(t) = sum_e weight(t, e) FFN_e(x(t)). x_TD and target_TD are [T, D] with any floating dtype.
+    The output for token `t` is `y[t] = sum_e weight[t, e] * FFN_e(x[t])`. Both `x_TD` and
+    `target_TD` have the shape [T, D] and any floating dtype.
     """
     layer, x_TD = deepcopy(layer).double(), x_TD.detach().double().requires_grad_()
     routing = layer.router(x_TD)
@@ -132,7 +134,9 @@ def _relative(got: Tensor, want: Tensor) -> float:
 
 
 def first() -> dict[str, Any]:
-    """Collect the data of the verdict for JSON. `works` is whether the self check passed."""
+    """Collect the data about whether the layer works, for JSON. The value `works` is True if the
+    self check passed.
+    """
     gpu = torch.cuda.is_available()
     checks = check_rows([torch.device("cpu"),
                                    *([torch.device("cuda")] if gpu else [])])
@@ -145,9 +149,9 @@ def first() -> dict[str, Any]:
 
 
 def rest(everything: bool) -> dict[str, Any]:
-    """Collect the data that the verdict does not need: missing parts and stored measurements.
+    """Collect all further data, which are missing parts and stored measurements.
 
-    everything: whether to collect any of it.
+    everything: whether to collect these data.
     """
     if not everything:
         return {}
@@ -159,7 +163,9 @@ def rest(everything: bool) -> dict[str, Any]:
 
 
 def verdict(report: dict[str, Any]) -> str:
-    """Return the first lines: what was checked, and whether the layer works."""
+    """Return the first lines of the report, which tell what was checked and whether the layer
+    works.
+    """
     checks = report["self_check"]
     differences = [d for row in checks for d in (row["output_error"], row["gradient_error"])
                    if d is not None]
@@ -172,7 +178,7 @@ def verdict(report: dict[str, Any]) -> str:
 
 
 def problems(report: dict[str, Any]) -> list[str]:
-    """Return the problems, one line each."""
+    """Return one line for each problem."""
     return [
         *(f"self check, {row['device']} {row['dtype']}, dispatch.name={row['dispatcher']}, "
           f"{_ranks(row)}: {row['reason']}" for row in report["self_check"] if not row["ok"]),
@@ -187,7 +193,7 @@ def problems(report: dict[str, Any]) -> list[str]:
 
 
 def render(report: dict[str, Any]) -> str:
-    """Format everything after the verdict, with the problems first."""
+    """Format everything after the first lines of the report. Problems come first."""
     wrong = problems(report)
     parts = [
         "\n".join(["Problems:", *(f"  {line}" for line in wrong)]) if wrong else "Problems: none",
@@ -249,5 +255,6 @@ def _missing(report: dict[str, Any]) -> str:
 
 
 def _load(load: str) -> str:
-    """Shorten a load to its main part; the other columns and `--json` contain the rest."""
+    """Shorten a load to the main part. The rest is in other columns and in the output of `--json`.
+    """
     return load.split(": ", 1)[-1].split(", of ")[0]

@@ -1,1 +1,3 @@
-"""Measurements of `recommend`, `calibrate` and `profile-device` on the ranks that run them."""
+"""Measurements for `recommend`, `calibrate` and `profile-device` on the ranks that run these
+commands.
+"""

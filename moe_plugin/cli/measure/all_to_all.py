@@ -1,4 +1,4 @@
-"""Measure all-to-all algorithms on the ranks of a group, either real or of an emulated cluster."""
+"""Measurement of all-to-all algorithms on the ranks of a real group or of an emulated cluster."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ class ExchangeRow:
 
     Attributes:
         nodes: number of nodes.
-        ranks_per_node: ranks per node.
-        algorithm: name of the algorithm.
-        bytes: bytes per rank.
-        median_ms: median time of one exchange over all ranks.
-        min_ms: shortest time of one exchange over all ranks.
-        floor_ms: shortest possible time of the bytes on the wire.
-        cpu_ms: CPU time of all ranks and the switch, divided by the number of cores.
-        messages: messages that leave one node.
-        chosen: the algorithm that auto selected.
+        ranks_per_node: number of ranks per node.
+        algorithm: name of the all-to-all algorithm.
+        bytes: size of the input of each rank in bytes.
+        median_ms: median over the repeats of the time of an exchange over all ranks, in ms.
+        min_ms: minimum over the repeats of the time of an exchange over all ranks, in ms.
+        floor_ms: shortest possible time in ms in which the links can transfer the bytes.
+        cpu_ms: CPU time of all ranks and the switch in ms, divided by the number of cores.
+        messages: number of messages that leave one node.
+        chosen: name of the algorithm that `auto` selected.
     """
 
     nodes: int
@@ -62,14 +62,16 @@ class ExchangeRow:
 
 @dataclass(frozen=True)
 class Plan:
-    """A plan of measurements.
+    """A plan of the measurements to perform.
 
     Attributes:
-        names: names of the algorithms.
-        sizes: bytes per rank.
-        repeats: number of timed repeats. Half as many above `BURST_UP_TO` bytes.
+        names: names of the algorithms to measure.
+        sizes: sizes of the input of each rank in bytes.
+        repeats: number of timed repeats. For sizes above `BURST_UP_TO` bytes, half as many repeats
+            are timed.
         settings: settings of the group, e.g. its topology.
-        helper: id of a process whose CPU time is counted too (an emulated cluster's switch).
+        helper: id of a process whose CPU time is also counted, such as the switch of an emulated
+            cluster.
     """
 
     names: tuple[str, ...]
@@ -81,14 +83,14 @@ class Plan:
 
 @dataclass(frozen=True)
 class RankTimes:
-    """One rank's measurement of one algorithm at one size.
+    """The measurement of one algorithm at one size on one rank.
 
     Attributes:
         name: name of the algorithm.
-        size: bytes per rank.
-        seconds: seconds per exchange over all ranks, for each repeat.
-        cpu_s: CPU seconds of this rank per exchange.
-        chosen: the algorithm that auto selected.
+        size: size of the input of each rank in bytes.
+        seconds: time in seconds per exchange over all ranks, for each repeat.
+        cpu_s: CPU time in seconds of this rank per exchange.
+        chosen: name of the algorithm that `auto` selected.
     """
 
     name: str
@@ -100,9 +102,10 @@ class RankTimes:
 
 def measure_rank(plan: Plan,
                  comm: Comm | None = None) -> tuple[tuple[tuple[int, ...], ...], list[RankTimes]]:
-    """Measure on every rank. Returns the nodes of the group and one entry per measurement.
+    """Measure all algorithms on every rank. Return the nodes of the group and one entry per
+    measurement.
 
-    Each repeat runs all algorithms, in an order that rotates between repeats.
+    In each repeat all algorithms run, in an order that rotates from repeat to repeat.
     """
     comm = comm or TorchComm()
     prepare(comm, plan.settings or CommConfig())
@@ -129,7 +132,9 @@ def measure_rank(plan: Plan,
 
 
 def _warm_up(comm: Comm, name: str, x: torch.Tensor) -> None:
-    """Run an algorithm once. Repeat auto until it has selected an algorithm."""
+    """Run an algorithm once before it is measured. The algorithm `auto` is repeated until it has
+    selected an algorithm.
+    """
     run = algorithms.get(name)
     run(comm, x)
     for _ in range(100):
@@ -145,7 +150,7 @@ def _chosen(comm: Comm, name: str, x: torch.Tensor) -> str | None:
 
 
 def _agreed(comm: Comm, spans: Sequence[tuple[float, float]], one_clock: bool) -> list[float]:
-    """Return the seconds of each repeat over all ranks.
+    """Return the time in seconds of each repeat over all ranks.
 
     If all ranks share one clock, a repeat lasts from the first begin to the last end. Without a
     shared clock, the time of the slowest rank is used.
@@ -163,7 +168,7 @@ def _burst(comm: Comm, name: str, x: torch.Tensor, burst: int,
            helper: int | None) -> tuple[float, float, float]:
     """Run `burst` exchanges, which reduces the effect of the barrier on the result.
 
-    Returns the begin, the end, and this rank's CPU seconds.
+    Return the start time, the end time, and the CPU time of this rank in seconds.
     """
     run = algorithms.get(name)
     comm.barrier()
@@ -176,7 +181,9 @@ def _burst(comm: Comm, name: str, x: torch.Tensor, burst: int,
 
 
 def _cpu_s(comm: Comm, helper: int | None) -> float:
-    """Return the CPU seconds of this rank. On rank 0 the helper's are included."""
+    """Return the CPU time of this rank in seconds. On rank 0, the CPU time of the helper process is
+    included.
+    """
     if helper is None or comm.rank:
         return time.process_time()
     return time.process_time() + int(Path(f"/proc/{helper}/schedstat").read_text().split()[0]) / 1e9
@@ -184,16 +191,19 @@ def _cpu_s(comm: Comm, helper: int | None) -> float:
 
 def row_of(topology: Topology, cell: RankTimes, floor_ms: float | None = None,
            cpu_ms: float | None = None) -> ExchangeRow:
-    """Convert a rank's measurement. Without `floor_ms`, the links are unknown (a real group)."""
+    """Convert the measurement of a rank to a row. If `floor_ms` is not given, the links are
+    unknown, as for a real group.
+    """
     return ExchangeRow(len(topology.nodes), max(map(len, topology.nodes)), cell.name, cell.size,
                        1e3 * statistics.median(cell.seconds), 1e3 * min(cell.seconds), floor_ms,
                        cpu_ms, messages_out(topology, cell.chosen or cell.name), cell.chosen)
 
 
 def messages_out(topology: Topology, name: str) -> float | None:
-    """Return the messages that leave one node, by a formula or counted on simulated ranks.
+    """Return the number of messages that leave one node. It is computed by a formula or counted on
+    simulated ranks.
 
-    For nodes of unequal size the result is the mean, or None if the group is large.
+    For nodes of unequal sizes, the result is the mean, or None if the group is large.
     """
     algorithm = "linear" if name == "native" else name
     if topology.uniform_nodes and algorithm in COSTS:
@@ -208,7 +218,8 @@ def messages_out(topology: Topology, name: str) -> float | None:
 
 
 def measurements_of(rows: Sequence[ExchangeRow]) -> list[Measurement]:
-    """Return the input of the planner's fit, for algorithms with a cost model.
+    """Return the measurements to which the planner fits a model, for all algorithms with a cost
+    model.
 
     Medians are used, because with many ranks on few cores the fastest repeat is an outlier.
     """
@@ -220,7 +231,9 @@ def measurements_of(rows: Sequence[ExchangeRow]) -> list[Measurement]:
 
 
 def measure_rows(args: argparse.Namespace, plan: Plan) -> tuple[list[ExchangeRow], dict[str, Any]]:
-    """Return the measurements and a description of the ranks. Only rank 0 gets measurements."""
+    """Return the measurements and a description of the ranks. Only rank 0 receives the
+    measurements.
+    """
     if args.repeats < 1:
         raise ValueError(f"--repeats {short(args.repeats)} must be >= 1, e.g. 7")
     memory = memory_bytes(torch.device("cpu")) or float("inf")

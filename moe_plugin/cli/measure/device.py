@@ -1,4 +1,4 @@
-"""Measure a processor for the cost model: matmuls, copies and small operations."""
+"""Measurement of matmuls, copies and small operations of a processor for the cost model."""
 
 from __future__ import annotations
 
@@ -32,15 +32,16 @@ SHORTEST_S = 1e-5  # lower bound for the duration of a call when the number of c
 
 @dataclass(frozen=True)
 class Samples:
-    """The measured times in seconds, one for each repeat.
+    """The measured times in seconds. There is one time for each repeat.
 
     Attributes:
         width: width of a token.
         inner: inner width of an expert.
-        products: times of matmuls [rows, width] x [width, inner], by rows.
-        launch: times of the smallest operation.
+        products: times of matmuls with shapes [rows, width] x [width, inner], by the number of
+            rows.
+        launch: times of the smallest operation, which consist only of launch overhead.
         copy: times of a copy.
-        copied: bytes that a copy reads and writes.
+        copied: number of bytes that a copy reads and writes.
     """
 
     width: int
@@ -51,7 +52,9 @@ class Samples:
     copied: float
 
     def device(self, memory: float, name: str = "measured") -> Device:
-        """Fit a `Device` to the medians. memory: bytes of a rank."""
+        """Fit a `Device` to the medians of the measured times. memory: number of bytes of memory
+        that a rank may use.
+        """
         launch = statistics.median(self.launch)
         times = [statistics.median(seconds) for seconds in self.products.values()]
         flops, half_rows = fit_products(tuple(self.products), times, launch,
@@ -66,19 +69,20 @@ class Samples:
 
 def measure_device(device: str = "cpu", dtype: torch.dtype = torch.float32, width: int = 512,
                    inner: int = 2048, repeats: int = 7) -> Device:
-    """Measure this machine as one rank observes it.
+    """Measure this machine as it is available to one rank.
 
-    In the model, a matmul of n rows takes launch + 2 width inner (n + half_rows) / flops seconds,
-    which is a line in n.
+    In the cost model, a matmul with `n` rows takes `launch + 2 * width * inner * (n + half_rows) /
+    flops` seconds, which is linear in `n`.
 
     Args:
         device: torch device.
-        dtype: dtype of the matmuls.
+        dtype: dtype of the matmuls that are measured.
         width: width of a token.
         inner: inner width of an expert.
         repeats: number of repeats.
     Raises:
-        ValueError: the device does not exist, or the widths do not fit its memory.
+        ValueError: If the device does not exist, or if the matrices exceed the memory of the
+            device.
     """
     memory = float(memory_bytes(_device(device)) or Device().memory_bytes)
     return sample_device(device, dtype, width, inner, repeats).device(memory)
@@ -90,12 +94,13 @@ def sample_device(device: str, dtype: torch.dtype, width: int, inner: int,
 
     Args:
         device: torch device.
-        dtype: dtype of the matmuls.
+        dtype: dtype of the matmuls that are measured.
         width: width of a token.
         inner: inner width of an expert.
         repeats: number of repeats.
-        least_s: on a CPU, each repeat makes enough calls to take this many seconds, and uses their
-            mean. On a busy processor a short repeat is seldom interrupted and a long repeat always.
+        least_s: minimum duration of a repeat on a CPU, in seconds. A repeat makes enough calls for
+            this duration and uses the mean. On a busy processor, a short repeat is rarely
+            interrupted, but a long repeat always is.
     """
     where = _device(device)
     memory = memory_bytes(where) or float("inf")
@@ -115,22 +120,22 @@ def sample_device(device: str, dtype: torch.dtype, width: int, inner: int,
 
 def measure_kernels(device: str, dtype: torch.dtype, width: int, inner: int, experts: int,
                     repeats: int = 3) -> dict[str, dict[str, Any]]:
-    """Measure the kernels of experts, for `planner.prefill.load_kernels`.
+    """Measure the kernels of experts for `planner.prefill.load_kernels`.
 
-    The result has the seconds of the forward pass of one expert by its rows, for each strategy that
-    `compute: auto` considers on this device. The fixed cost of a call is derived from a call with
-    one expert and a call with all experts. Larger numbers of rows are left out after a call that
-    takes longer than `LONGEST_S`.
+    For each strategy that `compute: auto` considers on this device, the result contains the forward
+    time of one expert in seconds by the number of rows. The fixed cost of a call is derived from a
+    call with one expert and a call with all experts. Larger numbers of rows are left out after a
+    call that takes longer than `LONGEST_S`.
 
     Args:
         device: torch device.
-        dtype: dtype of the experts.
+        dtype: dtype of the experts that are measured.
         width: width of a token.
         inner: inner width of an expert.
-        experts: number of experts of a call.
+        experts: number of experts in a call.
         repeats: number of repeats.
     Raises:
-        ValueError: `experts` is below 1.
+        ValueError: If `experts` is below 1.
     """
     where = _device(device)
     if experts < 1:
@@ -164,7 +169,7 @@ def measure_kernels(device: str, dtype: torch.dtype, width: int, inner: int, exp
 
 def _kernels(where: torch.device, dtype: torch.dtype, width: int, inner: int,
              experts: int) -> list[str]:
-    """Return the candidates for few rows, followed by those for many rows."""
+    """Return the candidate strategies, first those for few rows and then those for many rows."""
     by_rows = [candidates(ComputeLoad(where.type, dtype, experts, width, inner, False,
                                       rows * experts, False, False), KERNELS[where.type])
                for rows in (1, KERNEL_ROWS[-1])]
@@ -186,9 +191,10 @@ def _device(name: str) -> torch.device:
 
 def fit_products(rows: tuple[int, ...], seconds: list[float], launch: float,
                  operations: float) -> tuple[float, float]:
-    """Return (flops, half_rows) of the line that fits the times with the least relative squares.
+    """Return (flops, half_rows) of the line that minimizes the sum of the squared relative errors
+    of the times.
 
-    operations: FLOPs of one row.
+    operations: number of floating-point operations for one row.
     """
     a = np.array([[n / s, 1 / s] for n, s in zip(rows, seconds, strict=True)])
     shares = np.array([(s - launch) / s for s in seconds]).clip(min=0.0)

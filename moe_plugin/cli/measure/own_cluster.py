@@ -1,6 +1,6 @@
-"""Measure the network and the processors of the running ranks.
+"""Measurement of the network and the processors of the running ranks.
 
-All ranks measure at the same time, and each repeat uses the time of the slowest rank, so that all
+All ranks measure at the same time, and the time of the slowest rank is used for each repeat, so all
 ranks get the same results.
 """
 
@@ -35,7 +35,9 @@ LEAST_S = 0.02  # shortest duration of a repeat of short operations
 
 @contextlib.contextmanager
 def own_ranks(cuda: bool) -> Iterator[Comm]:
-    """Join the ranks that a launcher started in one group. A single process is its own group."""
+    """Join all ranks that a launcher started to one group. A single process forms a group with one
+    rank.
+    """
     started = {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= set(os.environ)
     if cuda:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
@@ -52,7 +54,7 @@ def grid_of(comm: Comm) -> tuple[int, int]:
     """Return the number of nodes and the ranks per node. Collective.
 
     Raises:
-        ValueError: the nodes have different numbers of ranks.
+        ValueError: If the nodes have different numbers of ranks.
     """
     nodes = comm.prepare().nodes
     sizes = sorted({len(node) for node in nodes})
@@ -63,7 +65,9 @@ def grid_of(comm: Comm) -> tuple[int, int]:
 
 
 def rank_memory(device: torch.device, ranks_per_node: int) -> float:
-    """Return the bytes that a rank may use: its GPU's memory, or its share of the node's memory."""
+    """Return the number of bytes that a rank may use, which is the memory of the GPU or a share of
+    the node's memory.
+    """
     memory = float(memory_bytes(device) or Device().memory_bytes)
     return memory if device.type == "cuda" else memory / ranks_per_node
 
@@ -88,7 +92,7 @@ def about_network(model: ModelShape, grid: tuple[int, int], device: torch.device
 def about_processor(model: ModelShape, comm: Comm, device: torch.device) -> dict[str, str]:
     """Return the properties that must be equal for the processor measurement to be reused.
 
-    The number of ranks is included, because ranks of one machine share its processor.
+    The number of ranks is included, because the ranks on one machine share the processor.
     """
     return {
         "device": device_name(device), "ranks": str(comm.size),
@@ -100,7 +104,9 @@ def about_processor(model: ModelShape, comm: Comm, device: torch.device) -> dict
 
 def measure_network(model: ModelShape, comm: Comm, grid: tuple[int, int], about: dict[str, str],
                     nics: int, repeats: int) -> MeasuredNetwork:
-    """Measure all-to-alls by algorithm and size, and fit a cluster to the measurements."""
+    """Measure all-to-all algorithms at several sizes, and fit a model of the cluster to the
+    measurements.
+    """
     sizes = [FIRST_SIZE * 4**i for i in range(20) if FIRST_SIZE * 4**i <= largest_size(model)]
     shape = Cluster(name="measured", nodes=grid[0], ranks_per_node=grid[1], nics=nics)
     measurements: list[Measurement] = []
@@ -115,9 +121,10 @@ def measure_network(model: ModelShape, comm: Comm, grid: tuple[int, int], about:
 
 def measure_processor(model: ModelShape, comm: Comm, device: torch.device, memory: float,
                       about: dict[str, str], repeats: int) -> Processor:
-    """Measure matrix products of the experts' widths on all ranks at once, and fit a device.
+    """Measure matmuls with the widths of the experts on all ranks at the same time, and fit a model
+    of the device.
 
-    Each repeat uses the time of the slowest rank. memory: bytes of a rank.
+    For each repeat, the time of the slowest rank is used. memory: bytes of a rank.
     """
     dtype = torch.float32 if model.element_bytes == 4 else torch.bfloat16
     where = f"cuda:{device.index or 0}" if device.type == "cuda" else "cpu"
@@ -128,7 +135,7 @@ def measure_processor(model: ModelShape, comm: Comm, device: torch.device, memor
 
 
 def _slowest(comm: Comm, samples: Samples) -> Samples:
-    """Replace each repeat by its time on the slowest rank."""
+    """Replace the time of each repeat with the time on the slowest rank."""
     return replace(samples, launch=comm.agree_max(samples.launch),
                    copy=comm.agree_max(samples.copy),
                    products={n: comm.agree_max(s) for n, s in samples.products.items()})

@@ -1,1 +1,3 @@
-"""Planning of models on clusters, and the texts that explain the plans. Does not import torch."""
+"""Functions that plan models on clusters and format explanations of the plans. This package does
+not import torch.
+"""

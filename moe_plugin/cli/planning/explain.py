@@ -1,4 +1,6 @@
-"""Format search results: the best layout or plan, its time and memory, and the alternatives."""
+"""Functions that format search results: the best layout or plan, the time and memory it needs, and
+the alternatives.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ def sent(size: int) -> str:
 
 
 def predicted_parts(rows: list[dict[str, Any]]) -> list[str]:
-    """Return the parts of a page with predicted times: a title and a table for each size."""
+    """Return the parts of a page with predicted times, which are a title and a table for each size.
+    """
     parts = []
     for size in dict.fromkeys(row["bytes"] for row in rows):
         by_ranks: dict[int, dict[str, float]] = {}
@@ -76,7 +79,9 @@ def breakdown(cost: PlanCost) -> dict[str, Any]:
 
 
 def predicted(cost: PlanCost, cluster: Cluster, device: Device) -> str:
-    """Return the predicted step time of a plan, with the errors of the fits behind it."""
+    """Return the predicted step time of a plan, together with the errors of the fitted models that
+    it is based on.
+    """
     inputs: dict[str, Device | Cluster] = {"device": device}
     if cluster.ranks > 1:
         inputs["cluster"] = cluster
@@ -87,7 +92,9 @@ def predicted(cost: PlanCost, cluster: Cluster, device: Device) -> str:
 
 
 def explain(model: ModelShape, cluster: Cluster, device: Device, found: Found, space: Space) -> str:
-    """Return the ranking, the best plan's time and memory, and the cost of each change."""
+    """Return a text with the ranking of plans, the time and memory of the best plan, and the cost
+    of each change.
+    """
     best = found.plans[0]
     lines = [
         f"{cluster.ranks} ranks ({cluster.nodes} nodes of {cluster.ranks_per_node}) of "
@@ -105,7 +112,7 @@ def explain(model: ModelShape, cluster: Cluster, device: Device, found: Found, s
 
 
 def plan_lines(plans: Sequence[PlanCost]) -> list[str]:
-    """Return the plans, fastest first, and the first plan's time and memory."""
+    """Return lines with the plans, sorted by time, and the time and memory of the first plan."""
     best = plans[0]
     again, layers = best.activations.count(RECOMPUTE), len(best.activations)
     return [
@@ -117,7 +124,9 @@ def plan_lines(plans: Sequence[PlanCost]) -> list[str]:
 
 
 def head_room(device: Device) -> str:
-    """Return a line about the memory that plans may use, and why they may not use all of it."""
+    """Return a line with the memory that plans may use and the reason why they may not use all
+    memory.
+    """
     usable, whole = show_size(device.usable_bytes), show_size(device.memory_bytes)
     return (f"plans use at most {usable} of {whole} per rank: {100 * HEAD_ROOM:.0f} % stay free "
             "for fragmentation and libraries")
@@ -137,7 +146,7 @@ def _time_and_memory(best: PlanCost) -> list[str]:
 
 def _why_not(model: ModelShape, cluster: Cluster, device: Device, best: PlanCost,
              space: Space) -> list[str]:
-    """For each value of the best plan, describe the best plan with another value."""
+    """For each value in the best plan, describe the best plan that has a different value."""
     lines = []
     for axis, other in alternatives(model, cluster, device, best, space).items():
         if other.memory_bytes > device.usable_bytes:

@@ -1,4 +1,6 @@
-"""Describe a schedule: its speed, why no schedule is faster, and a comparison with others."""
+"""Functions that describe a schedule: the speed, the reason why no schedule is faster, and a
+comparison with other algorithms.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +21,12 @@ _NAMED = 8  # largest number of nodes listed by name
 
 @dataclass(frozen=True)
 class Compared:
-    """One algorithm for the collective.
+    """One of the compared algorithms for a collective.
 
     Attributes:
         name: name of the algorithm.
-        run: simulation at the requested size.
-        limit_s: seconds that the busiest wire needs.
+        run: simulation of the algorithm at the requested size.
+        limit_s: time in seconds that the busiest wire needs.
     """
 
     name: str
@@ -34,13 +36,14 @@ class Compared:
 
 @dataclass(frozen=True)
 class Report:
-    """All data of the report about a schedule.
+    """All data for the report about a schedule.
 
     Attributes:
         schedule: the schedule.
-        size: bytes of the result.
-        ways: the compared algorithms, with the schedule first; empty with one rank.
-        planned_s: seconds that planning took.
+        size: size of the collective's result in bytes.
+        ways: the compared algorithms. The schedule comes first. The list is empty if there is only
+            one rank.
+        planned_s: time in seconds that planning took.
         note: assumptions about the network.
     """
 
@@ -52,7 +55,7 @@ class Report:
 
 
 def compare(schedule: Schedule, size: int, chunks: int) -> tuple[Compared, ...]:
-    """Simulate the schedule and the baselines, with up to `chunks` chunks of each piece."""
+    """Simulate the schedule and the baselines. Each piece is split into up to `chunks` chunks."""
     if len(schedule.network.ranks) == 1:
         return ()
     programs = [program_of(schedule)]
@@ -69,7 +72,9 @@ def _compared(program: Program, size: int, chunks: int) -> Compared:
 
 
 def cut_words(schedule: Schedule) -> str:
-    """Explain why no schedule is faster: the cut, the data that must cross it, its bandwidth."""
+    """Explain why no schedule is faster, by the cut of the network, the data that must cross it,
+    and the bandwidth of the cut.
+    """
     network = schedule.network
     inside = [rank for rank in network.ranks if rank in schedule.cut]
     if len(network.ranks) == 1:
@@ -109,7 +114,9 @@ def _shards(count: int) -> str:
 
 
 def _nodes(network: Network, cut: frozenset[str]) -> str:
-    """Name a set of nodes, or the nodes outside of it, with the number of its ranks."""
+    """Return a string that names a set of nodes, or the nodes outside the set, and the number of
+    ranks.
+    """
     inside = [node for node in network.nodes if node in cut]
     outside = [node for node in network.nodes if node not in cut]
     ranks = sum(node in cut for node in network.ranks)
@@ -127,12 +134,12 @@ def _listed(names: list[str]) -> str:
 
 
 def number(value: Fraction | float) -> str:
-    """Format a number with at most six digits, exactly if that is enough."""
+    """Format a number with at most six digits. The result is exact if six digits suffice."""
     return f"{float(value):.6g}"
 
 
 def trees_words(schedule: Schedule) -> str:
-    """Describe how many trees there are and the bandwidth of each."""
+    """Describe the number of trees and the bandwidth of each tree."""
     kinds = len(schedule.trees)
     whose = "together" if schedule.overlap else "per rank"
     return (f"k = {schedule.k} trees {whose}, {number(schedule.unit)} GB/s each; {kinds} different "
@@ -140,7 +147,7 @@ def trees_words(schedule: Schedule) -> str:
 
 
 def share_words(schedule: Schedule) -> str:
-    """Describe whether these trees reach the optimum."""
+    """Describe whether the given trees reach the optimum."""
     best = len(schedule.network.ranks) / (schedule.phases * schedule.inverse_rate)
     if schedule.algorithmic_bandwidth == best:
         return "the optimum"
@@ -158,7 +165,7 @@ COLUMNS = ("simulated", "limit", "rate", "slower by", "chunks")
 
 
 def comparison(report: Report) -> list[tuple[str, ...]]:
-    """Return a row for each algorithm: its name and the values of `COLUMNS`."""
+    """Return a row for each algorithm with the name and the values of `COLUMNS`."""
     return [(way.name, show_time(way.run.seconds), show_time(way.limit_s),
              f"{report.size / way.run.seconds / 1e9:.5g} GB/s",
              f"{way.run.seconds / report.ways[0].run.seconds:.2f}x", f"{way.run.chunks:,}")

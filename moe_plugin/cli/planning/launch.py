@@ -1,4 +1,6 @@
-"""Translate a plan for a host: flags, the YAML file for `--moe-config`, and the command line."""
+"""Functions that convert a plan to flags of a host, a YAML file for `--moe-config`, and a command
+line.
+"""
 
 from __future__ import annotations
 
@@ -24,14 +26,14 @@ BALANCE = "0.01"  # weight of the balance loss
 
 def moe_settings(model: ModelShape, plan: ModelPlan, auto: bool,
                  keeps_send: bool = False) -> dict[str, Any]:
-    """Return a plan as settings of this package, as nested plain values.
+    """Convert a plan to settings of this package in the form of nested plain values.
 
     Args:
         model: the model.
         plan: the plan.
-        auto: whether the tuner may change the plan's layout during training. The tuner starts with
-            one row per token and expert (`rows`).
-        keeps_send: whether the tuner must not change `dispatch.send`, see `plan_cost.needs_send`.
+        auto: whether the tuner may change the layout of the plan during training. If so, the tuner
+            starts with one row per token and expert (`rows`).
+        keeps_send: whether the tuner must not change `dispatch.send`. See `plan_cost.needs_send`.
     """
     parallel: dict[str, Any] = {
         "mode": "auto" if auto else "fixed", "r": plan.layout.r, "d": plan.layout.d
@@ -60,10 +62,10 @@ def moe_settings(model: ModelShape, plan: ModelPlan, auto: bool,
 
 
 def host_flags(model: ModelShape, plan: ModelPlan, host: str) -> list[str]:
-    """Return the host's own flags for a plan, as a list of words.
+    """Return the flags of the host itself for a plan, as a list of words.
 
     Raises:
-        ValueError: the host is unknown or cannot run the plan.
+        ValueError: If the host is unknown or cannot run the plan.
     """
     if host == "megatron":
         flags = [
@@ -99,7 +101,7 @@ def host_flags(model: ModelShape, plan: ModelPlan, host: str) -> list[str]:
 
 def plan_yaml(model: ModelShape, plan: ModelPlan, host: str, auto: bool, note: str,
               activations: Sequence[str] = (), keeps_send: bool = False) -> str:
-    """Return the text of a plan's file for `--moe-config`.
+    """Return the content of the file that a plan needs for `--moe-config`.
 
     Args:
         model: the model.
@@ -107,7 +109,7 @@ def plan_yaml(model: ModelShape, plan: ModelPlan, host: str, auto: bool, note: s
         host: see `HOSTS`.
         auto: see `moe_settings`.
         note: comment at the top of the file.
-        activations: what each layer does with its activations, see `PlanCost`.
+        activations: policy of each layer for the activations. See `PlanCost`.
         keeps_send: see `moe_settings`.
     """
     settings = moe_settings(model, plan, auto, keeps_send)
@@ -125,18 +127,18 @@ def plan_yaml(model: ModelShape, plan: ModelPlan, host: str, auto: bool, note: s
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchCommand:
-    """The values of a command line that do not depend on the plan.
+    """The values in a command line that do not depend on the plan.
 
     Attributes:
         nodes: number of nodes.
         ranks_per_node: number of processes per node.
-        head: address of the first node. Needed with several nodes.
+        head: address of the first node. It is needed if there are several nodes.
         cpu: whether to train on the CPU.
         threads: number of CPU threads of each rank, or 0 for no limit.
         data: folder (fairseq) or prefix (Megatron) of the data.
-        config: the plan's file for `--moe-config`.
+        config: path of the plan's file for `--moe-config`.
         script: path of Megatron-LM's `pretrain_gpt.py`. Optional. Defaults to `SCRIPT`.
-        steps: number of steps of the run.
+        steps: number of training steps in the run.
         learning_rate: learning rate of Adam.
     """
 
@@ -153,7 +155,9 @@ class LaunchCommand:
 
 
 def torchrun_words(start: LaunchCommand) -> list[str]:
-    """Return `torchrun` with its own options. With several nodes, the line runs on each node."""
+    """Return `torchrun` and the options of `torchrun` itself. If there are several nodes, the
+    command must be run on each node.
+    """
     words = [f"OMP_NUM_THREADS={start.threads}"] if start.cpu and start.threads else []
     if start.nodes == 1:
         return [*words, "torchrun", "--standalone", "--nproc_per_node", str(start.ranks_per_node)]
@@ -167,15 +171,15 @@ def torchrun_words(start: LaunchCommand) -> list[str]:
 def launch_words(model: ModelShape, plan: ModelPlan, host: str, start: LaunchCommand) -> list[str]:
     """Return all words of the launch line.
 
-    The data type follows `model.element_bytes`: 2 means bf16.
+    The data type is determined by `model.element_bytes`, where 2 stands for bf16.
 
     Args:
         model: the model.
         plan: the plan.
         host: see `HOSTS`.
-        start: the remaining values of the line.
+        start: the values in the line that do not depend on the plan.
     Raises:
-        ValueError: the host cannot run the plan, or `script` is set for fairseq.
+        ValueError: If the host cannot run the plan, or if `script` is set for fairseq.
     """
     flags = host_flags(model, plan, host)
     if host == "fairseq":
@@ -221,9 +225,9 @@ def _megatron(start: LaunchCommand) -> list[str]:
 
 
 def launch_text(words: list[str]) -> str:
-    """Return the line for a shell, in parts of at most `COLUMNS` columns.
+    """Return the launch line for a shell, split into parts of at most `COLUMNS` columns.
 
-    A flag and its values are always in the same part.
+    A flag and the values of the flag are always in the same part.
     """
     parts: list[str] = []
     for word in words:
@@ -242,7 +246,7 @@ def launch_text(words: list[str]) -> str:
 
 
 def launch_script(text: str, note: str) -> str:
-    """Return a shell script with the launch line, which appends the script's arguments."""
+    """Return a shell script that runs the launch line followed by the arguments of the script."""
     return f'#!/usr/bin/env bash\n# {note}\n{text} "$@"\n'
 
 

@@ -1,4 +1,6 @@
-"""Format memory plans as text and as plain values, with the cost of alternatives for each block."""
+"""Functions that format memory plans as text and as plain values, with the cost of alternatives for
+each block.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from moe_plugin.planner.units import show_change, show_size, show_time
 
 
 def keep_all_bytes(plan: SwapPlan) -> int:
-    """Return the bytes of the device that are needed to keep all activations."""
+    """Return the number of bytes on the device that are needed to keep all activations."""
     held = most = 0
     for block in plan.problem.blocks:
         held += block.activation_bytes
@@ -21,9 +23,9 @@ def keep_all_bytes(plan: SwapPlan) -> int:
 
 
 def alternatives(plan: SwapPlan) -> list[dict[str, float]]:
-    """Return, for each block, the additional seconds per step of each other decision.
+    """Return for each block how many seconds per step each alternative decision would add.
 
-    The value is inf if a decision does not fit into memory.
+    The value is inf if a decision would exceed the memory.
     """
     by_block = []
     for j, (block, taken) in enumerate(zip(plan.problem.blocks, plan.decisions, strict=True)):
@@ -37,7 +39,9 @@ def alternatives(plan: SwapPlan) -> list[dict[str, float]]:
 
 
 def as_dict(plan: SwapPlan) -> dict[str, Any]:
-    """Return a plan as plain values for JSON. Decisions that do not fit have the value None."""
+    """Return a plan as plain values for JSON. Decisions that would exceed the memory have the value
+    None.
+    """
     return {
         "seconds": plan.seconds, "bound_s": plan.bound_s, "proved": plan.proved,
         "compute_s": plan.problem.compute_s, "peak_bytes": plan.outcome.peak,
@@ -57,7 +61,9 @@ def _finite(value: float) -> float | None:
 
 
 def explain(plan: SwapPlan, name: str = "model") -> str:
-    """Return the decisions with their reasons, the step time of uniform decisions, and memory."""
+    """Return a text with the decisions and their reasons, the step time of uniform decisions, and
+    the memory.
+    """
     blocks, counts = plan.problem.blocks, {d: plan.decisions.count(d) for d in DECISIONS}
     width = max(5, *(len(block.name) for block in blocks))
     lines = [

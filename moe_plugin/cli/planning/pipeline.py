@@ -1,4 +1,6 @@
-"""Describe pipeline schedules: a table, and the timeline of one schedule as lanes of text."""
+"""Functions that describe pipeline schedules by a table and by the timeline of one schedule in text
+form.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,8 @@ COLUMNS = 88  # width of a lane
 
 
 def explain(profile: StageProfile) -> str:
-    """Describe the time of each schedule, the chosen schedule, and its timeline."""
+    """Describe the time of each schedule, the chosen schedule, and the timeline of this schedule.
+    """
     every, best = predict(profile), choose(profile)
     stages = len(profile.forward_s)
     lines = [f"{profile.name}: {stages} stages, {profile.micro_batches} micro-batches,",
@@ -39,7 +42,7 @@ def explain(profile: StageProfile) -> str:
 
 
 def lanes(timeline: Timeline, stages: int) -> list[str]:
-    """Return one line for each stage that shows its computation over time."""
+    """Return one line for each stage that shows the computation of the stage over time."""
     cells = [["."] * COLUMNS for _ in range(stages)]
     for span in timeline.spans:
         if span.task.phase == "send":
@@ -64,7 +67,7 @@ def as_dict(profile: StageProfile) -> dict[str, object]:
 
 
 def trace(timeline: Timeline) -> dict[str, Any]:
-    """Return the timeline in the trace format of Chrome and Perfetto: stages, then links."""
+    """Return the timeline of the stages and links in the trace format of Chrome and Perfetto."""
     rows = sorted({span.task.resource for span in timeline.spans},
                   key=lambda name: (name.startswith("link"), *map(int, name.split()[1:])))
     return timeline.trace(rows)

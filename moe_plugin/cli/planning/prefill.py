@@ -1,4 +1,6 @@
-"""The table of EPS-MoE: pieces and kernel of an MoE layer's forward pass by prompt length."""
+"""The table of EPS-MoE, which contains the number of pieces and the kernel for the forward pass of
+an MoE layer by prompt length.
+"""
 
 from __future__ import annotations
 
@@ -28,9 +30,9 @@ class PrefillRow:
     """The result for one prompt length.
 
     Attributes:
-        tokens: prompt tokens on a rank.
-        rows: rows of an expert.
-        whole_s: seconds in one piece.
+        tokens: number of prompt tokens on a rank.
+        rows: number of rows of an expert.
+        whole_s: time in seconds if the pass is not split into pieces.
         best: best choice among all numbers of pieces.
     """
 
@@ -46,8 +48,8 @@ class PrefillTable:
 
     Attributes:
         rows: the results.
-        kernels: changes of the best kernel in one piece, as (tokens on a rank, kernel below, kernel
-            from there on).
+        kernels: where the best kernel changes if the pass is not split, as tuples (tokens on a
+            rank, kernel below this number, kernel from this number on).
     """
 
     rows: tuple[PrefillRow, ...]
@@ -56,7 +58,7 @@ class PrefillTable:
 
 def prefill_table(model: ModelShape, cluster: Cluster, profile: Profile,
                   lengths: Sequence[int]) -> PrefillTable:
-    """Compute the table of an MoE layer whose experts are spread over all ranks of a cluster.
+    """Compute the table for an MoE layer whose experts are spread over all ranks of a cluster.
 
     Args:
         model: the model.
@@ -64,7 +66,7 @@ def prefill_table(model: ModelShape, cluster: Cluster, profile: Profile,
         profile: measured kernels for the widths and experts of this layer.
         lengths: numbers of prompt tokens on a rank.
     Raises:
-        ValueError: the number of experts is not divisible by the number of ranks.
+        ValueError: If the number of experts is not divisible by the number of ranks.
     """
     ranks = cluster.ranks
     if model.experts % ranks:
@@ -91,7 +93,9 @@ def _load(model: ModelShape, cluster: Cluster, tokens: int, here: int,
 
 
 def explain(found: PrefillTable) -> str:
-    """Format the table: a line for each length, the changes of the kernel, and the settings."""
+    """Format the table as text with a line for each length, the changes of the kernel, and the
+    settings.
+    """
     lines = [f"{'tokens/rank':>13}{'rows/expert':>16}{'one piece':>12}{'best':>12}"
              "  pieces, kernel"]
     for row in found.rows:

@@ -1,4 +1,4 @@
-"""Integration into fairseq: models, criteria, scaling of gradients, and checkpoints.
+"""Integration into fairseq, with models, criteria, gradient scaling and checkpoints.
 
-`register` adds them to fairseq's registries.
+`register` adds the models and criteria to fairseq's registries.
 """

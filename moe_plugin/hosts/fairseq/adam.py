@@ -29,13 +29,14 @@ from moe_plugin.training.gradients.replicas import replicas_of
 class BlockOptimizers(FairseqOptimizer):
     """A fairseq optimizer that combines the optimizers of all blocks of a streamed model.
 
-    The passes of a step compute the gradients and their norm. The gradients are divided by the
-    step's size, except in 16 bits, where fairseq's surrounding optimizer scales them once.
+    The gradients and their norm are computed in the passes of a step. The gradients are divided by
+    the step's sample size, except in 16-bit training, where the fairseq optimizer that wraps this
+    one scales them once.
 
     Args:
-        cfg: settings of fairseq's optimizer.
-        trainer: the trainer, with its blocks in the order of the model's parameters.
-        stepped: function that is called after each step.
+        cfg: settings of the fairseq optimizer.
+        trainer: the trainer, whose blocks are in the order of the model's parameters.
+        stepped: function that is called after each optimizer step.
     """
 
     supports_step_with_scale = supports_groups = supports_flat_params = False
@@ -61,23 +62,25 @@ class BlockOptimizers(FairseqOptimizer):
         self.trainer.forget()
 
     def multiply_grads(self, c: float | Tensor) -> None:
-        """Store the factor that is applied to 16-bit gradients when a block is updated.
+        """Store the factor by which 16-bit gradients are multiplied when a block is updated.
 
-        Has no effect in float32, where the passes have already scaled the gradients.
+        In float32 this method has no effect, because the passes have already scaled the gradients.
         """
         self.trainer.clip.multiply(c)
 
     def clip_grad_norm(self, max_norm: float, aggregate_norm_fn: Any = None) -> Tensor:
-        """Return the norm of all gradients. Gradients are clipped when their block is updated."""
+        """Return the norm of all gradients. The gradients themselves are clipped when their block
+        is updated.
+        """
         return self.gradient_norm
 
     def step(self, closure: Any = None, scale: float = 1.0, groups: Any = None) -> None:
-        """Clip the gradients and update the weights, block after block."""
+        """Clip the gradients and update the weights of one block after the other."""
         self.trainer.update()
         self.stepped()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state in the format of one optimizer for the whole model."""
+        """Return the state in the format of a single optimizer for the whole model."""
         self.trainer.settle()
         state: dict[int, Any] = {}
         groups: list[dict[str, Any]] = []
@@ -93,10 +96,10 @@ class BlockOptimizers(FairseqOptimizer):
 
     def load_state_dict(self, state_dict: Mapping[str, Any],
                         optimizer_overrides: Mapping[str, Any] | None = None) -> None:
-        """Load a state from `state_dict`, or from an optimizer of the whole model.
+        """Load a state returned by `state_dict`, or the state of an optimizer for the whole model.
 
         Raises:
-            ValueError: the state has another number of parameters.
+            ValueError: If the state has a different number of parameters than the model.
         """
         [group], state = state_dict["param_groups"], state_dict["state"]
         saved, expected = len(group["params"]), sum(len(b.trained) for b in self.trainer.blocks)
@@ -118,7 +121,7 @@ class BlockOptimizers(FairseqOptimizer):
             param_group.update(optimizer_overrides or {})
 
     def _with_optimizers(self) -> Iterator[tuple[StreamedBlock, int]]:
-        """Yield the trained blocks, each with the index of its first parameter among all trained
+        """Yield each trained block together with the index of its first parameter among all trained
         parameters.
         """
         first = 0
@@ -129,18 +132,18 @@ class BlockOptimizers(FairseqOptimizer):
 
 
 class _DropsGradients:
-    """Mixin for a 16-bit fairseq optimizer that also discards the gradients of its blocks."""
+    """Mixin for a 16-bit fairseq optimizer that also discards the gradients in its blocks."""
 
     def zero_grad(self) -> None:
-        """Discard fairseq's gradients and the stored gradients of the blocks."""
+        """Discard the gradients stored by fairseq and by the blocks."""
         self.blocks.zero_grad()
         super().zero_grad()
 
 
 def in_16_bits(cfg: Any, blocks: BlockOptimizers) -> FairseqOptimizer:
-    """Wrap the blocks' optimizers in fairseq's 16-bit optimizer with its loss scaler.
+    """Wrap the optimizers of the blocks in fairseq's 16-bit optimizer, which has a loss scaler.
 
-    The blocks store the main weights.
+    The blocks store the float32 main weights.
     """
     efficient = memory_efficient(cfg)
     base = MemoryEfficientFP16Optimizer if efficient else FP16Optimizer
@@ -150,21 +153,23 @@ def in_16_bits(cfg: Any, blocks: BlockOptimizers) -> FairseqOptimizer:
 
 
 def memory_efficient(cfg: Any) -> bool:
-    """Return whether 16-bit weights are trained without float32 main weights."""
+    """Return True if 16-bit weights are trained without float32 main weights."""
     return cfg.common.memory_efficient_fp16 or cfg.common.memory_efficient_bf16
 
 
 class FairseqNorm:
-    """Gradient clipping with the same bits as fairseq's own clipping in one process.
+    """Gradient clipping whose results equal those of fairseq's own clipping in one process bit by
+    bit.
 
     Implements `memory.weights.streamed.Clip`. The norm combines the norms of the dense gradients
-    with the sum of squares of all experts' gradients.
+    with the sum of squares of all expert gradients.
 
     Args:
-        max_norm: upper bound of the norm of all gradients, or 0 for no clipping.
-        size: function that returns the size of the step, by which gradients are divided. The
-            function is called after the passes of the last block. In 16 bits `size` is None, and
-            gradients are multiplied by the factor passed to `multiply` and are not clipped.
+        max_norm: upper bound for the norm of all gradients, or 0 to disable clipping.
+        size: function that returns the sample size of the step, by which the gradients are divided.
+            The function is called after the passes of the last block. In 16-bit training `size` is
+            None. The gradients are then multiplied by the factor passed to `multiply`, and are not
+            clipped.
     """
 
     def __init__(self, max_norm: float, size: Callable[[], float] | None) -> None:
@@ -172,14 +177,14 @@ class FairseqNorm:
         self.forget()
 
     def forget(self) -> None:
-        """Discard the norms collected by `add`."""
+        """Discard the norms that `add` has collected."""
         self._dense: dict[int, list[Tensor]] = {}
         self._experts = multi_tensor.SquaredNorm()
         self._factor, self._product = 1.0, 1.0  # type: float, float | Tensor
 
     @torch.no_grad()
     def add(self, place: int, parameters: Sequence[nn.Parameter]) -> None:
-        """Divide the gradients of a block by the step's size, and collect their norms.
+        """Divide the gradients of a block by the sample size of the step, and collect their norms.
 
         place: index of the block.
         """
@@ -193,7 +198,7 @@ class FairseqNorm:
 
     @torch.no_grad()
     def norm(self) -> Tensor:
-        """Return the norm of all collected gradients, a float32 scalar."""
+        """Return the norm of all collected gradients as a float32 scalar."""
         norms = [norm for place in sorted(self._dense) for norm in self._dense[place]]
         dense = norms[0] if len(norms) == 1 else torch.norm(torch.stack(norms))
         squared = dense.double()**2 + self._experts.total(dense.device)
@@ -204,12 +209,14 @@ class FairseqNorm:
         return total
 
     def multiply(self, factor: float | Tensor) -> None:
-        """Set the factor that `scale` applies in 16 bits."""
+        """Set the factor that `scale` applies in 16-bit training."""
         if self.size is None:
             self._product = factor
 
     def scale(self, gradients: Sequence[Tensor]) -> None:
-        """Scale the gradients down if the norm is above its bound. NaN is applied to all."""
+        """Scale the gradients down if their norm exceeds `max_norm`. If the norm is NaN, all
+        gradients become NaN.
+        """
         if self.size is None:
             multi_tensor.scale_(gradients, self._product)
             return
@@ -221,27 +228,29 @@ _HALF = (torch.float16, torch.bfloat16)
 
 
 class FusedAdam(torch.optim.Optimizer):
-    """`fairseq.optim.adam.Adam` in one pass over each parameter's memory, on CPU and GPU.
+    """A version of `fairseq.optim.adam.Adam` that reads and writes the memory of each parameter
+    only once, on CPU and GPU.
 
-    The results equal fairseq's up to rounding. The state has the same names, types and dtypes
-    (`step`, an int; `exp_avg` and `exp_avg_sq` in float32), so that checkpoints fit both
-    optimizers. Weight decay is decoupled: w -= lr * weight_decay * w. fairseq adds `eps` to the
-    root of the second moment before the bias correction of the moment, and torch adds it
-    afterwards. Therefore torch receives eps / sqrt(1 - beta2 ** step).
+    The results equal those of fairseq up to rounding errors. The state has the same names, types
+    and dtypes as in fairseq (`step` as an int, `exp_avg` and `exp_avg_sq` in float32), so
+    checkpoints can be loaded by both optimizers. Weight decay is decoupled
+    (`w -= lr * weight_decay * w`). fairseq adds `eps` to the root of the second moment before the
+    bias correction of this moment, and torch adds it after the correction. Therefore torch receives
+    `eps / sqrt(1 - beta2 ** step)`.
 
-    Parameters in half precision are updated one by one in float32 copies, as in fairseq. The same
+    Half-precision parameters are updated one by one in float32 copies, as in fairseq. The same
     applies to non-contiguous parameters, because torch's CPU kernels read all tensors in memory
     order and ignore their strides.
 
     Args:
-        params: parameters or parameter groups of any floating dtype.
-        lr: as in fairseq.
-        betas: as in fairseq.
-        eps: as in fairseq.
-        weight_decay: as in fairseq.
-        half: whether both moments are stored in 16 bits between steps (`_Halves`), with 4 instead
-            of 8 bytes per parameter. `state_dict` returns them in float32, and a run that resumes
-            from it continues with the same bits.
+        params: parameters or parameter groups of any floating-point dtype.
+        lr: learning rate, as in fairseq.
+        betas: decay rates of the two moments, as in fairseq.
+        eps: constant added to the denominator, as in fairseq.
+        weight_decay: factor of decoupled weight decay, as in fairseq.
+        half: True to store both moments in 16 bits between steps (`_Halves`), with 4 instead of 8
+            bytes per parameter. `state_dict` returns the moments in float32, and a run that resumes
+            from this state continues with the same bits.
     """
 
     # attributes that fairseq reads from its optimizers
@@ -261,7 +270,7 @@ class FusedAdam(torch.optim.Optimizer):
         """Update all parameters that have a gradient, and return the closure's loss.
 
         Raises:
-            RuntimeError: a gradient is sparse.
+            RuntimeError: If a gradient is sparse.
         """
         loss = None
         if closure is not None:
@@ -292,15 +301,18 @@ class FusedAdam(torch.optim.Optimizer):
         return loss
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state, see `torch.optim.Optimizer`. 16-bit moments are returned in float32."""
+        """Return the optimizer state. See `torch.optim.Optimizer`. 16-bit moments are returned in
+        float32.
+        """
         result = super().state_dict()
         result["state"] = {name: _decoded(state) for name, state in result["state"].items()}
         return result
 
     def _counted_state(self, parameter: Tensor) -> dict[str, Any]:
-        """Return a parameter's state for this step, and count the step.
+        """Return the state of a parameter for the current step, and increment its step count.
 
-        The moments are contiguous, in float32 or the parameter's higher precision.
+        The moments are contiguous tensors in float32, or in the parameter's dtype if its precision
+        is higher.
         """
         if parameter.grad.is_sparse:
             raise RuntimeError("Adam does not support sparse gradients. Use another optimizer")
@@ -316,9 +328,9 @@ class FusedAdam(torch.optim.Optimizer):
 
 
 class _Halves(NamedTuple):
-    """`exp_avg` and the root of `exp_avg_sq` in 16 bits, see `encoded`.
+    """The values `exp_avg` and the root of `exp_avg_sq`, stored in 16 bits. See `encoded`.
 
-    The root is stored because the range of `exp_avg_sq` itself exceeds 16 bits.
+    The root is stored because the range of `exp_avg_sq` itself exceeds that of a 16-bit type.
     """
 
     average: tuple[Tensor, Tensor]
@@ -326,12 +338,13 @@ class _Halves(NamedTuple):
 
 
 def encoded(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Encode x as float16 values and a scalar unit.
+    """Encode `x` as float16 values and a scalar unit.
 
     The unit is the power of two that moves the largest magnitude into (32752, 65504]. The relative
-    error is at most 2^-11, and the absolute error at most 2^-39 of the largest magnitude. Encoding
-    decoded values again causes no further error. Source: scales of `--fp16-adam-stats` in fairseq
-    (after Jukebox, Dhariwal et al. 2020), which may be any number and apply to exp_avg_sq itself.
+    error is at most 2^-11, and the absolute error at most 2^-39 of the largest magnitude. If
+    decoded values are encoded again, there is no additional error. Source: the scales of
+    `--fp16-adam-stats` in fairseq (after Jukebox, Dhariwal et al., 2020), which may be any number
+    and are applied to `exp_avg_sq` itself.
     """
     largest = x.abs().amax() if x.numel() else x.new_zeros(())
     part, exponent = torch.frexp(largest.float() / torch.finfo(torch.float16).max)
@@ -341,7 +354,7 @@ def encoded(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _decoded(state: dict[str, Any]) -> dict[str, Any]:
-    """Return a parameter's state with its moments in float32."""
+    """Return the state of a parameter, with its moments in float32."""
     if "halves" not in state:
         return state
     (average, unit), (root, root_unit) = state["halves"]

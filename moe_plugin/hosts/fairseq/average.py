@@ -1,10 +1,12 @@
-"""Average the weights of several checkpoints of a run. A checkpoint may have one file per rank.
+"""Average the weights of several checkpoints of a run. A checkpoint may consist of one file per
+rank.
 
     python -m moe_plugin.hosts.fairseq.average --inputs run/checkpoint_1_100.pt \
         run/checkpoint_1_200.pt --output run/average.pt
 
-fairseq's `scripts/average_checkpoints.py` cannot be used: it reads one file per checkpoint and adds
-up all saved values. Layers with experts save more than tensors, and each rank has its own file.
+fairseq's `scripts/average_checkpoints.py` cannot be used, because it reads only one file per
+checkpoint and adds up all saved values. MoE layers save more than tensors, and each rank has its
+own file.
 """
 
 from __future__ import annotations
@@ -27,17 +29,18 @@ _SAME = ("num_experts", "world_size", "expert_parallel_size", "rank")
 
 
 def average(inputs: Sequence[str], output: str) -> list[str]:
-    """Write a checkpoint with the mean of the weights of several checkpoints.
+    """Write a checkpoint that contains the mean of the weights of several checkpoints.
 
-    Integer tensors, which count something, are copied from the last checkpoint. Settings and all
-    other values are copied from the first checkpoint. The optimizer state is left out.
+    Integer tensors are counts, so they are copied from the last checkpoint. Settings and all other
+    values are copied from the first checkpoint. The optimizer state is left out.
 
     Args:
-        inputs: paths of the checkpoints, with or without the number of a rank.
-        output: path of the new checkpoint, without the number of a rank.
-    Returns: the files that were written.
+        inputs: paths of the checkpoints, with or without a rank number.
+        output: path of the new checkpoint, without a rank number.
+    Returns: the paths of the files that were written.
     Raises:
-        ValueError: files are missing or damaged, or belong to different models or numbers of ranks.
+        ValueError: If files are missing or damaged, or belong to different models or numbers of
+            ranks.
     """
     ranks = _files_of(inputs[0])
     others = [_files_of(name) for name in inputs[1:]]
@@ -57,7 +60,7 @@ def average(inputs: Sequence[str], output: str) -> list[str]:
 
 
 def _files_of(name: str) -> list[str]:
-    """Return the files of all ranks in order, or a single file if the name has no ranks."""
+    """Return the files of all ranks in order, or a single file if the name contains no rank."""
     if not files.has_rank(name) and os.path.exists(name):
         return [name]
     stem = files.without_rank(name).removesuffix(".pt")
@@ -106,7 +109,7 @@ def _is_weight(value: Any) -> bool:
 
 
 def options() -> Parser:
-    """Build the parser of the command line."""
+    """Build the command-line parser."""
     parser = Parser(prog="python -m moe_plugin.hosts.fairseq.average",
                     description="Average the weights of checkpoints of a fairseq run.")
     parser.add_argument("--inputs", required=True, nargs="+", metavar="FILE",
@@ -120,7 +123,7 @@ def options() -> Parser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line."""
+    """Run the command line and return the exit status."""
     parser = options()
     args = parser.parse_args(argv)
     own_log()

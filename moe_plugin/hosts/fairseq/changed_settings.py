@@ -1,6 +1,6 @@
-"""Log the settings of a run that differ from their defaults, in one line.
+"""Logging of the settings of a run that differ from their defaults, in a single line.
 
-The line is written for people and for the report.
+The line is read by people and by the report.
 """
 
 from __future__ import annotations
@@ -34,10 +34,11 @@ _UNSTATED = object()
 
 
 def changed_line(cfg: Any) -> str:
-    """Return the log line that names the settings chosen by the user, as written, and the defaults.
+    """Return the log line that lists the settings chosen by the user, as written, and their
+    defaults.
 
-    If the command line does not show the choice, for example with a Hydra file, the line contains
-    all settings returned by `changed`.
+    If the settings are not visible on the command line, for example with a Hydra file, the line
+    lists all settings returned by `changed`.
     """
     settings, words = changed(cfg), sys.argv[1:]
     settings = {name: (value, "–" if default == "None" else default)
@@ -49,13 +50,14 @@ def changed_line(cfg: Any) -> str:
 
 
 def changed(cfg: Any) -> dict[str, tuple[str, str]]:
-    """Return all settings that differ from their defaults as (value, default) by flag name.
+    """Return all settings that differ from their defaults, as a dict from flag names to tuples
+    (value, default).
 
-    Settings of an architecture count as changed if they differ from the defaults of its model.
-    Settings without declared defaults are left out.
+    A setting that belongs to an architecture is included if it differs from the default of its
+    model. Settings without declared defaults are left out.
 
     Args:
-        cfg: all settings of fairseq, by group.
+        cfg: all fairseq settings by group.
     """
     differing: dict[str, tuple[str, str]] = {}
     for group, kind in FairseqConfig.__dataclass_fields__.items():
@@ -73,7 +75,7 @@ def changed(cfg: Any) -> dict[str, tuple[str, str]]:
 
 def _defaults(group: str, kind: dataclasses.Field[Any], values: Mapping[str, Any]
               ) -> dict[str, Any]:
-    """Return the declared defaults of a group's settings, or {} if no defaults are declared."""
+    """Return the declared defaults of the settings in a group, or {} if there are none."""
     name = values.get("_name") or values.get("arch")
     declared = {
         "model": MODEL_DATACLASS_REGISTRY.get(ARCH_MODEL_NAME_REGISTRY.get(name, name)),
@@ -91,10 +93,10 @@ def _fields(record: Any) -> dict[str, Any]:
 
 
 def _of_arguments(arch: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the defaults of a model that declares its settings as arguments.
+    """Return the defaults of a model that declares its settings as command-line arguments.
 
-    The defaults of the arguments come first. Arguments without a default, such as those of
-    fairseq's transformer, get the value of the architecture with the model's name.
+    The defaults of the arguments have priority. Arguments without a default, such as those of
+    fairseq's transformer, get the value that the architecture of the same name as the model sets.
     """
     model = ARCH_MODEL_REGISTRY.get(arch)
     if model is None:
@@ -115,7 +117,7 @@ def _of_arguments(arch: str, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _resolved(default: Any, cfg: Any) -> Any:
-    """Resolve a default that refers to another group's setting."""
+    """Resolve a default value that refers to a setting in a different group."""
     if isinstance(default, str) and default.startswith("${"):
         return OmegaConf.select(cfg, default[2:-1])
     return default

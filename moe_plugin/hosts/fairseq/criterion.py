@@ -1,10 +1,10 @@
-"""Criteria `moe_cross_entropy` and `moe_label_smoothed_cross_entropy`, which add the gate loss.
+"""The criteria `moe_cross_entropy` and `moe_label_smoothed_cross_entropy`, which add the gate loss.
 
     loss = inner + moe_gate_loss_wt * gate * sample_size
     gate = mean (or sum) over MoE layers of the weighted router losses; neg_log: -log(gate)
 
-fairseq later divides the gradient by sample_size. Multiplying the gate loss by sample_size makes it
-an average over tokens, as in fairseq's `moe` branch.
+Later fairseq divides the gradient by `sample_size`. Multiplying the gate loss by `sample_size`
+makes it an average over tokens, as in fairseq's `moe` branch.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 
 
 class GateLoss:
-    """Mixin that adds the gate loss to a criterion and logs the metrics of fairseq's moe branch.
+    """Mixin that adds the gate loss to a criterion and logs the metrics of fairseq's `moe` branch.
 
     Attributes:
         flags: settings of the gate loss.
@@ -53,7 +53,7 @@ class GateLoss:
 
     @classmethod
     def build_criterion(cls: Any, cfg: Any, task: Any) -> Any:
-        """Build the criterion as fairseq does, and store the settings of the gate loss."""
+        """Build the criterion as in fairseq, and store the settings of the gate loss."""
         if cfg.moe_gate_loss_wt < 0:
             raise ValueError(
                 f"--moe-gate-loss-wt {cfg.moe_gate_loss_wt} is out of bounds: it must be >= 0. Use "
@@ -64,9 +64,9 @@ class GateLoss:
 
     def forward(self: Any, model: Any, sample: dict[str, Any],
                 reduce: bool = True) -> tuple[Tensor, Any, dict[str, Any]]:
-        """Return (loss, sample size, values to log).
+        """Return a tuple of the loss, the sample size, and the values to log.
 
-        For a model without MoE layers the loss is the inner loss.
+        For a model without MoE layers the loss is that of the inner criterion.
         """
         for moe in layers_in(model):
             moe.forget()  # fairseq continues after a step that ran out of memory
@@ -86,7 +86,7 @@ class GateLoss:
         return loss, sample_size, logged
 
     def gate_loss(self: Any, losses: list[Tensor]) -> Tensor:
-        """Combine the layers' gate losses, and apply the configured transformation."""
+        """Combine the gate losses of all layers, and apply the configured transformation."""
         total = torch.stack(losses).sum()
         if plain_value(self.flags.moe_gate_loss_combine_method) == "average":
             total = total / len(losses)
@@ -155,14 +155,14 @@ def check_balance(model: Any, criterion: Any) -> None:
 # ensemble of output heads, and the criterion `moe_confident_oracle` (see
 # `moe_plugin.training.ensembles.cmcl`).
 class MoEEnsembleLanguageModel(MoETransformerLanguageModel):
-    """A `moe_transformer_lm` with several output heads and the output [B, T, M, V].
+    """A `moe_transformer_lm` with several output heads, whose output has shape [B, T, M, V].
 
-    Each head predicts a distribution. The model's probabilities are the mean over the heads.
+    Each head predicts a distribution. The probabilities of the model are the mean over the heads.
     """
 
     @classmethod
     def build_model(cls, args: Any, task: Any) -> MoEEnsembleLanguageModel:
-        """Build the model, then replace its output projection by the heads."""
+        """Build the model, and replace its output projection with the heads."""
         model = super().build_model(args, task)
         decoder = model.decoder
         if decoder.adaptive_softmax is not None:
@@ -179,7 +179,7 @@ class MoEEnsembleLanguageModel(MoETransformerLanguageModel):
         return model
 
     def get_normalized_probs(self, net_output: Any, log_probs: bool, sample: Any = None) -> Tensor:
-        """Return the mean of the heads' distributions, [B, T, V]."""
+        """Return the mean [B, T, V] of the distributions of all heads."""
         log_p_BTMV = F.log_softmax(net_output[0].float(), dim=-1)
         log_p_BTV = torch.logsumexp(log_p_BTMV, dim=2) - torch.log(
             torch.tensor(float(log_p_BTMV.shape[2])))
@@ -187,7 +187,7 @@ class MoEEnsembleLanguageModel(MoETransformerLanguageModel):
 
 
 class _Counts(Meter):  # type: ignore[misc]
-    """A meter that sums a vector of counts and is logged as `3/0/12`."""
+    """A meter that sums a vector of counts and is logged in the form `3/0/12`."""
 
     def __init__(self) -> None:
         self.reset()
@@ -197,12 +197,12 @@ class _Counts(Meter):  # type: ignore[misc]
         self.counts: Tensor | int = 0
 
     def update(self, counts: Tensor) -> None:
-        """Add a vector of counts, [BINS]."""
+        """Add a vector of counts of length BINS."""
         self.counts = self.counts + counts.cpu()
 
     @property
     def smoothed_value(self) -> str:  # type: ignore[override]
-        """Return the counts as text for the log."""
+        """Return the counts as a string for the log."""
         return "" if isinstance(self.counts, int) else "/".join(
             str(round(count)) for count in self.counts.tolist())
 
@@ -214,7 +214,7 @@ class _ConfidentOracle(CrossEntropyCriterion):
 
     def forward(self, model: Any, sample: dict[str, Any],
                 reduce: bool = True) -> tuple[Tensor, Any, dict[str, Any]]:
-        """Return (summed loss, sample size, values to log)."""
+        """Return a tuple of the summed loss, the sample size, and the values to log."""
         logits_BTMV = model(**sample["net_input"])[0]
         flags, target_BT = self.flags, sample["target"]
         if logits_BTMV.dim() != 4:
@@ -241,8 +241,8 @@ class _ConfidentOracle(CrossEntropyCriterion):
     def reduce_metrics(cls, logging_outputs: list[dict[str, Any]]) -> None:
         """Log fairseq's metrics and the error rates `oracle_error` and `top1_error`.
 
-        `oracle_error` is the share of tokens for which no head is right, and `top1_error` the share
-        for which the mean of the heads is wrong. In validation, histograms of the heads'
+        `oracle_error` is the fraction of tokens for which no head is right, and `top1_error` the
+        fraction for which the mean of the heads is wrong. In validation, histograms of the heads'
         confidence are logged as well.
         """
         super().reduce_metrics(logging_outputs)

@@ -1,4 +1,4 @@
-"""The groups of ranks that share experts, and the communication of a model's MoE layers."""
+"""The process groups of ranks that share experts, and the communication of a model's MoE layers."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _evaluation: ContextVar[Evaluation | None] = ContextVar("moe_plugin_fairseq_eval
 
 @dataclass(frozen=True)
 class FairseqGroups:
-    """The groups of ranks of one model.
+    """The groups of ranks for one model.
 
     Attributes:
-        expert: the group of ranks that together store one copy of the experts.
+        expert: process group of the ranks that together store one copy of the experts.
         replicas: number of copies of the experts.
         world: number of data-parallel ranks.
     """
@@ -39,11 +39,11 @@ class FairseqGroups:
 
 
 class MeasuredComm(TorchComm):
-    """A `TorchComm` that measures the exchange of rows, or skips the exchange.
+    """A `TorchComm` that measures the time to exchange rows, or skips the exchange.
 
-    Used for `--record-a2a-perf-stats` and `--dummy-a2a`. The host time of every exchange is
-    measured. On a CUDA device the time between two events on the stream is measured as well. Views
-    of this group (`with_tag`) add to the same totals.
+    This class is used for `--record-a2a-perf-stats` and `--dummy-a2a`. The host time of every
+    exchange is measured. On a CUDA device the time between two events on the stream is also
+    measured. Views of this group (`with_tag`) add their times to the same totals.
     """
 
     def __init__(self, group: dist.ProcessGroup, timeout_s: float, measured: bool,
@@ -56,7 +56,7 @@ class MeasuredComm(TorchComm):
 
     def all_to_all(self, x: Tensor, send: Sequence[int] | None = None,
                    recv: Sequence[int] | None = None) -> Tensor:
-        """Call `TorchComm.all_to_all` and measure it."""
+        """Call `TorchComm.all_to_all` and measure its time."""
         if self.dummy and x.is_floating_point():
             rows = sum(piece_lengths(x.shape[0], self.size, recv, "all_to_all receive"))
             return x[:rows].clone() if rows <= x.shape[0] else torch.cat(
@@ -65,9 +65,9 @@ class MeasuredComm(TorchComm):
             return super().all_to_all(x, send, recv)
 
     def send_receive(self, sends: Messages, recvs: Messages) -> None:
-        """Call `TorchComm.send_receive` and measure it.
+        """Call `TorchComm.send_receive` and measure its time.
 
-        `--dummy-a2a` skips only rows. Counts are still exchanged.
+        With `--dummy-a2a` only the exchange of rows is skipped. Counts are still exchanged.
         """
         if self.dummy and all(x.is_floating_point() for _, x in (*sends, *recvs)):
             for _, buffer in recvs:
@@ -93,7 +93,9 @@ class MeasuredComm(TorchComm):
                 self._events.append((begun, record_event(device)))
 
     def take_times(self) -> tuple[float, float]:
-        """Return (cpu_ms, cuda_ms) since the last call. Waits for the device."""
+        """Return the CPU time and the CUDA time in milliseconds since the last call, as (cpu_ms,
+        cuda_ms). The method waits for the device.
+        """
         if self._events:
             self._events[-1][1].synchronize()
         cpu_ms, cuda_ms = sum(self._cpu_s) * 1000, sum(
@@ -106,13 +108,15 @@ class MeasuredComm(TorchComm):
 class Turns:
     """Agreement between all evaluating ranks on the MoE layer that is computed next.
 
-    A layer's call is collective, but evaluating ranks do not make the same calls: ranks may have
-    different numbers of batches, or decode sentences of different lengths. Each rank therefore
-    waits before each call. The layer with the lowest number that any rank waits for is computed
-    next. Ranks that wait for another layer, or have finished, participate without tokens.
+    A layer call is collective, but the evaluating ranks do not make the same calls, because they
+    may have different numbers of batches or decode sentences of different lengths. Therefore each
+    rank waits before each call. The next layer to be computed is the one with the lowest index
+    among those for which any rank waits. Ranks that wait for a different layer, or have finished,
+    participate without tokens.
 
     Args:
-        comm: all ranks that evaluate together, including those with copies of the same experts.
+        comm: communicator of all ranks that evaluate together, including those with copies of the
+            same experts.
     """
 
     def __init__(self, comm: Comm) -> None:
@@ -120,9 +124,9 @@ class Turns:
         self._layers: list[Callable[[], object]] = []
 
     def add_layer(self, take_part: Callable[[], object]) -> int:
-        """Add a layer and return its number. All ranks must add the same layers in the same order.
+        """Add a layer and return its index. All ranks must add the same layers in the same order.
 
-        take_part: a function that calls the layer without tokens.
+        take_part: function that calls the layer without tokens.
         """
         self._layers.append(take_part)
         return len(self._layers) - 1
@@ -136,7 +140,7 @@ class Turns:
             self._layers[turn]()
 
     def end(self) -> None:
-        """Participate in other ranks' calls until all ranks have finished. Collective."""
+        """Participate in calls of other ranks until all ranks have finished. Collective."""
         if self._layers:
             self.wait_for(len(self._layers))
 
@@ -149,11 +153,13 @@ class Evaluation:
     """The settings for building and loading models that are only evaluated.
 
     Attributes:
-        ranks: number of processes that evaluate together, each on a part of the batches.
-        asked: requested number of ranks that share one copy of the experts, or 0 for as many ranks
-            as fit.
-        turns: the processes' `Turns`, created with the first model whose experts are distributed.
-        drops: counts of dropped tokens in this process's batches.
+        ranks: number of processes that evaluate together. Each process evaluates a part of the
+            batches.
+        asked: requested number of ranks that share one copy of the experts, or 0 to use as many
+            ranks as possible.
+        turns: the `Turns` object of the processes, which is created with the first model whose
+            experts are distributed.
+        drops: counts of dropped tokens in the batches of the current process.
     """
 
     ranks: int = 1
@@ -164,10 +170,11 @@ class Evaluation:
     def expert_ranks(self, experts: int) -> int:
         """Return the number of ranks that share one copy of a model's experts.
 
-        By default this is the largest number that divides both the ranks and the experts.
+        By default this is the largest number that divides both the number of ranks and the number
+        of experts.
 
         Raises:
-            ValueError: the requested number does not fit.
+            ValueError: If the requested number is not possible.
         """
         if not self.asked:
             return math.gcd(self.ranks, experts)
@@ -181,11 +188,11 @@ class Evaluation:
 
     @property
     def rank(self) -> int:
-        """This process's rank among the evaluating processes."""
+        """The rank of the current process among the evaluating processes."""
         return dist.get_rank() if self.ranks > 1 else 0
 
     def groups(self, experts: int, timeout_s: float) -> FairseqGroups:
-        """Create the groups of a model. All ranks must call this in the same order."""
+        """Create the process groups of a model. All ranks must call this in the same order."""
         size = self.expert_ranks(experts)
         if size == 1:
             return FairseqGroups(LocalComm(), 1, 1)
@@ -197,14 +204,14 @@ class Evaluation:
 
 @contextmanager
 def evaluating(ranks: int = 1) -> Iterator[Evaluation]:
-    """Mark all models built inside as models that are only evaluated.
+    """Mark all models that are built inside the block as models that are only evaluated.
 
-    Models are only evaluated in validation, scoring, or generation from a checkpoint. All models
-    of one command share one `Evaluation`.
+    Such models are used in validation, scoring, or generation from a checkpoint. All models of a
+    command share one `Evaluation` object.
 
     Args:
-        ranks: number of processes of the default group that evaluate together. A single process
-            stores all experts.
+        ranks: number of processes of the default process group that evaluate together. If there is
+            a single process, it stores all experts.
     """
     outer = _evaluation.get()
     token = _evaluation.set(outer or Evaluation(ranks))
@@ -215,22 +222,25 @@ def evaluating(ranks: int = 1) -> Iterator[Evaluation]:
 
 
 def current_evaluation() -> Evaluation | None:
-    """Return the `Evaluation` while models are built only for evaluation, otherwise None."""
+    """Return the current `Evaluation` while models are built only for evaluation, and None
+    otherwise.
+    """
     return _evaluation.get()
 
 
 def make_groups(expert_parallel_size: int, timeout_s: float, *, measured: bool = False,
                 dummy: bool = False) -> FairseqGroups:
-    """Create the groups of a model. All ranks must call this in the same order.
+    """Create the process groups of a model. All ranks must call this in the same order.
 
     Args:
         expert_parallel_size: number of consecutive ranks that share one copy of the experts, or 0
             for all ranks.
-        timeout_s: timeout of these groups, and upper bound for the timeouts of fairseq's groups.
-        measured: whether to measure the exchange of rows.
-        dummy: whether to skip the exchange of rows.
+        timeout_s: timeout of these process groups in seconds, and upper bound for the timeouts of
+            fairseq's groups.
+        measured: True to measure the exchange of rows.
+        dummy: True to skip the exchange of rows.
     Raises:
-        ValueError: `expert_parallel_size` does not divide the number of ranks.
+        ValueError: If `expert_parallel_size` does not divide the number of ranks.
     """
     world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     if world == 1:
@@ -255,9 +265,10 @@ def make_groups(expert_parallel_size: int, timeout_s: float, *, measured: bool =
 
 
 def _consecutive(size: int, timeout_s: float) -> dist.ProcessGroup:
-    """Return this rank's group of `size` consecutive ranks of the job. Collective.
+    """Return the process group of `size` consecutive ranks that contains the current rank.
+    Collective.
 
-    The group is cached, so that switching between sizes opens no new connections.
+    The group is cached, so no new connections are opened if the size is changed back.
     """
     part = TorchComm(None, timeout_s).contiguous_subgroup(size)
     assert isinstance(part, TorchComm)

@@ -1,6 +1,7 @@
 """fairseq's transformer layers with an MoE layer in place of the feed-forward network.
 
-Shapes: T positions, B sentences, D model width. The order [T, B, D] is that of fairseq.
+In the shapes, T is the number of positions, B the number of sentences, and D the model width. The
+order [T, B, D] is that of fairseq.
 """
 
 from __future__ import annotations
@@ -36,16 +37,17 @@ from moe_plugin.training.resilience.overflow import until_rows_fit
 
 @dataclass(frozen=True)
 class LayerSettings:
-    """The settings that an MoE transformer layer needs in addition to fairseq's own.
+    """The settings that an MoE transformer layer needs in addition to fairseq's own settings.
 
     Attributes:
         config: settings of the MoE layer.
-        groups: the groups of ranks.
-        mask_padding: whether padding is not routed.
+        groups: process groups of the ranks.
+        mask_padding: True if padding tokens are not routed.
         gradient_factor: see `translate.gradient_factor`.
-        layer_number: index of this MoE layer in its stack, from 0.
-        evaluation: set in models that are built only for evaluation, otherwise None.
-        run: settings of the run, which the trainer reads.
+        layer_number: 0-based index of this MoE layer in its stack.
+        evaluation: the `Evaluation` object in models that are built only for evaluation, and None
+            otherwise.
+        run: settings of the run, which are read by the trainer.
     """
 
     config: MoEConfig
@@ -58,7 +60,7 @@ class LayerSettings:
 
     @property
     def host(self) -> HostContext:
-        """The facts about the host that are passed to `MoELayer`."""
+        """Information about the host that is passed to `MoELayer`."""
         batch_comm = None
         if self.evaluation is not None:
             batch_comm = LocalComm()  # in evaluation, every rank has its own batches
@@ -74,9 +76,9 @@ def _refuse_what_does_not_fit(settings: LayerSettings) -> None:
     config = settings.config
     if config.router.pre_gate and dispatchers.get(config.dispatch.name).traits.bounded:
         raise ValueError(
-            f"router.pre_gate=1 does not fit dispatch.name={config.dispatch.name!r} in fairseq, "
-            "because its evaluation repeats a layer's call when rows exceed the bound. Use "
-            "router.pre_gate=0 or dispatch.name='ragged'")
+            f"router.pre_gate=1 cannot be used with dispatch.name={config.dispatch.name!r} in "
+            "fairseq, because its evaluation repeats a layer's call when rows exceed the bound. "
+            "Use router.pre_gate=0 or dispatch.name='ragged'")
     name, replicas = config.dispatch.name, config.parallel.replicas
     asked = []
     if dispatchers.get(name).traits.shares_tokens:
@@ -86,17 +88,17 @@ def _refuse_what_does_not_fit(settings: LayerSettings) -> None:
     store = config.experts.store
     if store != "device" and settings.evaluation is None:
         raise ValueError(
-            f"experts.store={store} does not fit training in fairseq, which reduces and updates "
-            "parameters on the device. Use experts.store=device. Only evaluation "
+            f"experts.store={store} cannot be used for training in fairseq, which reduces and "
+            "updates parameters on the device. Use experts.store=device. Only evaluation "
             "(fairseq-validate, fairseq-eval-lm, fairseq-generate) supports --moe-experts-on")
     if asked and settings.groups.expert.size > 1:
         raise ValueError(
-            f"{asked[0]} does not fit fairseq, because it requires ranks with the same tokens, and "
-            "fairseq's data-parallel ranks have different tokens. Use dispatch.name='ragged' or "
-            "'padded', and parallel.replicas=1")
+            f"{asked[0]} cannot be used in fairseq, because it requires ranks with the same "
+            "tokens, and fairseq's data-parallel ranks have different tokens. Use "
+            "dispatch.name='ragged' or 'padded', and parallel.replicas=1")
 
 
-class ExpertFFN(TakesTokenIds, nn.Module):
+class FairseqMoELayer(TakesTokenIds, nn.Module):
     """A `MoELayer` for fairseq that returns one gate loss and stores statistics for the criterion.
 
     The gate loss is the weighted sum of the router losses. The gradients of expert parameters are
@@ -104,9 +106,11 @@ class ExpertFFN(TakesTokenIds, nn.Module):
     averages over replicas. Each expert parameter is marked with the number of its replicas.
 
     Attributes:
-        stats: statistics of the last forward pass.
-        observer: optional function, called with the statistics of every counted training pass.
-        ignored: whether the batch is a dummy for a missing batch, so that no token is real.
+        stats: statistics of the latest forward pass.
+        observer: function that is called with the statistics of every counted training pass, or
+            None.
+        ignored: True if the batch is a dummy that replaces a missing batch, so all its tokens are
+            ignored.
     """
 
     def __init__(self, settings: LayerSettings) -> None:
@@ -128,7 +132,9 @@ class ExpertFFN(TakesTokenIds, nn.Module):
         self.scale_gradients(settings.groups.replicas)
 
     def scale_gradients(self, replicas: int) -> None:
-        """Prepare new expert parameters that `replicas` ranks store."""
+        """Mark new expert parameters as stored on `replicas` ranks, and scale their gradients
+        accordingly.
+        """
         for parameter in self.moe.parameters():
             if is_expert(parameter):
                 mark_replicas(parameter, replicas)
@@ -138,15 +144,16 @@ class ExpertFFN(TakesTokenIds, nn.Module):
                     parameter.register_hook(_scale(factor))
 
     def forward(self, x_TBD: Tensor, padding_BT: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return the output [T, B, D] and the gate loss, a float32 scalar.
+        """Return the output [T, B, D] and the gate loss, which is a float32 scalar.
 
-        Tokens are routed sentence after sentence, as in fairseq's `moe` branch. With a limited
-        capacity, tokens of the last sentences are dropped, and not the end of every sentence.
+        Tokens are routed sentence after sentence, as in fairseq's `moe` branch. If the capacity is
+        limited, tokens of the last sentences are dropped instead of the last tokens of every
+        sentence.
 
         Args:
-            x_TBD: [T, B, D], the tokens.
-            padding_BT: bool, True for padding, as in fairseq. In incremental decoding there are
-                more columns than positions, and only the last T columns are used.
+            x_TBD: input tokens of shape [T, B, D].
+            padding_BT: bool tensor that is True for padding, as in fairseq. In incremental decoding
+                it has more columns than there are positions, and only the last T columns are used.
         """
         x_BTD, mask_BT = x_TBD.transpose(0, 1), None
         length = x_BTD.shape[1]
@@ -171,9 +178,10 @@ class ExpertFFN(TakesTokenIds, nn.Module):
 
     def _compute(self, x_BTD: Tensor, mask_BT: Tensor | None,
                  info: TokenInfo | None) -> MoEOutput:
-        """Call the layer. In evaluation, repeat the call until its rows fit.
+        """Call the layer. Call the layer. In evaluation, repeat the call until no rows exceed their
+        buffer.
 
-        In training the step as a whole is repeated instead.
+        In training the whole step is repeated instead.
         """
         if not self._evaluates:
             return self.moe(x_BTD, mask_BT, info=info)
@@ -182,7 +190,7 @@ class ExpertFFN(TakesTokenIds, nn.Module):
 
     @torch.no_grad()
     def _without_tokens(self) -> None:
-        """Participate in other ranks' call of this layer, without changing `stats`."""
+        """Participate without tokens when other ranks call this layer, without changing `stats`."""
         self.moe.eval()
         x_BTD = self.moe.experts.anchor.detach().new_empty(1, 0, self.moe.config.model_dim)
         ids_BT = x_BTD.new_empty(1, 0, dtype=torch.int64) if "token_ids" in self.needs else None
@@ -190,25 +198,26 @@ class ExpertFFN(TakesTokenIds, nn.Module):
 
 
 def _counts(layer: nn.Module) -> bool:
-    """Return whether a forward pass counts for the statistics.
+    """Return True if a forward pass is included in the statistics.
 
-    With recomputed activations a layer runs twice per step, but only one pass counts. With
-    reentrant checkpoints this is the second pass, because the first pass has no gradients.
+    If activations are recomputed, a layer runs twice per step, but only one pass is included. With
+    reentrant checkpoints this is the second pass, because the first pass computes no gradients.
     """
     return layer.training and torch.is_grad_enabled() and not replaying()
 
 
 class _MoEMixin:
-    """Mixin that routes fairseq's inline feed-forward code through the experts.
+    """Mixin that makes fairseq's inline feed-forward code use the experts.
 
     fairseq computes `fc2(dropout(act(fc1(x))))`. The gate loss is returned as the last output of
-    `forward`, so that it has a gradient under activation checkpointing. A hook removes it from the
-    outputs before fairseq uses them, and stores it in `gate_loss` until the criterion reads it.
+    `forward`, so that it has a gradient under activation checkpointing. A hook removes the gate
+    loss from the outputs before fairseq uses them, and stores it in `gate_loss` until the criterion
+    reads it.
     """
 
     def _become_moe(self: Any, settings: LayerSettings) -> None:
         del self.fc1, self.fc2
-        self.moe_layer = ExpertFFN(settings)
+        self.moe_layer = FairseqMoELayer(settings)
         stack = "encoder" if isinstance(self, TransformerEncoderLayerBase) else "decoder"
         watch_store(self.moe_layer.moe, lambda: f"{stack}'s MoE layer {settings.layer_number}")
         self.fc1, self.fc2, self.activation_fn = self._experts, _identity, _identity
@@ -235,13 +244,15 @@ class MoEDecoderLayer(_MoEMixin, TransformerDecoderLayerBase):
         self._become_moe(settings)
 
     def forward(self, x_TBD: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        """Run fairseq's forward pass, with the gate loss as additional last output."""
+        """Run fairseq's forward pass and append the gate loss to its outputs."""
         self._padding_BT = kwargs.get("self_attn_padding_mask")
         return self._with_gate_loss(super().forward(x_TBD, *args, **kwargs))
 
 
 class MoEEncoderLayer(_MoEMixin, TransformerEncoderLayerBase):
-    """fairseq's encoder layer with experts. torch's fused inference path is disabled."""
+    """fairseq's encoder layer with experts in place of the feed-forward network. torch's fused
+    inference path is disabled.
+    """
 
     def __init__(self, cfg: Any, return_fc: bool, settings: LayerSettings) -> None:
         super().__init__(cfg, return_fc)
@@ -251,7 +262,7 @@ class MoEEncoderLayer(_MoEMixin, TransformerEncoderLayerBase):
 
     def forward(self, x_TBD: Tensor, encoder_padding_mask: Tensor | None,
                 attn_mask: Tensor | None = None) -> tuple[Any, ...]:
-        """Run fairseq's forward pass, with the gate loss as additional last output."""
+        """Run fairseq's forward pass and append the gate loss to its outputs."""
         self._padding_BT = encoder_padding_mask
         output = super().forward(x_TBD, encoder_padding_mask, attn_mask)
         return self._with_gate_loss(output if isinstance(output, tuple) else (output,))
@@ -284,6 +295,8 @@ def moe_layers(model: nn.Module) -> list[Any]:
 
 
 def run_settings(model: nn.Module) -> RunConfig:
-    """Return the run settings stored in a model with experts, or the defaults without experts."""
+    """Return the run settings stored in a model with experts, or the default settings for a model
+    without experts.
+    """
     layers = moe_layers(model)
     return layers[0].moe_layer.run if layers else RunConfig()

@@ -1,4 +1,4 @@
-"""The MoE values in fairseq's log line, under the names of fairseq's `moe` branch."""
+"""The MoE metrics in fairseq's log line, under the names of fairseq's `moe` branch."""
 
 from __future__ import annotations
 
@@ -20,16 +20,17 @@ METRICS = ("overflow_expert1", "overflow_expert2", "entropy_gating", "expert1_ba
 
 
 def layer_metrics(layers: list[Any]) -> dict[str, Any]:
-    """Return the metrics of one batch, averaged over the MoE layers, on the layers' device.
+    """Return the metrics of one batch, averaged over the MoE layers, as tensors on the layers'
+    device.
 
-    The function does not synchronize with the device, except if all-to-all times are measured.
+    The function does not synchronize with the device unless all-to-all times are measured.
 
     `overflow_expert1` and `overflow_expert2` are the percentages of first and second choices that
-    were dropped. `entropy_gating` is in nats. `expert1_balance_top` and `expert1_balance_bottom`
-    are the percentages of tokens at the most used and the least used 20 % of experts, and
-    `unused_expert1_count` is the number of experts that no token chose; the metrics of `expert2`
-    count second choices. As in fairseq's branch, balance and unused experts also count second
-    choices that `--moe-second-expert-policy random` did not accept.
+    were dropped. `entropy_gating` is measured in nats. `expert1_balance_top` and
+    `expert1_balance_bottom` are the percentages of tokens at the most used and the least used 20 %
+    of experts, and `unused_expert1_count` is the number of experts that no token chose. The metrics
+    of `expert2` are the same for second choices. As in fairseq's branch, balance and unused experts
+    also include second choices that `--moe-second-expert-policy random` has rejected.
     """
     seen = [stats_metrics(layer.stats) for layer in layers if layer.stats is not None]
     # sorted, because fairseq sums these values over ranks by position
@@ -46,7 +47,7 @@ def layer_metrics(layers: list[Any]) -> dict[str, Any]:
 
 
 def stats_metrics(stats: LayerStats) -> dict[str, Tensor]:
-    """Return the metrics of one layer. Choices after the second are not included."""
+    """Return the metrics of one layer. Only the first and second choices are included."""
     values = {"entropy_gating": stats.entropy.float()}
     tokens = stats.tokens.float().clamp(min=1)
     experts = stats.load_KE.shape[1]

@@ -1,4 +1,4 @@
-"""MoE language and translation models: fairseq's own models with some layers replaced.
+"""MoE language and translation models, which are fairseq's own models with some layers replaced.
 
 The layers are replaced after fairseq has built the dense model.
 """
@@ -55,12 +55,13 @@ logger = logging.getLogger(__name__)
 
 
 class MoETransformerLanguageModel(TransformerLanguageModel):
-    """fairseq's `transformer_lm` with MoE layers. Without `--moe-freq` it equals fairseq's model.
+    """fairseq's `transformer_lm` with MoE layers. Without `--moe-freq` the model equals fairseq's
+    model.
     """
 
     @classmethod
     def build_model(cls, args: Any, task: Any) -> MoETransformerLanguageModel:
-        """Build the dense model, then replace each layer i with (i + 1) % moe_freq == 0."""
+        """Build the dense model, then replace each layer `i` with `(i + 1) % moe_freq == 0`."""
         freq = setting(args, "moe_freq", 0) or 0
         _check(args, [freq])
         model = super().build_model(args, task)
@@ -77,13 +78,13 @@ class MoETransformerModel(TransformerModel):
 
     @classmethod
     def add_args(cls, parser: Any) -> None:
-        """Add the arguments of fairseq and of this package."""
+        """Add the command-line arguments of fairseq and of this package."""
         super().add_args(parser)
         gen_parser_from_dataclass(parser, MoETransformerFlags(), delete_default=True)
 
     @classmethod
     def build_model(cls, args: Any, task: Any) -> MoETransformerModel:
-        """Build the dense model, then replace each layer i with (i + 1) % freq == 0."""
+        """Build the dense model, then replace each layer `i` with `(i + 1) % freq == 0`."""
         both = setting(args, "moe_freq", 0) or 0
         freqs = {
             stack: setting(args, f"{stack}_moe_freq", 0) or both for stack in ("encoder", "decoder")
@@ -130,8 +131,8 @@ def _add_experts(model: nn.Module, args: Any, freqs: dict[str, int]) -> None:
 def _for_other_ranks(config: MoEConfig) -> MoEConfig:
     """Adapt the settings of a trained model to the ranks that evaluate it.
 
-    Settings that describe the ranks of the training are reset. The reset changes results only by
-    rounding.
+    Settings that depend on the ranks of the training run are reset. The reset changes the results
+    only by rounding errors.
     """
     default = ParallelConfig()
     reset = {"dispatch.equal_tokens": False,  # evaluating ranks have different numbers of tokens
@@ -182,7 +183,7 @@ def _exchange_layers(module: Any, stack: str, freq: int, settings: LayerSettings
 
 
 def _widen_dense_layers(decoder: Any, freq: int, width: int) -> None:
-    """Set another inner width for the layers that would otherwise be MoE layers.
+    """Set a different inner width for the layers that would otherwise be MoE layers.
 
     Implements `--alternate-decoder-ffn-embed-dim`.
     """
@@ -195,7 +196,7 @@ def _widen_dense_layers(decoder: Any, freq: int, width: int) -> None:
 
 
 def _refuse_unsupported(args: Any) -> None:
-    """Refuse fairseq settings that cannot be combined with experts."""
+    """Raise an error for fairseq settings that cannot be combined with experts."""
     reasons = {
         **dict.fromkeys(("encoder_layerdrop", "decoder_layerdrop"),
                         "ranks would skip different layers and wait for each other"),

@@ -1,9 +1,11 @@
 # ruff: noqa: UP045, RUF009  (fairseq reads typing.Optional; field() through a helper is a plain
 # default)
-"""fairseq dataclasses with our flags: the flags of fairseq's `moe` branch, and the generated flags.
+"""fairseq dataclasses with this package's flags, which are the flags of fairseq's `moe` branch and
+the generated flags.
 
-The flags of the branch have the same names as there. This module does not use `from __future__
-import annotations`, because fairseq builds argparse arguments from the annotated types.
+The flags of the branch keep their names. This module does not use
+`from __future__ import annotations`, because fairseq builds argparse arguments from the annotated
+types.
 """
 
 from dataclasses import dataclass, field, make_dataclass
@@ -118,12 +120,12 @@ class GateLossFlags(FairseqDataclass):
 
 @dataclass
 class MoECrossEntropyConfig(GateLossFlags, CrossEntropyCriterionConfig):
-    """Settings of cross entropy plus gate loss."""
+    """Settings of the criterion that adds the gate loss to cross entropy."""
 
 
 @dataclass
 class MoELabelSmoothedConfig(GateLossFlags, LabelSmoothedCrossEntropyCriterionConfig):
-    """Settings of label-smoothed cross entropy plus gate loss."""
+    """Settings of the criterion that adds the gate loss to label-smoothed cross entropy."""
 
 
 @dataclass
@@ -139,7 +141,7 @@ class MoEEnsembleConfig(MoELanguageModelConfig):
 
 @dataclass
 class ConfidentOracleConfig(GateLossFlags, CrossEntropyCriterionConfig):
-    """Settings of the confident oracle loss plus gate loss."""
+    """Settings of the criterion that adds the gate loss to the confident oracle loss."""
 
     oracle_k: int = _option(1, "number of heads responsible for a sentence or token")
     oracle_beta: float = _option(

@@ -1,8 +1,9 @@
-"""Entry point of the fairseq integration, imported once by `--user-dir` (see
+"""Entry point of the fairseq integration, which `--user-dir` imports once (see
 `moe_plugin.__init__`).
 
-In stock fairseq this module registers models, criteria and the trainer. fairseq's own `moe` branch
-already has these, so there it replaces the MoE layer and adds our flags to the branch's models.
+In standard fairseq this module registers models, criteria and the trainer. fairseq's own `moe`
+branch already has models and criteria, so there the module replaces the MoE layer and adds this
+package's flags to the branch's models.
 """
 
 from __future__ import annotations

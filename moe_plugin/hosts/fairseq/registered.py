@@ -1,4 +1,5 @@
-"""Register models, criteria and the trainer with stock fairseq when imported (see `register`).
+"""Register models, criteria and the trainer in standard fairseq when this module is imported (see
+`register`).
 
 Named architectures set the sizes that the user did not pass, like fairseq's own architectures.
 """
@@ -48,11 +49,11 @@ TRANSLATION_MODELS = {
 
 
 def set_missing(args: Any, values: dict[str, Any]) -> None:
-    """Set the arguments that the user did not pass.
+    """Set arguments that the user did not pass.
 
-    args: a Namespace while fairseq parses the command line, or a DictConfig while fairseq builds
-        the model. A DictConfig does not store its keys in `vars(args)`, where an attribute would
-        hide the value that the user passed.
+    args: Namespace while fairseq parses the command line, or DictConfig while fairseq builds the
+        model. A DictConfig does not store its keys in `vars(args)`, where an attribute would hide
+        the value that the user passed.
     """
     for name, value in values.items():
         if name not in args:
@@ -60,13 +61,13 @@ def set_missing(args: Any, values: dict[str, Any]) -> None:
 
 
 def _experts(args: Any) -> dict[str, int]:
-    """Return a default of 8 experts, unless a flag or a file sets the number."""
+    """Return the default number of 8 experts, unless a flag or a file sets the number."""
     said = any(getattr(args, name, None) for name in ("moe_config", "moe_num_experts"))
     return {} if said else {"moe_expert_count": 8}
 
 
 def language_model(width: int, layers: int, heads: int) -> Callable[[Any], None]:
-    """Return an architecture: a GPT-like decoder, by default with 8 experts in every second layer.
+    """Return an architecture for a GPT-like decoder. By default every second layer has 8 experts.
     """
 
     def architecture(args: Any) -> None:
@@ -80,7 +81,7 @@ def language_model(width: int, layers: int, heads: int) -> Callable[[Any], None]
 
 
 def translation_model(width: int, layers: int, heads: int) -> Callable[[Any], None]:
-    """Return an architecture: an encoder-decoder with pre-norm layers.
+    """Return an architecture for an encoder-decoder model with pre-norm layers.
 
     By default every second layer has 8 experts.
     """

@@ -1,4 +1,6 @@
-"""`--moe-expert-parallel-at`: change the expert-parallel size between two updates of fairseq."""
+"""Support for `--moe-expert-parallel-at`, which changes the expert-parallel size between two
+updates of fairseq.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ _OPTIMIZERS = "adafactor", "composite"
 
 
 def check(cfg: Any, model: nn.Module) -> None:
-    """Raise `ValueError` if a run cannot change its size, with flag, reason and remedy."""
+    """Raise a `ValueError` if the expert-parallel size cannot be changed during a run. The error
+    message contains the flag, the reason and the remedy.
+    """
     sizes = run_settings(model).resize.expert_parallel_at
     if not sizes:
         return
@@ -50,7 +54,7 @@ def _given(sizes: Mapping[int, int]) -> str:
 def steps_of(trainer: Any, world: Comm) -> ExpertParallelSteps | None:
     """Return the changes of the expert-parallel size that a trainer's settings request.
 
-    world: the group of data-parallel ranks.
+    world: communicator of all data-parallel ranks.
     """
     model, known = trainer.get_model(), dict[int, FairseqGroups]()
     moe = moe_layers(model)[0].moe_layer.moe

@@ -1,4 +1,4 @@
-"""The facts that fairseq passes to the run features (`moe_plugin.training.run`)."""
+"""Information that fairseq passes to the run features (`moe_plugin.training.run`)."""
 
 from __future__ import annotations
 
@@ -42,12 +42,14 @@ def config_of(model: nn.Module) -> Any:
 
 
 def completes_gradients(model: nn.Module) -> bool:
-    """Return the value that `Run.reduces` will have, before the run is built."""
+    """Return the value that `Run.reduces` will have, before the run object is built."""
     return run_settings(model).guard.votes > 0
 
 
 def check(cfg: Any, model: nn.Module) -> None:
-    """Raise `ValueError` if the run does not support a setting, with flag, reason and remedy."""
+    """Raise a `ValueError` if the run does not support a setting. The error message contains the
+    flag, the reason and the remedy.
+    """
     config = config_of(model)
     wants_replicas(cfg, model)
     if config is None:
@@ -78,10 +80,10 @@ def check(cfg: Any, model: nn.Module) -> None:
 
 
 def wants_replicas(cfg: Any, model: nn.Module) -> bool:
-    """Return whether the run is one replica of several.
+    """Return True if the run is one of several replicas.
 
     Raises:
-        ValueError: a setting does not fit replicas.
+        ValueError: If a setting cannot be combined with replicas.
     """
     common, rates = cfg.common, cfg.lr_scheduler
     averages_weights = run_settings(model).offload.average_every > 0  # averages float32 weights
@@ -101,7 +103,7 @@ def wants_replicas(cfg: Any, model: nn.Module) -> bool:
 
 
 def run_of(trainer: Any) -> Run:
-    """Build the run of a `MoETrainer` from its settings. Collective."""
+    """Build the run object of a `MoETrainer` from its settings. Collective."""
     model, cfg = trainer.get_model(), trainer.cfg
     config = config_of(model)
     if config is None:
@@ -125,14 +127,16 @@ def run_of(trainer: Any) -> Run:
 
 
 def seams_of(model: nn.Module, world: Any) -> HostSeams:
-    """Return the facts about a model. Layers are named by position, e.g. `decoder.layers.1`."""
+    """Return the information about a model that the run needs. Layers are named by their position,
+    such as `decoder.layers.1`.
+    """
     names = {id(module): name for name, module in model.named_modules()}
     return HostSeams(host="fairseq", models=[model], world=world, records=world, layers={
         names[id(layer)]: layer.moe_layer for layer in moe_layers(model)})
 
 
 def _activations(cfg: Any, model: nn.Module, comm: Any) -> Activations | None:
-    """Manage the activations of the encoder's and decoder's layers."""
+    """Return an object that manages the activations of encoder and decoder layers, or None."""
     asked = run_settings(model)
     layers = {f"{stack}.layers.{i}": layer for stack in ("encoder", "decoder")
               if (part := dict(model.named_children()).get(stack)) is not None
@@ -148,16 +152,16 @@ def _activations(cfg: Any, model: nn.Module, comm: Any) -> Activations | None:
 
 def aggregated(run: Run, aggregate: Callable[..., Any], logging_outputs: Any, *sums: Any,
                ignore: bool) -> Any:
-    """Sum the logged values over ranks as fairseq does.
+    """Sum the logged values over all ranks as fairseq does.
 
-    If several ranks compute the same batches, each batch counts once.
+    If several ranks compute the same batches, each batch is included only once.
 
     Args:
         run: the run.
-        aggregate: the trainer's own function.
-        logging_outputs: values logged by this rank's batches.
-        sums: further values to sum, the sample size first.
-        ignore: whether this rank's batch is a dummy.
+        aggregate: the trainer's own function that sums the values.
+        logging_outputs: values logged for the current rank's batches.
+        sums: additional values to sum, starting with the sample size.
+        ignore: True if the current rank's batch is a dummy.
     """
     votes = run.find(FileTurns)
     if votes is None or not votes.running:
@@ -168,13 +172,13 @@ def aggregated(run: Run, aggregate: Callable[..., Any], logging_outputs: Any, *s
 
 def facts_of(trainer: Any, before: int, logged: Mapping[str, Any] | None,
              batches: int) -> StepFacts:
-    """Return the facts about the trainer's last step.
+    """Return a description of the trainer's latest step.
 
     Args:
         trainer: the trainer.
         before: number of updates before the step.
         logged: result of `train_step`.
-        batches: number of batches of an epoch, or 0 if unknown.
+        batches: number of batches in an epoch, or 0 if it is unknown.
     """
     left_out, updates = trainer.run.left_out, trainer.get_num_updates()
     # after a lost step the number of updates may be that of another replica's state
@@ -189,7 +193,7 @@ def facts_of(trainer: Any, before: int, logged: Mapping[str, Any] | None,
 
 
 def _line(cfg: Any, updates: int) -> Any:
-    """Return the values of fairseq's next log line, or None if no line follows this update."""
+    """Return the values of fairseq's next log line, or None if no log line follows this update."""
     known = metrics.get_meters(INNER)
     if updates % cfg.common.log_interval or known is None:
         return None
@@ -197,20 +201,23 @@ def _line(cfg: Any, updates: int) -> Any:
 
 
 def dropped(logged: Mapping[str, Any]) -> float:
-    """Return the share of first and second choices that were dropped, from fairseq's log line."""
+    """Return the fraction of first and second choices that were dropped, according to fairseq's log
+    line.
+    """
     lost = [float(logged[key]) for key in ("overflow_expert1", "overflow_expert2") if key in logged]
     return sum(lost) / len(lost) / 100 if lost else 0.0
 
 
 def batches_of(iterator: Any) -> int:
-    """Return the number of batches of an epoch, or 0 if unknown."""
+    """Return the number of batches in an epoch, or 0 if it is unknown."""
     return len(iterator) if isinstance(iterator, EpochBatchIterator) else 0
 
 
 def total_updates(cfg: Any, batches: int) -> int | None:
-    """Return the number of updates of the whole run by `--max-update` and `--max-epoch`.
+    """Return the number of updates in the whole run, as determined by `--max-update` and
+    `--max-epoch`.
 
-    Returns None if neither flag determines the number. batches: number of batches of an epoch.
+    Returns None if neither flag determines this number. batches: number of batches in an epoch.
     """
     settings, ends = cfg.optimization, []
     if settings.max_update:

@@ -1,14 +1,14 @@
-"""`--ddp-backend fully_sharded` and `--zero-sharding os` without fairscale.
+"""Support for `--ddp-backend fully_sharded` and `--zero-sharding os` without fairscale.
 
-`fully_sharded` uses torch's FSDP2. Each rank stores a part of every dense parameter, its gradient
-and its optimizer state, and a layer's parameters are gathered while the layer computes. Experts
-remain distributed by expert parallelism.
+`fully_sharded` uses torch's FSDP2. Each rank stores a part of every dense parameter, of its
+gradient and of its optimizer state. The parameters of a layer are gathered while the layer
+computes. Experts are still distributed by expert parallelism.
 
 `os` (ZeRO stage 1) shards only the optimizer state. Each rank updates a part of every parameter and
 sends it to the other ranks after the step.
 
-With both, fairseq's optimizer receives plain tensors (`moe_plugin.training.gradients.parts`), and
-checkpoints contain whole tensors. A run can therefore resume with or without sharding.
+In both cases fairseq's optimizer receives plain tensors (`moe_plugin.training.gradients.parts`),
+and checkpoints contain whole tensors. Therefore a run can resume with or without sharding.
 """
 
 from __future__ import annotations
@@ -36,10 +36,11 @@ logger = logging.getLogger(__name__)
 
 
 def check(cfg: Any, criterion: nn.Module) -> None:
-    """Refuse settings that cannot be combined with sharding.
+    """Raise an error for settings that cannot be combined with sharding.
 
     Raises:
-        ValueError: a setting does not fit. The message names the flag, the reason and the remedy.
+        ValueError: If a setting cannot be combined with sharding. The error message contains the
+            flag, the reason and the remedy.
     """
     settings = cfg.distributed_training
     fully = settings.ddp_backend == "fully_sharded"
@@ -68,10 +69,10 @@ def check(cfg: Any, criterion: nn.Module) -> None:
 
 
 def shard_model(model: nn.Module, cfg: Any, group: Any) -> nn.Module:
-    """Shard a model's dense parameters over the ranks of `group`, layer by layer, in place.
+    """Shard the dense parameters of a model in place, layer by layer, over the ranks of `group`.
 
-    The model's `state_dict` returns whole tensors and `load_state_dict` accepts whole tensors. Both
-    are collective.
+    After this call the model's `state_dict` returns whole tensors, and `load_state_dict` accepts
+    whole tensors. Both are collective.
 
     Args:
         model: the model on its device.
@@ -79,7 +80,7 @@ def shard_model(model: nn.Module, cfg: Any, group: Any) -> nn.Module:
         group: process group of the data-parallel ranks.
     Returns: the model itself.
     Raises:
-        ValueError: the routers use `--moe-pre-gate 1`.
+        ValueError: If the routers use `--moe-pre-gate 1`.
     """
     from torch.distributed.device_mesh import DeviceMesh  # imported here because it is slow
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -89,7 +90,7 @@ def shard_model(model: nn.Module, cfg: Any, group: Any) -> nn.Module:
 
     if any(layer.config.router.pre_gate for layer in layers_in(model)):
         raise ValueError(
-            "--moe-pre-gate 1 does not fit --ddp-backend fully_sharded, which gathers the "
+            "--moe-pre-gate 1 cannot be used with --ddp-backend fully_sharded, which gathers the "
             "parameters of one layer at a time. Use --moe-pre-gate 0 or --zero-sharding os")
     settings = cfg.distributed_training
     experts = set(expert_parameters(model).values())
@@ -137,7 +138,7 @@ def _take_whole(comm: TorchComm) -> Callable[..., None]:
 
 
 class _ShardedOptimizer:
-    """Mixin for fairseq optimizers that update parts of parameters, see `shard_optimizer`."""
+    """Mixin for fairseq optimizers that update only parts of parameters. See `shard_optimizer`."""
 
     parts: list[Part]
 
@@ -180,13 +181,14 @@ class _ShardedOptimizer:
 
 
 def reduce_replicas(optimizer: Any, reducer: Callable[[], ReplicaReducer | None]) -> None:
-    """Let a fairseq optimizer average the gradients of expert replicas, in place.
+    """Modify a fairseq optimizer in place so that it averages the gradients of expert replicas.
 
-    The replicas' gradients are completed when fairseq reduces the dense gradients.
+    The gradients of replicas are averaged when fairseq reduces the dense gradients.
 
     Args:
         optimizer: the optimizer.
-        reducer: a function that returns the current reducer, or None without replicas.
+        reducer: function that returns the current gradient reducer, or None if there are no
+            replicas.
     """
     reduce = optimizer.all_reduce_grads
 
@@ -200,23 +202,24 @@ def reduce_replicas(optimizer: Any, reducer: Callable[[], ReplicaReducer | None]
 
 
 def shard_optimizer(optimizer: Any, parts: list[Part]) -> None:
-    """Change a fairseq optimizer to update parts of parameters, in place.
+    """Modify a fairseq optimizer in place so that it updates only parts of parameters.
 
-    The optimizer must have been built for the `local` tensors of the parts. After this call it
-    reads their gradients, sends its updates to the other ranks, and stores whole states in
-    checkpoints. The name of the optimizer's class does not change, because fairseq compares this
-    name when it loads a checkpoint.
+    The optimizer must have been built for the `local` tensors of the parts. After this call the
+    optimizer reads the gradients of these parts, sends its updates to the other ranks, and stores
+    whole states in checkpoints. The name of the optimizer's class does not change, because fairseq
+    compares this name when it loads a checkpoint.
 
     Args:
         optimizer: the optimizer.
-        parts: the parts that the optimizer updates.
+        parts: the parameter parts that the optimizer updates.
     Raises:
-        ValueError: the optimizer does not work element by element.
+        ValueError: If the optimizer does not update each element independently.
     """
     if not optimizer.supports_flat_params:
         raise ValueError(
-            f"sharded optimizer state does not fit {type(optimizer).__name__}, which does not "
-            "update every element independently. Use adam, sgd, adadelta or adamax, or no sharding")
+            f"sharded optimizer state cannot be used with {type(optimizer).__name__}, which does "
+            "not update every element independently. Use adam, sgd, adadelta or adamax, or no "
+            "sharding")
     base = type(optimizer)
     optimizer.parts = parts
     optimizer.__class__ = type(base.__name__, (_ShardedOptimizer, base), {})

@@ -1,9 +1,11 @@
-"""`--weights-on host`: the weights of fairseq's language model stream through one device.
+"""Support for `--weights-on host`, which streams the weights of fairseq's language model through
+one device.
 
-The model's parts are blocks of a `StreamedTrainer`: the embedding, each decoder layer, and the
-output. fairseq passes all batches of an update to its trainer at once (`--update-freq`), so that
-each part can compute all batches before the next part starts. Each batch then gets its loss and its
-logged values as from fairseq's own task. Checkpoints have fairseq's format.
+The parts of the model are blocks of a `StreamedTrainer`. They are the embedding, each decoder
+layer, and the output. fairseq passes all batches of an update to its trainer at once
+(`--update-freq`), so each part can compute all batches before the next part starts. The loss and
+the logged values of each batch are then the same as from fairseq's own task. The checkpoints have
+fairseq's format.
 """
 
 from __future__ import annotations
@@ -44,17 +46,17 @@ Numbers = tuple[Tensor, Any, dict[str, Any]]  # loss, sample size, values to log
 
 @dataclass
 class _Call:
-    """The state of one batch in a step.
+    """State of one batch in a step.
 
     Attributes:
         sample: the batch.
-        ignored: whether the batch is a dummy.
-        tokens: input of the embedding, [B, T].
-        gates: gate loss of each MoE layer in the first pass.
-        stats: statistics of each MoE layer in the first pass.
-        slopes: copies of the gate losses that the criterion reads, to obtain the gradients of the
-            loss with respect to them.
-        numbers: result of the criterion.
+        ignored: True if the batch is a dummy.
+        tokens: token ids [B, T] that are the input of the embedding.
+        gates: dict of the gate loss of each MoE layer in the first pass.
+        stats: dict of the statistics of each MoE layer in the first pass.
+        slopes: copies of the gate losses that the criterion reads. They are used to obtain the
+            gradients of the loss with respect to the gate losses.
+        numbers: values returned by the criterion for this batch.
     """
 
     sample: dict[str, Any]
@@ -69,13 +71,13 @@ class _Call:
 class DecoderPart(nn.Module):
     """A block that computes one part of the decoder.
 
-    The input is [B, T, D] from the part before, or token ids [B, T] for the embedding. The output
-    is [B, T, D], or the logits for the last part.
+    The input is the output [B, T, D] of the previous part. For the embedding it consists of token
+    ids [B, T]. The output has shape [B, T, D]. The last part returns the logits.
 
     Args:
-        decoder: the whole decoder, whose forward pass runs with only this part's modules.
-        number: index of the part: 0 for the embedding, then the layers, and last the output.
-        call: function that returns the state of the batch being computed.
+        decoder: the whole decoder, whose forward pass is run with only the modules of this part.
+        number: index of the part. The embedding is part 0, followed by the layers and the output.
+        call: function that returns the state of the batch that is being computed.
     """
 
     def __init__(self, decoder: Any, number: int, call: Callable[[], _Call]) -> None:
@@ -98,7 +100,9 @@ class DecoderPart(nn.Module):
         self._output, self._call = decoder.output_layer, call
 
     def forward(self, x: Tensor) -> Any:
-        """Compute the part. In its second pass an MoE layer also returns its share of the loss."""
+        """Compute the part. In its second pass an MoE layer also returns its contribution to the
+        loss.
+        """
         call, moe = self._call(), self.layer if self.layer in moe_layers(self) else None
         if moe is not None:
             moe.moe_layer.tokens_BT, moe.moe_layer.ignored = call.tokens, call.ignored
@@ -116,7 +120,8 @@ class DecoderPart(nn.Module):
 
 
 def _names(decoder: Any, first: bool) -> list[str]:
-    """Return the names of the decoder's modules before its layers, or of those after its layers.
+    """Return the names of the modules that the decoder runs before its layers, or of those that it
+    runs after its layers.
 
     Modules that share the weight of the embedding are left out.
     """
@@ -137,22 +142,24 @@ def _features(decoder: Any, names: Mapping[str, Any], x: Tensor, tokens: Tensor,
 
 
 class StreamedLanguageModel:
-    """A fairseq language model with streamed weights, for fairseq's trainer.
+    """A fairseq language model with streamed weights, in the form that fairseq's trainer needs.
 
     Args:
         cfg: settings, as passed to fairseq's trainer.
         task: task, as passed to fairseq's trainer.
-        model: model, as passed to fairseq's trainer. The weights are moved out of the model.
+        model: model, as passed to fairseq's trainer. The weights are moved out of this model.
         criterion: criterion, as passed to fairseq's trainer.
 
     Attributes:
-        trainer: the trainer of the parts.
-        optimizer: fairseq optimizer of all parts. In 16 bits it is wrapped in fairseq's optimizer.
-        whole: a model that reads and writes all weights for checkpoints.
-        task: fairseq's task, with its steps replaced by those of this class.
+        trainer: the `StreamedTrainer` of the parts.
+        optimizer: fairseq optimizer for all parts. In 16-bit training it is wrapped in fairseq's
+            16-bit optimizer.
+        whole: model that reads and writes all weights, for checkpoints.
+        task: fairseq's task, whose steps are replaced with those of this class.
     Raises:
-        ValueError: a setting does not fit streamed weights. The message names the remedy.
-        TierError: the tier has too little space for the weights.
+        ValueError: If a setting cannot be combined with streamed weights. The error message
+            contains the remedy.
+        TierError: If the storage tier is too small for the weights.
     """
 
     def __init__(self, cfg: Any, task: Any, model: Any, criterion: Any) -> None:
@@ -196,11 +203,11 @@ class StreamedLanguageModel:
         return built.optimizer
 
     def begin(self, given: Sequence[Given], updates: int) -> None:
-        """Set the batches of the next step, and the number of completed updates."""
+        """Set the batches of the next step and the number of completed updates."""
         self._given, self._numbers, self.trainer.steps = given, iter(()), updates
 
     def train_step(self, sample: Any, *_: Any, **__: Any) -> Numbers:
-        """Return the result of the next batch. The first call of a step computes all batches."""
+        """Return the result of the next batch. The first call in a step computes all batches."""
         numbers = next(self._numbers, None)
         if numbers is None:
             self._numbers = iter(self._passes())
@@ -231,7 +238,9 @@ class StreamedLanguageModel:
         return numbers
 
     def _loss(self, output: Tensor, call: _Call) -> Tensor:
-        """Call fairseq's criterion with the output and the layers' gate losses and statistics."""
+        """Call fairseq's criterion with the output of the model and the gate losses and statistics
+        of the layers.
+        """
         for layer, gate in call.gates.items():
             layer.gate_loss = call.slopes[layer] = gate.clone().requires_grad_()
             layer.moe_layer.stats = call.stats[layer]
@@ -245,12 +254,12 @@ class StreamedLanguageModel:
         return loss * 0 if call.ignored else loss
 
     def _size(self) -> float:
-        """Return the sample size of the step, summed as in fairseq."""
+        """Return the sample size of the step, summed in the same way as in fairseq."""
         sizes = [call.numbers[1] for call in self._calls]
         return 1.0 if self._calls[-1].ignored else float(sum(sizes)) or 1.0
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Return the model's state with the current weights, in host memory."""
+        """Return the state of the model with the current weights, in host memory."""
         self.trainer.settle()
         in_files = isinstance(self.trainer.tier, DiskTier)
         held = {id(p): x for block in self.trainer.blocks for p, x in zip(
@@ -262,10 +271,10 @@ class StreamedLanguageModel:
         return state
 
     def load_state_dict(self, state: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Load the state of a run with or without streamed weights.
+        """Load the state of a run, which may have used streamed weights or not.
 
         Raises:
-            RuntimeError: the state belongs to another model.
+            RuntimeError: If the state belongs to a different model.
         """
         self.model.upgrade_state_dict(state)
         self.trainer.settle()
@@ -296,7 +305,9 @@ def streamed_model(cfg: Any, task: Any, model: Any, criterion: Any
 
 
 def check(cfg: Any, task: Any, model: Any, criterion: Any) -> None:
-    """Raise `ValueError` if a setting does not fit streamed weights, with reason and remedy."""
+    """Raise a `ValueError` if a setting cannot be combined with streamed weights. The error message
+    contains the reason and the remedy.
+    """
     run, common, flags = run_settings(model), cfg.common, cfg.model
     config = moe_layers(model)[0].moe_layer.moe.config
     ranks, plain = cfg.distributed_training.distributed_world_size, "leave it out"

@@ -1,4 +1,4 @@
-"""fairseq's trainer for models with experts: gradient norm, skipped steps, checkpoints per rank.
+"""fairseq's trainer for models with experts, their gradient norm, skipped steps and checkpoints.
 
 A model without experts is trained exactly as by fairseq's trainer.
 """
@@ -55,7 +55,7 @@ _OF_STEP = "a collective of the training step (gradients in DistributedDataParal
 
 
 class MoETrainer(Trainer):
-    """fairseq's trainer with experts; `fairseq-train` uses it with our user dir (`compat`)."""
+    """fairseq's trainer for models with experts, which `fairseq-train` uses with this package."""
 
     def __init__(self, cfg: Any, task: Any, model: Any, criterion: Any,
                  quantizer: Any = None) -> None:
@@ -85,16 +85,16 @@ class MoETrainer(Trainer):
 
     @property
     def use_distributed_wrapper(self) -> bool:
-        """Whether `DistributedDataParallel` reduces the gradients."""
+        """True if `DistributedDataParallel` reduces the gradients."""
         return not of_run.completes_gradients(self._model) and super().use_distributed_wrapper
 
     @property
     def _group(self) -> Any:
-        """The data-parallel process group, or None with a single process."""
+        """The process group of the data-parallel ranks, or None if there is only one process."""
         return self.data_parallel_process_group if self.data_parallel_world_size > 1 else None
 
     def train_step(self, samples: Any, raise_oom: bool = False) -> Any:
-        """Perform fairseq's training step with the features of the run around it."""
+        """Run fairseq's training step together with the features of the run."""
         before = self.get_num_updates()
         step = StepInput(before + 1, lambda: self._prepare_sample(samples[0])[0],
                          lambda batch: self._criterion(self._model, batch)[0],
@@ -117,7 +117,9 @@ class MoETrainer(Trainer):
             return super().train_step(batches, raise_oom)
 
     def _prepare_sample(self, sample: Any, is_dummy: bool = False) -> tuple[Any, bool]:
-        """Prepare a batch as fairseq does. Layers ignore the tokens of a dummy batch."""
+        """Prepare a batch in the same way as fairseq. The layers ignore the tokens of a dummy
+        batch.
+        """
         prepared, dummy = super()._prepare_sample(sample, is_dummy)
         if dummy != self._dummy:
             self._dummy = dummy
@@ -126,7 +128,7 @@ class MoETrainer(Trainer):
         return prepared, dummy
 
     def get_train_iterator(self, *args: Any, **kwargs: Any) -> Any:
-        """Return fairseq's iterator, and record the number of batches per epoch."""
+        """Return fairseq's iterator, and store the number of batches per epoch."""
         batches = super().get_train_iterator(*args, **kwargs)
         self._epoch_batches = of_run.batches_of(batches)
         return batches
@@ -137,9 +139,9 @@ class MoETrainer(Trainer):
                                  *sums, ignore=ignore)
 
     def valid_step(self, sample: Any, raise_oom: bool = False) -> Any:
-        """Perform fairseq's validation step, and handle rows that exceed the bound.
+        """Run fairseq's validation step, and handle rows that exceed their buffer.
 
-        All ranks then raise an error or repeat the batch.
+        In this case all ranks either raise an error or repeat the batch.
         """
         original = super().valid_step
         self._validating = True
@@ -154,29 +156,29 @@ class MoETrainer(Trainer):
         return super()._reduce_and_log_stats(*args, **kwargs)
 
     def validated(self, numbers: Mapping[str, Any]) -> None:
-        """Report the values of fairseq's log to the run features, after each validation."""
+        """Pass the values of fairseq's log to the run features after each validation."""
         self.run.after_evaluation(self.get_num_updates(), of_run.dropped(numbers))
 
     @property
     def saves_every_rank(self) -> bool:
-        """Whether each rank writes and reads a separate checkpoint file."""
+        """True if each rank writes and reads a separate checkpoint file."""
         return self.has_experts and self.data_parallel_world_size > 1
 
     @property
     def checkpoint_suffix(self) -> str:
-        """The suffix `-rank-N` if each rank writes a separate file."""
+        """The suffix `-rank-N`, if each rank writes a separate file."""
         suffix = super().checkpoint_suffix
         return files.with_rank_suffix(suffix,
                                       self.data_parallel_rank) if self.saves_every_rank else suffix
 
     @property
     def should_save_checkpoint_on_current_rank(self) -> bool:
-        """True on every rank if each rank writes a separate file."""
+        """True on every rank, if each rank writes a separate file."""
         return self.saves_every_rank or super().should_save_checkpoint_on_current_rank
 
     @property
     def is_sharded(self) -> bool:
-        """Whether each rank stores only a part of the optimizer's state."""
+        """True if each rank stores only a part of the optimizer state."""
         return shards_optimizer_state(self.cfg) and self.data_parallel_world_size > 1
 
     @property
@@ -186,13 +188,13 @@ class MoETrainer(Trainer):
 
     @property
     def always_call_state_dict_during_save_checkpoint(self) -> bool:
-        """True if ranks must gather their parts for a checkpoint that one rank writes."""
+        """True if the ranks must gather their parts for a checkpoint that a single rank writes."""
         return self.is_sharded
 
     @property
     def model(self) -> Any:
-        """The wrapped model, the sharded model under `fully_sharded`, or with streamed weights an
-        object that has all weights.
+        """The wrapped model. Under `fully_sharded` it is the sharded model, and with streamed
+        weights an object that contains all weights.
         """
         if self.streamed is not None:
             return self.streamed.whole
@@ -241,7 +243,7 @@ class MoETrainer(Trainer):
             mark_replicas(copy, replicas_of(parameter))
 
     def average_replicas(self) -> None:
-        """Average gradients over the ranks that store this rank's experts now. Collective."""
+        """Average gradients over the ranks that store the same experts as this rank. Collective."""
         moe = moe_layers(self._model)[0].moe_layer.moe
         timeout_s = moe.config.comm.timeout_s
         world = TorchComm(self.data_parallel_process_group, timeout_s)
@@ -263,12 +265,12 @@ class MoETrainer(Trainer):
     def clip_grad_norm(self, clip_norm: float) -> Tensor:
         """Clip the gradients by their norm over all parameters, and return the norm.
 
-        Each expert is counted once, and the norm is equal on all ranks.
+        Each expert is included once, and the norm is equal on all ranks.
 
         Raises:
-            SkipStep: the norm is not finite or a replica was lost. All ranks then skip the step.
-            FloatingPointError: too many consecutive steps were skipped.
-            RowsOverflow, StepRepeat: rows exceeded the bound, see `resilience.overflow`.
+            SkipStep: If the norm is not finite or a replica was lost. All ranks then skip the step.
+            FloatingPointError: If too many consecutive steps were skipped.
+            RowsOverflow, StepRepeat: If rows exceeded their buffer. See `resilience.overflow`.
         """
         self.run.after_passes()
 
@@ -286,7 +288,7 @@ class MoETrainer(Trainer):
         return norm()
 
     def _check_grad_norms(self, grad_norm: Tensor) -> None:
-        """Check that all ranks have one norm. With votes, a single rank cannot end the run."""
+        """Check that all ranks have the same norm. With votes, a single rank cannot end the run."""
         if (votes := self.run.find(FileTurns)) is None:
             super()._check_grad_norms(grad_norm)
         else:
@@ -306,7 +308,7 @@ class MoETrainer(Trainer):
         return squared.sqrt().to(shared_norm.dtype)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return fairseq's state with a manifest of the ranks and experts that wrote it."""
+        """Return fairseq's state, with a manifest of the ranks and experts that wrote it."""
         state = super().state_dict()
         if (peers := self.run.find(PeerSteps)) is not None:
             state["extra_state"][_PEERS] = [peers.outer_state(block.number)
@@ -319,7 +321,7 @@ class MoETrainer(Trainer):
         return state
 
     def _parameter_names(self) -> list[str]:
-        """Names in the optimizer's order; empty if the optimizer stores them in another form."""
+        """Parameter names in the optimizer's order, or [] if the optimizer has a different form."""
         named = [*self._model.named_parameters(),
                  *((f"criterion.{name}", p) for name, p in self.criterion.named_parameters())]
         names = [name for name, parameter in named if parameter.requires_grad]
@@ -334,7 +336,7 @@ class MoETrainer(Trainer):
         }
 
     def save_checkpoint(self, filename: str, extra_state: dict[str, Any]) -> None:
-        """Write this rank's file, which gets its final name when all ranks have written theirs."""
+        """Write this rank's file. It gets its final name when all ranks have written theirs."""
         if files.is_crash_dump(filename) and is_ours(sys.exc_info()[1]):
             return None  # the error message is complete: a dump would not help
         if self.is_sharded and files.is_crash_dump(filename):
@@ -351,12 +353,12 @@ class MoETrainer(Trainer):
                    self.data_parallel_process_group)
 
     def load_checkpoint(self, filename: str, *args: Any, **kwargs: Any) -> Any:
-        """Load a checkpoint as fairseq does, after all ranks agreed on fitting files of one step.
+        """Load a checkpoint as fairseq does, after all ranks agreed on matching files of one step.
 
-        Another number of ranks may have written the files.
+        The files may have been written by a different number of ranks.
 
         Raises:
-            ValueError: files are missing or damaged, or have another expert count; on every rank.
+            ValueError: If files are missing or damaged or expert counts differ (on all ranks).
         """
         extra_state = self._load(filename, *args, **kwargs)
         if (peers := self.run.find(PeerSteps)) is not None and extra_state is not None:
@@ -382,12 +384,12 @@ class MoETrainer(Trainer):
 
 def norm_squared(parameters: list[torch.nn.Parameter], group: Any,
                  device: torch.device) -> Tensor:
-    """Return the sum of squared gradient entries over all ranks, float64, equal on every rank.
+    """Return the float64 sum of squared gradients over all ranks, which is equal on every rank.
 
-    A parameter stored by R ranks (`replicas_of`) counts once: its sum is divided by R before the
-    sum over ranks. A NaN or Inf on any rank reaches every rank in this way.
+    A parameter that is stored by R ranks (`replicas_of`) is included once. Its sum is divided by R
+    before the sum over ranks. In this way a NaN or Inf on any rank is visible on every rank.
 
-    Raises: CommError: the collective failed or timed out.
+    Raises: CommError: If the collective call failed or timed out.
     """
     squared = multi_tensor.squared_norm([p.grad for p in parameters], device,
                                         [replicas_of(p) for p in parameters])

@@ -1,4 +1,5 @@
-"""Votes in fairseq: detect where the batches of a file begin, and which of them count in the log.
+"""Votes in fairseq, with the detection of the point where the batches of a file begin, and of the
+batches that are included in the log.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ class FileTurns(StepVotes):
 
     Args:
         ballots: see `StepVotes`.
-        model: the model, not wrapped.
-        criterion: the criterion, not wrapped.
+        model: the model without its wrapper.
+        criterion: the criterion without its wrapper.
         group: process group of the data-parallel ranks.
     """
 
@@ -37,16 +38,18 @@ class FileTurns(StepVotes):
         self.criterion = criterion
 
     def reduce_by_vote(self, module: nn.Module) -> None:
-        """Vote on the gradients. This method replaces an optimizer's `all_reduce_grads`."""
+        """Vote on the gradients. This method replaces the method `all_reduce_grads` of an
+        optimizer.
+        """
         # fairseq averages gradients over ranks, and an expert's gradient is already divided by its
         # group
         scale = self.ballots.assignment.count / self.ballots.comm.size
         self.finish(scale / self.ballots.sharing.size, scale)
 
     def norm_squared(self, parameters: Sequence[nn.Parameter], device: torch.device) -> Tensor:
-        """Return the squared norm of a worker's gradients after the vote, float64.
+        """Return the squared norm of a worker's gradients after the vote, as a float64 tensor.
 
-        Each parameter counts once. Collective within the worker.
+        Each parameter is included once. This is a collective call of the ranks within the worker.
         """
         shared, experts = (
             multi_tensor.squared_norm([p.grad for p in parameters if is_expert(p) == expert],
@@ -54,12 +57,13 @@ class FileTurns(StepVotes):
         return shared + self.ballots.sharing.all_reduce(experts)
 
     def check_norm(self, norm: Tensor) -> None:
-        """Log a warning if ranks have another gradient norm than the majority. Collective.
+        """Log a warning if the gradient norm of some ranks differs from that of the majority.
+        Collective.
 
-        This replaces fairseq's check that all ranks have the same norm.
+        This method replaces fairseq's check that all ranks have the same norm.
 
         Raises:
-            FloatingPointError: there is no majority. Raised on all ranks.
+            FloatingPointError: If there is no majority. The error is raised on all ranks.
         """
         norms_K = self.ballots.comm.all_gather(norm.detach().double().view(1)).cpu()
         # the median is the norm of the majority, if there is one
@@ -80,7 +84,7 @@ class FileTurns(StepVotes):
 
     @contextmanager
     def around_step(self, step: StepInput) -> Iterator[None]:
-        """Perform the step with hooks around each call of the criterion."""
+        """Run the training step with hooks around each call of the criterion."""
         hooks = (self.criterion.register_forward_pre_hook(self._begin),
                  self.criterion.register_forward_hook(self._end))
         try:
@@ -106,11 +110,13 @@ class FileTurns(StepVotes):
             self._at += 1
 
     def counted(self, logged: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return the logged values of those batches that count. A batch counts on only one rank."""
+        """Return the logged values of those batches that are included in the log. A batch is
+        included on only one rank.
+        """
         kept = [entry for entry, batch in zip(logged, self.dealt, strict=False) if batch.counts]
         return kept or [{name: value * 0 for name, value in entry.items()} for entry in logged[:1]]
 
     def sample_size(self) -> float:
-        """Return the sample size of all files, agreed by vote. Collective."""
+        """Return the sample size of all files, on which the ranks agree by vote. Collective."""
         sizes = torch.tensor(self._sizes or [0.0], dtype=torch.float64)
         return float(self.agreed_sums(sizes.split(1)))

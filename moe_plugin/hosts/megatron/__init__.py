@@ -1,4 +1,5 @@
-"""Megatron-core host: module specs, the layer adapter, a training script and a launcher.
+"""Megatron-core host, which consists of module specs, the layer adapter, a training script and a
+launcher.
 
 Import the modules you need, for example `spec.swap_moe`, `layer.PluginMoELayer`, `train`,
 `launch` or `cpu`. Importing this package does not import Megatron.

@@ -1,7 +1,6 @@
-"""Megatron's load-balancing types and their coefficients.
+"""Checks of Megatron's load-balancing types and their coefficients.
 
-The settings `moe_router_load_balancing_type` and `moe_aux_loss_coeff` are each a single value or a
-list.
+`moe_router_load_balancing_type` and `moe_aux_loss_coeff` are each a single value or a list.
 """
 
 from __future__ import annotations
@@ -13,14 +12,15 @@ from moe_plugin.utils.messages import short
 
 
 def as_list(value: Any) -> list[Any]:
-    """Return a setting that is a single value or a sequence as a list."""
+    """Return a setting as a list. The setting is a single value or a sequence."""
     return list(value) if isinstance(value, (list, tuple)) else [value]
 
 
 def refuse_unknown(native: Any) -> None:
-    """Raise a `ValueError` for a balancing type that this Megatron's router does not know.
+    """Raise a `ValueError` if the installed Megatron's router does not support a load-balancing
+    type.
 
-    Megatron ignores an unknown type, so the load would not be balanced.
+    Megatron would ignore an unsupported type without an error, so the load would not be balanced.
     """
     known = balance_kinds(native)
     for kind in as_list(native.moe_router_load_balancing_type):
@@ -32,10 +32,10 @@ def refuse_unknown(native: Any) -> None:
 
 
 def refuse_unmatched(native: Any) -> None:
-    """Raise a `ValueError` if the numbers of types and coefficients differ, or if a type is
-    repeated.
+    """Raise a `ValueError` if the number of load-balancing types differs from the number of
+    coefficients, or if a type is repeated.
 
-    native: `TransformerConfig`, or the arguments from which it is built.
+    native: Megatron's `TransformerConfig`, or the arguments from which it is built.
     """
     kinds, weights = native.moe_router_load_balancing_type, native.moe_aux_loss_coeff
     count, given = len(as_list(kinds)), len(as_list(weights))
@@ -51,12 +51,12 @@ def refuse_unmatched(native: Any) -> None:
 
 
 def aux_coefficient(native: Any) -> float:
-    """Return the coefficient of the type aux_loss, or 0 if aux_loss is not among the types."""
+    """Return the coefficient of the load-balancing type `aux_loss`, or 0 if it is not used."""
     return float(sum(weight for kind, weight in _pairs(native) if kind == "aux_loss"))
 
 
 def router_balances(native: Any) -> bool:
-    """Return whether Megatron's router balances the load with these settings."""
+    """Return True if Megatron's router balances the load with the settings in `native`."""
     weighted = any(weight and "aux_loss" in kind for kind, weight in _pairs(native))
     others = any(kind != "none" and "aux_loss" not in kind
                  for kind in as_list(native.moe_router_load_balancing_type))

@@ -1,10 +1,11 @@
-"""Files of a checkpoint, which are either complete or absent.
+"""Reading and writing of checkpoint files.
 
-The file `moe_plugin.json` stores the sizes and checksums of all files and its own checksum. Each
-rank computes and verifies the checksums of its share of the files.
+The file `moe_plugin.json` of a checkpoint stores the sizes and checksums of all files, and a
+checksum of itself. The checksums are computed in parallel. Each rank processes a subset of the
+files.
 
-A checkpoint is written to a folder next to its final folder and renamed when it is complete. The
-file `latest_checkpointed_iteration.txt` is changed last.
+A checkpoint is written to a temporary folder, which is renamed to its final name when the
+checkpoint is complete. The file `latest_checkpointed_iteration.txt` is updated last.
 """
 
 from __future__ import annotations
@@ -39,14 +40,15 @@ _KEYS = {"files": dict, "model": dict, "layout": dict, "iteration": int, "consum
 
 
 def folder(root: str, iteration: int) -> str:
-    """Return the folder of the checkpoint of an iteration."""
+    """Return the path of the checkpoint folder for an iteration."""
     return os.path.join(root, f"iter_{iteration:07d}")
 
 
 def part_of(final: str) -> str:
-    """Create the empty folder in which a checkpoint is written before it is renamed to `final`.
+    """Create the empty temporary folder in which a checkpoint is written before it is renamed to
+    `final`.
 
-    This is a collective call. Returns the path of the folder.
+    This is a collective call. Returns the path of the temporary folder.
     """
     part = final + ".part"
 
@@ -60,14 +62,15 @@ def part_of(final: str) -> str:
 
 
 def refuse_not_finite(root: str, models: Iterable[torch.nn.Module], optimizer: Any) -> None:
-    """Raise an error if a weight, buffer or optimizer state is not finite on any rank. Collective.
+    """Raise an error on every rank if a weight, buffer or optimizer state is not finite on any
+    rank. Collective.
 
     Args:
-        root: folder of the checkpoints, for the message.
-        models: the models to check.
-        optimizer: Megatron's optimizer, or None without an optimizer.
+        root: folder that contains the checkpoints, for the error message.
+        models: model chunks whose weights and buffers are checked.
+        optimizer: Megatron's optimizer, or None if there is no optimizer.
     Raises:
-        FloatingPointError: a weight, buffer or optimizer state of any rank is not finite.
+        FloatingPointError: If a weight, buffer or optimizer state is not finite on any rank.
     """
     tensors = [tensor for model in models for tensor in model.state_dict().values()
                if isinstance(tensor, torch.Tensor)]
@@ -82,11 +85,12 @@ def refuse_not_finite(root: str, models: Iterable[torch.nn.Module], optimizer: A
 
 
 def together(folder: str, work: Callable[[], None]) -> None:
-    """Run `work` on every rank so that it succeeds or fails on all ranks. This is a collective
-    call.
+    """Call `work` on every rank, and raise an error on all ranks if it fails on any rank. This is a
+    collective call.
 
     Raises:
-        CheckpointError: `work` failed on a rank. The message contains the reason and the remedy.
+        CheckpointError: If `work` failed on any rank. The error message contains the reason and the
+            remedy.
     """
     error: BaseException | None = None
     try:
@@ -105,9 +109,10 @@ def together(folder: str, work: Callable[[], None]) -> None:
 
 
 def cause(error: BaseException) -> tuple[int, BaseException]:
-    """Return the rank that failed and the error of this rank.
+    """Return the index of the rank that failed, and the error raised on that rank.
 
-    A CheckpointException of torch is raised on all ranks and contains the error of the failed rank.
+    torch raises the same `CheckpointException` on all ranks, and it contains the error of the
+    failed rank.
     """
     if isinstance(error, CheckpointException) and error.failures:
         rank, (error, _) = min(error.failures.items())
@@ -128,7 +133,9 @@ def _not_written(folder: str, error: BaseException) -> str:
 
 
 def abandon(final: str) -> None:
-    """Remove the files of a save that failed on any rank. Only the first rank removes files."""
+    """Remove the files of a checkpoint whose save failed on any rank. The files are removed only by
+    the first rank.
+    """
     if dist.get_rank() == 0:
         shutil.rmtree(final + ".part", ignore_errors=True)
         with suppress(OSError):  # Megatron creates the final folder before it writes any file
@@ -137,9 +144,10 @@ def abandon(final: str) -> None:
 
 @contextmanager
 def readable(path: str) -> Iterator[None]:
-    """Convert errors in the block, which loads a checkpoint, to a `ValueError` with a remedy.
+    """Convert errors raised in the block, which loads a checkpoint, to a `ValueError` with a
+    remedy.
 
-    Megatron, torch and pickle raise many types of errors for a damaged file.
+    If a file is damaged, Megatron, torch and pickle raise errors of many types.
     """
     try:
         yield
@@ -150,12 +158,12 @@ def readable(path: str) -> Iterator[None]:
 
 
 def on_first_rank(path: str, work: Callable[[], Any]) -> Any:
-    """Run `work`, which reads a checkpoint, on the first rank and return its result on every rank.
+    """Call `work`, which reads a checkpoint, on the first rank and return the result on every rank.
 
     This is a collective call.
 
     Raises:
-        ValueError: `work` failed on the first rank. The error is raised on every rank. Errors of
+        ValueError: If `work` failed on the first rank. The error is raised on every rank. Errors of
             other types are converted by `unreadable`.
     """
     result: Any = None
@@ -179,8 +187,8 @@ def on_first_rank(path: str, work: Callable[[], Any]) -> Any:
 
 
 def unreadable(path: str, error: BaseException) -> ValueError:
-    """Return the error for a checkpoint that cannot be loaded, with instructions to use an
-    earlier one.
+    """Return an error that says that a checkpoint cannot be loaded, and recommends an earlier
+    checkpoint.
     """
     rank, what = cause(error)
     where = f" on rank {rank}" if rank != cause(what)[0] else ""
@@ -193,7 +201,7 @@ def unreadable(path: str, error: BaseException) -> ValueError:
 
 
 def gather(value: Any) -> list[Any]:
-    """Return the values of all ranks."""
+    """Gather a value from every rank and return the list of values."""
     return gather_objects(value, "the ranks' parts of a checkpoint")
 
 
@@ -202,24 +210,27 @@ def _share(names: list[str]) -> Iterator[str]:
 
 
 def sums(folder: str) -> dict[str, str]:
-    """Return the checksum of every file in a folder by name. This is a collective call."""
+    """Return a dict that maps the name of each file in a folder to its checksum. This is a
+    collective call.
+    """
     mine = {name: f"{checksums.crc_of(os.path.join(folder, name)):08x}"
             for name in _share(os.listdir(folder))}
     return {name: crc for part in gather(mine) for name, crc in part.items()}
 
 
 def write_meta(folder: str, values: Mapping[str, Any], sums_by_name: Mapping[str, str]) -> None:
-    """Write the description of a checkpoint with the sizes and checksums of its files."""
+    """Write the description of a checkpoint, with the sizes and checksums of the files."""
     sizes = {name: os.path.getsize(os.path.join(folder, name)) for name in sorted(sums_by_name)}
     write_whole(Path(folder, META), checksums.seal_json(
         {**values, "files": sizes, "checksums": dict(sums_by_name)}))
 
 
 def verified_meta(folder: str) -> dict[str, Any]:
-    """Return the description of a checkpoint after verifying all its files. A collective call.
+    """Verify all files of a checkpoint and return its description. A collective call.
 
     Raises:
-        CheckpointError: a file differs from its description. The error is raised on every rank.
+        CheckpointError: If a file does not match the description of the checkpoint. The error is
+            raised on every rank.
     """
     meta, sealed = _read_meta(folder)
     if not sealed and dist.get_rank() == 0:
@@ -254,7 +265,7 @@ def _read_meta(folder: str) -> tuple[dict[str, Any], bool]:
 
 
 def _wrong(folder: str, name: str, meta: Mapping[str, Any]) -> str:
-    """Return the error message for a damaged file, or "" if the file is intact."""
+    """Return an error message if a file is damaged, or "" if it is intact."""
     path, size = os.path.join(folder, name), meta["files"][name]
     found = os.path.getsize(path) if os.path.exists(path) else None
     if found != size:
@@ -269,10 +280,10 @@ def _wrong(folder: str, name: str, meta: Mapping[str, Any]) -> str:
 
 
 def older(root: str, iteration: int) -> list[int]:
-    """Return the iterations of the checkpoints before `iteration`, with the newest iteration first.
+    """Return the iterations of all checkpoints saved before `iteration`, in descending order.
 
-    The list is equal on all ranks. A folder without a description is ignored, because its save was
-    interrupted.
+    The list is equal on all ranks. A folder without a description is ignored, because it results
+    from an interrupted save.
     """
     names = os.listdir(root) if os.path.isdir(root) else []
     found = [int(name[1]) for name in map(re.compile(r"iter_(\d{7,})").fullmatch, names) if name]
@@ -281,23 +292,26 @@ def older(root: str, iteration: int) -> list[int]:
 
 
 def described(path: str) -> bool:
-    """Return whether a checkpoint folder contains a description, either ours or Megatron's."""
+    """Return True if a checkpoint folder contains a description written by this package or by
+    Megatron.
+    """
     return (os.path.exists(os.path.join(path, META)) or of_megatron_alone(path)
             or of_another_format(path))
 
 
 def of_megatron_alone(path: str) -> bool:
-    """Return whether a checkpoint was written by Megatron in the format `torch_dist`, without our
-    description.
+    """Return True if a checkpoint has Megatron's format `torch_dist`, but no description written by
+    this package.
     """
     return not os.path.exists(os.path.join(path, META)) and all(
         os.path.exists(os.path.join(path, name)) for name in (BACKEND, METADATA))
 
 
 def of_another_format(path: str) -> bool:
-    """Return whether a checkpoint has a format that only Megatron can read.
+    """Return True if only Megatron can read the format of a checkpoint.
 
-    These formats are one file per rank, and torch's distributed format without Megatron's files.
+    These formats are Megatron's format with one file per rank, and torch's distributed format
+    without Megatron's files.
     """
     names = os.listdir(path) if os.path.isdir(path) else []
     return any(name.startswith("mp_rank_0") for name in names) or (
@@ -305,7 +319,7 @@ def of_another_format(path: str) -> bool:
 
 
 def tracked(root: str) -> str | None:
-    """Return the text of the file that names the newest checkpoint, or None if the file is
+    """Return the content of the file that records the newest checkpoint, or None if the file is
     missing.
     """
     path = os.path.join(root, LATEST)
@@ -317,10 +331,10 @@ def tracked(root: str) -> str | None:
 
 
 def latest(root: str) -> int | None:
-    """Return the iteration of the newest checkpoint, or None without a checkpoint.
+    """Return the iteration of the newest checkpoint, or None if there is no checkpoint.
 
     Raises:
-        ValueError: the file that names the newest checkpoint is damaged.
+        ValueError: If the file that records the newest checkpoint is damaged.
     """
     text = tracked(root)
     if text is None:
@@ -334,12 +348,13 @@ def latest(root: str) -> int | None:
 
 def newest_whole(root: str, iteration: int, verified: Callable[[str], dict[str, Any]] | None = None
                  ) -> tuple[str, dict[str, Any]]:
-    """Return folder and description of the newest intact checkpoint up to an iteration. Collective.
+    """Return the folder and description of the newest intact checkpoint saved no later than an
+    iteration. Collective.
 
-    verified: function that verifies a folder and returns its description. Defaults to
+    verified: function that verifies a checkpoint folder and returns the description. Defaults to
         `verified_meta`.
     Raises:
-        CheckpointError: no checkpoint is intact.
+        CheckpointError: If no checkpoint is intact.
     """
     verified = verified or verified_meta
     try:
@@ -359,13 +374,15 @@ def newest_whole(root: str, iteration: int, verified: Callable[[str], dict[str, 
 
 
 def say_lost(root: str) -> None:
-    """Log a warning that the file which names the newest checkpoint is missing or empty."""
+    """Log a warning that the file that records the newest checkpoint is missing or empty."""
     logger.warning("%s is missing or empty in %s: training resumes from its newest "
                    "checkpoint", LATEST, root)
 
 
 def nothing_found(root: str, evaluates: bool) -> None:
-    """Warn that training starts from the beginning, or raise a `ValueError` for an evaluation."""
+    """If no checkpoint was found, warn that training starts from scratch, or raise a `ValueError`
+    in an evaluation run.
+    """
     if evaluates:
         raise ValueError(f"no checkpoint found in {root}, so there is nothing to evaluate. Set "
                          "--load to the folder of a run that contains iter_... folders.")

@@ -1,7 +1,8 @@
-"""Conversion of text to Megatron's indexed dataset (`.bin` + `.idx`) with bytes as tokens.
+"""Conversion of text to Megatron's indexed dataset format (`.bin` and `.idx` files), with bytes as
+tokens.
 
 The vocabulary consists of the 256 bytes and an end-of-document token (256). No tokenizer file and
-no download is needed, and every text can be encoded.
+no download is needed, and any text can be encoded.
 
     python -m moe_plugin.hosts.megatron.data --input corpus.txt --output-prefix data/corpus
 """
@@ -24,10 +25,10 @@ BYTE_VOCABULARY = 257
 def documents(path: str) -> Iterator[bytes]:
     """Yield the documents of a text file.
 
-    A document is a run of lines between blank lines, with its line breaks.
+    A document is a sequence of lines between blank lines, including the line breaks.
 
     Raises:
-        ValueError: the file cannot be read.
+        ValueError: If the file cannot be read.
     """
     check_input(path, "text file", "give the path of a text file")
     try:
@@ -53,10 +54,10 @@ def write_indexed(texts: Iterable[bytes], prefix: str) -> int:
     The two files are written under temporary names and then renamed, so incomplete files never
     appear.
 
-    Returns: the number of tokens.
+    Returns: the number of tokens written.
 
     Raises:
-        ValueError: the input contains no text, or a file cannot be written.
+        ValueError: If the input contains no text, or if a file cannot be read or written.
     """
     make_folder(os.path.dirname(os.path.abspath(prefix)))
     for suffix in (".bin", ".idx", ".bin.part", ".idx.part"):
@@ -108,7 +109,7 @@ def check_prefix(prefix: str) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Write an indexed dataset from a text file."""
+    """Command-line entry point that converts a text file to an indexed dataset."""
     parser = Parser(prog="python -m moe_plugin.hosts.megatron.data", description=main.__doc__)
     parser.add_argument("--input", required=True, help="text file; blank lines separate documents")
     parser.add_argument("--output-prefix", required=True,

@@ -1,6 +1,6 @@
-"""The end of a run: one-line messages for usage errors, and the exit status.
+"""The end of a run, with one-line messages for usage errors and the exit status.
 
-If one rank fails, all ranks report the same reason and end with the same status.
+If one rank fails, all ranks report the same reason and exit with the same status.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ _OF_USE = ValueError, AssertionError, RuntimeError, NotImplementedError, ImportE
 
 
 def status_of(prog: str, work: Callable[[], object], given: Callable[[], Mapping[str, Any]]) -> int:
-    """Run the whole work of a process and return its exit status.
+    """Call the main function of a process and return the exit status.
 
-    Usage errors end with a message and status 2. Numbers that remain non-finite, wrong results of a
-    rank, a full disk, and the end of another rank lead to a message and status 1 on every rank.
-    Only the first rank that has a message prints the message.
+    A usage error results in a message and exit status 2. Numbers that remain non-finite, wrong
+    results of a rank, a full disk, and the termination of another rank result in a message and exit
+    status 1 on every rank. The message is printed only by the first rank that has one.
 
     Args:
-        prog: the program's name, which starts the message.
-        work: the function to run.
-        given: function that returns the parsed arguments by name, so that messages use the names of
+        prog: name of the program, with which the message starts.
+        work: main function of the process.
+        given: function that returns a dict of the parsed arguments, so that messages can name the
             settings that the user wrote.
     """
     status = 0
@@ -86,10 +86,10 @@ def status_of(prog: str, work: Callable[[], object], given: Callable[[], Mapping
 
 
 def end_process(main: Callable[[], int]) -> None:
-    """Run the main function and end the process with its status.
+    """Run the main function and exit the process with the returned status.
 
-    After an error the process ends at once, without waiting for the threads of process groups in
-    which other ranks still work.
+    After an error the process exits immediately, without waiting for the threads of process groups
+    on which other ranks are still working.
     """
     try:
         status = main()
@@ -103,10 +103,10 @@ def end_process(main: Callable[[], int]) -> None:
 
 
 def of_a_script(error: Exception) -> str | None:
-    """Return the message of an error that needs no traceback, or None if the traceback is needed.
+    """Return the message for an error that needs no traceback, or None if the traceback is needed.
 
     A `ValueError` raised by user code needs a traceback. No traceback is needed for a `ValueError`
-    raised by this package or an error from Megatron's argument checks.
+    raised by this package, or for an error raised by Megatron's checks of arguments.
     """
     last = traceback.extract_tb(error.__traceback__)[-1]
     if _of_megatrons_checks(error):
@@ -120,13 +120,13 @@ def of_a_script(error: Exception) -> str | None:
 
 
 def _of_megatrons_checks(error: Exception) -> bool:
-    """Return whether the error was raised by Megatron's checks of arguments and parallel sizes."""
+    """Return True if the error was raised by Megatron's checks of arguments and parallel sizes."""
     last = traceback.extract_tb(error.__traceback__)[-1]
     return isinstance(error, _OF_USE) and last.filename.endswith(_CHECKS)
 
 
 def _remedy(last: traceback.FrameSummary, said: str) -> str:
-    """Return a remedy to append to Megatron's message, or "" if no remedy is known."""
+    """Return a remedy that is appended to Megatron's error message, or "" if no remedy is known."""
     if last.name == "_check_and_set":  # compares the checkpoint's schedule with the arguments
         return "; add --override-opt_param-scheduler to use the values of this run"
     if "scheduler" in last.filename and "decay_steps" in said:

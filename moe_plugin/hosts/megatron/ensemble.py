@@ -1,7 +1,7 @@
 """Confident multiple choice learning with Megatron.
 
-The module contains prediction heads for a GPT model, for which the loss with labels is the
-confident oracle loss, and a run feature that counts the wrong predictions of the heads.
+The module contains prediction heads for a GPT model, whose loss is the confident oracle loss, and a
+run feature that counts the wrong predictions of the heads.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ _COUNTS = 1 + len(_ERRORS)  # the number of tokens, and the number of wrong toke
 
 
 def ensemble_of(args: argparse.Namespace) -> EnsembleSettings | None:
-    """Return the ensemble that a training run's arguments ask for, or None for a single output
+    """Return the ensemble that the arguments of a training run request, or None for a single output
     layer.
 
     Raises:
-        ValueError: an argument is out of bounds or cannot be combined with an ensemble.
+        ValueError: If an argument is out of bounds or cannot be combined with an ensemble.
     """
     if not args.ensemble_heads:
         return given_settings(args, FLAGS)
@@ -67,10 +67,11 @@ def ensemble_of(args: argparse.Namespace) -> EnsembleSettings | None:
 
 
 class _OutputHeads(nn.Module):
-    """Heads behind the interface of Megatron's output layer: [S, B, H] to ([S, B, M, V], None).
+    """Prediction heads with the interface of Megatron's output layer, which maps [S, B, H] to ([S,
+    B, M, V], None).
 
-    In checkpoints the parameter that computes the logits is named `weight`, because Megatron looks
-    for this name.
+    In checkpoints the parameter that computes the logits is named `weight`, because Megatron
+    requires a parameter of this name.
     """
 
     _NAMES = ("heads.w_out_MHC", "weight")  # name in this module, name in checkpoints
@@ -98,21 +99,22 @@ def _to_load(layer: _OutputHeads, state: dict[str, Any], prefix: str, *_unused: 
 
 def add_heads(model: nn.Module, ensemble: EnsembleSettings, classes: int | None = None
               ) -> nn.Module:
-    """Replace the output layer of a GPT model by an ensemble of heads.
+    """Replace the output layer of a GPT model with an ensemble of heads.
 
     Without labels the model then returns logits [B, S, M, V]. With labels the model returns the
-    confident oracle loss of each token, float32 [B, S], which is 0 where the `loss_mask` [B, S] is
-    0. In evaluation the divergence of heads that are not responsible is exact.
+    confident oracle loss of each token as a float32 tensor [B, S], which is 0 where the `loss_mask`
+    [B, S] is 0. In evaluation the divergence is computed exactly for heads that are not responsible
+    for a token.
 
-    On stages without an output layer nothing is changed. Call this function before the model is
+    Pipeline stages without an output layer are not changed. Call this function before the model is
     wrapped for data parallelism.
 
-    classes: number of token ids that occur. Heads that are not responsible are pulled to the
-        uniform distribution over these ids. Defaults to the model's vocabulary size, which Megatron
-        pads.
+    classes: number of token ids that occur in the data. Heads that are not responsible for a token
+        are pulled towards the uniform distribution over these token ids. The default is the
+        vocabulary size of the model, which Megatron pads.
     Raises:
-        ValueError: tensor parallelism is used, which would split the output layer over ranks, or
-            the output layer shares the weights of the embeddings.
+        ValueError: If tensor parallelism is used, which would split the output layer over ranks, or
+            if the output layer shares the weights of the embeddings.
     """
     config = model.config
     if config.tensor_model_parallel_size > 1:
@@ -136,13 +138,14 @@ def add_heads(model: nn.Module, ensemble: EnsembleSettings, classes: int | None 
 
 
 class OracleLosses:
-    """Replacement for the `compute_language_model_loss` of a GPT model.
+    """Replacement for the method `compute_language_model_loss` of a GPT model.
 
     Attributes:
-        counts: float64 [3], the number of tokens and the number of wrong tokens in the order of the
-            log's names, accumulated until `counts` is set to None. In evaluation the concatenated
-            `confidence_histograms` in the order of `HISTOGRAMS`, [H * BINS], are appended.
-        training: whether the latest counts belong to a training step.
+        counts: float64 tensor [3] with the number of tokens and the numbers of wrong tokens, in the
+            order of their names in the log. The counts are accumulated until `counts` is set to
+            None. In evaluation the confidence histograms [H * BINS], concatenated in the order of
+            `HISTOGRAMS`, are appended.
+        training: True if the latest counts belong to a training step.
     """
 
     def __init__(self, ensemble: EnsembleSettings) -> None:
@@ -151,7 +154,9 @@ class OracleLosses:
         self._mask_BS: Tensor | None = None
 
     def take_mask(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        """Record the loss mask. This is a hook that runs before the model's forward pass."""
+        """Store the loss mask of the current micro-batch. This method is a hook that runs before
+        the forward pass of the model.
+        """
         self._mask_BS, self.training = kwargs.get("loss_mask"), model.training
 
     def __call__(self, labels_BS: Tensor, logits_SBMV: Tensor) -> Tensor:
@@ -172,14 +177,15 @@ class OracleLosses:
 
 
 class EnsembleErrors(RunFeature):
-    """A run feature that counts the wrong predictions of the heads in a model.
+    """A run feature that counts the wrong predictions of the ensemble heads in a model.
 
-    Place this feature after the features that skip or repeat a step.
+    This feature must be placed after the features that skip or repeat a step.
 
-    chunks: chunks of the model. On stages without an output layer the chunks contain no heads.
+    chunks: model chunks of the current pipeline stage. On stages without an output layer the model
+        chunks contain no heads.
 
     Attributes:
-        has_heads: whether the chunks contain heads.
+        has_heads: True if the model chunks contain heads.
     """
 
     def __init__(self, chunks: Sequence[nn.Module]) -> None:
@@ -209,13 +215,13 @@ class EnsembleErrors(RunFeature):
                 self._steps += loss.counts.cpu()
 
     def numbers(self) -> dict[str, float]:
-        """Return the error rates over the tokens since the last call. This is a collective call."""
+        """Return the error rates over all tokens since the last call. This is a collective call."""
         counts = _of_all(self._steps)
         self._steps.zero_()
         return _rates(counts)
 
     def evaluated(self) -> dict[str, Any]:
-        """Return the error rates and the confidence histograms of the last evaluation."""
+        """Return the error rates and the confidence histograms of the latest evaluation."""
         counts = _of_all(self._evaluation)
         self._evaluation.zero_()
         sure = counts[_COUNTS:].view(len(HISTOGRAMS), BINS).long().tolist()

@@ -1,10 +1,11 @@
-"""Loading of distributed checkpoints in which the experts have the other layout.
+"""Loading of distributed checkpoints in which the experts are stored in a different layout.
 
-Checkpoints of Megatron's own experts can be loaded into our layers, and checkpoints of our experts
-into Megatron's own layers. The names and orders are defined in
-`checkpoint.formats.megatron.experts`. If the checkpoint does not contain the name of a sharded
-tensor, the tensor is replaced by a factory that requests the other name and converts the loaded
-values. Optimizer state is converted like its parameter.
+Checkpoints of Megatron's own experts can be loaded into this package's layers, and checkpoints of
+this package's experts into Megatron's own layers. The parameter names and the order of their
+dimensions are defined in `checkpoint.formats.megatron.experts`. If the checkpoint does not contain
+a sharded tensor under its name, the tensor is replaced with a factory that requests the other
+layout's name and converts the loaded values. Optimizer state is converted in the same way as its
+parameter.
 """
 
 from __future__ import annotations
@@ -44,15 +45,18 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 def load(original: Callable[..., Any], given: dict[str, Any]) -> Any:
-    """Run `megatron.core.dist_checkpointing.load` for either layout of the experts.
+    """Call `megatron.core.dist_checkpointing.load` for a checkpoint in which the experts have
+    either layout.
 
     Args:
         original: Megatron's `load`.
-        given: arguments of `load`. The optimizers and parameter groups of "optimizer" in the
-            sharded state dict may differ from the checkpoint's common state, which is then adapted.
+        given: arguments of `dist_checkpointing.load`. If the optimizers and parameter groups of
+            "optimizer" in the sharded state dict differ from those in the checkpoint's common
+            state, the common state is adapted.
     Raises:
-        CheckpointError: the experts have the other layout, and optimizer state stored by buckets is
-            requested. Buckets place parameters differently in the other layout.
+        CheckpointError: If the experts have the other layout, and optimizer state that is stored by
+            buckets is requested. In the other layout the parameters have different positions in the
+            buckets.
     """
     state, path = given["sharded_state_dict"], given["checkpoint_dir"]
     if not (Path(path) / METADATA).is_file():  # not written by torch's backend
@@ -83,7 +87,9 @@ def load(original: Callable[..., Any], given: dict[str, Any]) -> Any:
 
 
 def _with_optimizer(wanted: Any, common: dict[str, Any]) -> dict[str, Any]:
-    """Return the common state with the optimizers and parameter groups of this run."""
+    """Return the common state, in which the optimizers and parameter groups are those of the
+    current run.
+    """
     # state stored as objects (dp_reshardable) can be read only by the ranks that wrote it, with
     # the same optimizers, so it needs no adaptation
     whole = not any(isinstance(value, ShardedObject) for part in optimizer_parts(wanted)
@@ -113,7 +119,7 @@ def _replaced(leaf: Any, known: set[str], shapes: Shapes) -> Any:
 
 def _as_native(leaf: ShardedTensor, name: str, other: str,
                shape: tuple[int, ...]) -> ShardedTensorFactory:
-    """Return a factory that requests our tensor in Megatron's layout."""
+    """Return a factory that requests this package's tensor in Megatron's layout."""
     (theirs, swap), ahead = _THEIRS[name], leaf.prepend_axis_num
     order = _swapped if swap else tuple
     whole, offset, parts = (list(order(one)) for one in (
@@ -135,7 +141,7 @@ def _as_native(leaf: ShardedTensor, name: str, other: str,
 
 def _as_ours(leaf: ShardedTensor | ShardedTensorFactory, prefix: str, name: str,
              known: set[str]) -> ShardedTensorFactory:
-    """Return a factory that requests Megatron's tensor in our layout."""
+    """Return a factory that requests Megatron's tensor in this package's layout."""
     names, swap = PAIRS[name]  # the gate is the first of two
     gated = len(names) == 2 and prefix + names[0] in known
 

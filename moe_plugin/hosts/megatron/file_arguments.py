@@ -1,18 +1,18 @@
-"""Megatron's arguments in the file of `--moe-config`, and single settings on the command line.
+"""Megatron's arguments in the file of `--moe-config`, and individual settings on the command line.
 
     megatron:                       # names of the script's arguments, with - or _
       num_layers: 4
       moe_router_load_balancing_type: [aux_loss, seq_aux_loss]
       swiglu: true
       disable_bias_linear: true     # or add_bias_linear: false, by the attribute's name
-    router: {fp32: true}            # our settings, in the same file
+    router: {fp32: true}            # settings of this package, in the same file
 
-Words such as `megatron.num_layers=8` and `router.fp32=false` on the command line override the
-file, and flags override both. The section `megatron` is converted to words that are put before
-the words of the command line, so that Megatron's own parser checks types and choices. If
-Megatron has an argument for one of our settings in the file, this argument is added before the
-section (`num_experts: 8` becomes `--num-experts 8`). A contradicting argument raises an error
-when a layer is built.
+Settings such as `megatron.num_layers=8` and `router.fp32=false` on the command line override the
+file, and flags override both. The section `megatron` is converted to command-line words that are
+inserted before the user's words, so that Megatron's own parser checks types and choices. If the
+file contains a setting of this package for which Megatron has its own argument, this argument is
+also inserted (`num_experts: 8` becomes `--num-experts 8`). If an argument contradicts the file, an
+error is raised when a layer is built.
 """
 
 from __future__ import annotations
@@ -57,13 +57,14 @@ Parser = argparse.ArgumentParser
 
 @dataclass(frozen=True)
 class FileArguments:
-    """The arguments of a command line and of the settings file it names.
+    """The arguments that a command line and its settings file contain.
 
     Attributes:
-        words: the command line without Megatron's settings; our settings are converted to flags.
-        path: path of the file, or None without `--moe-config`.
-        section: Megatron's arguments by the names that the user wrote.
-        settings: our settings in the file, by dotted path.
+        words: list of the command-line words without Megatron's settings. Settings of this package
+            are converted to flags.
+        path: path of the settings file, or None without `--moe-config`.
+        section: dict of Megatron's arguments, under the names that the user wrote.
+        settings: dict of this package's settings in the file, by dotted path.
     """
 
     words: list[str]
@@ -72,13 +73,14 @@ class FileArguments:
     settings: Mapping[str, Any]
 
     def before_those_of(self, parser: Parser) -> tuple[list[str], dict[str, bool]]:
-        """Return command-line words for Megatron's arguments in the file, and attributes without
-        words.
+        """Return the command-line words for Megatron's arguments in the file, and the attributes
+        that cannot be expressed as words.
 
-        The attributes are the values of switches that no word on the command line can set.
+        These attributes are the values of switches that no command-line word can set.
 
         Raises:
-            ValueError: the parser has no such argument, or the argument does not accept the value.
+            ValueError: If the parser does not define the argument, or if the argument does not
+                accept the value.
         """
         kept: dict[str, bool] = {}
         known = {action.dest for action in parser._actions}
@@ -88,8 +90,8 @@ class FileArguments:
                         for word in self._words(parser, name, value, kept)], kept
 
     def _words(self, parser: Parser, name: str, value: Any, kept: dict[str, bool]) -> list[str]:
-        """Return the words for one argument; attributes that no flag can set are added to
-        `kept`.
+        """Return the command-line words for one argument, and add attributes that no flag can set
+        to `kept`.
         """
         key = str(name).replace("-", "_")
         if value is None:
@@ -116,14 +118,15 @@ class FileArguments:
 
 
 class _Nothing:
-    """Placeholder for a value that a file leaves empty."""
+    """Placeholder for an argument whose value is empty in the file."""
 
 
 def reads_file(parser: Parser) -> Parser:
-    """Make a parser read the file of `--moe-config` and single settings, and return the parser.
+    """Make a parser also read the file of `--moe-config` and individual settings, and return the
+    parser.
 
-    The arguments found there (see `file_arguments`) are parsed before the words of the command
-    line.
+    The arguments found in the file (see `file_arguments`) are parsed before the words of the
+    command line.
     """
     parse = parser.parse_known_args
 
@@ -142,11 +145,11 @@ def reads_file(parser: Parser) -> Parser:
 
 
 def file_arguments(words: Iterable[str]) -> FileArguments:
-    """Return the settings file and the single settings that a command line contains.
+    """Return the settings file and the individual settings that a command line contains.
 
     Raises:
-        ValueError: the file cannot be read, its section is not a mapping, a setting does not exist,
-            or `--yaml-cfg` is used.
+        ValueError: If the file cannot be read, its section is not a mapping, a setting does not
+            exist, or `--yaml-cfg` is used.
     """
     kept, section, path, trusted = list[str](), dict[str, Any](), None, False
     words = list(words)
@@ -183,7 +186,7 @@ def _section_of(path: str | None) -> dict[str, Any]:
 
 
 def _as_in_file(section: Mapping[str, Any], path: str | None) -> dict[str, Any]:
-    """Return the section with its names spelled as in the file, with - or _."""
+    """Return the section with the names as they are spelled in the file, with - or _."""
     in_file = {name.replace("-", "_"): name for name in _section_of(path)}
     return {in_file.get(name.replace("-", "_"), name): value for name, value in section.items()}
 
@@ -198,7 +201,9 @@ def _value(text: str) -> Any:
 
 
 def _as_flag(path: str, text: str) -> str | None:
-    """Return the flag for one of our settings by its dotted path, or None for other paths."""
+    """Return the flag for a setting of this package, which is given by its dotted path, or None for
+    any other path.
+    """
     specs = {spec.path: spec for spec in setting_specs()}
     if path in NATIVE_ARGUMENTS:
         raise ValueError(f"{path}={short(text)} cannot be set here, because Megatron has its own "
@@ -213,7 +218,7 @@ def _as_flag(path: str, text: str) -> str | None:
 
 def _by_attribute(where: str, actions: list[argparse.Action], value: Any,
                   kept: dict[str, bool]) -> list[str]:
-    """Return the words that set the attribute of these actions to a value."""
+    """Return the command-line words that set the attribute of these parser actions to a value."""
     for action in actions:
         if isinstance(action, argparse.BooleanOptionalAction):
             if isinstance(value, bool):

@@ -1,4 +1,6 @@
-"""Checks of the ranks' results: twins that compute the same micro-batch, and votes on gradients."""
+"""Checks of the ranks' results by twins, which compute the same micro-batch, and by votes on
+gradients.
+"""
 
 from __future__ import annotations
 
@@ -27,13 +29,13 @@ Passes = Callable[[list[Iterator[Any]], int], Logged]
 
 def guard_of(args: argparse.Namespace, settings: Mapping[str, Any],
              guard: GuardConfig | None = None) -> GuardConfig:
-    """Return the checks that a run asks for.
+    """Return the checks that the settings of a run request.
 
-    guard: the guard settings with which the layers were built. Defaults to the guard settings in
-        `settings`.
+    guard: the guard settings with which the layers were built. By default the guard settings in
+        `settings` are used.
     Raises:
-        ValueError: the run does not support the checks. The message contains the setting, the
-            reason and the remedy.
+        ValueError: If the run does not support the requested checks. The error message contains the
+            setting, the reason and the remedy.
     """
     guard = run_config(settings).guard if guard is None else guard
     if not (guard.twins or guard.votes):
@@ -92,7 +94,8 @@ def _check_votes(args: argparse.Namespace, settings: Mapping[str, Any], guard: G
 def twins_apart(chunks: Sequence[Any]) -> Iterator[None]:
     """Restore the state that a check of twins changes in Megatron when the block ends.
 
-    Parameters are gathered and the chunks are set to training mode before the block starts.
+    Before the block starts, the parameters are gathered and the model chunks are set to training
+    mode.
     """
     losses = core.losses_so_far()
     gather(chunks)
@@ -103,18 +106,18 @@ def twins_apart(chunks: Sequence[Any]) -> Iterator[None]:
 
 
 class FileSteps(StepVotes):
-    """`StepVotes` over the micro-batches of all ranks, which every rank reads.
+    """`StepVotes` over the micro-batches of all ranks. Every rank reads all of these micro-batches.
 
-    The forward and backward passes of each file run separately.
+    The forward and backward passes are run separately for each file.
 
     Args:
         guard: the checks to run.
-        chunks: the single model chunk; its own reduction of gradients is turned off.
+        chunks: list with the single model chunk, whose own gradient reduction is disabled.
         config: `TransformerConfig`.
-        microbatches: number of micro-batches per step on each rank without votes.
+        microbatches: number of micro-batches per step that each rank would compute without votes.
     Raises:
-        ValueError: no assignment exists for these ranks, files would have different sizes, or a
-            router follows loads that ranks report.
+        ValueError: If no assignment exists for this number of ranks, if files would have different
+            sizes, or if a router depends on loads reported by ranks.
     """
 
     def __init__(self, guard: GuardConfig, chunks: Sequence[Any], config: Any,
@@ -139,20 +142,23 @@ class FileSteps(StepVotes):
         self.chunk.finish_grad_sync = lambda **_: None
 
     def batches(self, own: list[Any]) -> list[Any]:
-        """Return this worker's micro-batches. `own` contains the micro-batches of all ranks."""
+        """Return the micro-batches that are assigned to the current worker. `own` contains the
+        micro-batches of all ranks.
+        """
         return self.deal(own)
 
     def compute(self, passes: Passes, sums: Callable[[Logged], Tensor]) -> Tensor:
-        """Compute all gradients of the step and return the logged sums of all ranks.
+        """Compute all gradients of the step, and return the logged sums over all ranks.
 
-        The sums are float64, starting with the sum of losses and the number of tokens. On stages
-        other than the last stage the returned tensor is empty. This is a collective call.
+        The sums are a float64 tensor that starts with the sum of losses and the number of tokens.
+        On all pipeline stages except the last one, the returned tensor is empty. This is a
+        collective call.
 
         Args:
-            passes: function that runs Megatron's forward and backward passes on the given number of
+            passes: function that runs Megatron's forward and backward passes on a given number of
                 micro-batches.
-            sums: function that reduces the logged values of some micro-batches to a float tensor
-                [2] or longer.
+            sums: function that reduces the logged values of several micro-batches to a float tensor
+                with at least two elements.
         """
         config = self.config
         finalize, config.finalize_model_grads_func = config.finalize_model_grads_func, None
@@ -173,11 +179,11 @@ class FileSteps(StepVotes):
         return agreed.cpu()
 
     def log_once(self, before: Mapping[str, Tensor]) -> None:
-        """Count each micro-batch once in Megatron's log of auxiliary losses.
+        """Make each micro-batch count once in Megatron's log of auxiliary losses.
 
-        Without this correction a micro-batch would be counted by each worker that computes it.
+        Without this correction a micro-batch would be counted by every worker that computes it.
 
-        before: the log's sums before `compute`, see `core.losses_so_far`.
+        before: the logged sums before `compute`, as returned by `core.losses_so_far`.
         """
         sums = core.losses_so_far()
         core.set_logged_losses({

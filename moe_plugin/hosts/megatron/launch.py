@@ -1,14 +1,16 @@
-r"""Run Megatron's own training script with our arguments in addition to Megatron's arguments.
+r"""Run Megatron's own training script with arguments of this package in addition to Megatron's
+arguments.
 
     torchrun --nproc_per_node 8 -m moe_plugin.hosts.megatron.launch pretrain_gpt.py \
         --spec moe_plugin.hosts.megatron.spec moe_layer --moe-config settings.yaml --num-experts 64
         ...
 
-The script is run unchanged. The name `pretrain_gpt_moe` without a path selects the short script of
-this package (`examples`). Our arguments are added through Megatron's `extra_args_provider`, which
-exists for arguments of scripts, and the layer reads them from Megatron's parsed arguments.
-Megatron's arguments can also be written into the file of `--moe-config` (see `file_arguments`).
-Without a GPU, or with `--moe-cpu` before the script's name, the script runs on the CPU.
+The script is run unchanged. The name `pretrain_gpt_moe` without a path selects this package's short
+script in `examples`. The arguments of this package are added through Megatron's
+`extra_args_provider`, which is meant for arguments of scripts, and the layer reads them from
+Megatron's parsed arguments. Megatron's arguments can also be written in the file of `--moe-config`
+(see `file_arguments`). Without a GPU, or with `--moe-cpu` before the script's name, the script runs
+on the CPU.
 """
 
 from __future__ import annotations
@@ -53,11 +55,12 @@ EXAMPLES = Path(__file__).with_name("examples")
 
 
 def extra_args_provider(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add our generated flags to a parser and let the parser read the file of `--moe-config`.
+    """Add this package's generated flags to a parser, and make the parser read the file of
+    `--moe-config`.
 
-    Flags with a native equivalent are left out. The flags of `own_flags`, of ensembles and of
-    replicas are included. Scripts that call Megatron's `pretrain` directly can pass this function
-    to it.
+    Flags that have an equivalent in Megatron are left out. The flags of `own_flags`, of ensembles
+    and of replicas are added, too. Scripts that call Megatron's `pretrain` directly can pass this
+    function as the argument provider.
     """
     for name, options in (*own_flags.ALL, *ensemble.FLAGS, *replicas.FLAGS):
         parser.add_argument("--" + name, **options)
@@ -66,19 +69,20 @@ def extra_args_provider(parser: argparse.ArgumentParser) -> argparse.ArgumentPar
 
 
 class ScriptParser(Parser):
-    """Parser of a script, with remedies that Megatron's error messages lack."""
+    """A parser for scripts that adds remedies to Megatron's error messages."""
 
     def remedies(self, message: str) -> list[str]:
-        """Return remedies for an error message, see `Parser`."""
+        """Return remedies for an error message. See `Parser`."""
         if found := _LIST.match(message):
             return [f"write the list of layers as '[{found[1]}]'"]
         return super().remedies(message)
 
 
 def chained(first: Provider | None) -> Provider:
-    """Return a provider that runs the script's own provider and then ours.
+    """Return an argument provider that runs the script's own provider and then this package's
+    provider.
 
-    The script's parser is changed to report short errors.
+    The script's parser is changed so that it prints short error messages.
     """
 
     def provide(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -105,16 +109,19 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _log_of_first_rank() -> None:
-    """Show log lines of our package on the first process, and only errors on other processes.
+    """Show this package's log messages on the first process, and only its errors on all other
+    processes.
 
-    Megatron adds its log handlers only if the root logger has none, so these handlers remain.
+    Megatron adds its own log handlers only if the root logger has none, so these handlers are kept.
     """
     logging.basicConfig(format="%(message)s", stream=sys.stdout)
     logging.getLogger("moe_plugin").setLevel(logging.INFO if first_process() else logging.ERROR)
 
 
 def _found(name: str) -> str:
-    """Return the path of a script, given by its path or by the name of a script of this package."""
+    """Return the path of a script, which is given by its path or by the name of a script in this
+    package.
+    """
     own = {path.stem: str(path) for path in EXAMPLES.glob("[!_]*.py")}
     if said := removed(name):
         raise SystemExit(said)
@@ -127,7 +134,7 @@ def _found(name: str) -> str:
 
 
 def _alone() -> None:
-    """Set the environment of a single process if the script was started without torchrun.
+    """Set the environment variables of a single process if the script was started without torchrun.
 
     Megatron reads the number of ranks only from environment variables.
     """
@@ -141,7 +148,7 @@ def _alone() -> None:
 
 
 def run(script: str, arguments: list[str], on_cpu: bool) -> None:
-    """Run the script at a path with these arguments in this process."""
+    """Run the script at `path` in the current process with the given arguments."""
     file_arguments(arguments)  # reports errors in the file before the slow import of Megatron
     sys.argv = [script, *arguments]
     # The script imports modules from its own folder. A source checkout also contains Megatron

@@ -1,4 +1,4 @@
-"""Adapter that runs our MoE layer as Megatron's `MoELayer`."""
+"""Adapter that runs this package's MoE layer as Megatron's `MoELayer`."""
 
 from __future__ import annotations
 
@@ -54,13 +54,13 @@ logger = logging.getLogger(__name__)
 
 
 class PluginMoELayer(TakesTokenIds, stages.Stages, core.MoELayer):
-    """A drop-in replacement for Megatron's `MoELayer` with our routing, dispatch and experts.
+    """A replacement for Megatron's `MoELayer` with this package's routing, dispatch and experts.
 
-    Arguments, process groups, auxiliary losses and logging are Megatron's.
+    Arguments, process groups, auxiliary losses and logging are those of Megatron.
 
-    The class inherits from Megatron's `MoELayer` only so that `isinstance` checks pass; the
-    parent's submodules are not built. Attributes: `router` (ours, or Megatron's router if a native
-    setting requires it), `experts`, `fc1_latent_proj` and `fc2_latent_proj` (only with
+    The class inherits from Megatron's `MoELayer` only so that `isinstance` checks pass. The
+    parent's submodules are not built. Attributes: `router` (Megatron's router if a setting
+    requires it), `experts`, `fc1_latent_proj` and `fc2_latent_proj` (only with
     `moe_latent_size`), `shared_experts` (Megatron's), `moe` (the `MoELayer` that runs router and
     experts), `last_stats` (the `LayerStats` of the latest forward pass), `observer` (called with
     the `LayerStats` of each forward pass, but not of a recomputation), `run_ends_steps` (True if
@@ -68,15 +68,15 @@ class PluginMoELayer(TakesTokenIds, stages.Stages, core.MoELayer):
 
     Args:
         config: `TransformerConfig`.
-        submodules: `MoESubmodules` of the native spec. The shared experts and an injected router of
-            the spec are used, but the experts of the spec are ignored.
+        submodules: Megatron's `MoESubmodules` in the spec. The shared experts and a custom router
+            in the spec are used, but the experts in the spec are ignored.
         layer_number: 1-based number of the transformer layer.
-        pg_collection: Megatron's process groups. Defaults to the groups in Megatron's global state.
-        settings: our settings by dotted path (see `moe_plugin.config`). Defaults to the settings
-            that the launcher added to the training script's arguments, or else to our defaults.
-        in_hybrid: whether the layer is part of the stack of a `HybridModel`.
+        pg_collection: Megatron's process groups. Defaults to Megatron's global groups.
+        settings: this package's settings by dotted path (see `moe_plugin.config`). Defaults to the
+            launcher's settings in the script's arguments, or else to the default settings.
+        in_hybrid: True if the layer is part of the layer stack of a `HybridModel`.
     Raises:
-        ValueError: a setting cannot be honoured. The message contains the value and a remedy.
+        ValueError: If a setting cannot be honoured. The error message contains value and remedy.
     """
 
     @settings_errors()
@@ -221,12 +221,12 @@ class PluginMoELayer(TakesTokenIds, stages.Stages, core.MoELayer):
 
     @property
     def trace_key(self) -> tuple[str, int | None, int] | None:
-        """Return block, multi-token prediction depth and layer, as in Megatron's routing traces."""
+        """Return block, prediction depth and layer, as in Megatron's routing traces."""
         return None if self.layer_number is None else layer_numbers.trace_key(
             self.layer_number, self.config, self._prediction)
 
     def set_layer_number(self, layer_number: int) -> None:
-        """Set the layer's number, which is used in log rows and routers. Megatron calls this
+        """Set the number of the layer, which is used in log rows and routers. Megatron calls this
         method.
 
         The attribute `layer_number` is set to the number that `losses.in_model` returns.
@@ -247,7 +247,7 @@ class PluginMoELayer(TakesTokenIds, stages.Stages, core.MoELayer):
         return number
 
     def follow_groups(self, groups: core.MegatronGroups) -> None:
-        """Adopt new process groups and the experts that `moe` now has. See `resizing`."""
+        """Use new process groups, and the experts and router that `moe` now has. See `resizing`."""
         self.groups, self.experts = groups, self.moe.experts
         if not self.plan.native_router:
             self.router = self.moe.router
@@ -262,14 +262,14 @@ class PluginMoELayer(TakesTokenIds, stages.Stages, core.MoELayer):
 
     def forward(self, hidden_states: Tensor, intermediate_tensors: Any = None,
                 padding_mask: Tensor | None = None, **_unused: Any) -> tuple[Tensor, None]:
-        """Send every token through its experts.
+        """Compute the output of the MoE layer for all tokens.
 
         Args:
-            hidden_states: [s, b, h]; under sequence parallelism this rank's part of the sequence.
-            intermediate_tensors: tensors of partial CUDA graphs, which are not supported.
-            padding_mask: bool [b, s], True for padding, as in Megatron. Padding tokens are not
-                routed and their outputs are zero.
-        Returns: the outputs [s, b, h], and None because the layer has no separate bias.
+            hidden_states: activations [s, b, h], or the rank's part under sequence parallelism.
+            intermediate_tensors: tensors of partial CUDA graphs. Must be None.
+            padding_mask: bool tensor [b, s] that is True for padding, as in Megatron. Padding
+                tokens are not routed and their outputs are zero.
+        Returns: the outputs [s, b, h] and None, because the layer has no separate bias.
         """
         if intermediate_tensors is not None:
             raise ValueError(
@@ -373,7 +373,7 @@ class PluginMoELayer(TakesTokenIds, stages.Stages, core.MoELayer):
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (),
                            metadata: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Return the sharded tensors for Megatron's distributed checkpoint.
+        """Return the layer's sharded tensors for Megatron's distributed checkpoint.
 
         Experts are stored by global index, so they can be loaded at any expert-parallel size.
         """
@@ -406,7 +406,7 @@ class PluginMoELayer(TakesTokenIds, stages.Stages, core.MoELayer):
 
 
 def plugin_layers(*chunks: nn.Module) -> list[PluginMoELayer]:
-    """Return our MoE layers in the given model chunks, in order."""
+    """Return this package's MoE layers in the given model chunks, in order."""
     return [m for chunk in chunks for m in chunk.modules() if isinstance(m, PluginMoELayer)]
 
 

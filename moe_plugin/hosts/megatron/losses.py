@@ -1,4 +1,6 @@
-"""Balance losses of a layer in Megatron's gradients and log, and the numbers of MoE layers."""
+"""Connection of a layer's balance losses to Megatron's gradients and log, and functions that count
+MoE layers.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +21,14 @@ from moe_plugin.routing.replay import replaying
 # Layers of multi-token prediction are numbered after all other layers.
 def in_model(layer_number: int | None, config: Any, is_mtp: bool,
              prediction: int | None = None) -> int | None:
-    """Return the 1-based number among all transformer layers, as in Megatron's auxiliary loss log.
+    """Return the 1-based index of a layer among all transformer layers, as in Megatron's auxiliary
+    loss log.
 
     Args:
-        layer_number: the number that Megatron assigned.
+        layer_number: number that Megatron assigned to the layer.
         config: `TransformerConfig`.
-        is_mtp: whether the layer belongs to multi-token prediction.
-        prediction: number of the prediction, see `compat.sequence_parts`, which describes how
+        is_mtp: True if the layer belongs to multi-token prediction.
+        prediction: index of the multi-token prediction. `compat.sequence_parts` describes how the
             versions of Megatron number these layers.
     """
     if layer_number is None or not is_mtp:
@@ -35,10 +38,10 @@ def in_model(layer_number: int | None, config: Any, is_mtp: bool,
 
 def trace_key(number: int, config: Any,
               prediction: int | None) -> tuple[str, int | None, int]:
-    """Return block, depth of multi-token prediction and layer, from 0, as in Megatron's routing
-    traces.
+    """Return the block, the depth of multi-token prediction and the layer, as in Megatron's routing
+    traces. Depth and layer are 0-based.
 
-    number: number of the layer (see `in_model`).
+    number: 1-based number of the layer, as returned by `in_model`.
     """
     place = number - 1 - config.num_layers
     if place < 0:
@@ -49,8 +52,7 @@ def trace_key(number: int, config: Any,
 
 
 def moe_layers_before(config: Any, number: int) -> int | None:
-    """Return the number of MoE layers before layer `number` (see `in_model`) on all pipeline
-    stages.
+    """Return the number of MoE layers before layer `number` on all pipeline stages. See `in_model`.
 
     The result is None if the layer pattern of a hybrid model is unknown.
     """
@@ -61,19 +63,19 @@ def moe_layers_before(config: Any, number: int) -> int | None:
 
 
 def last_layer_is_moe(config: Any) -> bool:
-    """Return whether the last layer is an MoE layer; True if the layer pattern is unknown.
+    """Return True if the last layer is an MoE layer, or if the layer pattern is unknown.
 
-    Layers of multi-token prediction have the same type as the last layer.
+    The layers of multi-token prediction have the same type as the last layer.
     """
     pattern = _pattern(config)
     return pattern is None or bool(pattern[config.num_layers - 1])
 
 
 def passes_a_microbatch(config: Any, is_mtp: bool) -> int:
-    """Return the number of forward passes of a layer per micro-batch.
+    """Return the number of forward passes that a layer runs per micro-batch.
 
-    The number is `mtp_num_layers` if multi-token prediction repeats a single layer
-    (`mtp_use_repeated_layer`), and otherwise 1.
+    The result is `mtp_num_layers` if multi-token prediction repeats a single layer
+    (`mtp_use_repeated_layer`), and 1 otherwise.
     """
     repeated = is_mtp and setting(config, "mtp_use_repeated_layer", False)
     return config.mtp_num_layers if repeated else 1
@@ -84,9 +86,10 @@ def _layers_a_prediction(config: Any) -> int:
 
 
 def _hybrid_parts() -> tuple[str, str, int]:
-    """Return the layer symbols, the layer symbols of a prediction, and the number of predictions.
+    """Return the layer symbols of the model, the layer symbols of one multi-token prediction, and
+    the number of predictions.
 
-    The values describe the hybrid model that Megatron's script trains, and are empty for other
+    The values describe the hybrid model that Megatron's script trains, and are empty for all other
     models.
     """
     main, *predictions = (script_arguments().get("hybrid_layer_pattern") or "").split("/")
@@ -115,10 +118,11 @@ class AuxiliaryLosses:
 
     Attributes:
         config: `TransformerConfig`.
-        weights: weight of each loss, by our names.
-        ranks: ranks that share the tokens of a micro-batch and have parts of its losses.
-        timeout_s: timeout in seconds of a collective call among these ranks.
-        passes: number of forward passes per micro-batch over which a loss is divided, see
+        weights: dict that maps this package's names of losses to their weights.
+        ranks: process group whose ranks share the tokens of a micro-batch, and each have a part of
+            its losses.
+        timeout_s: timeout in seconds of each collective call among these ranks.
+        passes: number of forward passes per micro-batch. Each loss is divided by this number. See
             `passes_a_microbatch`.
     """
 
@@ -130,16 +134,18 @@ class AuxiliaryLosses:
 
     def attach(self, y: Tensor, losses: Mapping[str, Tensor], own_tokens: Count,
                layer_number: int | None) -> Tensor:
-        """Return `y` with a backward pass that adds the losses' gradients, and log the losses.
+        """Return `y` with a backward pass that adds the gradients of the losses, and log the
+        losses.
 
         Under `calculate_per_token_loss` Megatron divides the gradients of a step by the number of
-        tokens. Therefore a loss is multiplied by the number of tokens of its micro-batch on all
+        tokens. Therefore each loss is multiplied by the number of tokens of its micro-batch on all
         ranks.
 
         Args:
             y: any activation of the layer.
-            losses: this rank's parts of the losses, raw scalars by our names.
-            own_tokens: number of this rank's tokens without padding.
+            losses: dict that maps this package's names to the current rank's parts of the losses,
+                as unscaled scalars.
+            own_tokens: number of tokens on the current rank that are not padding.
             layer_number: see `in_model`.
         """
         chosen = {name: weight for name, weight in self.weights.items()
@@ -159,7 +165,7 @@ class AuxiliaryLosses:
         return y
 
     def tokens(self, own: Count) -> Count:
-        """Return the number of tokens of the micro-batch on all ranks that share it.
+        """Return the number of tokens of the micro-batch, summed over all ranks that share it.
 
         If `own` is a tensor, this is a collective call.
         """
@@ -169,9 +175,9 @@ class AuxiliaryLosses:
 
 
 def wanted(module: torch.nn.Module) -> bool:
-    """Return whether a pass adds losses.
+    """Return True if losses are added in the current pass.
 
-    Losses are not added in evaluation and in the first pass of a recomputation, which has no
+    Losses are not added in evaluation, or in the first pass of a recomputation, which computes no
     gradients.
     """
     return module.training and torch.is_grad_enabled()

@@ -1,4 +1,4 @@
-"""Settings that define the computation of a model, and their comparison with a checkpoint."""
+"""Settings that determine the computation of a model, and their comparison with a checkpoint."""
 
 from __future__ import annotations
 
@@ -32,9 +32,11 @@ _COMPUTED = ("norm_epsilon", "rotary_base", "rotary_percent", "position_embeddin
 
 
 def model_settings(args: argparse.Namespace, config: Any) -> dict[str, Any]:
-    """Return the settings that define the model's computation, as JSON values for checkpoints.
+    """Return the settings that determine the model's computation, as JSON values that are stored in
+    checkpoints.
 
-    Keys are the names of Megatron's arguments; our settings are stored under "moe_plugin".
+    The keys are the names of Megatron's arguments. The settings of this package are stored under
+    the key "moe_plugin".
     """
     found = {name: setting(config, name) for name in _OF_CONFIG}
     found.update({name: getattr(args, name, None) for name in _OF_ARGUMENTS})
@@ -43,15 +45,15 @@ def model_settings(args: argparse.Namespace, config: Any) -> dict[str, Any]:
 
 
 def check_settings(path: str, saved: Mapping[str, Any], mine: Mapping[str, Any]) -> None:
-    """Compare the settings stored in a checkpoint with the settings of this run.
+    """Compare the settings stored in a checkpoint with the settings of the current run.
 
     Args:
-        path: path of the checkpoint, for messages.
-        saved: result of `model_settings` when the checkpoint was saved.
-        mine: result of `model_settings` in this run.
+        path: path of the checkpoint, for the error message.
+        saved: result of `model_settings` at the time when the checkpoint was saved.
+        mine: result of `model_settings` in the current run.
     Raises:
-        ValueError: a setting that decides which tensors the model has differs. For other settings
-            that change the computation a warning is logged.
+        ValueError: If a setting that determines the tensors of the model differs. If any other
+            setting that changes the computation differs, a warning is logged.
     """
     saved, mine = _all_biases(saved), _all_biases(mine)
     both = [name for name in mine if name in saved and name != "moe_plugin"
@@ -77,6 +79,6 @@ def _learned(*settings: Mapping[str, Any]) -> bool:
 
 
 def differs(path: str, name: str, saved: Any, mine: Any) -> str:
-    """Return the error message for a setting that differs from the checkpoint."""
+    """Return the error message for a setting whose value differs from the one in the checkpoint."""
     return (f"checkpoint {path!r} has {name}={short(saved)}, but this run has {name}={mine!r}. "
             "Use the arguments with which the checkpoint was saved, or another --load.")

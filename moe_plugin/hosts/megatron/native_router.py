@@ -1,4 +1,4 @@
-"""Adapter for Megatron's own router behind our router interface."""
+"""Adapter that gives Megatron's own router the interface of this package's routers."""
 
 from __future__ import annotations
 
@@ -15,19 +15,20 @@ from moe_plugin.routing import RouterModule
 
 
 class NativeRouter(RouterModule):
-    """A router that calls a Megatron router and converts its (probs, routing_map) to a `Routing`.
+    """A router that calls a Megatron router and converts the returned (probs, routing_map) to a
+    `Routing`.
 
-    Megatron's router attaches its losses to the probabilities and logs the losses itself.
-    `Routing.losses` contains their values without gradients, by their names in Megatron's log. The
-    router does not expose its score distribution, so the entropy is computed from the weights of
-    the chosen experts, divided by their sum.
+    Megatron's router itself attaches its losses to the probabilities and logs them.
+    `Routing.losses` contains the values of these losses without gradients. The keys are the names
+    in Megatron's log. The router does not return its score distribution, so the entropy is computed
+    from the normalised weights of the selected experts.
 
     Args:
         native: Megatron's router.
         top_k: number of experts per token.
-        balances: whether the router's settings balance the load, by a loss or in another way.
-        losses: auxiliary losses of a layer that shares its tokens with other ranks, or None if this
-            rank has all tokens.
+        balances: True if the router's settings balance the load, by a loss or in any other way.
+        losses: auxiliary losses of a layer whose tokens are shared with other ranks, or None if the
+            current rank has all tokens.
     """
 
     def __init__(self, native: nn.Module, top_k: int, balances: bool = True,
@@ -40,13 +41,14 @@ class NativeRouter(RouterModule):
 
     def forward(self, x_TD: Tensor, mask_T: Tensor | None = None,
                 top_k: int | None = None, info: TokenInfo | None = None) -> Routing:
-        """Route tokens in Megatron's order, position by position: T = S * batch_size.
+        """Route tokens in Megatron's order, with all sequences of one position before the next
+        position (T = S * batch_size).
 
         Args:
             x_TD: the tokens.
-            mask_T: bool, True for real tokens.
-            top_k: None or the configured number, because Megatron's router supports no other
-                number.
+            mask_T: bool tensor that is True for real tokens and False for padding.
+            top_k: None or the number with which the router was configured. Megatron's router
+                supports no other number.
             info: ignored.
         """
         if top_k not in (None, self.top_k):

@@ -1,5 +1,5 @@
-"""Expert parameters in Megatron: marks for its gradient buffers and clipping, initial values, and
-checkpoint shards.
+"""Integration of expert parameters with Megatron's gradient buffers, gradient clipping,
+initialisation and checkpoint shards.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from moe_plugin.hosts.megatron.compat.optimizer import biases_are_vectors
 
 
 def mark(experts: nn.Module) -> None:
-    """Set the attributes by which Megatron recognises expert parameters.
+    """Set the attributes by which Megatron recognises the parameters of experts.
 
-    `allreduce = False`: the gradient is stored in the expert buffers, summed over the ranks that
-    store the same experts, and divided by the data-parallel size. Without expert parallelism
-    Megatron's own layer uses the dense buffers, but our layer always uses the expert buffers. Both
-    choices give equal results. Expert buffers are also correct if experts are split differently
-    from dense layers, and the optimizer then has the same parts at every expert-parallel size, so
-    its checkpoint can be loaded at another size.
-    `tensor_model_parallel = True`: the gradient norm counts the parameter on every rank of its
-    model-parallel group, because each of these ranks stores different experts or slices.
-    Expert biases are treated as vectors by the optimizers.
+    With `allreduce = False` the gradient is stored in the expert buffers, summed over the ranks
+    that store the same experts, and divided by the data-parallel size. Without expert parallelism
+    Megatron's own layer uses the dense buffers, but this package's layer always uses the expert
+    buffers. The results of both choices are equal. Expert buffers are also correct if experts are
+    split differently from dense layers. The optimizer then has the same parts at every
+    expert-parallel size, so its checkpoint can be loaded at a different size. With
+    `tensor_model_parallel = True` the gradient norm includes the parameter on every rank of the
+    model-parallel group, because each of these ranks stores different experts or slices. The
+    optimizers treat the biases of experts as vectors.
     """
     biases_are_vectors()
     for parameter in experts.parameters():
@@ -40,11 +40,12 @@ def mark(experts: nn.Module) -> None:
 
 
 def wait_for(experts: nn.Module) -> None:
-    """Wait until Megatron has gathered these parameters (`overlap_param_gather`).
+    """Wait until Megatron has gathered the parameters of these experts (`overlap_param_gather`).
 
-    Megatron waits in a hook before the forward pass of the module that owns the parameters. Our
-    layer also uses experts without calling their forward pass: gathered (r = 0), broadcast, or
-    token by token. If the forward pass is called as well, the hook has nothing left to do.
+    Megatron waits in a hook that runs before the forward pass of the module that owns the
+    parameters. This package's layer also uses the experts' parameters without calling the experts'
+    forward pass, if the parameters are gathered (r = 0), broadcast, or used token by token. If the
+    forward pass is also called later, the hook has nothing left to do.
     """
     if any(hasattr(parameter, "__fsdp_param__") for parameter in experts.parameters()):
         raise ValueError(
@@ -58,13 +59,13 @@ def wait_for(experts: nn.Module) -> None:
 
 
 def gather(chunks: Iterable[Any]) -> None:
-    """Gather the parameters after a step, so that code other than the next step can read them.
+    """Gather the parameters after a step, so that code outside the next step can read them.
 
     Under `overlap_param_gather` each rank has new values only for its own shards until the forward
     pass of the next step gathers the parameters. This is a collective call.
 
     Args:
-        chunks: chunks of the model, in their data-parallel wrappers.
+        chunks: model chunks, each inside its data-parallel wrapper.
     """
     for chunk in chunks:
         if chunk.ddp_config.overlap_param_gather:
@@ -73,10 +74,11 @@ def gather(chunks: Iterable[Any]) -> None:
 
 def initialise(experts: nn.Module, place: Placement, weight_init: Callable[[Tensor], Any],
                output_init: Callable[[Tensor], Any]) -> None:
-    """Initialise expert weights with Megatron's init methods, identically on any number of ranks.
+    """Initialise the weights of experts with Megatron's init methods. The result does not depend on
+    the number of ranks.
 
-    A single draw from torch's generator seeds all experts by their global index. Biases become
-    zero.
+    A single random number drawn from torch's generator seeds all experts by their global index.
+    Biases become zero.
     """
     base = int(torch.randint(2**31, ()))
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
@@ -93,8 +95,8 @@ def initialise(experts: nn.Module, place: Placement, weight_init: Callable[[Tens
 
 
 def initialise_linear(linear: nn.Linear, weight_init: Callable[[Tensor], Any]) -> None:
-    """Initialise the weights of a linear layer with one of Megatron's init methods; a bias
-    becomes zero.
+    """Initialise the weights of a linear layer with one of Megatron's init methods, and set its
+    bias to zero.
     """
     with torch.no_grad():
         weight = torch.empty(linear.weight.shape, dtype=torch.float32)
@@ -115,11 +117,11 @@ def _whole(like: Tensor, axis: int, shards: int, method: Callable[[Tensor],
 
 def expert_shards(experts: nn.Module, place: Placement, groups: MegatronGroups, prefix: str,
                   offsets: tuple[Any, ...]) -> dict[str, ShardedTensor]:
-    """Return Megatron sharded tensors of the expert parameters, with global shape [E, ...].
+    """Return the expert parameters as Megatron sharded tensors with global shape [E, ...].
 
     Args:
         prefix: prefix of the state-dict keys, with a trailing dot.
-        offsets: the leading axes that Megatron adds, such as the layer axis.
+        offsets: leading axes that Megatron adds, such as the layer axis.
     """
     ahead = len(offsets)
     replica = (0, 0, dist.get_rank(groups.expert_replicas))
@@ -136,11 +138,11 @@ def expert_shards(experts: nn.Module, place: Placement, groups: MegatronGroups, 
 
 def replicated_shard(key: str, name: str, parameter: Tensor, groups: MegatronGroups,
                      offsets: tuple[Any, ...]) -> dict[str, ShardedTensor]:
-    """Return the sharded tensor of a parameter that every rank of a pipeline stage stores.
+    """Return the sharded tensor of a parameter that is stored on every rank of a pipeline stage.
 
     Args:
         key: key of the parameter in the state dict.
-        name: name of the parameter in the checkpoint.
+        name: name under which the parameter is stored in the checkpoint.
     """
     replica = (0, dist.get_rank(groups.tensor), dist.get_rank(groups.data))
     return {

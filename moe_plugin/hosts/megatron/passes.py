@@ -1,10 +1,11 @@
-"""Forward and backward passes of Megatron's own loop with the features of a run.
+"""Control of the forward and backward passes in Megatron's own training loop by the features of a
+run.
 
-A feature may repeat the passes or compute them by votes. The module can also read the first
-micro-batch of a step in advance.
+A feature may repeat the passes, or compute them redundantly with votes. This module can also read
+the first micro-batch of a step in advance.
 
-Megatron gets the function that runs the passes from `get_forward_backward_func` and calls this
-function with iterators over micro-batches.
+Megatron obtains the function that runs the passes from `get_forward_backward_func`, and calls it
+with iterators over micro-batches.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ from moe_plugin.training.run import Run
 
 
 def computed_by(run: Callable[[], Run], get: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap Megatron's `get_forward_backward_func` so that a run's features control the passes.
+    """Wrap Megatron's `get_forward_backward_func` so that the features of a run control the passes.
 
-    run: function that returns the current run.
+    run: function that returns the current run object.
     """
 
     def found(*args: Any, **kwargs: Any) -> Callable[..., Any]:
@@ -49,7 +50,7 @@ def computed_by(run: Callable[[], Run], get: Callable[..., Any]) -> Callable[...
 
 
 def _repeated(run: Run, native: Callable[..., Logged], given: Mapping[str, Any]) -> Logged:
-    """Run the passes and repeat them until their rows fit."""
+    """Run the passes, and repeat them until no rows exceed their buffers."""
 
     def once() -> Logged:
         logged = native(**given)
@@ -97,7 +98,7 @@ class Rewindable:
 
     def rest(self, begin: int) -> Iterator[Any]:
         """Return an iterator over the items after the first `begin` items. These items are not
-        retained.
+        stored for `rewind`.
         """
         later = self._seen[begin:]
         return itertools.chain(later, self._source) if later else self._source
@@ -105,12 +106,13 @@ class Rewindable:
 
 @contextmanager
 def step_again(iterators: Any, run: Run) -> Iterator[Callable[[int], None]]:
-    """Yield a function that restarts the current step if a replica of the run is lost.
+    """Yield a function that prepares the data to restart the current step after a replica of the
+    run was lost.
 
-    The function must be called with a number n. With n = 0 the step's micro-batches are read again.
-    With a larger n the micro-batches of the n-th following step are read, because the state of that
-    step was received from another replica. The data of the next iteration is not consumed. Without
-    replicas no data is retained.
+    The function must be called with an integer `n`. If `n` is 0, the micro-batches of the current
+    step are read again. If `n` is larger, the micro-batches of the n-th following step are read,
+    because the state of that step was received from a different replica. The data of the next
+    iteration is not consumed. Without replicas no data is stored.
     """
     if run.find(ReplicaSteps) is None:
         yield lambda later: None
@@ -144,10 +146,11 @@ def _read_from(iterators: list[Any], sources: Sequence[Iterator[Any]]) -> None:
 
 
 def read_over(iterators: Any, count: int) -> None:
-    """Read and discard the micro-batches of a skipped step from each iterator of this rank.
+    """Read and discard the micro-batches of a skipped step from each data iterator of the current
+    rank.
 
-    Megatron's `dummy_train_step` is not used: it reads only on the first tensor-parallel rank,
-    although scripts may read on all ranks, and does not support virtual stages.
+    Megatron's `dummy_train_step` is not used, because it reads only on the first tensor-parallel
+    rank although scripts may read on all ranks, and because it does not support virtual stages.
     """
     found = iterators if isinstance(iterators, list) else [iterators]
     while get_rerun_state_machine().should_run_forward_backward(iterators):
@@ -158,8 +161,8 @@ def read_over(iterators: Any, count: int) -> None:
 
 def _voted(run: Run, votes: FileSteps, native: Callable[..., Logged],
            given: Mapping[str, Any]) -> Logged:
-    """Run the passes of the files that this rank computes and return the logged values of all
-    files.
+    """Run the passes for the files assigned to the current rank, and return the logged values of
+    all files.
     """
     iterator = given["data_iterator"]
     iterator = iterator[0] if isinstance(iterator, list) else iterator
@@ -206,9 +209,9 @@ def first_batch(iterators: Any) -> Any:
 
 
 def loss_of(given: Mapping[str, Any], batch: Any) -> torch.Tensor:
-    """Return the loss of a micro-batch, computed without the wrappers of the model.
+    """Return the loss of a micro-batch, computed by the model without its wrappers.
 
-    given: the arguments with which Megatron calls `train_step`.
+    given: dict of the arguments with which Megatron calls `train_step`.
     """
     with _results_not_validated():
         output, loss = given["forward_step_func"](iter([batch]), bare(given["model"][0]))
@@ -218,9 +221,10 @@ def loss_of(given: Mapping[str, Any], batch: Any) -> torch.Tensor:
 
 @contextmanager
 def _results_not_validated() -> Iterator[None]:
-    """Turn off Megatron's validation of results inside the block.
+    """Disable Megatron's validation of results inside the block.
 
-    A script's loss function may request this validation, which Megatron supports only in a step.
+    The loss function of a script may request this validation, which Megatron supports only during a
+    step.
     """
     machine = get_rerun_state_machine()
     machine.validate_result = lambda *_, **__: None

@@ -1,7 +1,7 @@
-"""Replicas of a run that join and leave, managed by torchft.
+"""Replicas of a run that can join and leave, managed by torchft.
 
-The module checks the arguments and provides the state that a run on Megatron's own loop exchanges
-with its replicas.
+The module checks the arguments, and provides the state that a run in Megatron's own loop exchanges
+with the other replicas.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ FLAGS: tuple[Flag, ...] = (
 
 
 def check(args: argparse.Namespace) -> bool:
-    """Return whether the run is one of several replicas.
+    """Return True if the run is one of several replicas.
 
     Raises:
-        ValueError: an argument cannot be combined with replicas.
+        ValueError: If an argument cannot be combined with replicas.
     """
     # with average_every peers average float32 weights, so half-precision gradients are allowed
     halves = not settings_from_flags(vars(args)).get("offload.average_every") and (
@@ -46,13 +46,14 @@ def check(args: argparse.Namespace) -> bool:
 
 def place_of(args: argparse.Namespace, models: Sequence[nn.Module], optimizer: Any,
              scheduler: Any, taken: dict[int, int]) -> ReplicaPlace | None:
-    """Return the place of a run among its replicas, or None without replicas.
+    """Return an object that represents the run among its replicas, or None if there are no
+    replicas.
 
     Args:
-        models: the models of this rank, without wrappers.
+        models: model chunks of the current rank, without wrappers.
         optimizer: Megatron's outermost optimizer.
-        scheduler: scheduler of the learning rate.
-        taken: see `Script`. This dictionary is modified.
+        scheduler: learning rate scheduler.
+        taken: see `Script`. This dictionary is modified by the function.
     """
     if not args.moe_lighthouse:
         return None

@@ -1,7 +1,7 @@
-"""`--moe-expert-parallel-at`: a change of the expert-parallel size between two steps.
+"""Support for `--moe-expert-parallel-at`, which changes the expert-parallel size between two steps.
 
-Megatron's loop has references to the groups of dense layers, the optimizer, the model's wrapper and
-the scheduler. Therefore these objects are modified and not replaced.
+Megatron's loop holds references to the process groups of dense layers, the optimizer, the model's
+wrapper and the scheduler. Therefore these objects are modified in place and not replaced.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ MUST_BE_OFF = {
 
 
 def check(args: argparse.Namespace, run: RunConfig) -> None:
-    """Raise a `ValueError` if a run cannot change its expert-parallel size.
+    """Raise a `ValueError` if the expert-parallel size cannot be changed during the run.
 
-    The message contains the setting, the reason and the remedy.
+    The error message contains the setting, the reason and the remedy.
     """
     sizes = run.resize.expert_parallel_at
     if not sizes:
@@ -66,10 +66,11 @@ def check(args: argparse.Namespace, run: RunConfig) -> None:
 
 
 def steps_of(run: RunConfig, chunks: list[Any], optimizer: Any) -> ExpertParallelSteps | None:
-    """Return the changes of size that a run asks for, or None without changes or training.
+    """Return the changes of the expert-parallel size that the run requests, or None if there are
+    none or if the run does not train.
 
     Args:
-        chunks: chunks of the model, with their wrappers.
+        chunks: model chunks with their wrappers.
         optimizer: Megatron's optimizer, or None if the model is only evaluated.
     """
     if optimizer is None or not run.resize.expert_parallel_at:
@@ -91,7 +92,7 @@ def steps_of(run: RunConfig, chunks: list[Any], optimizer: Any) -> ExpertParalle
 
 
 def _change(chunk: Any, optimizer: Any, world: Comm) -> None:
-    """Adapt a model to the current process groups."""
+    """Move a model to the current process groups."""
     model, groups = bare(chunk), core.groups(None)
     layers = plugin_layers(model)
     experts = (p for layer in layers for p in layer.experts.parameters())

@@ -1,8 +1,8 @@
-"""Restrictions that prevent files which Megatron loads from running code.
+"""Restrictions that prevent files which Megatron loads from executing code.
 
-The restrictions apply unless the run has `--trust-checkpoint`. Megatron, torch and Transformer
-Engine open files in many places, which differ between versions. All these places call
-`torch.load`, `pickle.load`, `pickle.loads` or `numpy.load`, so these four functions are
+The restrictions apply unless the run was started with `--trust-checkpoint`. Megatron, torch and
+Transformer Engine open files in many places of their code, which differ between versions. All these
+places call `torch.load`, `pickle.load`, `pickle.loads` or `numpy.load`, so these four functions are
 restricted.
 """
 
@@ -46,18 +46,16 @@ refused: list[trust.UntrustedFile] = []
 
 
 def trusts_files() -> bool:
-    """Return whether the run may load files that could run code.
+    """Return True if the run may load files that could execute code.
 
-    The command line is checked, too, because Megatron loads a checkpoint before all its arguments
-    are parsed: some arguments are read from the checkpoint.
+    The command line is checked, too, because Megatron loads a checkpoint before all arguments are
+    parsed (some arguments are read from the checkpoint).
     """
     return trust.FLAG in sys.argv or bool(script_arguments().get("trust_checkpoint"))
 
 
 def restrict_loads() -> None:
-    """Restrict the loading of files to plain values and listed classes for the rest of the
-    process.
-    """
+    """Allow only plain values and listed classes in loaded files for the rest of the process."""
     torch.load = torch.serialization.load = _torch_load
     pickle.load, pickle.loads = _limited(pickle.load), _limited(pickle.loads)
     numpy.load = _numpy_load(numpy.load)
@@ -85,13 +83,13 @@ def _torch_load(f: Any, *args: Any, **options: Any) -> Any:
 
 
 def _is_unlimited() -> bool:
-    """Return whether the module that called the wrapped function may unpickle any class."""
+    """Return True if the module that called the wrapped function may unpickle any class."""
     reader = str(sys._getframe(2).f_globals.get("__name__"))
     return not reader.startswith(_READERS) or trusts_files()
 
 
 def _limited(load: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `pickle.load` or `pickle.loads` so that modules which read files can load only listed
+    """Wrap `pickle.load` or `pickle.loads` so that modules that read files can load only listed
     classes.
     """
     @functools.wraps(load)
@@ -108,7 +106,7 @@ def _limited(load: Callable[..., Any]) -> Callable[..., Any]:
 def _numpy_load(load: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap `numpy.load` so that Megatron's modules cannot load pickles.
 
-    The indexes of Megatron's datasets are arrays of numbers, so they need no pickles.
+    The indexes of Megatron's datasets are arrays of numbers, so pickles are not needed.
     """
     @functools.wraps(load)
     def call(file: Any, *args: Any, **options: Any) -> Any:
@@ -128,8 +126,8 @@ def _numpy_load(load: Callable[..., Any]) -> Callable[..., Any]:
 def _same_spec(read: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap Megatron's function that reads arguments from a checkpoint.
 
-    The `--spec` argument names a module to import. A spec from the checkpoint is accepted only if
-    it equals the command line's spec or names a module of Megatron or of this package.
+    The argument `--spec` names a module that is imported. A spec in the checkpoint is accepted only
+    if it equals the spec on the command line, or names a module of Megatron or of this package.
     """
     @functools.wraps(read)
     def call(args: Any, *more: Any, **named: Any) -> Any:

@@ -1,4 +1,6 @@
-"""Replay of the expert choices of rollouts in our layers in Megatron, in every parallel layout."""
+"""Replay of the expert choices recorded in rollouts by this package's layers in Megatron, in every
+parallel layout.
+"""
 
 from __future__ import annotations
 
@@ -17,20 +19,21 @@ from moe_plugin.routing.rollouts import replay_choices, tokens_of_rank
 @contextmanager
 def replay_rollouts(model: nn.Module, ids_BSLK: Tensor,
                     lengths: Sequence[int] | None = None) -> Iterator[None]:
-    """Make the layers of this pipeline stage use the experts with which samples were generated.
+    """Make the layers of the current pipeline stage use the experts that were used to generate the
+    samples.
 
-    Open this context around the call of the model in a script's `forward_step`. Recomputed layers
-    repeat their choices, also after the context has been closed.
+    Enter this context around the call of the model in a script's `forward_step`. Recomputed layers
+    repeat the same choices, also after the context has ended.
 
-    Layers of multi-token prediction choose experts themselves, because an inference engine records
+    Layers of multi-token prediction select experts themselves, because an inference engine records
     no choices for these layers.
 
     Args:
-        model: the model that `forward_step` receives.
-        ids_BSLK: expert ids of the whole micro-batch, before it is split for context parallelism,
-            as returned by `padded` and `packed` of `moe_plugin.routing.rollouts`. L counts either
-            all layers of the model or only the layers with experts.
-        lengths: lengths of packed sequences; see `tokens_of_rank`.
+        model: the model that is passed to `forward_step`.
+        ids_BSLK: expert ids of the whole micro-batch before it is split for context parallelism, as
+            returned by `padded` and `packed` of `moe_plugin.routing.rollouts`. Dimension L contains
+            either all layers of the model or only the MoE layers.
+        lengths: lengths of packed sequences. See `tokens_of_rank`.
     Raises:
         ValueError: see `moe_plugin.routing.rollouts.replay_rollouts`.
     """
@@ -39,9 +42,9 @@ def replay_rollouts(model: nn.Module, ids_BSLK: Tensor,
     if not found:
         yield
         return
-    if found[0].moe.tokens.sharing is not None:
+    if found[0].moe.token_entry.sharing is not None:
         raise ValueError("parallel.replicas cannot be used with replay_rollouts, because ranks "
-                         "then share tokens in another order. Leave it out.")
+                         "then share tokens in a different order. Leave it out.")
     context = ps.get_context_parallel_rank(), ps.get_context_parallel_world_size()
     ids_TLK = tokens_of_rank(ids_BSLK, context=context, lengths=lengths)
     ids_BSLK = ids_TLK.view(ids_BSLK.shape[0], -1, *ids_TLK.shape[1:])
@@ -57,8 +60,8 @@ def replay_rollouts(model: nn.Module, ids_BSLK: Tensor,
 
 
 def _place(layer: PluginMoELayer, layers: int) -> int:
-    """Return the index of a layer's choices in a tensor for all layers or for layers with
-    experts.
+    """Return the index of a layer's choices in a tensor that contains either all layers or only the
+    MoE layers.
     """
     number, count = layer.layer_number, layer.config.num_layers
     before, all_moe = (losses.moe_layers_before(layer.config, n)

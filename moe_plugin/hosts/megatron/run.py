@@ -17,9 +17,9 @@ from moe_plugin.training.resilience.overflow import StepStart
 
 
 def of_stage(config: ObserveConfig) -> ObserveConfig:
-    """Return the `observe` settings of this pipeline stage.
+    """Return the `observe` settings for the current pipeline stage.
 
-    A file has only one writer, so every stage after the first writes a separate file.
+    A file can have only one writer, so every stage except the first writes to a separate file.
     """
     stage = ps.get_pipeline_model_parallel_rank()
     return replace(config, jsonl=f"{config.jsonl}.stage{stage}") if (
@@ -28,14 +28,14 @@ def of_stage(config: ObserveConfig) -> ObserveConfig:
 
 def traced(config: ObserveConfig, args: Any,
            layers: Sequence[PluginMoELayer]) -> ObserveConfig:
-    """Return the `observe` settings with the trace that `--moe-routing-trace-path` asks for.
+    """Return the `observe` settings, including the trace that `--moe-routing-trace-path` requests.
 
-    With Megatron's own router the settings are unchanged, because Megatron writes this trace
-    itself.
+    If Megatron's own router is used, the settings are not changed, because Megatron writes this
+    trace itself.
 
     Raises:
-        ValueError: `observe.trace` is another folder, or Megatron's arguments ask for a trace of
-            more than the expert choices.
+        ValueError: If `observe.trace` is a different folder, or if Megatron's arguments request a
+            trace of more than the selected experts.
     """
     path = getattr(args, "moe_routing_trace_path", None)
     if not path or layers[0].plan.native_router:
@@ -53,12 +53,12 @@ def traced(config: ObserveConfig, args: Any,
 
 
 def named(layers: Sequence[PluginMoELayer]) -> dict[str, PluginMoELayer]:
-    """Return the layers by the names that are used in records."""
+    """Return a dict that maps the names used in records to the layers."""
     return {f"layer{layer.layer_number}": layer for layer in layers}
 
 
 class MegatronStart(StepStart):
-    """A snapshot of the state that Megatron's passes change, used to repeat the passes.
+    """A snapshot of the state that Megatron's passes change. It is used to repeat the passes.
 
     The snapshot includes the random generators that Megatron uses in its parallel regions.
     """
@@ -69,6 +69,6 @@ class MegatronStart(StepStart):
         self._states = {name: state.clone() for name, state in self._tracker.get_states().items()}
 
     def restore(self) -> None:
-        """Restore the saved state."""
+        """Restore the state saved in this snapshot."""
         super().restore()
         self._tracker.set_states({name: state.clone() for name, state in self._states.items()})

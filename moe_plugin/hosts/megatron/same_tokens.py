@@ -1,7 +1,7 @@
-"""Tensor-parallel ranks with identical tokens: the settings that use this, and the groups they
-need.
+"""Settings for tensor-parallel ranks with identical tokens, and the process groups that these
+settings need.
 
-Without sequence parallelism the N tensor-parallel ranks have the same tokens.
+Without sequence parallelism all N tensor-parallel ranks have the same tokens.
 
 | setting | tokens that each rank routes | requirement |
 |---|---|---|
@@ -9,9 +9,9 @@ Without sequence parallelism the N tensor-parallel ranks have the same tokens.
 | `dispatch.name: index_slice` (PPMoE) | all tokens | expert ranks equal tensor-parallel ranks |
 | `parallel.replicas: N` (Parm) | S1: its part; S2: all tokens | experts on whole such groups |
 
-With sequence parallelism each rank has a part of the tokens. PPMoE's all-reduce is then split into
-its two halves, as in a dense layer: the dispatcher is `all_gather`, see `layer_config`. Parm has
-nothing to divide in this case.
+With sequence parallelism each rank has only a part of the tokens. PPMoE's all-reduce is then split
+into a reduce-scatter and an all-gather, as in a dense layer, and the dispatcher is `all_gather`.
+See `layer_config`. In this case Parm has no identical tokens to split.
 """
 
 from __future__ import annotations
@@ -34,29 +34,30 @@ from moe_plugin.routing.call import hand_token_ids
 def give_token_ids(model: nn.Module) -> None:
     """Pass the `input_ids` [B, S] of a GPT model to the MoE layers that need token ids.
 
-    The ids are passed before each forward pass of the model chunk. Call this function on the model
-    that the model provider returns. Every pipeline stage must be called with the tokens, not only
-    the first stage.
+    The ids are passed before each forward pass of the model chunk. This function must be called on
+    the model that the model provider returns. The model chunk must receive the tokens on every
+    pipeline stage, not only on the first stage.
     """
     hand_token_ids(model, "input_ids")
 
 
 def ids_of(x_SBD: Tensor, tokens_BS: Tensor | None, needs: frozenset[str], rank: int,
            sequence_parallel: bool = False) -> Tensor | None:
-    """Return the token ids, int64 [s, B], of this tensor-parallel rank's part of the sequence.
+    """Return the token ids of the current tensor-parallel rank's part of the sequence as an int64
+    tensor [s, B].
 
     The result is None if the router does not need token ids.
 
     Args:
-        x_SBD: [s, B, D], part number `rank` of the sequence.
-        tokens_BS: int64 [B, S], ids of the whole sequence. The shape is [1, B * S] for packed
-            sequences, which Megatron may pass to an MoE layer sample by sample.
-        needs: inputs that the router needs.
-        rank: number of this part of the sequence.
-        sequence_parallel: whether packed sequences were split over ranks before they were separated
+        x_SBD: activations [s, B, D] of the part of the sequence with index `rank`.
+        tokens_BS: token ids of the whole sequence as an int64 tensor [B, S]. The shape is [1, B *
+            S] for packed sequences, which Megatron may pass to an MoE layer sample by sample.
+        needs: names of the inputs that the router needs.
+        rank: index of this part of the sequence.
+        sequence_parallel: True if packed sequences were split over ranks before they were separated
             into samples.
     Raises:
-        ValueError: the router needs token ids, but `tokens_BS` is None.
+        ValueError: If the router needs token ids but `tokens_BS` is None.
     """
     if "token_ids" not in needs:
         return None
@@ -76,19 +77,18 @@ def ids_of(x_SBD: Tensor, tokens_BS: Tensor | None, needs: frozenset[str], rank:
 
 
 class StepClock:
-    """Detection of the first micro-batch of a new step, based on Megatron's number of
-    micro-batches.
+    """Detector of the first micro-batch of each step, based on Megatron's number of micro-batches.
 
-    Training loops other than Megatron's own do not set this number. With these loops no step is
-    ever detected, and the loop must call `moe_plugin.routing.finish_step`.
+    Training loops other than Megatron's own do not set this number. In such a loop no step is
+    detected, and the loop must call `moe_plugin.routing.finish_step`.
     """
 
     def __init__(self) -> None:
         self.left: int | None = None
 
     def new_step(self, microbatches: int | None) -> bool:
-        """Return whether a step has ended before this pass. Call this method once per training
-        pass.
+        """Return True if a step has ended before the current pass. This method must be called once
+        per training pass.
 
         microbatches: number of micro-batches per step, or None if it is unknown.
         """
@@ -101,8 +101,8 @@ class StepClock:
         return ended
 
     def ended(self) -> bool:
-        """Return whether a step has ended that `new_step` has not reported, and mark the step as
-        reported.
+        """Return True if a step has ended that `new_step` has not reported yet, and mark this step
+        as reported.
 
         This method is called before a checkpoint is written.
         """
@@ -113,8 +113,8 @@ class StepClock:
 def layer_config(native: Any, asked: MoEConfig) -> MoEConfig:
     """Return the requested settings, adapted to a `TransformerConfig`.
 
-    The adaptation concerns sequence parallelism and overlapped exchanges. The steps of overlapped
-    exchanges support only a single layout.
+    The settings are adapted to sequence parallelism and overlapped exchanges. The steps of
+    overlapped exchanges support only a single parallel layout.
     """
     if setting(native, "overlap_moe_expert_parallel_comm") and asked.parallel.mode is None:
         asked = dataclasses.replace(asked, parallel=dataclasses.replace(asked.parallel,
@@ -126,23 +126,23 @@ def layer_config(native: Any, asked: MoEConfig) -> MoEConfig:
 
 
 def shares_tokens(native: Any, plan: Translation, groups: MegatronGroups) -> bool:
-    """Return whether the layer itself processes all tokens that its tensor-parallel ranks share.
+    """Return True if the layer itself processes all tokens that its tensor-parallel ranks share.
 
     Args:
         native: `TransformerConfig`.
-        plan: translation of the config.
+        plan: result of the translation of the `TransformerConfig`.
         groups: Megatron's process groups.
     Raises:
-        ValueError: a setting does not fit these groups. The message contains the nearest setting
-            that fits.
+        ValueError: If a setting is not possible with these groups. The error message contains the
+            nearest possible setting.
     """
     name, replicas = plan.config.dispatch.name, plan.config.parallel.replicas
     ranks = groups.tensor.size()
     inside = _inside(plan.config)
     if replicas not in (1, ranks):
         raise ValueError(
-            f"parallel.replicas={replicas} does not fit tensor_model_parallel_size={ranks}. It "
-            f"must be 1 or {ranks}, the number of ranks that have the same tokens. The nearest "
+            f"parallel.replicas={replicas} cannot be used with tensor_model_parallel_size={ranks}. "
+            f"It must be 1 or {ranks}, the number of ranks that have the same tokens. The nearest "
             f"allowed value is {min((1, ranks), key=lambda n: abs(n - replicas))}.")
     if not inside and replicas == 1:
         return False
@@ -181,8 +181,8 @@ def _check_inside(asked: str, groups: MegatronGroups) -> None:
         nearest = f"parallel.replicas={len(tensor)} (Parm)" if _whole_groups(groups) and len(
             tensor) > 1 else "dispatch.name='ragged'"
         raise ValueError(
-            f"{asked} does not fit experts on ranks {experts} with tensor-parallel ranks {tensor}, "
-            "because the two groups must be equal. Use "
+            f"{asked} cannot be used with experts on ranks {experts} and tensor-parallel ranks "
+            f"{tensor}, because the two groups must be equal. Use "
             f"expert_model_parallel_size=1 and expert_tensor_parallel_size={len(tensor)}. The "
             f"nearest setting for these groups is {nearest}."
         )
@@ -192,8 +192,8 @@ def _check_whole_groups(asked: str, groups: MegatronGroups) -> None:
     if not _whole_groups(groups):
         tensor, experts = _ranks(groups)
         raise ValueError(
-            f"{asked} does not fit experts on ranks {experts} with tensor-parallel ranks {tensor}, "
-            "because experts must use whole tensor-parallel groups. "
+            f"{asked} cannot be used with experts on ranks {experts} and tensor-parallel ranks "
+            f"{tensor}, because experts must use whole tensor-parallel groups. "
             "Make expert_model_parallel_size * expert_tensor_parallel_size a multiple of "
             f"{len(tensor)}. The nearest setting for these groups is "
             "parallel.replicas=1, with which each rank routes its part of the sequence.")

@@ -1,5 +1,5 @@
-"""Additions of the launcher to a run of Megatron's own training script: the features and the log of
-a run, token ids for routers that need them, torch's fused Adam, and pipeline schedules.
+"""Additions of the launcher to a run of Megatron's own training script, such as the features and
+the log of a run, token ids for routers that need them, torch's fused Adam, and pipeline schedules.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ _SEAM = "get_forward_backward_func"  # imported by name into Megatron's training
 
 
 def observe_script() -> Script:
-    """Connect a run's features to Megatron's `pretrain` for the rest of the process.
+    """Connect the features of a run to Megatron's `pretrain` for the rest of the process.
 
-    The features then run around Megatron's steps. The log, token ids for the layers,
-    `--moe-fused-adam` and `--pipeline-schedule` are connected, too. Close the returned object at
-    the end.
+    The features are then called around Megatron's steps. The log, token ids for the layers,
+    `--moe-fused-adam` and `--pipeline-schedule` are connected, too. The returned object must be
+    closed at the end.
     """
     script = Script()
     guard_all_optimizers(lambda: script.run)
@@ -89,12 +89,12 @@ def check_seam(settings: PipelineConfig) -> None:
 
 
 class Script:
-    """The features (`run`) and the report of the run; both are created with the model.
+    """The features (`run`) and the report of a script's run, which are created with the model.
 
-    Attributes: stepped: whether a step has started.
+    Attributes: stepped: True once a step has started.
         passes: replacement for the result of Megatron's `get_forward_backward_func`, or None.
-        stages: stages with different layouts, or None if all layouts are equal.
-        taken: the iteration of another replica's state, by the local iteration of its receipt.
+        stages: pipeline stages with different layouts, or None if all layouts are equal.
+        taken: maps the iteration in which another replica's state was received to that state's.
     """
 
     def __init__(self) -> None:
@@ -108,7 +108,7 @@ class Script:
         self._end: Callable[[], None] | None = None  # tells other processes that this run has ended
 
     def prepare(self, args: argparse.Namespace) -> None:
-        """Read the stages from the parsed arguments."""
+        """Determine the pipeline stages from the parsed arguments."""
         from moe_plugin.hosts.megatron.script_stages import prepared
 
         self._divisor = getattr(args, "make_vocab_size_divisible_by", None)
@@ -124,7 +124,7 @@ class Script:
             script_arguments()["make_vocab_size_divisible_by"] = self._divisor
 
     def close(self) -> None:
-        """Close the run's files and release the lock of its folder."""
+        """Close the files of the run and release the lock of its folder."""
         self.run.close()
         if self._end is not None:
             self._end()
@@ -134,7 +134,7 @@ class Script:
             self._lock.release()
 
     def _hold_folder(self) -> None:
-        """Lock the folder of `--save` on the first rank against other runs. Collective."""
+        """Lock the folder of `--save` against other runs, on the first rank. Collective."""
         args = script_arguments()
         save = args.get("save")
         if not save or "://" in save:
@@ -181,7 +181,7 @@ class Script:
         return built
 
     def in_place(self, get: Callable[..., Callable[..., Any]]) -> Callable[..., Callable[..., Any]]:
-        """Return a function like `get` that returns `passes` if `passes` is set."""
+        """Return a function that returns `passes` if it is set, and calls `get` otherwise."""
         return lambda *args, **kwargs: self.passes or get(*args, **kwargs)
 
     def around_model(self, build: Callable[..., Any]) -> Callable[..., Any]:
@@ -210,7 +210,7 @@ class Script:
         self.report.begin()
 
     def pipeline(self) -> PipelineConfig:
-        """Return the settings of pipeline stages."""
+        """Return the settings of the pipeline schedule."""
         return run_config(settings_from_flags(script_arguments())).pipeline
 
     def around_step(self, given: Mapping[str, Any], step: Callable[[], Any]) -> Any:
@@ -237,7 +237,7 @@ class Script:
         return done
 
     def read_over(self, data_iterator: Any) -> None:
-        """Replacement for Megatron's `dummy_train_step`; see `passes.read_over`."""
+        """Replacement for Megatron's `dummy_train_step`. See `passes.read_over`."""
         from moe_plugin.hosts.megatron import passes
         from moe_plugin.hosts.megatron.compat import core
 
@@ -252,7 +252,7 @@ class Script:
         return done
 
     def _reached(self, iteration: int) -> int:
-        """Return an iteration's step, which jumps when another replica's state is received."""
+        """Return the step of an iteration, which jumps when another replica's state is received."""
         return self.taken.get(iteration - 1, iteration - 1) + 1
 
     def around_evaluation(self, given: Mapping[str, Any], evaluate: Callable[[], Any]) -> Any:
@@ -306,7 +306,7 @@ class Script:
 
 def _seam(around: Callable[[Mapping[str, Any], Callable[[], Any]], Any]
           ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Wrap a Megatron function so that `around(arguments by name, call)` is called instead."""
+    """Wrap a Megatron function so that `around(arguments_by_name, call)` is called instead."""
 
     def replaced(native: Callable[..., Any]) -> Callable[..., Any]:
         names = inspect.signature(native)
@@ -322,7 +322,7 @@ def _seam(around: Callable[[Mapping[str, Any], Callable[[], Any]], Any]
 
 
 def _in_collectives(what: str, native: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a Megatron function so that errors of its collectives contain the name `what`."""
+    """Wrap a Megatron function so that errors in its collective calls contain the name `what`."""
 
     @functools.wraps(native)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -339,7 +339,7 @@ def _named(what: str) -> Iterator[None]:
 
 
 def _refuse_unfit() -> None:
-    """Check the arguments before the model is built, which takes minutes."""
+    """Check the arguments before the model is built, because building takes minutes."""
     # imported late: these modules import Megatron, which may be located next to the script
     from moe_plugin.hosts.megatron import resizing
     from moe_plugin.hosts.megatron.guards import guard_of
@@ -365,7 +365,7 @@ def _refuse_unfit() -> None:
 
 
 def _check_native(arguments: Mapping[str, Any]) -> None:
-    """For `--native-moe`, make the checks of our layer and warn of settings without effect."""
+    """With `--native-moe`, check like this package's layer and warn about unused settings."""
     if not (arguments.get("native_moe") and arguments.get("num_experts")):
         return
     refuse_unknown(script_config())
@@ -379,12 +379,12 @@ def _check_native(arguments: Mapping[str, Any]) -> None:
 
 
 def step_facts(number: int, done: tuple[Any, ...], left_out: SkipStep | None) -> StepFacts:
-    """Return the facts about a step of the script's loop.
+    """Return a description of a step of the script's training loop.
 
     Args:
-        number: number of the step.
-        done: result of `train_step`: losses by name, whether the step was skipped, and more.
-        left_out: the reason if the step changes no parameter.
+        number: 1-based number of the step.
+        done: result of `train_step`, starting with losses by name and True for a skipped step.
+        left_out: reason why the step changes no parameter, or None.
     """
     losses, skipped = done[:2]
     lost = left_out is not None and left_out.lost

@@ -1,8 +1,9 @@
-"""Checkpoints of Megatron's own loop: complete or absent, and with checksums.
+"""Checkpoints of Megatron's own training loop that are either complete or absent, and have
+checksums.
 
 If the newest checkpoint is damaged, the previous checkpoint is loaded. This applies to synchronous
-checkpoints in the format `torch_dist` in a file system. Other checkpoints are written by Megatron
-without changes.
+checkpoints in the format `torch_dist` on a file system. All other checkpoints are written by
+Megatron without changes.
 """
 
 from __future__ import annotations
@@ -55,11 +56,11 @@ _scheduler: ContextVar[tuple[Any, ...]] = ContextVar("scheduler", default=())
 
 
 def optimizer_state(source: Source) -> bool | None:
-    """Return whether a checkpoint has optimizer state, or None for a checkpoint of Megatron's own
-    loop.
+    """Return True if a checkpoint has optimizer state, or None for a checkpoint of Megatron's own
+    training loop.
 
     Raises:
-        CheckpointError: only the ranks that wrote the optimizer state can read it.
+        CheckpointError: If only the ranks that wrote the optimizer state can read it.
     """
     kept = source.values.get("megatron") or {}
     common = kept.get("common") or {}
@@ -73,7 +74,7 @@ def optimizer_state(source: Source) -> bool | None:
 @contextmanager
 def loading(path: str, has_optimizer: bool | None, arguments: MutableMapping[str, Any],
             scheduler: Any) -> Iterator[None]:
-    """Prepare Megatron's arguments and scheduler while it loads a checkpoint in the block.
+    """Prepare Megatron's arguments and scheduler for a checkpoint that is loaded inside the block.
 
     has_optimizer: see `optimizer_state`.
     """
@@ -95,7 +96,7 @@ def loading(path: str, has_optimizer: bool | None, arguments: MutableMapping[str
 
 
 def completed(state: Any, path: str) -> Any:
-    """Add the entries that Megatron's loop expects to the loaded state of a foreign checkpoint."""
+    """Add the entries that Megatron's training loop expects to a foreign checkpoint's state."""
     given = _scheduler.get()
     if not isinstance(state, dict) or not _is_foreign(state) or not given:
         return state
@@ -158,9 +159,9 @@ def _save_whole(save: Callable[..., Any], given: dict[str, Any], final: str, ste
 def begin_again(final: str) -> None:
     """Delete the descriptions in a folder before its checkpoint is overwritten in place.
 
-    While old and new files are mixed, the folder must not look like a complete checkpoint.
-    `common.pt` is deleted as well: Megatron versions that do not write this file would read a file
-    left there by an older version.
+    While the folder contains both old and new files, it must not look like a complete checkpoint.
+    The file `common.pt` is deleted as well, because Megatron versions that do not write this file
+    would read an old one.
     """
     for name in (files.META, BACKEND, METADATA, COMMON) if dist.get_rank() == 0 else ():
         with contextlib.suppress(FileNotFoundError):
@@ -178,7 +179,9 @@ def _description(step: int) -> dict[str, Any]:
 
 
 def refuse_broken(chunks: list[Any], optimizer: Any) -> None:
-    """Check the weights before a save; see `checkpoint_files.refuse_not_finite`."""
+    """Check that the weights are finite before a checkpoint is saved. See
+    `checkpoint_files.refuse_not_finite`.
+    """
     arguments = script_arguments()
     if arguments.get("ckpt_format") == "torch_dist" and not arguments.get("use_megatron_fsdp"):
         files.refuse_not_finite(arguments["save"], chunks, optimizer)
@@ -187,7 +190,7 @@ def refuse_broken(chunks: list[Any], optimizer: Any) -> None:
 def loads_whole(load: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap Megatron's `load_checkpoint` so that it loads the newest intact checkpoint.
 
-    An older checkpoint is loaded if the newest checkpoint is damaged. If the file that names the
+    If the newest checkpoint is damaged, an older checkpoint is loaded. If the file that records the
     newest checkpoint is missing, the newest folder is loaded.
     """
     signature = inspect.signature(load)
@@ -209,13 +212,14 @@ def loads_whole(load: Callable[..., Any]) -> Callable[..., Any]:
 @contextmanager
 def _newest_whole(arguments: MutableMapping[str, Any], root: str | None,
                   scheduler: Any) -> Iterator[None]:
-    """Set Megatron's argument for the iteration to load to an intact checkpoint inside the block.
+    """Inside the block, set Megatron's argument for the iteration to load to that of an intact
+    checkpoint.
 
-    scheduler: learning-rate scheduler, or None if the run only evaluates.
+    scheduler: learning rate scheduler, or None if the run only evaluates.
     Raises:
-        CheckpointError: checkpoints exist, but no checkpoint is intact. The error is raised on
-            every rank.
-        ValueError: there is no checkpoint to evaluate.
+        CheckpointError: If checkpoints exist, but none is intact. The error is raised on every
+            rank.
+        ValueError: If there is no checkpoint to evaluate.
     """
     asked = arguments.get("ckpt_step")
     if not root or "://" in root or arguments.get("ckpt_format", "torch_dist") != "torch_dist":
@@ -242,8 +246,8 @@ def _newest_whole(arguments: MutableMapping[str, Any], root: str | None,
 
 
 def _compared(path: str, arguments: Mapping[str, Any]) -> bool | None:
-    """Return `optimizer_state` of a checkpoint after checking its safety and its settings.
-    Collective.
+    """Return the `optimizer_state` of a checkpoint after checking that the checkpoint is safe to
+    load and that its settings match. Collective.
 
     The settings are compared by `model_settings.check_settings`.
     """
@@ -270,8 +274,8 @@ def _found(path: str, arguments: Mapping[str, Any]) -> bool | None:
 
 
 def readable_loads(load: Callable[..., Any], given: dict[str, Any]) -> Any:
-    """Wrap a load function of `dist_checkpointing` so that its errors name the checkpoint and a
-    remedy.
+    """Wrap a load function of `dist_checkpointing` so that its error messages contain the
+    checkpoint and a remedy.
     """
     path = str(given["checkpoint_dir"])
     with files.readable(path), collectives_named("a collective of a checkpoint's loading"):
@@ -279,10 +283,10 @@ def readable_loads(load: Callable[..., Any], given: dict[str, Any]) -> Any:
 
 
 def latest_iteration(root: str) -> int | None:
-    """Return the iteration of the newest checkpoint, or None if Megatron must find it in another
-    way.
+    """Return the iteration of the newest checkpoint, or None if Megatron must find it in a
+    different way.
 
-    The result is also None without any checkpoint. This is a collective call.
+    The result is also None if there is no checkpoint. This is a collective call.
     """
     text = files.gather(files.tracked(root))[0]
     if text:
@@ -300,15 +304,16 @@ def latest_iteration(root: str) -> int | None:
 
 
 def _newest_number(root: str, iteration: int) -> int:
-    """Return the iteration of the newest intact checkpoint; see `checkpoint_files.newest_whole`."""
+    """Return the iteration of the newest intact checkpoint. See `checkpoint_files.newest_whole`."""
     path, _ = files.newest_whole(root, iteration, verified)
     return int(os.path.basename(path).removeprefix("iter_"))
 
 
 def _track(root: str, newest: int | None) -> None:
-    """Write the iteration of the newest checkpoint into its file, or delete the file for None.
+    """Write the iteration of the newest checkpoint to the file that records it, or delete the file
+    if the iteration is None.
 
-    Only the first rank writes.
+    The file is written only by the first rank.
     """
     path = os.path.join(root, files.LATEST)
     if dist.get_rank() != 0:
@@ -320,8 +325,8 @@ def _track(root: str, newest: int | None) -> None:
 
 
 def verified(path: str) -> dict[str, Any]:
-    """Return the description of a checkpoint, or {} if Megatron wrote it without our
-    description.
+    """Return the description of a checkpoint, or {} if it was written by Megatron and has no
+    description of this package.
     """
     if files.of_megatron_alone(path) or files.of_another_format(path):
         return {}

@@ -1,4 +1,4 @@
-"""Features of a run on Megatron's own loop."""
+"""Features of a run in Megatron's own training loop."""
 
 from __future__ import annotations
 
@@ -54,12 +54,12 @@ from moe_plugin.training.run_features import HostSeams, make_run
 # set_up and save replace Megatron's functions under `--weights-on host`.
 def set_up(given: Mapping[str, Any], run: Callable[[], Run]
            ) -> tuple[list[StreamedModel], StreamedOptimizer | None, Any]:
-    """Return model, optimizer and learning-rate scheduler, as Megatron's
-    `setup_model_and_optimizer`.
+    """Return the model, optimizer and learning rate scheduler, as Megatron's
+    `setup_model_and_optimizer` does.
 
     Args:
-        given: arguments of `setup_model_and_optimizer` by name.
-        run: function that returns the current run.
+        given: dict of the arguments of `setup_model_and_optimizer` by name.
+        run: function that returns the current run object.
     """
     arguments = script_arguments()
     args = argparse.Namespace(**arguments)
@@ -80,9 +80,10 @@ def set_up(given: Mapping[str, Any], run: Callable[[], Run]
 
 
 def stages_of(given: Mapping[str, Any]) -> MakePart:
-    """Return the function that builds a stage of the script's model.
+    """Return the function that builds a pipeline stage of the script's model.
 
-    This is the script's model provider, or the builder that newer scripts pass to Megatron.
+    This function is the script's model provider, or the builder that newer scripts pass to
+    Megatron.
     """
     groups = given.get("pg_collection")
     described = getattr(given.get("cfg_container"), "model", None)
@@ -94,7 +95,7 @@ def stages_of(given: Mapping[str, Any]) -> MakePart:
 
 
 def resume(arguments: dict[str, Any], progress: Mapping[str, Any], scheduler: Any) -> None:
-    """Make the script's loop continue from the progress of a checkpoint."""
+    """Make the script's training loop continue from the progress stored in a checkpoint."""
     arguments["iteration"] = progress["iteration"]
     arguments["consumed_train_samples"] = progress["consumed_samples"]
     for name in ("consumed_valid_samples", "num_floating_point_operations_so_far"):
@@ -109,9 +110,9 @@ def resume(arguments: dict[str, Any], progress: Mapping[str, Any], scheduler: An
 
 
 def save(given: Mapping[str, Any]) -> None:
-    """Write a checkpoint; a replacement for Megatron's `save_checkpoint`.
+    """Write a checkpoint. This function replaces Megatron's `save_checkpoint`.
 
-    given: arguments of `save_checkpoint` by name.
+    given: dict of the arguments of `save_checkpoint` by name.
     """
     arguments, [model] = script_arguments(), given["model"]
     progress = {
@@ -130,15 +131,15 @@ _REFUSED = ("recompute_granularity", "overlap_moe_expert_parallel_comm", "enable
 
 def activations_of(settings: OffloadConfig, config: Any,
                    chunks: Sequence[nn.Module]) -> Activations | None:
-    """Return the managed transformer layers of this pipeline stage, or None if all activations are
-    kept.
+    """Return the transformer layers of the current pipeline stage whose activations are managed, or
+    None if all activations are kept.
 
     Args:
-        settings: settings of the offload.
+        settings: the `offload` settings.
         config: Megatron's `TransformerConfig`.
-        chunks: chunks of the model, in the order of the virtual stages.
+        chunks: model chunks in the order of the virtual pipeline stages.
     Raises:
-        ValueError: a setting of Megatron cannot be combined with the settings.
+        ValueError: If a setting of Megatron cannot be combined with these settings.
     """
     if settings.activations == "keep":
         return None
@@ -158,7 +159,7 @@ def activations_of(settings: OffloadConfig, config: Any,
 
 
 def _random_states() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Return contexts for two passes that start from the same random states of Megatron's
+    """Return two contexts for two passes, which start from the same random states of Megatron's
     tracker.
     """
     tracker, states = get_cuda_rng_tracker(), []
@@ -185,13 +186,14 @@ logger = logging.getLogger(__name__)
 
 def run_of(chunks: list[Any], optimizer: Any, scheduler: Any, taken: dict[int, int]
            ) -> tuple[Run, StatsRecorder]:
-    """Return the run of a script with these model chunks, and the recorder of its log. Collective.
+    """Return the run object of a script with these model chunks, and the recorder for its log.
+    Collective.
 
     Args:
         chunks: chunks of the model.
         optimizer: Megatron's optimizer, or None if the run only evaluates.
         scheduler: learning-rate scheduler.
-        taken: see `Script`; replicas modify this dictionary.
+        taken: dict that is modified by replicas. See `Script`.
     """
     args = argparse.Namespace(**script_arguments())
     settings = settings_from_flags(vars(args))
@@ -237,7 +239,7 @@ def run_of(chunks: list[Any], optimizer: Any, scheduler: Any, taken: dict[int, i
 
 
 def say_native(chunks: list[Any]) -> None:
-    """Warn on the first rank if the model's MoE layers are Megatron's own."""
+    """Log a warning on the first rank if the MoE layers of the model are Megatron's own."""
     if dist.get_rank() == 0 and core.has_native_layers(chunks) and not plugin_layers(*chunks):
         logger.warning(
             "this model's MoE layers are Megatron's own, so moe-plugin's layers and their flags "
@@ -247,7 +249,9 @@ def say_native(chunks: list[Any]) -> None:
 
 def _traced(observe: ObserveConfig, args: argparse.Namespace,
             layers: list[PluginMoELayer]) -> ObserveConfig:
-    """Return `run.traced` for this stage's layers. An error on a stage is raised on all stages."""
+    """Return the result of `run.traced` for the layers of the current stage. An error on any stage
+    is raised on all stages.
+    """
     if not getattr(args, "moe_routing_trace_path", None):
         return observe
     with refused_together("the check of the stages' routing traces"):
@@ -256,7 +260,7 @@ def _traced(observe: ObserveConfig, args: argparse.Namespace,
 
 
 def with_heads(provider: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a script's model provider so that its models get the requested ensemble of heads."""
+    """Wrap a script's model provider so that its models have the requested ensemble of heads."""
 
     @functools.wraps(provider)
     def provide(*given: Any, **kwargs: Any) -> Any:
@@ -271,8 +275,8 @@ def with_heads(provider: Callable[..., Any]) -> Callable[..., Any]:
 def _classes(args: argparse.Namespace) -> int:
     """Return the number of token ids of the script's tokenizer.
 
-    The tokenizer's number is preferred, because `--vocab-size` may not count the end-of-document
-    token.
+    The number is taken from the tokenizer if possible, because `--vocab-size` may not include the
+    end-of-document token.
     """
     tokenizer = training_module("global_vars").get_tokenizer()
     return int(getattr(tokenizer, "vocab_size", None) or args.vocab_size)

@@ -1,6 +1,6 @@
-"""Reports of a run on Megatron's own loop in addition to Megatron's log.
+"""Reports of a run in Megatron's own training loop, in addition to Megatron's log.
 
-The reports are: the iteration from which the run continues, one JSON object per logged iteration,
+The reports are the iteration from which the run continues, one JSON object per logged iteration,
 the path of the JSON file at the end, and the way to continue a stopped run.
 """
 
@@ -36,16 +36,17 @@ logger = logging.getLogger("moe_plugin.megatron")
 
 
 class ScriptReport:
-    """The reports of a run, see the module's documentation.
+    """The reports of a run. See the documentation of the module.
 
     Args:
-        args: arguments of the script, which the training loop changes.
-        changed: arguments that differ from their defaults: (text as written, default) by flag.
-        run: the features of the run.
-        recorder: collects the statistics of the layers.
+        args: dict of the script's arguments, which the training loop modifies.
+        changed: dict that maps the flags of arguments that differ from their defaults to pairs
+            (text as written, default).
+        run: the run object with its features.
+        recorder: object that collects the statistics of the layers.
 
     Attributes:
-        evaluates: Megatron's name of the current evaluation, and its iteration.
+        evaluates: Megatron's name of the current evaluation and its iteration, as a tuple.
         done: number of completed steps.
     """
 
@@ -60,9 +61,10 @@ class ScriptReport:
         self._forget(args.get("consumed_train_samples") or 0)
 
     def begin(self) -> None:
-        """Log where the run starts, and prepare the message for a stop.
+        """Log the iteration at which the run starts, and prepare the message that is shown if the
+        run is stopped.
 
-        Call this method after the model is loaded.
+        This method must be called after the model has been loaded.
         """
         args, done = self.args, self.args.get("iteration") or 0
         self.done = self._begun = done
@@ -84,18 +86,19 @@ class ScriptReport:
         self._aux = dict[str, core.LoggedLoss]()
 
     def before_step(self) -> None:
-        """Start the clock of the first record, after data has been read."""
+        """Start measuring the time of the first record, after data has been read."""
         if not self._timed:
             self._since = time.perf_counter()
             self._timed = True
 
     def after_step(self, number: int, losses: Mapping[str, torch.Tensor], counts: bool) -> None:
-        """Record the losses of a step, before Megatron's log is cleared.
+        """Record the losses of a step before Megatron's log is cleared.
 
         Args:
-            number: number of the step, from 1.
-            losses: means over all ranks; only the ranks of the last stage have them.
-            counts: whether the step was made and not skipped.
+            number: 1-based number of the step.
+            losses: dict of losses averaged over all ranks. Only the ranks of the last pipeline
+                stage have these values.
+            counts: True if the step was made and not skipped.
         """
         self.done = number
         if counts and "lm loss" in losses:
@@ -142,9 +145,10 @@ class ScriptReport:
         return of_last_stage(mine)
 
     def after_evaluation(self, losses: Mapping[str, torch.Tensor]) -> None:
-        """Record the loss of a validation. This is a collective call.
+        """Record the loss of an evaluation on the validation set. This is a collective call.
 
-        losses: means over all ranks; only the ranks of the last stage have them.
+        losses: dict of losses averaged over all ranks. Only the ranks of the last pipeline stage
+            have these values.
         """
         loss, found = losses.get("lm loss"), self.run.evaluated()
         value = of_last_stage(None if loss is None else float(loss))
@@ -157,7 +161,7 @@ class ScriptReport:
         RUN.saved = iteration
 
     def close(self) -> None:
-        """Log that all steps are done, and close the file."""
+        """Log that all steps are done, and close the log file."""
         if self.done == self.total > self._begun:
             logger.info("all %d iterations are done%s", self.total,
                         f"; losses and balance: {path}" if (path := log_path(self.args)) else "")
@@ -165,20 +169,24 @@ class ScriptReport:
 
 
 def of_last_stage(value: float | None) -> float | None:
-    """Return a number that only the ranks of the last stage have, or None if no rank has it."""
+    """Return a number that only the ranks of the last pipeline stage have, or None if no rank has
+    it.
+    """
     found = gather_objects(value, "the loss", ps.get_pipeline_model_parallel_group())
     return next((each for each in reversed(found) if each is not None), None)
 
 
 def reduced(here: Mapping[str, core.LoggedLoss], microbatches: int) -> dict[str, list[float]]:
-    """Return auxiliary losses by name and layer, averaged over micro-batches and all ranks.
+    """Return a dict from the names of auxiliary losses to their values per layer, averaged over
+    micro-batches and all ranks.
 
-    This is a collective call: all ranks first agree on the names, because a pipeline stage may have
-    no losses. A loss that is zero in all layers, such as a loss with weight zero, is left out.
+    This is a collective call. All ranks first agree on the names, because a pipeline stage may have
+    no losses. A loss that is zero in all layers, for example because its weight is zero, is left
+    out.
 
     Args:
-        here: this rank's sums over the micro-batches.
-        microbatches: number of micro-batches in the sums.
+        here: sums over the micro-batches on the current rank.
+        microbatches: number of micro-batches in these sums.
     """
     names = gather_objects({name: entry.values.numel() for name, entry in here.items()},
                            "the auxiliary losses' names")
@@ -199,10 +207,10 @@ def reduced(here: Mapping[str, core.LoggedLoss], microbatches: int) -> dict[str,
 
 
 def skipped(run: Run) -> dict[str, int]:
-    """Return the number of skipped steps.
+    """Return the numbers of skipped steps as a dict.
 
-    "skipped_steps" counts all skipped steps so far. "not_finite" counts the steps since the last
-    record that were skipped without a reduction of the loss scale.
+    "skipped_steps" is the number of all steps skipped so far. "not_finite" is the number of steps
+    since the last record that were skipped without a reduction of the loss scale.
     """
     finite = run.find(FiniteSteps)
     assert finite is not None
@@ -210,8 +218,8 @@ def skipped(run: Run) -> dict[str, int]:
 
 
 def log_path(args: Mapping[str, Any]) -> str | None:
-    """Return the path of the log from the arguments `log_file` and `save`, or None without a
-    log.
+    """Return the path of the log given by the arguments `log_file` and `save`, or None if there is
+    no log.
     """
     save = args.get("save")
     return args.get("log_file") or (os.path.join(save, "log.jsonl") if save else None)
@@ -219,9 +227,10 @@ def log_path(args: Mapping[str, Any]) -> str | None:
 
 def layer_records(recorder: StatsRecorder, iteration: int,
                   finds: bool = True) -> dict[str, Any]:
-    """Return the records since the last call by layer, of all pipeline stages. A collective call.
+    """Return a dict of the layers' records since the last call, for the layers of all pipeline
+    stages. A collective call.
 
-    finds: whether to look for problems in the records and log them.
+    finds: True to look for problems in the records and log them.
     """
     mine = recorder.reduce()
     recorder.write(iteration, mine)
@@ -233,18 +242,19 @@ def layer_records(recorder: StatsRecorder, iteration: int,
 
 
 def balance(records: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Return the numbers of the layers' records that a line of the log contains."""
+    """Return those metrics of the layers' records that are written to a line of the log."""
     return {layer: {key: row[key] for key in ("max_over_mean", "drop_fraction", "unused_experts",
                                               "entropy")} for layer, row in records.items()}
 
 
 class RunLog:
-    """The JSONL file that rank 0 writes; other ranks write nothing.
+    """Writer of the JSONL log file. Only rank 0 writes.
 
     Args:
         take_over: see `JsonlSink`.
-        settings: settings of the run, written next to the log as `settings.json` for the report.
-        changed: (text as written, default) of each setting that the user chose.
+        settings: dict of the settings of the run. It is written to `settings.json` next to the log,
+            from which the report reads it.
+        changed: dict from the settings that the user chose to pairs (text as written, default).
     """
 
     def __init__(self, path: str | None, take_over: bool = False,

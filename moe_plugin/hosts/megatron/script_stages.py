@@ -1,7 +1,7 @@
-"""`--stage-layouts` on Megatron's own loop.
+"""Support for `--stage-layouts` in Megatron's own training loop.
 
-The module sets the arguments of each rank's stage, builds the groups of all layouts, and makes
-checkpoints store the tensors of each layer separately.
+The module sets the arguments for the stage of each rank, builds the process groups of all layouts,
+and makes checkpoints store the tensors of each layer separately.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ _APART = "non_homogeneous_layers"
 
 
 def prepared(args: argparse.Namespace) -> StageLayouts | None:
-    """Return the stages that parsed arguments ask for and set the arguments of this rank's stage.
+    """Return the pipeline stages that the parsed arguments describe, and set the arguments for the
+    current rank's stage.
 
     Raises:
         ValueError: see `stages_of`.
@@ -54,7 +55,7 @@ def prepared(args: argparse.Namespace) -> StageLayouts | None:
 
 
 def passes_of(stages: StageLayouts, chunks: list[Any], optimizer: Any) -> Callable[..., Any]:
-    """Return the function that runs a step's passes; see `unequal_passes`. A collective call."""
+    """Return the function that runs a step's passes. See `unequal_passes`. A collective call."""
     found = unequal_passes(stages, argparse.Namespace(**script_arguments()),
                            get_model_config(chunks[0]), optimizer)
     # Megatron's model-parallel group, in which ranks agree whether to make a step, would differ
@@ -67,10 +68,11 @@ def passes_of(stages: StageLayouts, chunks: list[Any], optimizer: Any) -> Callab
 
 
 def follow(stages: Callable[[], StageLayouts | None]) -> None:
-    """Make Megatron's groups and checkpoints fit the stages for the rest of the process.
+    """Make Megatron use the stages' process groups and a matching checkpoint format for the rest of
+    the process.
 
-    stages: function that returns the stages of the run once its arguments are parsed, or None if
-        all stages have the same layout.
+    stages: function that returns the stages of the run once its arguments have been parsed, or None
+        if all stages have the same layout.
     """
     make = ps.initialize_model_parallel
     signature = inspect.signature(make)

@@ -1,21 +1,22 @@
-"""Ways to put our MoE layer into a model: `swap_moe` in code, and layer specs for `--spec`.
+"""Functions that put this package's MoE layer into a model. `swap_moe` is called in code, and the
+layer specs are used with `--spec`.
 
-In code, with any spec that Megatron's functions build:
+Usage in code, with any spec that Megatron's functions build:
 
     spec = swap_moe(get_gpt_layer_local_spec(num_experts=8), {"comm.all_to_all": "leader"})
 
-On the command line of Megatron's training script:
+Usage on the command line of Megatron's training script:
 
     --spec moe_plugin.hosts.megatron.spec moe_layer          Transformer Engine if installed,
     otherwise Megatron's own layers
     --spec moe_plugin.hosts.megatron.spec moe_layer_local    Megatron's own layers
 
-Both specs follow the script's arguments: attention (`--qk-layernorm`, `--multi-latent-attention`,
+Both specs use the script's arguments for attention (`--qk-layernorm`, `--multi-latent-attention`,
 `--qk-l2-norm`), normalization, `--moe-layer-freq` and multi-token prediction. With
-`--hybrid-layer-pattern` both specs return the stack of a `HybridModel`. The settings come from
-the launcher (`python -m moe_plugin.hosts.megatron.launch pretrain_gpt.py ...`), which adds our
-arguments. Without the launcher, write a module with `spec = script_spec("settings.yaml")` and
-pass `--spec your_module spec`.
+`--hybrid-layer-pattern` both specs return the layer stack of a `HybridModel`. The settings come
+from the launcher (`python -m moe_plugin.hosts.megatron.launch pretrain_gpt.py ...`), which adds
+this package's arguments. Without the launcher, write a module with
+`spec = script_spec("settings.yaml")` and pass `--spec your_module spec`.
 """
 
 from __future__ import annotations
@@ -43,17 +44,20 @@ from moe_plugin.utils.messages import short
 
 def swap_moe(spec: Any, settings: Mapping[str, Any] | str | None = None, *,
              allow_none: bool = False) -> Any:
-    """Return a copy of a Megatron layer or block spec in which our layer replaces every MoE layer.
+    """Return a copy of a Megatron layer or block spec in which every MoE layer is replaced with
+    this package's layer.
 
     Args:
-        spec: transformer layer spec, `TransformerBlockSubmodules`, or the stack of a
+        spec: transformer layer spec, `TransformerBlockSubmodules`, or the layer stack of a
             `HybridModel`. The given spec is not modified.
-        settings: our settings as a mapping of dotted paths to values, or the path of a YAML file.
-            A file with `imports` is refused (see `moe_plugin.config.settings_from_yaml`). Defaults
-            to the launcher's arguments, or without the launcher to our defaults.
-        allow_none: accept a spec without MoE layers, such as a pipeline stage of dense layers.
+        settings: settings of this package, as a mapping from dotted paths to values or as the path
+            of a YAML file. A file that contains `imports` is rejected (see
+            `moe_plugin.config.settings_from_yaml`). Defaults to the launcher's arguments, or
+            without the launcher to this package's default settings.
+        allow_none: True to accept a spec without MoE layers, such as that of a pipeline stage that
+            has only dense layers.
     Raises:
-        ValueError: the spec has no MoE layer, or a setting is invalid.
+        ValueError: If the spec has no MoE layer, or if a setting is invalid.
     """
     settings = _checked(settings)
     swapped, count = core.swap_spec(spec, PluginMoELayer, {"settings": settings})
@@ -81,8 +85,8 @@ def _checked(settings: Mapping[str, Any] | str | None) -> Mapping[str, Any] | No
 def swap_attention(spec: Any) -> Any:
     """Return a copy of a Megatron layer or block spec whose attention supports slices of sequences.
 
-    `pipeline.schedule=terapipe` needs this attention. For whole sequences the attention is
-    Megatron's `DotProductAttention`.
+    This attention is needed by `pipeline.schedule=terapipe`. Attention over whole sequences is
+    computed by Megatron's `DotProductAttention`.
     """
     # imported here: it imports Megatron's layers, which other schedules may not have
     from moe_plugin.hosts.megatron.pipeline.attention import SliceAttention
@@ -92,15 +96,15 @@ def swap_attention(spec: Any) -> Any:
 
 def script_spec(settings: Mapping[str, Any] | str | None = None, *,
                 transformer_engine: bool | None = None) -> Any:
-    """Return the object for `--spec`: the layers that the script's arguments describe, with our MoE
-    layer.
+    """Return an object for `--spec` that builds the layers described by the script's arguments with
+    this package's MoE layer.
 
-    If arguments and process groups do not exist yet, the result is a function that the script's
+    If the arguments and process groups do not exist yet, the result is a function that the script's
     model builder calls later.
 
     Raises:
-        ValueError: an argument asks for layers other than Megatron's standard layers. The message
-            contains the flag.
+        ValueError: If an argument requests layers other than Megatron's standard layers. The error
+            message contains the flag.
     """
     arguments, settings = script_arguments(), _checked(settings)
     for name in _OTHER_LAYERS:
@@ -158,7 +162,7 @@ def _block(settings: Mapping[str, Any] | None, transformer_engine: bool | None) 
 
 def _all_layers(config: Any, settings: Mapping[str, Any] | None,
                 transformer_engine: bool | None) -> Any:
-    """Return the spec of the layers of all pipeline stages."""
+    """Return a spec of the layers of all pipeline stages."""
     return _swapped(core.gpt_block_spec(in_one_stage(config), transformer_engine), settings)
 
 

@@ -1,12 +1,12 @@
-"""Pipeline stages with different layouts: `--stage-layouts tp=2 tp=1,ep=2`, one entry per stage.
+"""Pipeline stages with different layouts, given by `--stage-layouts tp=2 tp=1,ep=2`.
 
-Megatron uses the same parallel sizes for all stages: it builds one set of groups, and ranks with
-equal index in neighbouring stages exchange messages. This module builds groups for every layout
-that occurs, and each rank retains the groups of its own stage. Activations and their gradients are
-converted from the layout of one stage to the layout of the next stage by `comm.resharding`
-(AlpaComm, arXiv 2211.05322), which replaces Megatron's communicator between stages. Every stage
-has the same number of ranks. A stage with fewer tensor-parallel ranks has more replicas, and each
-replica processes fewer samples of a micro-batch.
+Megatron uses the same parallel sizes for all stages. It builds one set of process groups, and ranks
+with the same index in neighbouring stages exchange messages. This module builds process groups for
+every layout that is used, and each rank keeps the groups of its own stage. Activations and their
+gradients are converted from the layout of one stage to the layout of the next stage by
+`comm.resharding` (AlpaComm, arXiv 2211.05322), which replaces Megatron's communicator between
+stages. Every stage has the same number of ranks. A stage with a smaller tensor-parallel size has
+more replicas, and each replica processes fewer samples of a micro-batch.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ _FIELDS = {"tp": "tensor_model_parallel_size", "ep": "expert_model_parallel_size
 
 @dataclass(frozen=True)
 class StageLayout:
-    """Parallel sizes of one stage.
+    """The parallel sizes of one pipeline stage.
 
     Attributes:
         tp: tensor-parallel size.
         ep: expert-parallel size.
-        etp: expert-tensor-parallel size. Defaults to tp, as in Megatron.
+        etp: expert-tensor-parallel size. The default is the value of `tp`, as in Megatron.
     """
 
     tp: int = 1
@@ -68,7 +68,7 @@ def parse(entries: Sequence[str]) -> list[StageLayout]:
     """Return one layout per stage, parsed from entries such as "tp=2,ep=4".
 
     Raises:
-        ValueError: an entry does not have this form.
+        ValueError: If an entry does not have this form.
     """
     return [_parse(entry) for entry in entries]
 
@@ -85,13 +85,13 @@ def _parse(entry: str) -> StageLayout:
 
 @dataclass(frozen=True)
 class StageLayouts:
-    """The layouts of all stages.
+    """The parallel layouts of all pipeline stages.
 
     Attributes:
-        layouts: one layout per stage.
-        ranks: number of ranks in each stage.
-        samples: number of samples of a micro-batch over all replicas of a stage.
-        split: whether stages with tensor parallelism use sequence parallelism.
+        layouts: tuple with one layout per stage.
+        ranks: number of ranks per stage.
+        samples: number of samples of a micro-batch, summed over all replicas of a stage.
+        split: True if stages with tensor parallelism use sequence parallelism.
     """
 
     layouts: tuple[StageLayout, ...]
@@ -104,11 +104,12 @@ class StageLayouts:
         return self.ranks // self.layouts[stage].tp
 
     def stage_of(self, rank: int) -> int:
-        """Return the stage of a global rank. Each stage consists of consecutive ranks."""
+        """Return the index of the stage of a global rank. Each stage consists of consecutive ranks.
+        """
         return rank // self.ranks
 
     def arguments(self, args: argparse.Namespace, stage: int) -> argparse.Namespace:
-        """Return a copy of `args` with the sizes of a stage, from which the stage is built."""
+        """Return a copy of `args` with the parallel sizes from which a stage is built."""
         layout, made = self.layouts[stage], copy.copy(args)
         made.tensor_model_parallel_size, made.expert_model_parallel_size = layout.tp, layout.ep
         made.expert_tensor_parallel_size = layout.etp
@@ -119,8 +120,8 @@ class StageLayouts:
         return made
 
     def activation(self, stage: int, length: int, width: int) -> TensorLayout:
-        """Return the layout of a micro-batch [sequence, batch, width] on a stage's ranks,
-        numbered from 0.
+        """Return the layout of a micro-batch tensor [sequence, batch, width] on the ranks of a
+        stage, which are numbered from 0.
         """
         tp = self.layouts[stage].tp
         mesh = {"data": self.replicas(stage), "tensor": tp}
@@ -129,12 +130,12 @@ class StageLayouts:
 
 
 def stages_of(args: argparse.Namespace, world: int) -> StageLayouts | None:
-    """Return the stages that `--stage-layouts` describes, or None without this argument.
+    """Return the stages that `--stage-layouts` describes, or None if this argument is not given.
 
     `--micro-batch-size` applies to the stage with the most replicas.
 
     Raises:
-        ValueError: the layouts do not fit the number of processes or another argument.
+        ValueError: If the layouts are not possible with these processes or another argument.
     """
     if not args.stage_layouts:
         return None
@@ -171,7 +172,7 @@ def _unfit(args: argparse.Namespace, layouts: Sequence[StageLayout]
            ) -> list[tuple[bool, str, Any, str, str]]:
     """Return the arguments that Megatron cannot combine with stages of different layouts.
 
-    Each entry is (whether the argument is unfit, name, value, allowed value, remedy).
+    Each entry is a tuple (must_change, name, value, allowed_value, remedy).
     """
     given = (args.tensor_model_parallel_size, args.expert_model_parallel_size)
     schedule = run_config(settings_from_flags(vars(args))).pipeline.schedule
@@ -214,10 +215,10 @@ def _unfit(args: argparse.Namespace, layouts: Sequence[StageLayout]
 
 
 def initialize(stages: StageLayouts, groups: Callable[..., None]) -> None:
-    """Build Megatron's groups for every layout and retain the groups of this rank's stage.
+    """Build process groups for every layout, and keep the groups of the current rank's stage.
 
-    Groups that connect ranks of equal index in different stages always come from the first layout.
-    This is a collective call.
+    Process groups that connect ranks of the same index in different stages always come from the
+    first layout. This is a collective call.
 
     groups: Megatron's `initialize_model_parallel`, which is called with the sizes of each layout.
     """
@@ -233,7 +234,7 @@ def initialize(stages: StageLayouts, groups: Callable[..., None]) -> None:
 
 
 def _state(module: Any) -> dict[str, Any]:
-    """Return the module's variables. Containers are copied, because Megatron appends to them."""
+    """Return the variables of a module. Containers are copied, because Megatron appends to them."""
     return {name: copy.copy(value) if isinstance(value, (list, dict)) else value
             for name, value in vars(module).items()
             if re.fullmatch(r"_[A-Z_]+|_global_process_group_list", name)}
@@ -246,11 +247,11 @@ def _restore(module: Any, state: Mapping[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class _Boundary:
-    """The messages between two stages.
+    """The exchange of messages between two neighbouring stages.
 
     Attributes:
-        forward: sends activations to the next stage.
-        backward: sends gradients to the previous stage.
+        forward: resharding that sends activations to the next stage.
+        backward: resharding that sends gradients to the previous stage.
         scale: factor by which the gradients are multiplied.
     """
 
@@ -261,11 +262,11 @@ class _Boundary:
 
 def boundaries(stages: StageLayouts, world: Comm,
                args: argparse.Namespace) -> list[_Boundary | None]:
-    """Return the boundaries between stages; None for boundaries that do not involve this rank.
+    """Return the boundaries between stages, with None for those that do not involve this rank.
 
-    A replica's gradients belong to the mean loss of this replica, and Megatron averages over
-    replicas. Therefore gradients are multiplied by the ratio of the two stages' replica counts,
-    except with `--calculate-per-token-loss`, where the loss is a sum over tokens. This is a
+    The gradients of a replica belong to the mean loss of this replica, and Megatron averages over
+    replicas. Therefore the gradients are multiplied by the ratio of the replica counts of the two
+    stages, except with `--calculate-per-token-loss`, where the loss is a sum over tokens. This is a
     collective call of all ranks.
     """
     found: list[_Boundary | None] = []
@@ -289,15 +290,15 @@ def boundaries(stages: StageLayouts, world: Comm,
 
 def unequal_passes(stages: StageLayouts, args: argparse.Namespace, config: Any,
                    optimizer: Any) -> Callable[..., Any]:
-    """Return Megatron's 1F1B schedule with messages between stages of different layouts.
+    """Return Megatron's 1F1B schedule with messages between stages of different parallel layouts.
 
-    The returned schedule clips by the gradient norm of all stages. This is a collective call.
+    The returned schedule clips by the gradient norm over all stages. This is a collective call.
 
     Args:
         config: Megatron's `TransformerConfig`.
         optimizer: Megatron's optimizer, or None if the model is only evaluated.
     Raises:
-        ValueError: this version of Megatron does not accept a communicator between stages.
+        ValueError: If the installed Megatron does not accept a communicator between stages.
     """
     native = get_forward_backward_func()
     if "p2p_communicator" not in inspect.signature(native).parameters:
@@ -308,7 +309,7 @@ def unequal_passes(stages: StageLayouts, args: argparse.Namespace, config: Any,
     own, between = stages.stage_of(world.rank), boundaries(stages, world, args)
 
     class Unequal(P2PCommunicator):
-        """Megatron's communicator with resharding of all messages."""
+        """A subclass of Megatron's communicator that reshards all messages."""
 
         def _communicate(self, *, tensor_send_next: Tensor | None, tensor_send_prev: Tensor | None,
                          recv_prev: bool, recv_next: bool, tensor_shape: Any,
@@ -355,9 +356,10 @@ def unequal_passes(stages: StageLayouts, args: argparse.Namespace, config: Any,
 def _agree_over_all_stages(optimizer: Any) -> None:
     """Make gradient clipping and the loss scaler use the gradients of all stages.
 
-    If all stages have the same layout, Megatron's groups for the gradient norm contain every
-    parameter once. With different layouts each rank's part is weighted by the number of these
-    groups under the layout of its own stage (one group with the distributed optimizer).
+    If all stages have the same layout, Megatron's process groups for the gradient norm contain
+    every parameter once. With different layouts the contribution of each rank is weighted by the
+    number of these groups under the layout of the rank's own stage (one group with the distributed
+    optimizer).
     """
     world, chain = comm_of(), parts(optimizer)
     shares = [torch.distributed.get_world_size(part.get_grad_stats_parallel_group()) / world.size
@@ -375,12 +377,12 @@ def _agree_over_all_stages(optimizer: Any) -> None:
 
 
 def _count_tokens_of_all(config: Any, last: bool) -> None:
-    """Divide gradients by the number of tokens of all replicas of the last stage.
+    """Divide the gradients by the number of tokens of all replicas of the last stage.
 
-    This is used when losses are summed over tokens. Megatron would sum the counts of the last
-    stage's ranks over the replicas of each other stage, which have other sizes.
+    This is done if losses are summed over tokens. Megatron itself would sum the counts of the last
+    stage's ranks over the replicas of each other stage, whose number may differ.
 
-    last: whether this rank is in the last stage.
+    last: True if the current rank belongs to the last stage.
     """
     world, finish = comm_of(), config.finalize_model_grads_func
     counts = last and ps.get_tensor_model_parallel_rank() == 0

@@ -1,15 +1,16 @@
-"""Our layer cut into the steps of Megatron's schedule that overlaps two micro-batches.
+"""This package's layer, split into the steps of Megatron's schedule that overlaps two
+micro-batches.
 
 With `overlap_moe_expert_parallel_comm` Megatron runs the forward pass of one micro-batch together
-with the backward pass of another.
+with the backward pass of a different micro-batch.
 
-Megatron cuts the autograd graph between these steps. Each step receives detached tensors and runs
-its own backward pass, and the memory of its inputs is freed when the step is done. Therefore
-every tensor with a gradient (tokens, rows, gate weights) is passed from step to step as an
-argument, and a step copies the tensors that it must retain. A layer processes one call at a time;
-backward passes in between do not change the call's state.
+Megatron splits the autograd graph between these steps. Each step receives detached tensors and runs
+its own backward pass, and the memory of its inputs is freed when the step is done. Therefore every
+tensor with a gradient (tokens, rows, gate weights) is passed from step to step as an argument, and
+a step copies the tensors that it must keep. A layer processes one call at a time. Backward passes
+in between do not change the state of the call.
 
-| Megatron's step | steps of our layer |
+| Megatron's step | steps of this package's layer |
 |---|---|
 | `shared_experts_compute` | Megatron's shared expert |
 | `route`, `preprocess` | route, capacity, select, plan |
@@ -30,6 +31,7 @@ from torch import Tensor
 
 from moe_plugin.comm.state import TrafficMeter
 from moe_plugin.dispatch import Sent
+from moe_plugin.dispatch.layout import LayerLayout
 from moe_plugin.dispatch.rows import TokenPlan, with_weights
 from moe_plugin.experts.ffn import FFNExperts
 from moe_plugin.hosts.megatron import parameters
@@ -39,7 +41,6 @@ from moe_plugin.hosts.megatron.losses import last_layer_is_moe
 from moe_plugin.kernels.weight_grads import LaterGrads
 from moe_plugin.output import MoEOutput
 from moe_plugin.records import DispatchPlan, ExpertRows, KeptRouting, RowPlan, Tokens
-from moe_plugin.tuning.layouts import LayerLayout
 from moe_plugin.utils.messages import short
 from moe_plugin.utils.run_feature import refuse_unfit
 
@@ -63,7 +64,7 @@ class Stages:
     _call: _Call | None = None
 
     def shared_experts_compute(self: Any, hidden_states: Tensor) -> Tensor | None:
-        """Return the shared expert's outputs [s, b, h], or None without a shared expert."""
+        """Return the shared expert's outputs [s, b, h], or None if there is no shared expert."""
         if self.shared_experts is None:
             return None
         if self.shared_experts_recompute:
@@ -72,14 +73,14 @@ class Stages:
 
     def route(self: Any, hidden_states: Tensor,
               padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return gate weights [T, K] and expert ids, int64 [T, K], of hidden_states [s, b, h].
+        """Return the gate weights [T, K] and int64 expert ids [T, K] for `hidden_states` [s, b, h].
 
-        padding_mask: bool [b, s], True for padding.
+        padding_mask: bool tensor [b, s] that is True for padding.
         """
         real_SB = None if padding_mask is None else ~padding_mask.transpose(0, 1).bool()
         info, moe = self._before_routing(hidden_states), self.moe
         traffic = TrafficMeter(moe.comm.counters)
-        tokens = moe.tokens.enter(hidden_states, real_SB, info, moe.experts.dtype)
+        tokens = moe.token_entry.enter(hidden_states, real_SB, info, moe.experts.dtype)
         routing = moe.router(tokens.x_TD, tokens.mask_T, None, tokens.info)
         if routing.passthrough_T is not None:
             raise ValueError(
@@ -87,16 +88,16 @@ class Stages:
                 "overlap_moe_expert_parallel_comm=True, because this router adds a part of each "
                 "token to its output. Choose another router, or turn the overlap off.")
         kept = moe.capacity(routing, self.training)
-        layout, kept = moe.layouts.select(kept, None, self.training)
+        layout, kept = moe.routed_experts.select(kept, None, self.training)
         self._call = _Call(tokens, kept, layout, traffic)
         return routing.weights_TK, routing.ids_TK
 
     def preprocess(self: Any, hidden_states: Tensor, probs: Tensor,
                    routing_map: Tensor) -> tuple[Tensor, Tensor]:
-        """Plan the dispatch and attach the auxiliary losses.
+        """Plan the dispatch of the tokens, and attach the auxiliary losses.
 
         Returns: the tokens [T, h] (or [T, latent width]), and the gate weights in the order of the
-            plan.
+            dispatch plan.
         """
         call = self._call
         call.plan = call.layout.dispatcher.plan(call.kept)
@@ -110,7 +111,9 @@ class Stages:
         return x_TD, _weights(call.plan).clone()
 
     def dispatch(self: Any, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        """Send the tokens; return the rows [R, h] of this rank's experts and the gate weights."""
+        """Send the tokens to their experts. Return the rows [R, h] for the current rank's experts,
+        and the gate weights.
+        """
         call = self._call
         call.traffic.go_on()
         parameters.wait_for(self.experts)
@@ -128,7 +131,7 @@ class Stages:
 
     def routed_experts_compute(self: Any, hidden_states: Tensor,
                                probs: Tensor) -> tuple[Tensor, None]:
-        """Return the experts' results [R, h], and None because there is no separate bias."""
+        """Return the outputs of the experts [R, h], and None because there is no separate bias."""
         call = self._call
         call.plan = _with_weights(call.plan, probs)
         rows = call.work.rows
@@ -138,21 +141,21 @@ class Stages:
         return self.experts(work), None
 
     def combine(self: Any, output: Tensor) -> Tensor:
-        """Return the weighted sum of each token's expert results, [T, h]."""
+        """Return the weighted sum [T, h] of the expert outputs for each token."""
         call = self._call
         call.traffic.go_on()
         call.sent.put_back(output)
         return call.layout.dispatcher.combine(call.sent, call.plan)
 
     def postprocess(self: Any, output: Tensor, shared_expert_output: Tensor | None) -> Tensor:
-        """Return the layer's outputs [s, b, h] with the shared expert's output, and end the
-        call.
+        """Return the outputs of the layer [s, b, h], including the output of the shared expert, and
+        end the call.
         """
         call, self._call, moe = self._call, None, self.moe
         if moe.latent is not None:
             output = moe.latent.leave(output, call.tokens)
-        y, _ = moe.tokens.leave(output.to(call.tokens.x_TD.dtype), {}, call.tokens)
-        stats = moe.layouts.stats(call.layout, call.kept, call.plan.rows, call.traffic)
+        y, _ = moe.token_entry.leave(output.to(call.tokens.x_TD.dtype), {}, call.tokens)
+        stats = moe.routed_experts.stats(call.layout, call.kept, call.plan.rows, call.traffic)
         self._observe(MoEOutput(y, {}, stats))
         return y if shared_expert_output is None else y + shared_expert_output
 
@@ -178,7 +181,7 @@ def delay(layer: Any) -> None:
 
     The strategies `fused` and `kernels` compute weight gradients in `backward_dw`. Other strategies
     compute them in the backward pass. In both cases Megatron reduces the gradients in
-    `backward_dw`: for each module with a method `register_wgrad_accumulation_and_reduce_hooks`, its
+    `backward_dw`. For each module with a method `register_wgrad_accumulation_and_reduce_hooks`, the
     data-parallel wrapper passes the reduction hooks of the module's parameters to this method. The
     method is added to the routed experts and not to the whole layer, because the layer also
     contains the shared expert, whose modules call the hooks of their own parameters.
@@ -193,9 +196,11 @@ def delay(layer: Any) -> None:
 
 
 def check(layer: Any) -> None:
-    """Raise a `ValueError` if a setting prevents cutting a `PluginMoELayer` into these steps."""
+    """Raise a `ValueError` if a setting prevents a `PluginMoELayer` from being split into these
+    steps.
+    """
     config, native, split = layer.moe.config, layer.config, layer.groups.tensor.size() > 1
-    traits, graphs = layer.moe.layouts.available.traits, cuda_graphs(native)
+    traits, graphs = layer.moe.routed_experts.layouts.traits, cuda_graphs(native)
     refuse_unfit(
         "overlap_moe_expert_parallel_comm=True, which hides exchanges behind another micro-batch,",
         ((f"{name}={short(value)}", fits, f"{name} must be {bound}, or turn the overlap off")

@@ -1,19 +1,20 @@
-"""The layer's state in checkpoints: plain state dicts, and the results of the layout tuner.
+"""The state of the layer in checkpoints, which consists of plain state dicts and the results of the
+layout tuner.
 
 The keys of a state dict are Megatron's parameter names (`router.*`, `experts.*`). The parameters
-also belong to `moe`, the `MoELayer` that runs them. The keys of `moe` are left out because they
-repeat the same parameters. The description of this rank's experts is left out as well: Megatron's
-sharded tensors store experts by global index, so a checkpoint can be loaded at any expert-parallel
-size.
+also belong to `moe`, the `MoELayer` that runs them. The keys under `moe` are left out, because they
+refer to the same parameters. The description of the current rank's experts is left out as well,
+because Megatron's sharded tensors store experts by global index, so a checkpoint can be loaded at
+any expert-parallel size.
 
-Tuner state (of `parallel: auto`) is optional. The state is stored as one object per layer under the
-layer's global number. Every pipeline stage saves the objects of its own layers. If replicas of the
-experts have learned different layouts, the state of the first replica is saved. Results for another
-number of ranks are left out.
+The tuner state (of `parallel: auto`) is optional. The tuner state is stored as one object per layer
+under the global number of the layer. Every pipeline stage saves the objects of its own layers. If
+replicas of the experts have learned different layouts, the state of the first replica is saved.
+Tuner results for a different number of ranks are left out.
 
-The state of a predicted layout is stored in the same way under `load_without_missing`. Without this
-function Megatron refuses a checkpoint that lacks a requested object, and checkpoints of another
-layer or of fixed layouts lack the tuner state.
+If `load_without_missing` is active, the state of a predicted layout is stored in the same way.
+Without this function Megatron raises an error for a checkpoint that lacks a requested object, and
+checkpoints of a different layer or of fixed layouts lack the tuner state.
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ def tuner_state(moe: MoELayer) -> dict[str, Any] | None:
 
 
 def drop_repeated(layer: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
-    """Remove the keys that `layer.moe` repeats and add the tuner's state; a hook after
-    `state_dict`.
+    """Hook that runs after `state_dict`, removes the keys that `layer.moe` repeats, and adds the
+    tuner's state.
     """
     for key in [key for key in state if key.startswith(f"{prefix}moe.")]:
         del state[key]
@@ -54,9 +55,9 @@ def drop_repeated(layer: nn.Module, state: dict[str, Any], prefix: str, _metadat
 
 
 def add_repeated(layer: nn.Module, state: dict[str, Any], prefix: str, *_rest: Any) -> None:
-    """Undo `drop_repeated`; a hook before `load_state_dict`.
+    """Hook that runs before `load_state_dict` and reverses the changes made by `drop_repeated`.
 
-    Tuner state in the state dict is optional and is ignored if the layer has no tuner.
+    Tuner state in the state dict is optional. It is ignored if the layer has no tuner.
     """
     saved = state.pop(prefix + TUNER, None)
     own = layer.moe.get_extra_state()
@@ -72,10 +73,10 @@ def add_repeated(layer: nn.Module, state: dict[str, Any], prefix: str, *_rest: A
 
 
 def load_without_missing(load: Callable[..., Any], given: dict[str, Any]) -> Any:
-    """Wrap `dist_checkpointing.load` for checkpoints in either layout of experts.
+    """Wrap `dist_checkpointing.load` so that it accepts checkpoints with either layout of experts.
 
     Tuner state that the checkpoint does not contain is not requested. The wrapper also works in
-    Megatron's own script.
+    Megatron's own training script.
     """
     # the models are under `model`, or `model0`, `model1`, ...
     without_missing((part for key, part in given["sharded_state_dict"].items()
@@ -86,9 +87,9 @@ def load_without_missing(load: Callable[..., Any], given: dict[str, Any]) -> Any
 
 def tuner_shards(moe: MoELayer, groups: MegatronGroups, key: str,
                  offsets: tuple[Any, ...]) -> dict[str, ShardedObject]:
-    """Return the tuner's entry of a distributed checkpoint, or an empty dictionary without a tuner.
+    """Return the entry of the tuner for a distributed checkpoint, or {} if there is no tuner.
 
-    offsets: the leading axes that Megatron adds, such as the layer axis.
+    offsets: leading axes that Megatron adds, such as the layer axis.
     """
     tuner = tuner_state(moe)
     if tuner is None or not (moe.config.parallel.mode == "auto" or is_wrapped(
@@ -99,7 +100,9 @@ def tuner_shards(moe: MoELayer, groups: MegatronGroups, key: str,
 
 
 def without_missing(models: Iterable[dict[str, Any]], path: str) -> None:
-    """Remove tuner states that the checkpoint at `path` lacks from the state dicts to load."""
+    """Remove tuner states that the checkpoint at `path` does not contain from the state dicts to be
+    loaded.
+    """
     wanted = [(model, key, entry) for model in models for key, entry in model.items()
               if isinstance(entry, ShardedObject) and key.endswith(f".{TUNER}")]
     known = dist_checkpointing.serialization.load_sharded_metadata(path) if wanted else {}

@@ -1,11 +1,12 @@
-"""`--weights-on host`: stream the weights of Megatron's model through one device.
+"""Support for `--weights-on host`, which streams the weights of Megatron's model through one
+device.
 
-The module works in any training loop of Megatron's form. The model is built in parts, as Megatron
-builds pipeline stages: the embedding, each transformer layer, and the output layer. Each part is a
-block of a `StreamedTrainer`, which lets one part after another compute all micro-batches of a step.
-The loop sees a single model, a single optimizer and a single function for the passes. The arguments
-with which the forward step calls the model are recorded for each micro-batch, and every part is
-called with these arguments.
+The module works in any training loop that has the form of Megatron's loop. The model is built in
+parts, as Megatron builds pipeline stages. The parts are the embedding, each transformer layer, and
+the output layer. Each part is a block of a `StreamedTrainer`, in which the parts compute all
+micro-batches of a step one after the other. To the loop they appear as a single model, a single
+optimizer and a single function that runs the passes. The arguments with which the forward step
+calls the model are recorded for each micro-batch, and every part is called with these arguments.
 """
 
 from __future__ import annotations
@@ -52,8 +53,8 @@ class _Calls:
     """Recorded calls of the model.
 
     Attributes:
-        given: arguments of the calls by micro-batch.
-        now: the current micro-batch.
+        given: list with the arguments of the call for each micro-batch.
+        now: index of the current micro-batch.
     """
 
     given: list[dict[str, Any]] = field(default_factory=list)
@@ -63,7 +64,7 @@ class _Calls:
 class ModelPart(nn.Module):
     """A part of Megatron's GPT model.
 
-    The output is [T, B, D], or losses [B, T] for the last part.
+    The output has shape [T, B, D]. The last part returns losses [B, T].
     """
 
     def __init__(self, part: nn.Module, calls: _Calls) -> None:
@@ -71,7 +72,7 @@ class ModelPart(nn.Module):
         self.part, self.calls = part, calls
 
     def forward(self, x: Tensor) -> Tensor:
-        """Compute the part; x is [T, B, D] and ignored by the first part."""
+        """Compute the output of the part for `x` [T, B, D]. The first part ignores `x`."""
         given = self.calls.given[self.calls.now]
         if self.part.pre_process:
             return self.part(**given)
@@ -92,7 +93,7 @@ class MegatronTrainer(StreamedTrainer):
 
     @contextmanager
     def randomness(self, micro_batch: int, block: int) -> Iterator[None]:
-        """Set the random states for a micro-batch and block, see `StreamedTrainer`."""
+        """Set the random states for a micro-batch and block. See `StreamedTrainer`."""
         self.calls.now = micro_batch
         with super().randomness(micro_batch, block), own_randomness():
             yield
@@ -100,9 +101,9 @@ class MegatronTrainer(StreamedTrainer):
 
 @contextmanager
 def own_randomness() -> Iterator[None]:
-    """Use separate states in Megatron's tracker of random states inside the block.
+    """Inside the block, use separate random states in Megatron's tracker.
 
-    The states are drawn from torch's generator.
+    The separate states are drawn from torch's generator.
     """
     tracker = get_cuda_rng_tracker()
     before, own = tracker.get_states(), {}
@@ -121,15 +122,15 @@ def own_randomness() -> Iterator[None]:
 
 
 class StreamedModel(nn.Module):
-    """The parts of a model, presented to Megatron as the model's single chunk.
+    """The parts of a model, presented to Megatron as the only chunk of the model.
 
     Attributes:
         module: the parts.
-        trainer: the trainer of the parts.
+        trainer: the `StreamedTrainer` of the parts.
         config: Megatron's `TransformerConfig`.
         norm: gradient norm of the latest passes.
         scaler: loss scaler, or None if the loss is not scaled.
-        peers: peers that average their weights with this process.
+        peers: peers that average their weights with the current process.
         loaded: folder of the checkpoint that was loaded.
     """
 
@@ -162,7 +163,9 @@ class StreamedModel(nn.Module):
         self._signature, self.norm = inspect.signature(first.forward), 0.0
 
     def _part(self, make: MakePart, number: int) -> nn.Module:
-        """Build part `number`: 0 is the embedding, followed by the layers and the output layer."""
+        """Build part `number`. Part 0 is the embedding, followed by the layers and the output
+        layer.
+        """
         args = self._args
         first, last = number == 0, number == args.num_layers + 1
 
@@ -183,9 +186,10 @@ class StreamedModel(nn.Module):
         return ModelPart(part, self._calls)
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Record the arguments of the forward step's call and return a placeholder.
+        """Record the arguments with which the forward step calls the model, and return a
+        placeholder.
 
-        The model is computed later, by the passes.
+        The model is computed later, in `passes`.
         """
         self._calls.given.append(self._signature.bind(*args, **kwargs).arguments)
         return torch.zeros(0)
@@ -193,9 +197,10 @@ class StreamedModel(nn.Module):
     def passes(self, *, forward_step_func: Callable[..., Any], data_iterator: Any,
                num_microbatches: int, forward_only: bool = False, **_: Any
                ) -> list[dict[str, Tensor]]:
-        """Replacement for the function returned by Megatron's `get_forward_backward_func`.
+        """Run the passes of a step. This method replaces the function returned by Megatron's
+        `get_forward_backward_func`.
 
-        The arguments are the same.
+        The arguments are the same as those of the replaced function.
         """
         iterator = data_iterator[0] if isinstance(data_iterator, list) else data_iterator
         self._logged, self._count, left = [], num_microbatches, num_microbatches
@@ -227,7 +232,9 @@ class StreamedModel(nn.Module):
         return loss
 
     def _loss(self, output: Tensor, loss: Callable[[Tensor], Any]) -> Tensor:
-        """Return this micro-batch's share of the step's loss, as Megatron's schedules do."""
+        """Return the contribution of this micro-batch to the loss of the step, as Megatron's
+        schedules do.
+        """
         total, *tokens, logged = loss(output)
         self._logged.append(logged)
         return (total / tokens[0].clamp(min=1) if tokens else total) / self._count * self._scale[0]
@@ -243,16 +250,18 @@ class StreamedModel(nn.Module):
 
 def build(make: MakePart, args: argparse.Namespace, settings: Mapping[str, Any]
           ) -> tuple[StreamedModel, StreamedOptimizer]:
-    """Build the model in parts and its optimizer. Megatron's groups must be initialised.
+    """Build the model in parts, and its optimizer. Megatron's process groups must have been
+    initialised.
 
     Args:
-        make: function that builds a pipeline stage, possibly with only some of the layers.
-        args: arguments of a training script.
-        settings: our settings, by dotted path.
+        make: function that builds a pipeline stage. It may be called to build only some of the
+            layers.
+        args: parsed arguments of a training script.
+        settings: settings of this package by dotted path.
     Raises:
-        ValueError: a setting cannot be combined with streamed weights. The message contains the
-            remedy.
-        TierError: the storage tier is too small for the weights.
+        ValueError: If a setting cannot be combined with streamed weights. The error message
+            contains the remedy.
+        TierError: If the storage tier is too small for the weights.
     """
     offload = run_config(settings).offload
     _check(args, settings, offload)
@@ -320,8 +329,8 @@ def _check(args: argparse.Namespace, settings: Mapping[str, Any], offload: Offlo
 
 
 def numbered(spec: Any, number: int) -> Any:
-    """Return the spec of a layer with its number in the model, although its part has no other
-    layer.
+    """Return the spec of a layer that has its number in the whole model, although its part contains
+    no other layer.
     """
 
     class Layer(spec.module):  # type: ignore[misc,name-defined]

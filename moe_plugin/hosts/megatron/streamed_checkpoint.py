@@ -1,7 +1,7 @@
-"""Checkpoints of a model with streamed weights.
+"""Checkpoints of a model whose weights are streamed.
 
-A checkpoint folder such as `ROOT/iter_0000100` contains one safetensors file per model part and
-the progress of the run.
+A checkpoint folder such as `ROOT/iter_0000100` contains one safetensors file for each part of the
+model, and the progress of the run.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ _RANKS = "ranks (all, tensor-, expert-, expert-tensor-parallel)"
 
 def save(root: str, model: StreamedModel, optimizer: StreamedOptimizer,
          settings: Mapping[str, Any], progress: Mapping[str, Any]) -> str:
-    """Write a checkpoint and return its folder.
+    """Write a checkpoint and return the path of its folder.
 
     Args:
-        root: the folder that contains the checkpoints.
-        settings: the model's settings, see `model_settings`.
-        progress: JSON values by name; must contain "iteration" and "consumed_samples".
+        root: path of the folder that contains the checkpoints.
+        settings: settings of the model. See `model_settings`.
+        progress: dict of JSON values by name. It must contain "iteration" and "consumed_samples".
     Raises:
-        ValueError: the checkpoint cannot be written. Older checkpoints are not changed.
-        FloatingPointError: a weight or an optimizer state is not finite. Nothing is written.
+        ValueError: If the checkpoint cannot be written. Older checkpoints are not changed.
+        FloatingPointError: If a weight or an optimizer state is not finite. Nothing is written.
     """
     folder = files.folder(root, progress["iteration"])
     if (scaler := model.scaler) is not None:
@@ -60,16 +60,17 @@ def save(root: str, model: StreamedModel, optimizer: StreamedOptimizer,
 
 def load(root: str, model: StreamedModel, optimizer: StreamedOptimizer | None,
          settings: Mapping[str, Any], iteration: int | None = None) -> dict[str, Any]:
-    """Load a checkpoint that `save` wrote and return its progress.
+    """Load a checkpoint written by `save`, and return its progress.
 
-    If `root` has no checkpoint, a training run logs a warning and gets an empty dictionary.
+    If `root` contains no checkpoint, a training run logs a warning and the result is an empty
+    dictionary.
 
     Args:
-        optimizer: the optimizer to load, or None if the model is only evaluated.
-        iteration: the iteration to load. Defaults to the newest iteration.
+        optimizer: the optimizer whose state is loaded, or None if the model is only evaluated.
+        iteration: iteration of the checkpoint to load. The default is the newest iteration.
     Raises:
-        ValueError: the checkpoint belongs to another model, is damaged, or does not contain
-            streamed weights; or there is no checkpoint to evaluate.
+        ValueError: If the checkpoint belongs to a different model, is damaged, or does not contain
+            streamed weights, or if there is no checkpoint to evaluate.
     """
     iteration = iteration or files.latest(root)
     if iteration is None:
@@ -104,13 +105,15 @@ def load(root: str, model: StreamedModel, optimizer: StreamedOptimizer | None,
 
 
 def _own(folder: str) -> str:
-    """Return the folder that contains this rank's files."""
+    """Return the path of the folder that contains the current rank's files."""
     return folder if dist.get_world_size() == 1 else os.path.join(
         folder, f"rank_{dist.get_rank():05d}")
 
 
 def _ranks() -> list[int]:
-    """Return the number of ranks and, with more than one rank, the sizes of the parallel groups."""
+    """Return a list of the number of ranks and, if there are several ranks, the sizes of the
+    parallel groups.
+    """
     if dist.get_world_size() == 1:
         return [1]
     return [dist.get_world_size(), ps.get_tensor_model_parallel_world_size(),

@@ -1,6 +1,6 @@
-"""Optimizers of a Megatron model with streamed weights.
+"""Optimizers of a Megatron model whose weights are streamed.
 
-Each part of the model has its own optimizer; the training loop sees them as one optimizer.
+Each part of the model has its own optimizer. To the training loop they appear as one optimizer.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ logger = logging.getLogger("moe_plugin.megatron")
 
 
 class StreamedOptimizer:
-    """The optimizers of a model's parts behind the interface of Megatron's optimizer."""
+    """The optimizers of all parts of a model, with the interface of Megatron's optimizer."""
 
     optimizer = None  # the gradients of all parts never exist in memory at the same time
     is_stub_optimizer = False
@@ -40,17 +40,17 @@ class StreamedOptimizer:
 
     @property
     def kind(self) -> str:
-        """Name of the class of the parts' optimizers."""
+        """Name of the optimizer class of the parts."""
         return next((type(block.optimizer).__name__ for block in self.trainer.blocks
                      if block.optimizer is not None), "none")
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """Parameter groups of all parts."""
+        """The parameter groups of all parts."""
         return self.trainer.param_groups
 
     def get_loss_scale(self) -> Tensor:
-        """Return the factor by which losses are multiplied; 1 without a scaler."""
+        """Return the factor by which losses are multiplied, which is 1 without a loss scaler."""
         return torch.ones(1) if self.grad_scaler is None else self.grad_scaler.scale
 
     def scale_loss(self, loss: Tensor) -> Tensor:
@@ -58,16 +58,17 @@ class StreamedOptimizer:
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Do nothing; `StreamedModel.zero_grad_buffer` clears the gradients."""
+        """Do nothing, because the gradients are cleared by `StreamedModel.zero_grad_buffer`."""
 
     def prepare_grads(self) -> bool:
-        """Return whether the step must be skipped."""
+        """Return True if the step must be skipped."""
         return not math.isfinite(self.model.norm)
 
     def step(self) -> tuple[bool, float | None, None]:
-        """Clip the gradients and make a step.
+        """Clip the gradients and make an optimizer step.
 
-        Returns: whether the step was made, the gradient norm, and None for the number of zeros.
+        Returns: True if the step was made, the gradient norm, and None in place of the number of
+            zeros.
         """
         skip = self.prepare_grads()
         self.trainer.update(skip)
@@ -78,12 +79,13 @@ class StreamedOptimizer:
 
 
 class RankGradients:
-    """Reduction of a part's gradients over the ranks of a peer.
+    """Reduction of the gradients of a model part over the ranks of a peer.
 
     The arithmetic is the same as in Megatron's `DistributedDataParallel` and
-    `finalize_model_grads`: gradients are divided by the data-parallel size and summed over the
+    `finalize_model_grads`. The gradients are divided by the data-parallel size and summed over the
     ranks that store the parameter. If tensor-parallel ranks use a parameter with different tokens,
-    the gradients are also summed over these ranks. Megatron's process groups must exist.
+    its gradients are also summed over these ranks. Megatron's process groups must have been
+    initialised.
     """
 
     def __init__(self) -> None:
@@ -94,7 +96,7 @@ class RankGradients:
 
     @staticmethod
     def mark(part: nn.Module) -> None:
-        """Mark the parameters for which tensor-parallel ranks must sum the gradients."""
+        """Mark the parameters whose gradients must be summed over tensor-parallel ranks."""
         for name, p in part.named_parameters():
             p.sum_over_tensor_ranks = part.config.sequence_parallel and getattr(
                 p, "sequence_parallel", False) or part.config.qk_layernorm and (
@@ -126,19 +128,21 @@ def _sum(gradients: Sequence[Tensor], group: dist.ProcessGroup) -> None:
 
 
 class StreamedNorm:
-    """Gradient clipping that equals Megatron's own clipping bit by bit: a
-    `memory.weights.streamed.Clip`.
+    """Gradient clipping (a `memory.weights.streamed.Clip`) whose results equal those of Megatron's
+    own clipping bit by bit.
 
     The results are equal if neither Apex nor Transformer Engine is installed. Like Megatron, the
-    class computes the norm of the tensors' norms, separately for dense parameters and for experts.
-    The order is the order of the optimizer: first the matrices of the whole model, then the
-    vectors. The norms are then reduced over the ranks that store different parameters.
+    class computes the norm of the norms of all tensors, separately for dense parameters and for
+    experts. The tensors are processed in the order of the optimizer, with the matrices of the whole
+    model before the vectors. The norms are then reduced over the ranks that store different
+    parameters.
 
     Args:
-        max_norm: bound for the norm of all gradients; 0 disables clipping.
-        scaler: loss scaler; gradients are divided by its scale. None if the loss is not scaled.
-        ranks: object that reduces the gradients over ranks before the norm is computed, or None
-            with a single rank.
+        max_norm: upper bound for the norm of all gradients. 0 disables clipping.
+        scaler: loss scaler by whose scale the gradients are divided. None if the loss is not
+            scaled.
+        ranks: object that reduces the gradients over ranks before the norm is computed, or None if
+            there is only one rank.
     """
 
     def __init__(self, max_norm: float, scaler: Any = None,
@@ -151,7 +155,7 @@ class StreamedNorm:
 
     @torch.no_grad()
     def add(self, place: int, parameters: Sequence[nn.Parameter]) -> None:
-        """Add the gradients of part number `place` to the norm."""
+        """Add the gradients of the model part with index `place` to the norm."""
         if self.ranks is not None:
             self.ranks(parameters)
         for parameter in parameters:
@@ -164,7 +168,9 @@ class StreamedNorm:
                 norms.append(torch.norm(parameter.grad))
 
     def norm(self) -> Tensor:
-        """Return the norm of all gradients added since the last call, 0-dim float64. Collective."""
+        """Return the norm of all gradients added since the last call, as a 0-dim float64 tensor.
+        Collective.
+        """
         kinds = [self._norm_of(expert) for expert in (False, True)]
         kinds = [norm for norm in kinds if norm is not None]
         total = kinds[0] if len(kinds) == 1 else math.sqrt(sum(norm**2 for norm in kinds))
@@ -185,18 +191,18 @@ class StreamedNorm:
         return float(squared)**0.5
 
     def scale(self, gradients: Sequence[Tensor]) -> None:
-        """Scale the gradients down if the norm exceeds its bound."""
+        """Scale the gradients down if the norm exceeds `max_norm`."""
         if self._factor < 1:
             for gradient in gradients:
                 gradient.mul_(self._factor)
 
     def forget(self) -> None:
-        """Discard the norms that were added."""
+        """Discard the norms that have been added."""
         self._norms = {}
 
 
 def device_of_parts() -> torch.device:
-    """Return the device on which parts are computed."""
+    """Return the device on which the parts are computed."""
     if torch.cuda.is_available() and not cpu.enabled():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
@@ -204,7 +210,7 @@ def device_of_parts() -> torch.device:
 
 def torch_optimizer(args: argparse.Namespace, params: Sequence[nn.Parameter]
                     ) -> torch.optim.Optimizer:
-    """Return torch's optimizer with the options and parameter groups that Megatron would use.
+    """Return a torch optimizer with the options and parameter groups that Megatron would use.
 
     Vectors have no weight decay.
     """

@@ -1,8 +1,9 @@
-"""`--swarm`: peers that may join and leave serve the stages of a GPT model on Megatron's own loop.
+"""Support for `--swarm`, with which peers that can join and leave serve the pipeline stages of a
+GPT model in Megatron's own training loop.
 
-Trainers run the loop: they read data, set learning rates, write logs and checkpoints, and have no
-weights. A peer runs the same command with `--swarm peer`. The peer builds the layers of one stage
-as Megatron builds a pipeline stage, and computes the layers with the script's own forward step,
+Trainers run the training loop. They read data, set learning rates, write logs and checkpoints, and
+have no weights. A peer runs the same command with `--swarm peer`. A peer builds the layers of one
+stage as Megatron builds a pipeline stage, and computes them with the script's own forward step,
 which receives the micro-batch that a trainer has read.
 """
 
@@ -48,11 +49,11 @@ ForwardStep = Callable[..., tuple[Tensor, Callable[[Tensor], Any]]]
 
 
 class SwarmStage(nn.Module):
-    """A stage of the model: the script's forward step applied to the stage's layers.
+    """A stage of the model that applies the script's forward step to the layers of the stage.
 
     Args:
-        part: a pipeline stage built by Megatron.
-        forward_step: the forward step of the script.
+        part: pipeline stage built by Megatron.
+        forward_step: forward step function of the script.
     """
 
     def __init__(self, part: nn.Module, forward_step: ForwardStep) -> None:
@@ -63,8 +64,8 @@ class SwarmStage(nn.Module):
     def forward(self, x: Tensor, batch: dict[str, Tensor]) -> Tensor:
         """Compute the stage.
 
-        x: [T, B, D], the output of the previous stage. The first stage ignores x.
-        Returns: [T, B, D], or on the last stage the input of the script's loss function.
+        x: output [T, B, D] of the previous stage. The first stage ignores `x`.
+        Returns: a tensor [T, B, D], or on the last stage the input of the script's loss function.
         """
         if not self.part.pre_process:
             self.part.set_input_tensor(x)
@@ -77,7 +78,7 @@ class SwarmStage(nn.Module):
 
 
 class MegatronPeer(StagePeer):
-    """A peer that handles each request in a separate thread, on the device of the process."""
+    """A peer that handles each request in a separate thread on the device of the process."""
 
     def _answer(self, request: dict[str, Any]) -> dict[str, Any] | None:
         # `cpu.building`, which maps "cuda" to "cpu", applies only to the thread that enters it
@@ -87,7 +88,7 @@ class MegatronPeer(StagePeer):
 
 def serve(swarm: SwarmConfig, args: argparse.Namespace, make: MakePart, forward_step: ForwardStep
           ) -> None:
-    """Serve a stage until the trainer has ended or is no longer reachable."""
+    """Serve a stage until the trainer has ended or cannot be reached any more."""
     count = args.global_batch_size // args.micro_batch_size
     made: list[SwarmStage] = []
 
@@ -124,7 +125,7 @@ def serve(swarm: SwarmConfig, args: argparse.Namespace, make: MakePart, forward_
 
 @contextlib.contextmanager
 def states(own: Tensor, tracked: Mapping[str, Tensor]) -> Iterator[None]:
-    """Use these states in torch's generator and in Megatron's tracker inside the block."""
+    """Inside the block, use these states in torch's random generator and in Megatron's tracker."""
     tracker = get_cuda_rng_tracker()
     before = torch.get_rng_state(), tracker.get_states()
     torch.set_rng_state(own)
@@ -138,7 +139,7 @@ def states(own: Tensor, tracked: Mapping[str, Tensor]) -> Iterator[None]:
 
 def stage_of(make: MakePart, number: int, stages: int, layers: int, forward_step: ForwardStep
              ) -> SwarmStage:
-    """Return stage `number`, which has an equal share of the layers."""
+    """Return stage `number`. The layers are divided evenly over the stages."""
     begin, end = (layers * n // stages for n in (number, number + 1))
 
     def chosen(specs: list[Any]) -> list[Any]:
@@ -150,7 +151,9 @@ def stage_of(make: MakePart, number: int, stages: int, layers: int, forward_step
 
 
 class SwarmModel(nn.Module):
-    """The single chunk of a trainer's model, without weights, and its passes over the peers."""
+    """The only chunk of a trainer's model, which has no weights, and the function that runs its
+    passes on the peers.
+    """
 
     vp_stage, pre_process, post_process = None, True, True
 
@@ -160,7 +163,7 @@ class SwarmModel(nn.Module):
         self.trainer, self.norm = trainer, 0.0
 
     def close(self) -> None:
-        """Tell the other processes that this trainer has ended."""
+        """Inform the other processes that this trainer has ended."""
         if isinstance(self.trainer, Swarm):
             self.trainer.close()
         else:
@@ -168,9 +171,10 @@ class SwarmModel(nn.Module):
 
     def passes(self, *, data_iterator: Any, num_microbatches: int, forward_only: bool = False,
                **_: Any) -> list[dict[str, Tensor]]:
-        """Replacement for the function returned by Megatron's `get_forward_backward_func`.
+        """Run the passes of a step. This method replaces the function returned by Megatron's
+        `get_forward_backward_func`.
 
-        The arguments are the same.
+        The arguments are the same as those of the replaced function.
         """
         iterator = data_iterator[0] if isinstance(data_iterator, list) else data_iterator
         given = [(torch.zeros(1, dtype=torch.int64), _tensors(next(iterator)))
@@ -188,7 +192,9 @@ class SwarmModel(nn.Module):
 
 
 class SwarmOptimizer(StreamedOptimizer):
-    """The peers' optimizers behind the interface that Megatron's loop and `FiniteSteps` expect."""
+    """The optimizers of the peers, with the interface that Megatron's training loop and
+    `FiniteSteps` expect.
+    """
 
     param_groups: list[dict[str, Any]] = []  # noqa: RUF012 - every instance sets its own list
 
@@ -198,7 +204,7 @@ class SwarmOptimizer(StreamedOptimizer):
         self.param_groups = torch_optimizer(args, some).param_groups
 
     def step(self) -> tuple[bool, float | None, None]:
-        """Make the peers clip and step; see `StreamedOptimizer.step`."""
+        """Make the peers clip gradients and run an optimizer step. See `StreamedOptimizer.step`."""
         skip = self.prepare_grads()
         if isinstance(self.model.trainer, Swarm):
             self.model.trainer.update(skip, [
@@ -209,14 +215,14 @@ class SwarmOptimizer(StreamedOptimizer):
 
 def set_up(given: Mapping[str, Any], run: Callable[[], Run], forward_step: ForwardStep
            ) -> tuple[list[SwarmModel], SwarmOptimizer | None, Any]:
-    """Return model, optimizer and scheduler, as Megatron's `setup_model_and_optimizer` does.
+    """Return the model, optimizer and scheduler, as Megatron's `setup_model_and_optimizer` does.
 
-    If the process is a peer, this function serves the trainer and then ends the process.
+    If the process is a peer, this function serves the trainer and then exits the process.
 
     Args:
-        given: arguments of `setup_model_and_optimizer` by name.
-        run: function that returns the current run.
-        forward_step: the forward step of the script.
+        given: dict of the arguments of `setup_model_and_optimizer` by name.
+        run: function that returns the current run object.
+        forward_step: forward step function of the script.
     """
     arguments = script_arguments()
     args, make = argparse.Namespace(**arguments), stages_of(given)
@@ -261,9 +267,10 @@ def _trainer(swarm: SwarmConfig, args: argparse.Namespace, folder: Path | None
 
 
 def save(given: Mapping[str, Any]) -> None:
-    """Write a checkpoint of all stages; a replacement for Megatron's `save_checkpoint`.
+    """Write a checkpoint of all stages. This function replaces Megatron's `save_checkpoint`.
 
-    Only the leading trainer writes. `given` contains the arguments of `save_checkpoint` by name.
+    The checkpoint is written only by the leading trainer. `given` contains the arguments of
+    `save_checkpoint` by name.
     """
     arguments, [model] = script_arguments(), given["model"]
     if not isinstance(model.trainer, Swarm):
@@ -280,8 +287,8 @@ def save(given: Mapping[str, Any]) -> None:
 
 def _saved(root: str, settings: Mapping[str, Any], iteration: int | None
            ) -> tuple[dict[str, Any], Path | None]:
-    """Return the progress and folder of a checkpoint that `save` wrote, or ({}, None) without
-    one.
+    """Return the progress and folder of a checkpoint written by `save`, or ({}, None) if there is
+    none.
     """
     iteration = iteration or files.latest(root)
     if iteration is None:
@@ -324,7 +331,7 @@ def _check(args: argparse.Namespace, swarm: SwarmConfig) -> None:
 
 
 def address_of(swarm: SwarmConfig) -> tuple[str, int]:
-    """Return host and port of the leading trainer."""
+    """Return the host and port of the leading trainer."""
     host, _, port = swarm.address.rpartition(":")
     return host, int(port)
 

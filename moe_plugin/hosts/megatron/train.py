@@ -1,11 +1,11 @@
-"""Train a GPT language model with our MoE layer: this package's short script on Megatron's own
-loop.
+"""Train a GPT language model with this package's MoE layer. This is the package's short script in
+Megatron's own training loop.
 
     torchrun --nproc_per_node 2 -m moe_plugin.hosts.megatron.train --data-path data/corpus
     --num-layers 4 ...
 
 This command is the same as `python -m moe_plugin.hosts.megatron.launch pretrain_gpt_moe`. The
-option `--cpu` is the launcher's `--moe-cpu`. See docs/megatron.md.
+option `--cpu` is equivalent to the launcher's `--moe-cpu`. See docs/megatron.md.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _OPTIONS = {"--cpu": launch.CPU, launch.CPU: launch.CPU}
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line and return the exit status of the process (see `endings.status_of`)."""
+    """Run the command line and return the exit status of the process. See `endings.status_of`."""
     argv = list(sys.argv[1:] if argv is None else argv)
     options = [_OPTIONS[word] for word in argv if word in _OPTIONS]
     return launch.main([*options, "pretrain_gpt_moe",

@@ -1,9 +1,10 @@
-"""Translation of Megatron's settings to ours.
+"""Translation of Megatron's settings to settings of this package.
 
-Native MoE arguments keep their meaning. If our router gives the same numbers, our router is used.
-If only Megatron's router supports a setting, Megatron's router is built and its decisions are used
-in our layer. A setting that neither router supports raises a `ValueError`. Settings that only
-choose a native implementation (dispatcher type, fusions) have no effect on results and are logged.
+Megatron's MoE arguments keep their meaning. If this package's router computes the same results, it
+is used. If only Megatron's router supports a setting, Megatron's router is built and this package's
+layer uses its decisions. A setting that neither router supports raises a `ValueError`. Settings
+that only select an implementation in Megatron (dispatcher type, fusions) have no effect on the
+results and are logged.
 """
 
 from __future__ import annotations
@@ -71,15 +72,16 @@ LOSS_NAMES = {"switch": "load_balancing_loss", "z": "z_loss"}  # our name: name 
 
 @dataclass(frozen=True)
 class Translation:
-    """The settings of a layer in our terms.
+    """The settings of a layer, translated to settings of this package.
 
     Attributes:
         config: settings of the layer.
-        run: settings that the host reads.
-        native_router: reasons why Megatron's router is needed; empty if our router is used.
-        notices: settings without effect, as log lines.
-        native_balance: whether Megatron's router balances the load.
-        follows_recipe: whether `experts.precision` comes from Megatron's recipe, which may exclude
+        run: settings that concern the whole run.
+        native_router: list of reasons why Megatron's router is needed. It is empty if this
+            package's router is used.
+        notices: log lines about settings without effect.
+        native_balance: True if Megatron's router balances the load.
+        follows_recipe: True if `experts.precision` comes from Megatron's recipe, which may exclude
             some layers.
     """
 
@@ -100,10 +102,10 @@ def settings_from_flags(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def timeout_of(settings: Mapping[str, Any]) -> float:
-    """Return `comm.timeout_s` of settings by dotted path, in seconds.
+    """Return the value of `comm.timeout_s` in settings by dotted path, in seconds.
 
     Raises:
-        ValueError: the timeout is out of bounds.
+        ValueError: If the timeout is out of bounds.
     """
     given = {path: settings[path] for path in ("comm.timeout_s",) if path in settings}
     return with_overrides(MoEConfig(), given).comm.timeout_s
@@ -111,15 +113,16 @@ def timeout_of(settings: Mapping[str, Any]) -> float:
 
 def translate(native: Any, settings: Mapping[str, Any], *,
               injected_router: bool = False) -> Translation:
-    """Return our config for a Megatron `TransformerConfig`.
+    """Return this package's config for a Megatron `TransformerConfig`.
 
     Args:
-        native: `TransformerConfig` of any supported version.
-        settings: our settings as dotted paths to values; only settings that the user gave.
-        injected_router: whether the layer spec names its own router class.
+        native: `TransformerConfig` of any supported Megatron version.
+        settings: the settings of this package that the user gave, as a mapping from dotted paths to
+            values.
+        injected_router: True if the layer spec contains its own router class.
     Raises:
-        ValueError: this layer does not support a native setting, one of our settings contradicts a
-            native setting, or a value is invalid.
+        ValueError: If this package's layer does not support a Megatron setting, if a setting of
+            this package contradicts a Megatron setting, or if a value is invalid.
     """
     refuse_unsupported(with_known_names(native))
     if not injected_router:
@@ -150,8 +153,8 @@ def translate(native: Any, settings: Mapping[str, Any], *,
 
 
 def native_arguments(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the Megatron arguments, by attribute, that are equivalent to our settings by dotted
-    path.
+    """Return the Megatron arguments, by attribute name, that are equivalent to these settings of
+    this package.
 
     Settings without an equivalent argument are left out.
     """
@@ -191,7 +194,7 @@ _ATTRIBUTES = {
 
 
 def _without_open(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings without values that leave the choice to the host."""
+    """Return the settings without those whose value leaves the choice to the host."""
     open_values = {"model_dim": 0, "experts.hidden_dim": 0, "router.normalize": "auto",
                    "experts.init_std": None}
     return {path: value for path, value in settings.items()
@@ -199,10 +202,12 @@ def _without_open(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _agreed(native: Any, settings: Mapping[str, Any], whole: bool) -> dict[str, Any]:
-    """Return Megatron's settings in our terms after checking that they do not contradict ours.
+    """Return Megatron's settings, translated to settings of this package, after checking that they
+    do not contradict the user's settings of this package.
 
-    whole: whether our settings describe whole layers. In this case our value is used if only our
-        layer supports the value and Megatron's setting is at its default.
+    whole: True if the settings of this package describe whole layers. In this case this package's
+        value is used if only this package's layer supports it and Megatron's setting has its
+        default value.
     """
     known = _native_values(native)
     said = {**known, "experts.init_std": setting(native, "init_method_std"),
@@ -312,9 +317,9 @@ def _check_native_router_settings(settings: Mapping[str, Any], reasons: list[str
 
 
 def refuse_unsupported(native: Any) -> None:
-    """Raise a `ValueError` for the first native setting that this layer cannot honour.
+    """Raise a `ValueError` for the first Megatron setting that this package's layer cannot honour.
 
-    These are settings that change the results or the order of computation and that the layer would
+    These are settings that change the results or the order of computation, and that the layer would
     have to ignore.
     """
     if not native.num_moe_experts:
@@ -332,8 +337,8 @@ def refuse_arguments() -> None:
     """Raise a `ValueError` for the first argument of Megatron's training script that is not
     supported.
 
-    Arguments that are part of `TransformerConfig` are not checked here. An unknown argument about
-    experts is refused as well.
+    Arguments that are part of `TransformerConfig` are not checked here. An unknown expert-related
+    argument also raises an error.
     """
     given = script_arguments()
     fields.refuse_by_row(SimpleNamespace(**given), fields.ARGUMENTS)

@@ -1,12 +1,12 @@
-"""Bind a rank to the processors of its GPU's NUMA node.
+"""Binding of a rank to the processors of its GPU's NUMA node.
 
-Copies between host and GPU and NCCL's own threads then do not cross CPU sockets. Usage:
+After binding, copies between host and GPU and NCCL's own threads do not cross CPU sockets. Usage:
 
     torchrun --nproc-per-node 8 -m moe_plugin.hosts.plain.binding python train.py ...
 
-This command logs the chosen processors and the reason, and then replaces itself with the training
-command. The launch scripts do the same with `NUMA=/sys`. Memory follows the processors, because
-Linux allocates a page on the NUMA node that touches the page first.
+This command logs the selected processors and the reason, and then replaces itself with the training
+command. The launch scripts do the same with `NUMA=/sys`. Memory is allocated on the same NUMA node
+as the processors, because Linux allocates each page on the node that accesses the page first.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ _PLACES = (("LOCAL_RANK", "LOCAL_WORLD_SIZE"), ("SLURM_LOCALID", "SLURM_NTASKS_P
 
 @dataclass(frozen=True)
 class Binding:
-    """The processors of one rank.
+    """The processors to which one rank is bound.
 
     Attributes:
-        cpus: numbers of the processors.
+        cpus: tuple of processor numbers.
         node: number of the NUMA node, or None if the machine does not report NUMA nodes.
-        why: a readable explanation of the choice, for the log.
+        why: readable explanation of the choice, for the log.
     """
 
     cpus: tuple[int, ...]
@@ -49,9 +49,9 @@ def parse_cpu_list(text: str) -> list[int]:
 
 
 def numa_nodes(sysfs: Path, allowed: set[int]) -> dict[int, list[int]]:
-    """Return the allowed processors of each NUMA node.
+    """Return a dict from each NUMA node to its allowed processors.
 
-    All processors belong to node 0 if the machine reports no NUMA nodes.
+    If the machine reports no NUMA nodes, all processors belong to node 0.
     """
     nodes = {}
     for folder in sorted((sysfs / "devices/system/node").glob("node[0-9]*"),
@@ -63,7 +63,8 @@ def numa_nodes(sysfs: Path, allowed: set[int]) -> dict[int, list[int]]:
 
 
 def gpu_node(sysfs: Path, bus_id: str) -> int | None:
-    """Return the NUMA node of a PCI device (`0000:3b:00.0`), or None if the machine has no entry.
+    """Return the NUMA node of a PCI device (`0000:3b:00.0`), or None if sysfs has no entry for the
+    device.
     """
     try:
         node = int((sysfs / "bus/pci/devices" / bus_id.lower() / "numa_node").read_text())
@@ -74,20 +75,20 @@ def gpu_node(sysfs: Path, bus_id: str) -> int | None:
 
 def plan(place: int, count: int, bus_ids: Sequence[str] = (), allowed: set[int] | None = None,
          sysfs: Path = Path("/sys")) -> Binding:
-    """Choose the processors of one rank of this machine.
+    """Select the processors for one rank on this machine.
 
-    Ranks that share a NUMA node divide its processors without overlap.
+    The processors of a NUMA node are divided among its ranks without overlap.
 
     Args:
-        place: local rank, from 0.
+        place: 0-based local rank.
         count: number of ranks on this machine.
-        bus_ids: PCI addresses of the GPUs of all local ranks, in rank order. If the list is empty,
-            the ranks are spread evenly over the NUMA nodes.
+        bus_ids: PCI addresses of the GPUs of all local ranks, in the order of ranks. If the list is
+            empty, the ranks are distributed evenly over the NUMA nodes.
         allowed: numbers of the processors that may be used. Optional. Defaults to the processors
-            that this process may use now.
-        sysfs: root folder of sysfs.
+            that the current process may use.
+        sysfs: path of the root folder of sysfs.
     Raises:
-        ValueError: the local rank is not in 0 to `count - 1`.
+        ValueError: If the local rank is not between 0 and `count - 1`.
     """
     if not 0 <= place < count:
         raise ValueError(
@@ -113,10 +114,11 @@ def plan(place: int, count: int, bus_ids: Sequence[str] = (), allowed: set[int] 
 
 
 def local_place(environment: Mapping[str, str]) -> tuple[int, int]:
-    """Read the local rank and the number of local ranks from the launcher's environment variables.
+    """Return the local rank and the number of local ranks, read from the launcher's environment
+    variables.
 
     Raises:
-        ValueError: the environment has no such variables.
+        ValueError: If these environment variables are not set.
     """
     for rank, size in _PLACES:
         if rank in environment and size in environment:
@@ -130,7 +132,7 @@ def local_place(environment: Mapping[str, str]) -> tuple[int, int]:
 def gpu_bus_ids() -> list[str]:
     """Return the PCI addresses of the visible GPUs in torch's order.
 
-    The list is empty without a GPU, or if this version of torch does not report PCI addresses.
+    The list is empty if there is no GPU, or if the installed torch does not report PCI addresses.
     """
     import torch
 
@@ -145,18 +147,18 @@ def gpu_bus_ids() -> list[str]:
 
 def bind(place: int, count: int, sysfs: Path = Path("/sys"), first: int = 0,
          total: int = 0) -> Binding:
-    """Bind this process to processors, and log the processors and the reason.
+    """Bind the current process to processors, and log the processors and the reason.
 
     Args:
-        place: local rank, from 0.
+        place: 0-based local rank.
         count: number of ranks that this launcher started on this machine.
-        sysfs: root folder of sysfs.
-        first: number of ranks of earlier launchers on the same machine. Used only if the ranks of
-            this launcher do not have one GPU each.
-        total: number of ranks of all launchers on the same machine. The default 0 means that this
-            launcher is the only launcher.
+        sysfs: path of the root folder of sysfs.
+        first: number of ranks that earlier launchers started on the same machine. This number is
+            used only if the ranks of this launcher do not have one GPU each.
+        total: number of ranks that all launchers started on the same machine. The default 0 means
+            that there is no other launcher.
     Raises:
-        ValueError: `sysfs` is not a sysfs folder, or the local rank is out of range.
+        ValueError: If `sysfs` is not a sysfs folder, or if the local rank is out of range.
     """
     if not (sysfs / "devices/system").is_dir():
         raise ValueError(f"{sysfs} has no folder devices/system, which lists the processors. "
@@ -172,7 +174,7 @@ def bind(place: int, count: int, sysfs: Path = Path("/sys"), first: int = 0,
 
 
 def main(argv: Sequence[str]) -> NoReturn:
-    """Bind this process, then replace it with the command."""
+    """Bind the current process to processors, then replace it with the given command."""
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     p = argparse.ArgumentParser(
         usage="torchrun --nproc-per-node N -m moe_plugin.hosts.plain.binding [--sysfs DIR] "

@@ -1,6 +1,6 @@
 """MoE layers as blocks of a plain PyTorch model.
 
-A block is called like a feed-forward module: it maps a tensor to a tensor, and therefore fits into
+A block is called like a feed-forward module. It maps a tensor to a tensor, so it can be used in
 `nn.Sequential`.
 
     model = nn.Sequential(nn.Linear(32, 64), MoEBlock(64, num_experts=8), nn.Linear(64, 10))
@@ -22,25 +22,25 @@ from moe_plugin.experts.matrices import is_vector, stacked
 from moe_plugin.layer import MoELayer, named_layers_in
 from moe_plugin.output import MoEOutput, weighted_loss
 from moe_plugin.routing.model_masks import TokenMasks, follow_masks
-from moe_plugin.routing.replay import inside_backward
+from moe_plugin.utils.machine import inside_backward
 
 
 class MoEBlock(nn.Module):
     """An `nn.Module` that calls a `MoELayer` and returns only the layer's output tensor.
 
-    The losses and statistics of the last call are stored in `last` until the next call.
+    The losses and statistics of the latest call are stored in `last` until the next call.
 
     Args:
-        moe: a `MoELayer`, or the arguments to build a layer:
+        moe: a `MoELayer`, or the arguments from which a layer is built, as in
             `MoEBlock(64, num_experts=8, router="switch")`.
     Raises:
-        ValueError: `moe` is already a layer, but layer arguments are passed as well.
+        ValueError: If `moe` is already a layer, but layer arguments are also passed.
 
     Attributes:
         moe: the layer.
-        last: output of the last call, with losses and statistics, or None before the first call and
-            in copies of the block.
-        after: module applied to the output of the experts.
+        last: output of the latest call, with losses and statistics. It is None before the first
+            call and in copies of the block.
+        after: module that is applied to the output of the experts.
         masks: token masks read from the surrounding model (`use_model_masks`), or None if the
             caller passes the masks.
     """
@@ -63,9 +63,9 @@ class MoEBlock(nn.Module):
         """Apply the layer. The output has the shape [..., D] and the dtype of the input.
 
         Args:
-            x: [..., D], the tokens.
-            token_mask: [...] bool, True for real tokens. Optional. Defaults to the mask of the
-                surrounding model.
+            x: input tokens of shape [..., D].
+            token_mask: bool tensor of shape [...] that is True for real tokens. Optional. Defaults
+                to the mask of the surrounding model.
         """
         if token_mask is None and self.masks is not None:
             token_mask = self.masks.of(x)
@@ -83,17 +83,17 @@ class MoEBlock(nn.Module):
         return y
 
     def losses(self) -> list[dict[str, Tensor]]:
-        """Return the losses of each call in the last forward pass.
+        """Return the losses of each call in the latest forward pass.
 
         The list has several entries if several layers of the model share this block.
         """
         return self._earlier if self.last is None else [*self._earlier, self.last.losses]
 
     def _begin_pass(self, owner: _NewPass | None) -> None:
-        """Forget the losses of earlier calls.
+        """Discard the losses of earlier calls.
 
-        owner: the hook that marks the beginning and the end of the forward pass, or None if no hook
-            follows the passes.
+        owner: hook that marks the beginning and the end of the forward pass, or None if there is no
+            such hook.
         """
         self.last, self._owner = None, owner
         self._earlier: list[dict[str, Tensor]] = []
@@ -109,14 +109,14 @@ class MoEBlock(nn.Module):
 
 
 def blocks_in(model: nn.Module) -> Iterator[tuple[str, MoEBlock]]:
-    """Return the names and modules of all blocks of a model, in the order of the model's modules.
+    """Return the names and modules of all blocks in a model, in the order of the model's modules.
     """
     return ((name, module) for name, module in model.named_modules()
             if isinstance(module, MoEBlock))
 
 
 def use_model_masks(model: nn.Module) -> None:
-    """Let the blocks of an unmodified model follow its forward passes and read its token masks."""
+    """Make the blocks of an unmodified model detect its forward passes and read its token masks."""
     follow_passes(model)
     blocks = [block for _, block in blocks_in(model)]
     masks = follow_masks(model, blocks)
@@ -126,9 +126,10 @@ def use_model_masks(model: nn.Module) -> None:
 
 @dataclass(frozen=True)
 class _NewPass:
-    """A forward pre-hook that makes all blocks forget the losses of the previous forward pass.
+    """A forward pre-hook that makes all blocks discard the losses of the previous forward pass.
 
-    The pass of a submodule inside a pass of the whole model does not count as a new pass.
+    If a submodule is called during a forward pass of the whole model, this is not treated as a new
+    pass.
     """
 
     def __call__(self, model: nn.Module, args: Any) -> None:
@@ -137,17 +138,19 @@ class _NewPass:
                 block._begin_pass(self)
 
     def ends(self, model: nn.Module, args: Any, output: Any) -> None:
-        """Mark the end of the pass. Called also if the pass fails with an error."""
+        """Mark the end of the forward pass. This method is also called if the pass fails with an
+        error.
+        """
         for _, block in blocks_in(model):
             if block._owner is self:
                 block._owner = None
 
 
 def follow_passes(model: nn.Module) -> None:
-    """Register hooks that separate the forward passes of a model.
+    """Register hooks that detect the forward passes of a model.
 
-    A block that a later forward pass skips (layer drop) then contributes nothing to the losses of
-    that pass. Calling this function again for the same model has no effect.
+    After this call, a block that is skipped in a later forward pass (layer drop) adds nothing to
+    the losses of that pass. A second call for the same model has no effect.
     """
     if not any(isinstance(hook, _NewPass) for hook in model._forward_pre_hooks.values()):
         hook = _NewPass()
@@ -156,23 +159,24 @@ def follow_passes(model: nn.Module) -> None:
 
 
 def auxiliary_loss(model: nn.Module) -> Tensor:
-    """Return the sum of the routers' losses in the last forward pass. Add it to the model's loss.
+    """Return the sum of the routers' losses in the latest forward pass. Add the result to the loss
+    of the model.
 
-    For each block the result contains the sum of weight * loss over the names in `losses`. A block
-    that the model calls several times contributes each call. If a block that was inserted by hand
-    is shared, the first pass counts only its last call, unless `follow_passes(model)` was called
-    before that pass.
+    For each block the result contains the sum of `weight * loss` over the names in `losses`. If the
+    model calls a block several times, the losses of all calls are added. If a block that was
+    inserted by hand is shared, only its last call is included in the first pass, unless
+    `follow_passes(model)` was called before that pass.
 
-    A block that the last pass did not call contributes nothing. A pass begins when the model that
-    was passed to this function, or to `replace_ffn`, is called. Call the model as a whole. If its
-    parts are called separately, a part that is skipped contributes the losses of its last call.
+    A block that was not called in the latest pass adds nothing. A pass begins when the model that
+    was passed to this function or to `replace_ffn` is called. The model must be called as a whole.
+    If its parts are called separately, a part that is skipped adds the losses of its last call.
 
-    Returns: a differentiable float32 scalar, which is 0 before the first forward pass and if no
-        loss is set.
+    Returns: a differentiable float32 scalar. It is 0 before the first forward pass, and if no loss
+        is set.
     Raises:
-        ValueError: the model has no block; a `MoELayer` with losses is outside of any block, so
-            that only its caller receives the losses; or the losses of a block in training mode have
-            no gradient although gradients are enabled now.
+        ValueError: If the model has no block, if a `MoELayer` with losses is outside of any block
+            (only its caller receives the losses), or if the losses of a block in training mode have
+            no gradient although gradients are now enabled.
     """
     _check_blocks(model)
     follow_passes(model)
@@ -195,7 +199,7 @@ def auxiliary_loss(model: nn.Module) -> Tensor:
 
 
 def _check_blocks(model: nn.Module) -> None:
-    """Raise `ValueError` if the losses of some MoE layers would be missing from the sum."""
+    """Raise a `ValueError` if the losses of some MoE layers would be missing from the sum."""
     inside = {id(block.moe) for _, block in blocks_in(model)}
     for name, layer in named_layers_in(model).items():
         if id(layer) not in inside:
@@ -219,19 +223,20 @@ def _has_weight(block: MoEBlock) -> bool:
 
 def optimizer_groups(model: nn.Module, lr: float, *, weight_decay: float = 0.0,
                      expert_lr: float | None = None) -> list[dict[str, Any]]:
-    """Return parameter groups for any optimizer of torch, with experts in separate groups.
+    """Return parameter groups for any torch optimizer, in which experts have separate groups.
 
-    Vectors (biases and the weights of norms) get no weight decay. An expert's bias is a vector,
-    although it is stored as a row of a matrix.
+    Vectors (biases and the weights of norms) have no weight decay. The bias of an expert is treated
+    as a vector, although it is stored as a row of a matrix.
 
     Args:
         model: the model.
         lr: learning rate.
         expert_lr: learning rate of the experts. Optional. Defaults to `lr`.
         weight_decay: weight decay of all matrices.
-    Returns: all non-empty groups, each with `name`, `params`, `lr` and `weight_decay`.
+    Returns: a list of all non-empty parameter groups, each with `name`, `params`, `lr` and
+        `weight_decay`.
     Raises:
-        ValueError: `expert_lr` is set, but no expert of the model is trainable.
+        ValueError: If `expert_lr` is set, but no expert of the model is trainable.
     """
     stacks, groups = stacked(model), dict[str, dict[str, Any]]()
     for parameter in model.parameters():

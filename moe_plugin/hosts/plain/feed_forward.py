@@ -1,8 +1,9 @@
-"""Detect feed-forward modules of an unknown model by running them.
+"""Detection of feed-forward modules in an unknown model by running them.
 
-A module is a feed-forward module if it has two linear maps (D to F and back) or three linear maps
-(two of them D to F), and if one of our activations, with the maps in one of the possible orders,
-reproduces the module's output for random tokens and random weights. Module names are not used.
+A module is a feed-forward module if it has two linear layers (D to F and back) or three linear
+layers (two of them D to F), and if one of the supported activations, with the linear layers in one
+of the possible orders, reproduces the output of the module for random tokens and random weights.
+The names of modules are not used.
 """
 
 from __future__ import annotations
@@ -26,18 +27,18 @@ TRAINED = 8  # number of calls in training mode
 
 @dataclass(frozen=True)
 class FeedForward:
-    """The function of a feed-forward module, with its weights.
+    """The function that a feed-forward module computes, with its weights.
 
-    Without a gate the function is y = act(x w_in + b_in) w_out + b_out. With a gate it is
-    y = (act(x w_gate + b_gate) * (x w_in + b_in)) w_out + b_out.
+    Without a gate the function is `y = act(x @ w_in + b_in) @ w_out + b_out`. With a gate it is
+    `y = (act(x @ w_gate + b_gate) * (x @ w_in + b_in)) @ w_out + b_out`.
 
     Attributes:
-        weights: the existing weights among `w_in_DF`, `w_out_FD`, `w_gate_DF`, `b_in_F`,
-            `b_gate_F` and `b_out_D`, as views of the module's parameters.
-        activation: name of the activation in `experts.activation`.
+        weights: dict of those weights among `w_in_DF`, `w_out_FD`, `w_gate_DF`, `b_in_F`,
+            `b_gate_F` and `b_out_D` that exist, as views of the module's parameters.
+        activation: name of the activation function in `experts.activation`.
         dropout: probability of the dropout after the activation (and the gate).
-        after: probability of the dropout after the last linear map.
-        frozen: names of the weights that do not train.
+        after: probability of the dropout after the last linear layer.
+        frozen: names of the weights that are not trained.
     """
 
     weights: dict[str, Tensor]
@@ -48,7 +49,7 @@ class FeedForward:
 
     @property
     def gated(self) -> bool:
-        """Whether the function has a gate."""
+        """True if the function has a gate."""
         return "w_gate_DF" in self.weights
 
     @property
@@ -63,12 +64,13 @@ class FeedForward:
 
 
 def read_feed_forward(module: nn.Module) -> FeedForward | None:
-    """Find the function that a module computes. Return None for other modules.
+    """Return the function that a module computes. The result is None if the module is not a
+    feed-forward module.
 
     The test runs a copy of the module in float32 with random weights, because the module's own
-    weights may be zeros, which would hide the activation. The copy runs once in evaluation mode and
-    once more for each of its dropouts, with only that dropout active. The copy then runs a few
-    times in training mode, to check that only dropout acts differently in training.
+    weights may be zeros, which would hide the activation. The copy is run once in evaluation mode,
+    and once more for each dropout module with only this dropout active. The copy is then run a few
+    times in training mode, to check that only dropout behaves differently in training.
     """
     maps = _linear_maps(module)
     own = {id(p) for part in maps for p in part.parameters(recurse=False)}
@@ -96,7 +98,8 @@ def _draw_weights(twin: nn.Module) -> None:
 
 @dataclass(frozen=True)
 class _Ran:
-    """The record of one call. parts: the linear maps and dropouts, in the order in which they ran.
+    """The record of one call of a module. parts: list of the linear and dropout modules, in the
+    order in which they were run.
     """
 
     x_TD: Tensor
@@ -107,7 +110,8 @@ class _Ran:
 def _run(twin: nn.Module, width: int) -> _Ran | None:
     """Call the module with random tokens.
 
-    Returns None if the module rejects the tokens or returns another shape.
+    Returns None if the module raises an error for the tokens or returns a tensor of a different
+    shape.
     """
     parts: list[Any] = []
     watched = [*_linear_maps(twin), *(p for p in twin.modules() if isinstance(p, nn.Dropout))]
@@ -128,10 +132,11 @@ def _run(twin: nn.Module, width: int) -> _Ran | None:
 
 
 def _trains_alike(twin: nn.Module, ran: _Ran) -> bool:
-    """Return whether training and evaluation mode give the same result when dropouts are off.
+    """Return True if the results in training and evaluation mode are equal when dropouts are
+    disabled.
 
-    A module that fails this test drops or normalizes values in another way. The call changes the
-    dropouts of `twin`, so the caller must discard it.
+    A module that fails this test drops or normalizes values in a different way. The call changes
+    the dropout modules of `twin`, so the caller must discard `twin`.
     """
     for part in ran.parts:
         if isinstance(part, nn.Dropout):
@@ -150,7 +155,7 @@ def _trains_alike(twin: nn.Module, ran: _Ran) -> bool:
 
 
 def _explained(maps: list[Any], twin: nn.Module, ran: _Ran) -> FeedForward | None:
-    """Find the feed-forward function that reproduces a call, or return None."""
+    """Return the feed-forward function that reproduces a call, or None if there is none."""
     twins = _linear_maps(twin)
     order = [twins.index(part) for part in ran.parts if not isinstance(part, nn.Dropout)]
     if sorted(order) != list(range(len(maps))):
@@ -177,12 +182,13 @@ def _explained(maps: list[Any], twin: nn.Module, ran: _Ran) -> FeedForward | Non
 
 
 def _place(ffn: FeedForward, twin: nn.Module, number: int, x_TD: Tensor) -> str | None:
-    """Decide which dropout of a `FeedForward` corresponds to a dropout of the module.
+    """Determine which dropout of a `FeedForward` corresponds to a dropout of the module.
 
-    The dropout is forced to drop random values, and the two possible positions are compared with
-    the result. Returns "dropout", "after", or None if neither position fits.
+    The dropout is forced to drop random values, and the results for the two possible positions are
+    compared with the output. Returns "dropout" or "after", or None if neither position reproduces
+    the output.
 
-    number: index of the dropout among all dropout calls, from 0.
+    number: 0-based index of the dropout among all dropout calls.
     """
     calls, kept = itertools.count(), torch.ones(())
 
@@ -210,13 +216,13 @@ def _place(ffn: FeedForward, twin: nn.Module, number: int, x_TD: Tensor) -> str 
 
 
 def compute(ffn: FeedForward, x_TD: Tensor, kept_TF: Tensor | None = None) -> Tensor:
-    """Compute the feed-forward function from its formula, without dropout, in the dtype of x_TD.
+    """Compute the feed-forward function from its formula, without dropout, in the dtype of `x_TD`.
 
     Args:
         ffn: the function.
-        x_TD: [T, D], the tokens.
-        kept_TF: [T, F], factors applied to the inner values, for example of a dropout. Optional.
-            Defaults to 1.
+        x_TD: tokens of shape [T, D].
+        kept_TF: factors of shape [T, F] that are applied to the inner values, for example to
+            emulate a dropout. Optional. Defaults to 1.
     """
     w = {name: value.to(x_TD.dtype) for name, value in ffn.weights.items()}
     act = ACTIVATIONS[ffn.activation].value
@@ -235,7 +241,7 @@ def _distance(ffn: FeedForward, x_TD: Tensor, y_TD: Tensor,
 
 
 def _off(y: Tensor, wanted: Tensor) -> float:
-    """Return the largest absolute difference divided by the largest absolute value of `wanted`."""
+    """Return the largest absolute difference, divided by the largest absolute value of `wanted`."""
     off = (y - wanted).abs().max() / wanted.abs().max().clamp_min(1e-30)
     return float(off.nan_to_num(float("inf")))
 

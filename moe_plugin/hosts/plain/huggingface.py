@@ -1,4 +1,5 @@
-"""Replace the MoE blocks of a Hugging Face `transformers` model with MoE layers of this package.
+"""Replacement of the MoE blocks in a Hugging Face `transformers` model with MoE layers of this
+package.
 
     model = AutoModelForCausalLM.from_pretrained(path)
     swap_moe_blocks(model, settings={"losses": {"switch": 0.01}})
@@ -53,11 +54,11 @@ _BLOCK_SETTINGS = dict.fromkeys(("router_jitter_noise", "input_jitter_noise"),
 
 
 class SwappedBlock(MoEBlock):
-    """A block that has the call signature of the MoE block of a `transformers` model.
+    """A block with the call signature of the MoE block in a `transformers` model.
 
     Attributes:
-        original: the model's own block on the meta device, used by `restore_moe_blocks`.
-        family: how the model's family names and stores the block's parameters.
+        original: the model's own block on the meta device, which `restore_moe_blocks` uses.
+        family: description of how models of this family name and store the parameters of the block.
     """
 
     def __init__(self, moe: MoELayer, block: nn.Module, family: Block) -> None:
@@ -67,7 +68,7 @@ class SwappedBlock(MoEBlock):
         self.family = family
 
     def forward(self, x: Tensor) -> Any:
-        """Apply the layer to x.
+        """Apply the MoE layer to `x`.
 
         Returns a tensor, or (tensor, None) if the model's own block also returns router logits.
         """
@@ -77,8 +78,8 @@ class SwappedBlock(MoEBlock):
     def train(self, mode: bool = True) -> SwappedBlock:
         """Set training or evaluation mode, like `nn.Module.train`.
 
-        Training needs balanced experts. If the block changes to training mode without a balancing
-        setting, a warning is logged.
+        In training the load of the experts must be balanced. If the block is set to training mode
+        but no setting balances the load, a warning is logged.
         """
         if mode and not self.training:
             check_balance(self.moe.router, self.moe.config, self.moe.comm, HostContext())
@@ -88,26 +89,29 @@ class SwappedBlock(MoEBlock):
 @replaces_parameters
 def swap_moe_blocks(model: nn.Module, comm: Comm | None = None,
                     settings: Mapping[str, Any] | None = None) -> list[str]:
-    """Replace every MoE block of a model with our layer, with the same weights. Collective.
+    """Replace every MoE block of a model with this package's layer, which has the same weights.
+    Collective.
 
-    The model computes the same results up to rounding. Frozen parameters stay frozen, and routers
-    that `transformers` keeps in float32 stay in float32 (`router.fp32`). Each rank of `comm` stores
-    its share of the experts. `save_pretrained` (also collective) writes the model's own format with
-    all experts, and `load_state_dict` accepts the saved names. Tokens masked by the model's
-    `attention_mask` are not routed, and the blocks return zeros for them. Until
-    `restore_moe_blocks` is called, calls with `output_router_logits=True` raise `ValueError`.
+    The model computes the same results up to rounding errors. Frozen parameters stay frozen, and
+    routers that `transformers` keeps in float32 stay in float32 (`router.fp32`). Each rank of
+    `comm` stores a subset of the experts. `save_pretrained`, which is then also a collective call,
+    writes the model's own format with all experts, and `load_state_dict` accepts the saved names.
+    Tokens that the model's `attention_mask` masks are not routed, and the blocks return zeros for
+    them. Until `restore_moe_blocks` is called, calls with `output_router_logits=True` raise a
+    `ValueError`.
 
     Args:
         model: a `transformers` decoder of a supported family (docs/huggingface.md), with or without
             a head. The weights must be equal on all ranks.
-        comm: the expert-parallel group. Optional. Defaults to the default group, or to this rank
-            alone if there is no default group.
-        settings: further settings of the layers (losses, dispatch, parallel) by dotted path, added
-            to the settings read from the model's configuration.
+        comm: communicator of the expert-parallel group. Optional. Defaults to the default process
+            group, or to the current rank alone if there is no default process group.
+        settings: additional settings of the layers (losses, dispatch, parallel) by dotted path,
+            which are added to the settings derived from the model's configuration.
     Returns: names of the new modules.
     Raises:
-        ValueError: the model is not supported, is already swapped, has quantized weights, or has a
-            setting that our layer does not support. The message names the setting.
+        ValueError: If the model is not supported, has already been swapped, has quantized weights,
+            or has a setting that this package's layer does not support. The error message contains
+            the setting.
     """
     config = _checked(model)
     comm = default_comm() if comm is None else comm
@@ -153,19 +157,22 @@ def _refuse_logits(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
             "auxiliary_loss(model) to the loss, or call restore_moe_blocks(model) first")
 
 class _SaveTheirs:
-    """A `save_pretrained` for models with our layers that writes the model's own format."""
+    """A `save_pretrained` method for models with this package's layers that writes the model's own
+    format.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
-        """Save like `PreTrainedModel.save_pretrained`. Call it on all ranks; rank 0 writes.
+        """Save like `PreTrainedModel.save_pretrained`. This must be called on all ranks. The files
+        are written by rank 0.
 
-        The file also contains the adapters (`add_lora`) under our names; `load_state_dict` accepts
-        them.
+        The file also contains the adapters (`add_lora`) under this package's names, which
+        `load_state_dict` accepts.
 
         Raises:
-            ValueError: a `Trainer` calls this function on only the first of several ranks.
+            ValueError: If a `Trainer` calls this function on only the first of several ranks.
         """
         model = cast(Any, self.model)
         ranks = max(swapped.moe.comm.size for _, swapped in swapped_blocks(model))
@@ -191,9 +198,10 @@ class _SaveTheirs:
 
 
 def _load_theirs(model: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
-    """Load tensors with `transformers` names into our layers, before `load_state_dict` runs.
+    """Load tensors that have `transformers` names into this package's layers, before
+    `load_state_dict` runs.
 
-    Accepts the names used in the model as well as the names used in its files.
+    The function accepts both the names used in the model and the names used in its files.
     """
     (start, decoder), config = _decoder_in(model), _config_of(model)
     start, block = prefix + start, block_of(config)
@@ -220,12 +228,13 @@ def _load_theirs(model: nn.Module, state: dict[str, Any], prefix: str, *_: objec
 
 def _carry_frozen(block: nn.Module, moe: MoELayer, state: Mapping[str, Tensor],
                   config: dict[str, Any], index: int) -> None:
-    """Make our layer's parameters trainable exactly where the replaced block's parameters are.
+    """Make each parameter of this package's layer trainable exactly if the corresponding parameter
+    of the replaced block is trainable.
 
     Args:
-        block: the replaced block.
-        moe: our layer.
-        state: tensors of the block, by their names in a whole checkpoint.
+        block: the `transformers` block that was replaced.
+        moe: this package's layer.
+        state: dict of the tensors of the block, by their names in a whole checkpoint.
         config: configuration of the model.
         index: index of the decoder layer.
     """
@@ -271,7 +280,7 @@ def _decoder_in(model: nn.Module) -> tuple[str, Any]:
     """Return the module that contains the decoder layers, and the prefix of its parameter names.
 
     Raises:
-        AttributeError: the model has no decoder of `transformers`.
+        AttributeError: If the model has no `transformers` decoder.
     """
     whole = cast(Any, model).get_decoder()
     decoder = next((module for module in whole.modules()
@@ -283,7 +292,9 @@ def _decoder_in(model: nn.Module) -> tuple[str, Any]:
 
 
 def _config_of(model: nn.Module) -> dict[str, Any]:
-    """Return the decoder's configuration; a multimodal model has one for each of its parts."""
+    """Return the configuration of the decoder. A multimodal model has a configuration for each of
+    its parts.
+    """
     config: dict[str, Any] = _decoder_in(model)[1].config.to_dict()
     return config
 
@@ -293,22 +304,23 @@ def _kinds() -> list[str]:
 
 
 def swapped_blocks(model: nn.Module) -> Iterator[tuple[str, SwappedBlock]]:
-    """Return the names and modules that `swap_moe_blocks` has inserted into a model."""
+    """Return the names and modules of the blocks that `swap_moe_blocks` inserted into a model."""
     return ((name, module) for name, module in model.named_modules()
             if isinstance(module, SwappedBlock))
 
 
 @replaces_parameters
 def restore_moe_blocks(model: nn.Module) -> None:
-    """Put the model's own MoE blocks back, with the current weights of our layers. Collective.
+    """Put the model's own MoE blocks back, with the current weights of this package's layers.
+    Collective.
 
-    The weights have the dtype and device of our layers, and frozen weights stay frozen. Afterwards
-    `model` is an ordinary `transformers` model, for `save_pretrained` and `generate`. Every rank
-    receives all experts.
+    The weights have the dtype and device of this package's layers, and frozen weights stay frozen.
+    Afterwards `model` is an ordinary `transformers` model, and `save_pretrained` and `generate` can
+    be used. Every rank receives all experts.
     """
     config = _config_of(model)
     for name, swapped in swapped_blocks(model):
-        if swapped.moe.layouts.experts.adapters is not None:
+        if swapped.moe.routed_experts.experts.adapters is not None:
             raise ValueError(f"block {name!r} has adapters, which transformers' own block does not "
                              "support. Call merge_lora(model) first")
     for name, swapped in list(swapped_blocks(model)):

@@ -1,4 +1,4 @@
-"""Replace the feed-forward modules of any PyTorch model with MoE blocks.
+"""Replacement of the feed-forward modules in any PyTorch model with MoE blocks.
 
     names = moe_plugin.replace_ffn(model, num_experts=8, every=2)
     loss = criterion(model(x), y) + moe_plugin.auxiliary_loss(model)
@@ -35,7 +35,7 @@ _FFN_NAMES = {"w_in_LDF": "w_in_DF", "bias_in_LF": "b_in_F", "w_gate_LDF": "w_ga
 
 @dataclass(frozen=True)
 class _Place:
-    """A feed-forward module, its name, and the function that puts a block in its place."""
+    """A feed-forward module, its name, and the function that replaces it with a block."""
 
     name: str
     module: nn.Module
@@ -47,36 +47,39 @@ class _Place:
 def replace_ffn(model: nn.Module, num_experts: int = 8, *, every: int = 1,
                 match: Match | None = None, upcycle: bool = True, comm: Comm | None = None,
                 **settings: Any) -> list[str]:
-    """Replace a model's feed-forward modules with MoE blocks. Collective over `comm`.
+    """Replace feed-forward modules of a model with MoE blocks. Collective over `comm`.
 
-    Feed-forward modules are found by running each module (`read_feed_forward`). Accepted are two
-    linear maps and an activation, or three linear maps with a gate. `nn.Dropout` may follow the
-    activation, or the last map, and nothing else may act only in training. The feed-forward parts
-    of `nn.TransformerEncoderLayer` and `nn.TransformerDecoderLayer` are found as well.
+    Feed-forward modules are found by running each module (`read_feed_forward`). A feed-forward
+    module has two linear layers and an activation, or three linear layers with a gate. The
+    activation and the last linear layer may each be followed by `nn.Dropout`. Nothing else may
+    behave differently in training. The feed-forward parts of `nn.TransformerEncoderLayer` and
+    `nn.TransformerDecoderLayer` are found as well.
 
-    The block adopts the module's width, inner width, activation, biases and dropouts. Every expert
-    starts as a copy of the module (Komatsuzaki et al. 2023, Sparse Upcycling). With top_k > 1 and
-    no dropped tokens the model therefore computes the same result as before the replacement. Copies
-    of frozen weights are frozen. Padding that the model's own masks mark (`routing.model_masks`) is
-    not routed.
+    The block has the same width, inner width, activation, biases and dropouts as the module. Every
+    expert starts as a copy of the module (Sparse Upcycling, Komatsuzaki et al., 2023). Therefore,
+    if `top_k` > 1 and no tokens are dropped, the model computes the same result as before the
+    replacement. Copies of frozen weights are frozen. Padding that is marked by the model's own
+    masks (`routing.model_masks`) is not routed.
 
     Args:
-        model: the model, which is changed in place. The weights must be equal on all ranks.
-        num_experts: number of experts in the whole expert-parallel group.
-        every: replace every n-th feed-forward module, beginning with the n-th. Defaults to 1, which
-            replaces all.
-        match: which modules to replace: a regular expression that must match the whole name, or a
-            function `f(name, module) -> bool`. Optional. Defaults to all modules.
-        upcycle: whether experts start as copies of the module. With False they start with random
-            weights.
-        comm: the expert-parallel group. Optional. Defaults to the default group, or to this rank
-            alone if there is no default group.
-        settings: settings of the layers, see `moe_plugin.config.named.named_config`.
-    Returns: names of the replaced modules, in the model's order. A module with several names counts
-        once, is replaced under all of its names, and is reported under its first name.
+        model: the model, which is modified in place. The weights must be equal on all ranks.
+        num_experts: total number of experts in the expert-parallel group.
+        every: distance between replaced modules. Every n-th feed-forward module is replaced,
+            beginning with the n-th. The default 1 replaces all modules.
+        match: selects the modules to replace. This is a regular expression that must match the
+            whole name, or a function `f(name, module) -> bool`. Optional. By default all modules
+            are selected.
+        upcycle: True to initialize all experts as copies of the module. If it is False, the experts
+            are initialized with random weights.
+        comm: communicator of the expert-parallel group. Optional. Defaults to the default process
+            group, or to the current rank alone if there is no default process group.
+        settings: settings of the layers. See `moe_plugin.config.named.named_config`.
+    Returns: names of the replaced modules, in the order of the model. A module that has several
+        names is counted once, is replaced under all of its names, and is listed under its first
+        name.
     Raises:
-        ValueError: no module matches; a module selected by `match` is not a feed-forward module;
-            two modules share parameters; or a setting does not fit.
+        ValueError: If no module matches, if a module selected by `match` is not a feed-forward
+            module, if two modules share parameters, or if a setting is not possible.
     """
     if every < 1:
         raise ValueError(f"every={every} must be >= 1. Use 1 to replace all feed-forward modules")
@@ -105,10 +108,10 @@ def replace_ffn(model: nn.Module, num_experts: int = 8, *, every: int = 1,
 
 
 def _leave_out_of_files(model: Any) -> None:
-    """Exclude the layers' extra state from transformers' `save_pretrained`.
+    """Exclude the extra state of the layers from `save_pretrained` of `transformers`.
 
-    The extra state is not a tensor and would make `save_pretrained` fail. With several ranks that
-    failure is intended, because the file would contain the experts of only one rank.
+    The extra state is not a tensor and would make `save_pretrained` fail. If there are several
+    ranks, this failure is intended, because the file would contain the experts of only one rank.
     """
     if hasattr(model, "save_pretrained"):
         model._keys_to_ignore_on_save = {
@@ -117,7 +120,9 @@ def _leave_out_of_files(model: Any) -> None:
 
 
 def _refuse_tied(places: list[_Place]) -> None:
-    """Raise `ValueError` for modules that share parameters, because their blocks would not."""
+    """Raise a `ValueError` for modules that share parameters, because their MoE blocks would not
+    share parameters.
+    """
     seen: dict[tuple[int, int], str] = {}
     for place in places:
         for weight in place.ffn.weights.values():
@@ -171,9 +176,9 @@ def _places(model: nn.Module, match: Match | None) -> Iterator[_Place]:
             if match is not None and not transformer:
                 raise ValueError(
                     f"module {name!r} ({type(module).__name__}) matches {short(match)}, but is not "
-                    "a feed-forward module, which has two linear maps and a known activation, or "
-                    "three linear maps with a gate, and no training-only part except nn.Dropout. "
-                    "Exclude the module, or insert MoEBlock(dim, ...) there yourself")
+                    "a feed-forward module, which has two linear layers and a known activation, or "
+                    "three linear layers with a gate, and no training-only part except "
+                    "nn.Dropout. Exclude the module, or insert MoEBlock(dim, ...) there yourself")
             continue
         module_names = names[id(module)]
         taken += module_names
@@ -186,9 +191,9 @@ def _matches(match: Match, name: str, module: nn.Module) -> bool:
 
 
 class _FFNPart(nn.Module):
-    """The feed-forward part of a layer of `nn.Transformer` as a module.
+    """The feed-forward part of an `nn.Transformer` layer as a module.
 
-    In torch the part is a method of the layer.
+    In torch this part is a method of the layer.
     """
 
     def __init__(self, layer: Any) -> None:
@@ -206,7 +211,7 @@ def _of_transformer(layer: Any) -> FeedForward | None:
 
 
 def _put_at(model: nn.Module, names: list[str]) -> Callable[[MoEBlock], None]:
-    """Return a function that puts a block under all names of a module, to preserve sharing."""
+    """Return a function that inserts a block under all names of a module to preserve sharing."""
     ends = [(model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2])
             for name in names]
 
@@ -234,8 +239,8 @@ def _block(place: _Place, number: int, num_experts: int, settings: dict[str, Any
                    host=HostContext(layer_number=number), dtype=weight.dtype, device=weight.device)
     if upcycle:
         if moe.latent is not None:
-            raise ValueError(f"experts.latent_dim={moe.config.experts.latent_dim} does not fit "
-                             f"module {place.name!r}, because its weights become those of the "
+            raise ValueError(f"experts.latent_dim={moe.config.experts.latent_dim} cannot be used "
+                             f"for module {place.name!r}, because its weights become those of the "
                              "experts. Set experts.latent_dim to 0, or use upcycle=False")
         if moe.config.router.top_k == 1 and number == 0:
             logger.info("router.top_k=1 multiplies each expert's output by its score, so the "

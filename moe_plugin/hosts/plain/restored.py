@@ -1,6 +1,6 @@
-"""Rebuild the `transformers` MoE block of a model from our layer.
+"""Conversion of this package's layer back to the `transformers` MoE block of a model.
 
-The module also contains the helpers that both directions of the conversion share.
+The module also contains helper functions that both directions of the conversion use.
 """
 
 from __future__ import annotations
@@ -31,19 +31,21 @@ def block_of(config: Mapping[str, Any]) -> Block:
 
 
 def below_block(name: str, config: Mapping[str, Any]) -> str:
-    """Convert a tensor's name in a whole checkpoint to its name within its MoE block."""
+    """Convert the name of a tensor in a whole checkpoint to its name within its MoE block."""
     return name.split(f".{block_of(config).module}.", 1)[1]
 
 
 def of_experts(block: nn.Module) -> nn.Parameter:
-    """Return a parameter of the block's experts. The router may have another dtype."""
+    """Return a parameter that belongs to the block's experts. The parameters of the router may have
+    a different dtype.
+    """
     return next(cast(nn.Module, block.experts).parameters())
 
 
 def all_alike(source: nn.Module, target: nn.Module) -> bool:
-    """Copy `requires_grad` to `target` if it is equal for all parameters of `source`.
+    """Copy `requires_grad` to `target` if it is the same for all parameters of `source`.
 
-    Returns whether it was equal.
+    Returns True if it was the same.
     """
     flags = {parameter.requires_grad for parameter in source.parameters()}
     if len(flags) == 1:
@@ -53,10 +55,11 @@ def all_alike(source: nn.Module, target: nn.Module) -> bool:
 
 
 def restored(moe: MoELayer, original: nn.Module, config: dict[str, Any]) -> nn.Module:
-    """Return the model's own block with the weights of our layer from all ranks. Collective.
+    """Return the model's own block with the weights of this package's layer, gathered from all
+    ranks. Collective.
 
     Args:
-        moe: our layer.
+        moe: this package's layer.
         original: the model's own block on the meta device.
         config: configuration of the model.
     """
@@ -74,7 +77,9 @@ def restored(moe: MoELayer, original: nn.Module, config: dict[str, Any]) -> nn.M
 
 
 def _buffers(moe: MoELayer, block: nn.Module, config: dict[str, Any]) -> Iterator[nn.Parameter]:
-    """Yield the block's parameters that are buffers in our layer and therefore get no gradient."""
+    """Yield the parameters of the block that are buffers in this package's layer and therefore have
+    no gradient.
+    """
     parameters, names = dict(block.named_parameters()), block_of(config).names
     ours = {f"router.{name}" for name, _ in moe.router.named_buffers()}
     return (parameters[theirs] for neutral, theirs in names.items()
@@ -82,7 +87,7 @@ def _buffers(moe: MoELayer, block: nn.Module, config: dict[str, Any]) -> Iterato
 
 
 def _allocate(block: nn.Module, view: Source, like: Tensor) -> None:
-    """Allocate the memory of a block that has none, in the dtype and on the device of `like`.
+    """Allocate memory for a block on the meta device, in the dtype and on the device of `like`.
 
     Tensors that `transformers` or `view` require in float32 are allocated in at least float32.
     """
@@ -105,7 +110,7 @@ def _allocate(block: nn.Module, view: Source, like: Tensor) -> None:
 
 
 def _theirs(state: Mapping[str, Tensor], config: dict[str, Any]) -> Source:
-    """Convert a layer's tensors to the names of `transformers`."""
+    """Rename the tensors of a layer to the names that `transformers` uses."""
     module = block_of(config).module
     neutral = to_neutral(state_source({f"model.layers.0.{module}.{SWAPPED}{name}": value
                                       for name, value in state.items()}, config))
@@ -114,9 +119,10 @@ def _theirs(state: Mapping[str, Tensor], config: dict[str, Any]) -> Source:
 
 def _carry_back(moe: MoELayer, block: nn.Module, state: Mapping[str, Tensor],
                 config: dict[str, Any]) -> None:
-    """Set `requires_grad` of the block's parameters like the layer's. Inverse of `_carry_frozen`.
+    """Set `requires_grad` of the block's parameters to the values of the layer's parameters.
+    Inverse of `_carry_frozen`.
 
-    state: tensors of the layer, with all experts.
+    state: dict of the tensors of the layer, with all experts.
     """
     if all_alike(moe, block):
         return
@@ -135,5 +141,6 @@ def _load(block: nn.Module, view: Source) -> None:
     missing, unexpected = block.load_state_dict(values, strict=False)
     if missing or unexpected:
         raise CheckpointError(
-            f"the weights of {type(block).__name__} differ from those of our layer: "
-            f"{[*missing, *unexpected]}. Use a version of transformers that the extra `hf` allows")
+            f"the weights of {type(block).__name__} differ from those of this package's "
+            f"layer: {[*missing, *unexpected]}. Use a version of transformers that the extra `hf` "
+            "allows")

@@ -1,4 +1,6 @@
-"""`TrainingSteps`: the steps of a user's own training loop, with all features of a run."""
+"""The class `TrainingSteps`, which performs the steps of a user's own training loop with all
+features of a run.
+"""
 
 from __future__ import annotations
 
@@ -50,46 +52,47 @@ class TrainingSteps:
         for batch in batches:
             loss = steps(batch)
 
-    If a gradient is not finite on any rank, all ranks skip the step. If routed rows exceed
-    the bound of the dispatcher, the step is computed again with a larger bound. Routers are updated
-    at the end of each step.
+    If a gradient is not finite on any rank, all ranks skip the step. If routed rows exceed the
+    bound of the dispatcher, the step is repeated with a larger bound. Routers are updated at the
+    end of each step.
 
     Args:
-        model: a model with MoE layers. `ddp_model` or `fully_shard_model` must reduce its
-            gradients. With `guard.votes`, pass the bare model, whose gradients are reduced
-            by voting.
+        model: model with MoE layers. Its gradients must be reduced by `ddp_model` or
+            `fully_shard_model`. With `guard.votes`, pass the model without a wrapper, because its
+            gradients are reduced by voting.
         optimizer: optimizer of the model's parameters.
-        loss_of: a function of a model and a batch that returns a scalar loss, including the
-            routers' losses.
+        loss_of: function that is called with a model and a batch and returns a scalar loss,
+            including the routers' losses.
         settings: settings of the run (records, twin checks, votes, activations). Optional. Defaults
             to `RunConfig()`.
-        clip: upper bound of the gradient norm over all ranks. By default, gradients are not
+        clip: upper bound for the gradient norm over all ranks. By default, gradients are not
             clipped.
-        done: number of steps that an earlier run completed.
-        total: number of steps of the whole run. Optional. Defaults to unknown.
-        world: the group of all data-parallel ranks. Optional. Defaults to the default group.
-        layers: MoE layers by the names used in records. Optional. Defaults to all layers of the
-            model, by their module names.
-        has_log: whether the loop writes its own log that the report reads.
-        blocks: the modules that `offload.activations` manages, in the order of the forward pass.
-            Optional. Defaults to the entries of the model's `nn.ModuleList`s.
-        tokens_of: a function that returns the number of tokens of a batch on all ranks, for the
-            log line after the first step. Optional. Without it the line is not logged.
-        lighthouse: address of the lighthouse if this loop is one of several replicas, see
+        done: number of steps that an earlier run has completed.
+        total: number of steps in the whole run. Optional. Defaults to unknown.
+        world: communicator of all data-parallel ranks. Optional. Defaults to the default process
+            group.
+        layers: dict of MoE layers by the names used in records. Optional. Defaults to all MoE
+            layers of the model, by their module names.
+        has_log: True if the loop writes its own log, from which the report is made.
+        blocks: modules whose activations `offload.activations` manages, in the order of the forward
+            pass. Optional. Defaults to the entries of the model's `nn.ModuleList`s.
+        tokens_of: function that returns the number of tokens of a batch on all ranks, for the log
+            line after the first step. Optional. Without this function the line is not logged.
+        lighthouse: address of the lighthouse if this loop is one of several replicas. See
             `ElasticReplica`.
-        replica: number of this replica, see `ElasticReplica`.
-        folder: folder of the loop's checkpoints and logs. Until `close` is called, another run with
-            the same folder is refused, see `moe_plugin.utils.folder_lock`.
-        features: additional features of your own.
+        replica: number of this replica. See `ElasticReplica`.
+        folder: path of the folder for the loop's checkpoints and logs. Until `close` is called, any
+            other run with the same folder raises an error. See `moe_plugin.utils.folder_lock`.
+        features: additional run features defined by the user.
 
     Attributes:
-        run: the features of the run.
-        norm: norm of the last step's gradients before clipping.
-        done: number of completed steps, including the steps of another replica if this replica
-            loaded that replica's state.
+        run: object that contains the features of the run.
+        norm: gradient norm of the latest step before clipping.
+        done: number of completed steps. If this replica has loaded the state of a different
+            replica, it includes the steps of that replica.
     Raises:
-        ValueError: the settings do not fit each other or need more than this loop provides, or
-            another run uses the folder.
+        ValueError: If the settings contradict each other or need more than this loop provides, or
+            if another run uses the folder.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer,
@@ -161,15 +164,15 @@ class TrainingSteps:
         return StepVotes(ballots_of(guard, self.bare, self.world), [self.bare], group=group)
 
     def __call__(self, batch: Any) -> Tensor | None:
-        """Perform one step and return its loss, detached.
+        """Run one training step and return its loss as a detached tensor.
 
-        The loss is that of this rank. With votes it is the mean over all ranks. The result is None
-        if no parameter has changed on any rank.
+        The loss is that of the current rank. If votes are used, the loss is the mean over all
+        ranks. The result is None if no parameter was changed on any rank.
 
         Raises:
-            FloatingPointError: too many consecutive steps were not finite.
-            RowsOverflow: see `RowsFit`. Raised on all ranks.
-            WrongResultError: see `TwinCheck`. Raised on all ranks.
+            FloatingPointError: If too many consecutive steps were not finite.
+            RowsOverflow: see `RowsFit`. The error is raised on all ranks.
+            WrongResultError: see `TwinCheck`. The error is raised on all ranks.
         """
         begins = StepInput(self.done + 1, lambda: batch,
                            lambda batch: self.loss_of(self.bare, batch), self.total)
@@ -215,7 +218,8 @@ class TrainingSteps:
         return loss.detach()
 
     def _voted(self, votes: StepVotes) -> Tensor:
-        """Compute the mean loss of all ranks' batches, and agree on it and the gradients by vote.
+        """Compute the mean loss of the batches of all ranks. The ranks agree on the loss and the
+        gradients by vote.
         """
         start = StepStart([])
         torch.manual_seed(votes.step)  # workers of the same file must draw the same random numbers

@@ -1,4 +1,4 @@
-"""Data parallelism by torch's own wrappers (FSDP2 and DDP) for models with expert parallelism."""
+"""Data parallelism with torch's own wrappers (FSDP2 and DDP) for models with expert parallelism."""
 
 from __future__ import annotations
 
@@ -24,27 +24,28 @@ def fully_shard_model(model: nn.Module, *, units: Iterable[nn.Module] | None = N
                       mesh: DeviceMesh | None = None, **options: Any) -> nn.Module:
     """Shard all parameters except the experts over all data-parallel ranks (FSDP2, ZeRO stage 3).
 
-    The experts stay on the ranks that expert parallelism assigned to them. If several ranks store
-    the same experts, the gradients are averaged in buckets after backward. When `backward` returns,
-    every gradient is that of the mean of all ranks' losses, so that no further call is needed. Clip
-    with `moe_plugin.training.gradients.sync.clip_grad_norm_` or with torch's own function
-    (`part_gradients`). The gradients of experts are divided by the value that
-    `set_gradient_divide_factor` set for the innermost unit around their layer. Collective.
+    Each expert stays on the ranks to which expert parallelism has assigned it. If several ranks
+    store the same experts, the gradients are averaged in buckets after the backward pass. When
+    `backward` returns, every gradient is that of the mean of all ranks' losses, so no further call
+    is needed. Gradients can be clipped with `moe_plugin.training.gradients.sync.clip_grad_norm_` or
+    with torch's own function (`part_gradients`). The gradients of experts are divided by the value
+    that was passed to `set_gradient_divide_factor` of the innermost FSDP unit around their layer.
+    Collective.
 
     Args:
         model: the model on its device. Shared parameters and buffers are set to the values of
             rank 0.
-        units: modules whose parameters are gathered together and freed after use. The rest of the
-            model is one further unit. Optional. Defaults to the entries of the outermost
-            `nn.ModuleList`s. Routers that stay in float32 (`router.fp32`) are separate units, see
-            `shard_routers`.
-        mesh: device mesh of all data-parallel ranks with one axis, or with the two axes (replicate,
-            shard). Optional. Defaults to all ranks.
-        options: options of `torch.distributed.fsdp.fully_shard`. With `mp_policy`, the experts must
-            have its `param_dtype`.
+        units: modules that are FSDP units. The parameters of each unit are gathered together and
+            freed after use. The rest of the model is one additional unit. Optional. Defaults to the
+            entries of the outermost `nn.ModuleList`s. Routers that stay in float32 (`router.fp32`)
+            are separate units. See `shard_routers`.
+        mesh: device mesh of all data-parallel ranks, which has one dimension or the two dimensions
+            (replicate, shard). Optional. Defaults to a mesh of all ranks.
+        options: keyword arguments of `torch.distributed.fsdp.fully_shard`. If `mp_policy` is given,
+            the experts must have the dtype `mp_policy.param_dtype`.
     Returns: the model itself.
     Raises:
-        ValueError: `units` contains a module that is not in the model. For further conditions see
+        ValueError: If `units` contains a module that is not in the model. For more conditions see
             `reduce_experts`.
     """
     units = list(blocks_of(model) if units is None else units)
@@ -76,16 +77,17 @@ def fully_shard_model(model: nn.Module, *, units: Iterable[nn.Module] | None = N
 def ddp_model(model: nn.Module, **options: Any) -> DistributedDataParallel:
     """Wrap a model with experts in `DistributedDataParallel`. Collective.
 
-    When `backward` returns, every gradient is that of the mean of all ranks' losses, see
-    `fully_shard_model`. A custom communication hook must average as well, and must have the
-    attribute `averages = True`. Any other hook makes the first training call raise `ValueError`.
+    When `backward` returns, every gradient is that of the mean of all ranks' losses. See
+    `fully_shard_model`. A custom communication hook must also average the gradients, and must have
+    the attribute `averages = True`. With any other hook the first training call raises a
+    `ValueError`.
 
     Args:
         model: the model on its device.
-        options: options of `DistributedDataParallel`. `process_group` must contain all
+        options: keyword arguments of `DistributedDataParallel`. `process_group` must contain all
             data-parallel ranks.
     Raises:
-        ValueError: only experts are trainable. For further conditions see `reduce_experts`.
+        ValueError: If only experts are trainable. For more conditions see `reduce_experts`.
     """
     world = TorchComm(options.get("process_group"))
     mark_adapters(model)
@@ -100,7 +102,9 @@ def ddp_model(model: nn.Module, **options: Any) -> DistributedDataParallel:
 
 
 def blocks_of(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield the entries of a model's outermost `nn.ModuleList`s in order, except in MoE layers."""
+    """Yield the entries of a model's outermost `nn.ModuleList`s in order. Lists inside MoE layers
+    are skipped.
+    """
     for child in () if isinstance(model, MoELayer) else model.children():
         if isinstance(child, nn.ModuleList):
             yield from child
@@ -109,7 +113,7 @@ def blocks_of(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def _divisor_in(units: list[nn.Module]) -> Callable[[MoELayer], float | None]:
-    """Return a function that looks up the gradient divisor of the innermost unit around a layer.
+    """Return a function that finds the gradient divisor of the innermost FSDP unit around a layer.
 
     The divisor is the value passed to `set_gradient_divide_factor`.
     """

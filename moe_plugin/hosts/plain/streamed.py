@@ -1,4 +1,6 @@
-"""Build a trainer that stores the weights on the device or on the host (`offload.weights`)."""
+"""Construction of a trainer that stores the weights on the device or on the host
+(`offload.weights`).
+"""
 
 from __future__ import annotations
 
@@ -26,40 +28,42 @@ def streamed_trainer(settings: OffloadConfig, blocks: Sequence[nn.Module | Calla
                      loss: Loss, optimizer: MakeOptimizer, *, device: torch.device | str = "cpu",
                      clip_norm: float | None = None, world: Comm | None = None,
                      **arguments: Any) -> StreamedTrainer:
-    """Return a trainer for a sequence of blocks that stores weights according to `offload.weights`.
+    """Return a trainer for a sequence of blocks that stores the weights according to
+    `offload.weights`.
 
     Losses and weights are bit-identical for both values of `offload.weights`. Each rank has its own
-    batches, and all ranks have the same number of batches. Gradients are those of the mean of all
-    ranks' losses. The ranks may share experts (a `comm` of the blocks' `MoELayer`s), and each rank
-    may choose separately where the weights are stored.
+    batches, and all ranks must have the same number of batches. The gradients are those of the mean
+    of all ranks' losses. The ranks may share experts (if the blocks' `MoELayer`s have a `comm`),
+    and each rank may choose separately where its weights are stored.
 
     Args:
-        settings: offload settings: `weights`, `path` for weights in files, and `weights_memory`,
-            which becomes the `limit` of `StreamedTrainer`.
+        settings: offload settings. They contain `weights`, `path` for weights in files, and
+            `weights_memory`, which becomes the `limit` of `StreamedTrainer`.
         blocks: see `StreamedTrainer`.
         loss: see `StreamedTrainer`.
         optimizer: see `StreamedTrainer`.
         device: see `StreamedTrainer`.
-        clip_norm: upper bound of the gradient norm over all parameters of all ranks, with each
-            expert counted once (`moe_plugin.training.gradients.sync`). Optional. By default,
+        clip_norm: upper bound for the gradient norm over all parameters of all ranks, in which each
+            expert is included once (`moe_plugin.training.gradients.sync`). Optional. By default,
             gradients are not clipped.
-        world: the group of all data-parallel ranks, which must start with equal weights. Optional.
-            Defaults to the default group.
-        arguments: further arguments of `StreamedTrainer`.
+        world: communicator of all data-parallel ranks, which must start with equal weights.
+            Optional. Defaults to the default process group.
+        arguments: additional keyword arguments of `StreamedTrainer`.
     Raises:
-        ValueError: the settings do not fit each other, or `StreamedTrainer` refuses an argument.
+        ValueError: If the settings contradict each other, or if `StreamedTrainer` does not accept
+            an argument.
     """
     if settings.activations not in ("keep", "recompute"):
         raise ValueError(
-            f"offload.activations={short(settings.activations)} does not fit streamed_trainer, "
-            "which stores the input of each block and recomputes the block in backward. Leave "
-            "offload.activations out")
+            f"offload.activations={short(settings.activations)} cannot be used with "
+            "streamed_trainer, which stores the input of each block and recomputes the block in "
+            "backward. Leave offload.activations out")
     world = default_comm() if world is None else world
     if world.size > 1:
         if arguments.get("main_weights"):
-            raise ValueError(f"main_weights=True does not fit {world.size} ranks, because their "
-                             "gradients are reduced in the dtype of the parameters. Use one rank, "
-                             "or float32 weights")
+            raise ValueError(f"main_weights=True cannot be used on {world.size} ranks, because "
+                             "their gradients are reduced in the dtype of the parameters. Use one "
+                             "rank, or float32 weights")
         arguments.setdefault("gradients", BlockGradients(world))
     if clip_norm is not None:
         if not clip_norm > 0:
@@ -71,7 +75,7 @@ def streamed_trainer(settings: OffloadConfig, blocks: Sequence[nn.Module | Calla
         return StreamedTrainer(blocks, loss, optimizer, tier_of(device, settings.path),
                                device=device, **arguments)
     if "resident" in arguments:
-        raise ValueError(f"resident={short(arguments['resident'])} does not fit "
+        raise ValueError(f"resident={short(arguments['resident'])} cannot be used with "
                          "offload.weights=device, which keeps all blocks on the device. Leave "
                          "resident out, or use offload.weights=host")
     return StreamedTrainer(blocks, loss, optimizer, HostTier(device), device=device,
@@ -82,7 +86,7 @@ class BlockGradients:
     """A callable for `StreamedTrainer` that reduces the gradients of one block over all ranks.
 
     Args:
-        world: the group of all data-parallel ranks.
+        world: communicator of all data-parallel ranks.
     """
 
     def __init__(self, world: Comm) -> None:
@@ -90,11 +94,11 @@ class BlockGradients:
         self._replicas: dict[str, Comm | None] = {}  # by the name of the expert-parallel group
 
     def __call__(self, block: nn.Module) -> None:
-        """Make a block's gradients those of the mean of all ranks' losses. Collective.
+        """Reduce the gradients of a block to those of the mean of all ranks' losses. Collective.
 
         Raises:
-            ValueError: layers of the block have different expert-parallel groups, the groups do not
-                cover the world, or ranks of a group have the same tokens.
+            ValueError: If the layers of the block have different expert-parallel groups, if these
+                groups do not cover all ranks, or if ranks of a group have the same tokens.
         """
         layers = layers_in(block)
         groups = {layer.comm.name: layer.comm for layer in layers}

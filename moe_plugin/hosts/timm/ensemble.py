@@ -1,6 +1,7 @@
 """Ensembles of Swin transformers that share their first modules.
 
-Legend: B images, S pixels per side, M members, C classes, D features.
+In the shapes, B is the number of images, S the number of pixels per side, M the number of members,
+C the number of classes, and D the number of features.
 """
 
 from __future__ import annotations
@@ -17,19 +18,21 @@ HEAD = "head"  # stands for the output heads where the name of a module is expec
 
 
 class SwinEnsemble(nn.Module):
-    """An ensemble whose members share the first modules and have separate later modules.
+    """An ensemble whose members share the first modules of the model and have separate later
+    modules.
 
     Args:
-        models: models built by `model.build`: one model if only the heads differ, otherwise M.
+        models: models built by `model.build`. There is one model if only the heads differ, and M
+            models otherwise.
         head: module that computes the logits from the features of each stage.
-        begin: name of the first module that each member has separately. With `HEAD` only the heads
-            are separate.
-        share_after: name of the module after which members add features of each other. With `HEAD`
-            features are shared inside `head`.
-        sharing: probability of adding a feature, see `share_features`.
+        begin: name of the first module that is separate for each member. If it is `HEAD`, only the
+            heads are separate.
+        share_after: name of the module after which members add features of other members. If it is
+            `HEAD`, features are shared inside `head`.
+        sharing: probability that a feature is added. See `share_features`.
     Raises:
-        ValueError: a module does not exist, or features would be shared before the members become
-            separate.
+        ValueError: If a module does not exist, or if features would be shared before the members
+            become separate.
     """
 
     def __init__(self, models: Sequence[nn.Module], head: nn.Module, *, begin: str = HEAD,
@@ -52,7 +55,7 @@ class SwinEnsemble(nn.Module):
         self.members, self.head = nn.ModuleList(models), head
 
     def forward(self, x_BCSS: Tensor) -> Tensor:
-        """Return the logits of the head, [B, ..., M, C]."""
+        """Return the logits [B, ..., M, C] of the head."""
         states, stages = [x_BCSS], []
         for number, name in enumerate(self.steps):
             if number == self.begin:
@@ -69,7 +72,8 @@ class SwinEnsemble(nn.Module):
 
 
 def steps_of(model: nn.Module) -> list[str]:
-    """Return the names of the modules that a Swin transformer calls in order, without its head."""
+    """Return the names of the modules that a Swin transformer calls, in order and without the head.
+    """
     names = ["patch_embed"]
     for stage, layer in enumerate(model.layers):
         names += [f"layers.{stage}.downsample",
@@ -78,10 +82,11 @@ def steps_of(model: nn.Module) -> list[str]:
 
 
 def place_of(steps: list[str], name: str, argument: str) -> tuple[int, int]:
-    """Return the first and last index of a module, or of all modules inside of it.
+    """Return the first and last index of a module in the list of steps, or of all modules inside
+    it.
 
     Raises:
-        ValueError: the module does not exist.
+        ValueError: If the module does not exist.
     """
     if name == HEAD:
         return len(steps), len(steps)
@@ -93,7 +98,7 @@ def place_of(steps: list[str], name: str, argument: str) -> tuple[int, int]:
 
 
 def last_of_stage(steps: list[str], number: int) -> bool:
-    """Return whether the module is a stage's last block. The last stage ends with the norm."""
+    """Return True if the module is the last block of a stage. The last stage ends with the norm."""
     stage = steps[number].partition(".blocks.")[0]
     following = steps[number + 1] if number + 1 < len(steps) else ""
     return steps[number] == "norm" or (
@@ -101,14 +106,18 @@ def last_of_stage(steps: list[str], number: int) -> bool:
 
 
 class ClassHead(nn.Module):
-    """A head that averages the last stage's features [B, H, W, D] and returns logits [B, M, C]."""
+    """A head that averages the features [B, H, W, D] of the last stage and returns logits [B, M,
+    C].
+    """
 
     def __init__(self, heads: EnsembleHeads) -> None:
         super().__init__()
         self.heads = heads
 
     def forward(self, stages: list[list[Tensor]]) -> Tensor:
-        """Compute the logits. stages: features by stage, then by member (one if shared by all)."""
+        """Compute the logits. stages: features for each stage and each member. The inner list has
+        one entry if all members share the features.
+        """
         pooled = [h_BHWD.mean((1, 2)) for h_BHWD in stages[-1]]
         if len(pooled) == 1:
             return self.heads(pooled[0])
@@ -118,14 +127,14 @@ class ClassHead(nn.Module):
 class SegmentHead(nn.Module):
     """A head that returns logits [B, S, S, M, C] for each pixel.
 
-    The features of all stages are mapped to one width and added at the finest resolution. The heads
-    then compute the pixels of each patch.
+    The features of all stages are mapped to the same width and added at the finest resolution. The
+    heads then compute the logits of all pixels in each patch.
 
     Args:
-        widths: widths of the stages.
-        patch: side of a patch in pixels.
-        decoders: number of decoders: 1, or one per member.
-        heads: heads with classes * patch * patch outputs.
+        widths: feature widths of the stages.
+        patch: length of each side of a patch in pixels.
+        decoders: number of decoders, which is 1 or the number of members.
+        heads: heads with `classes * patch * patch` outputs.
     """
 
     def __init__(self, widths: Sequence[int], patch: int, decoders: int,
@@ -135,7 +144,9 @@ class SegmentHead(nn.Module):
         self.decoders = nn.ModuleList(_Decoder(widths) for _ in range(decoders))
 
     def forward(self, stages: list[list[Tensor]]) -> Tensor:
-        """Compute the logits. stages: features by stage, then by member (one if shared by all)."""
+        """Compute the logits. stages: features for each stage and each member. The inner list has
+        one entry if all members share the features.
+        """
         features = [decoder([states[m % len(states)] for states in stages])
                     for m, decoder in enumerate(self.decoders)]
         separate = len(features) > 1
@@ -147,7 +158,9 @@ class SegmentHead(nn.Module):
 
 
 class _Decoder(nn.Module):
-    """Combine the features of all stages to [B, H, W, D] with the first stage's size and width."""
+    """Module that combines the features of all stages to [B, H, W, D], with the resolution and
+    width of the first stage.
+    """
 
     def __init__(self, widths: Sequence[int]) -> None:
         super().__init__()

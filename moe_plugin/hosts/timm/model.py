@@ -1,4 +1,4 @@
-"""SwinV2-MoE: Swin Transformer V2 models in which some blocks have experts."""
+"""SwinV2-MoE, which are Swin Transformer V2 models in which some blocks have experts."""
 
 from __future__ import annotations
 
@@ -28,22 +28,23 @@ PUBLISHED: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class SwinMoE:
-    """Sizes of a model.
+    """The sizes of a SwinV2-MoE model.
 
     Attributes:
-        image: side of an image in pixels.
-        window: side of an attention window in patches.
-        width: width of the first stage. Each later stage is twice as wide as the stage before.
-        depths: number of blocks of each stage.
-        heads: number of attention heads of each stage.
-        moe_blocks: for each stage, the indices of the blocks with experts.
-        patch: side of a patch in pixels.
-        experts: number of experts of each layer.
-        drop_path: drop-path rate of the last block. The rates increase linearly from 0 in the first
-            block.
-        released: whether the backbone is that of the released Swin-MoE weights (`released_swin`),
-            whose MLPs and experts have no output bias, instead of a Swin Transformer V2.
-        settings: settings of the layers by dotted path.
+        image: length of each side of an image in pixels.
+        window: length of each side of an attention window in patches.
+        width: feature width of the first stage. Each later stage is twice as wide as the previous
+            stage.
+        depths: number of blocks in each stage.
+        heads: number of attention heads in each stage.
+        moe_blocks: for each stage, the indices of the blocks that have experts.
+        patch: length of each side of a patch in pixels.
+        experts: number of experts in each MoE layer.
+        drop_path: drop-path rate of the last block. The rates increase linearly, starting from 0 in
+            the first block.
+        released: True to use the backbone of the released Swin-MoE weights (`released_swin`), whose
+            MLPs and experts have no output bias, instead of a Swin Transformer V2.
+        settings: settings of the MoE layers by dotted path.
     """
 
     image: int
@@ -89,23 +90,24 @@ PRESETS = {
 
 def build(size: SwinMoE, classes: int, *, dense: bool = False, widen: int = 1,
           comm: Comm | None = None, settings: Mapping[str, Any] | None = None) -> nn.Module:
-    """Build a model with initial weights. Collective over `comm`.
+    """Build a model with random initial weights. Collective over `comm`.
 
     The model is timm's `SwinTransformerV2` or `released_swin`. In the blocks listed in
-    `size.moe_blocks` a `MoEBlock` replaces the MLP.
+    `size.moe_blocks` the MLP is replaced with an `MoEBlock`.
 
     Args:
-        size: sizes of the model.
-        classes: number of outputs.
-        dense: build the model without experts. At top_k 1 the dense model has the same active FLOPs
-            as the model with experts.
-        widen: for a dense model, the factor by which the inner width of those MLPs is multiplied
-            that would otherwise be experts. With E as the factor, the MLPs are as large as E
-            experts.
-        comm: the expert-parallel group.
-        settings: further settings of the layers by dotted path, added to `size.settings`.
+        size: sizes of the model, such as one of the `PRESETS`.
+        classes: number of outputs of the model.
+        dense: True to build the model without experts. With `top_k` 1 the dense model has the same
+            active FLOPs as the model with experts.
+        widen: for a dense model, the factor by which the inner width of the MLPs in
+            `size.moe_blocks` is multiplied. With E as the factor, each of these MLPs is as large as
+            E experts.
+        comm: communicator of the expert-parallel group.
+        settings: additional settings of the MoE layers by dotted path, which are added to
+            `size.settings`.
     Raises:
-        ValueError: timm is not installed, or sizes or settings do not fit.
+        ValueError: If timm is not installed, or if sizes or settings cannot be combined.
     """
     _check(size, classes)
     sizes = {"img_size": size.image, "patch_size": size.patch, "num_classes": classes,
@@ -133,24 +135,24 @@ def build_ensemble(size: SwinMoE, classes: int, heads: int, *, begin: str = HEAD
                    share_after: str = HEAD, sharing: float = 0.0, hidden: int = 0,
                    segments: bool = False, dense: bool = False, comm: Comm | None = None,
                    settings: Mapping[str, Any] | None = None) -> SwinEnsemble:
-    """Build an ensemble with initial weights.
+    """Build an ensemble with random initial weights.
 
-    The model's output is [B, M, C], or [B, S, S, M, C] if it segments images.
+    The output of the model has shape [B, M, C], or [B, S, S, M, C] if the model segments images.
 
     Args:
         size: see `build`.
         classes: see `build`.
-        heads: number of members M. With one member the result is a single model.
-        begin: name of the first module that each member has separately (`SwinEnsemble`).
+        heads: number M of members. With one member the result is a single model.
+        begin: name of the first module that is separate for each member (see `SwinEnsemble`).
         share_after: name of the module after which features of other members are added.
-        sharing: probability that a feature of another member is added.
+        sharing: probability that a feature of a different member is added.
         hidden: width of the separate hidden layer of each head.
-        segments: whether the model assigns a class to each pixel.
+        segments: True if the model predicts a class for each pixel.
         dense: see `build`.
         comm: see `build`.
         settings: see `build`.
     Raises:
-        ValueError: see `build`, `SwinEnsemble` and `EnsembleHeads`.
+        ValueError: If one of the conditions in `build`, `SwinEnsemble` or `EnsembleHeads` is met.
     """
     models = [build(size, classes, dense=dense, comm=comm, settings=settings)
               for _ in range(1 if begin == HEAD else heads)]
@@ -163,7 +165,8 @@ def build_ensemble(size: SwinMoE, classes: int, heads: int, *, begin: str = HEAD
 
 
 def _without_output_biases(model: nn.Module) -> None:
-    """Remove the output biases of MLPs. Experts retain theirs, but the biases stay 0."""
+    """Remove the output biases of MLPs. Experts keep their output biases, but these biases stay 0.
+    """
     for name, module in model.named_modules():
         if name.endswith(".mlp.fc2"):
             module.register_parameter("bias", None)
@@ -172,7 +175,7 @@ def _without_output_biases(model: nn.Module) -> None:
 
 
 def _widen(model: nn.Module, place: str, factor: int) -> None:
-    """Replace the MLP at `place` by an MLP with `factor` times the inner width."""
+    """Replace the MLP at `place` with an MLP whose inner width is `factor` times as large."""
     mlp = model.get_submodule(place)
     wide = type(mlp)(mlp.fc1.in_features, factor * mlp.fc1.out_features, act_layer=type(mlp.act))
     draw_linear(wide)
@@ -180,7 +183,9 @@ def _widen(model: nn.Module, place: str, factor: int) -> None:
 
 
 def _nested(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert dotted paths to nested sections; `dispatch.name` becomes `name` in `dispatch`."""
+    """Convert dotted paths to nested dicts. For example, `dispatch.name` becomes `name` in
+    `dispatch`.
+    """
     tree: dict[str, Any] = {}
     for path, value in settings.items():
         *above, name = path.split(".")
@@ -198,9 +203,9 @@ def _check(size: SwinMoE, classes: int) -> None:
     patches = size.image // size.patch
     if size.image % size.patch or patches % size.window:
         raise ValueError(
-            f"image={size.image}, patch={size.patch} and window={size.window} do not fit: image "
-            f"must be a multiple of patch, and the {patches} patches per side must be a multiple "
-            "of window")
+            f"image={size.image}, patch={size.patch} and window={size.window} cannot be combined: "
+            f"image must be a multiple of patch, and the {patches} patches per side must be a "
+            "multiple of window")
     for stage, blocks in enumerate(size.moe_blocks):
         wrong = [block for block in blocks if not 0 <= block < size.depths[stage]]
         if wrong:
@@ -209,11 +214,11 @@ def _check(size: SwinMoE, classes: int) -> None:
 
 
 def freeze_experts(model: nn.Module) -> int:
-    """Freeze all experts, for fine-tuning on little data (Hwang et al. 2022, section 5.3).
+    """Freeze all experts, for fine-tuning on little data (Hwang et al., 2022, section 5.3).
 
-    Returns: the number of frozen parameters.
+    Returns: the number of parameters that were frozen.
     Raises:
-        ValueError: the model has no experts.
+        ValueError: If the model has no experts.
     """
     frozen = [p.requires_grad_(False) for p in model.parameters() if is_expert(p)]
     if not frozen:
@@ -225,16 +230,18 @@ def freeze_experts(model: nn.Module) -> int:
 def head_of_other_classes(model: nn.Module, classes: Sequence[str],
                           shapes: Mapping[str, tuple[int, ...]],
                           extra: Mapping[str, Any]) -> list[str]:
-    """Return the names of the head's parameters if a checkpoint has them for other classes.
+    """Return the names of the head's parameters if a checkpoint contains a head for different
+    classes.
 
-    Classes may differ in number or in their names. The list is empty if the classes are equal, or
-    if the checkpoint belongs to another model, because reading such a checkpoint raises an error.
+    The classes may differ in their number or in their names. The list is empty if the classes are
+    equal, or if the checkpoint belongs to a different model, because reading such a checkpoint
+    raises an error.
 
     Args:
         model: the model.
         classes: names of the model's classes.
-        shapes: shapes in the checkpoint, see `checkpoint.load`.
-        extra: extra values in the checkpoint, see `checkpoint.load`.
+        shapes: dict of the tensor shapes in the checkpoint. See `checkpoint.load`.
+        extra: dict of the extra values in the checkpoint. See `checkpoint.load`.
     """
     ours = {name: tuple(p.shape) for name, p in model.named_parameters() if name in _CLASS_AXES}
 

@@ -1,13 +1,14 @@
-"""Read and write models in the format of the published Swin-MoE checkpoints.
+"""Reading and writing of models in the format of the published Swin-MoE checkpoints.
 
-Each rank has a file, `PATH.rank0` and so on. Each file contains all parameters that are not
-experts, and the rank's experts under Tutel's names. If there is a file `PATH.master`, it contains
-the parameters that are not experts, and the ranks' files contain only experts. A dense model is one
-file, `PATH.global`.
+Each rank has one file, named `PATH.rank0`, `PATH.rank1` and so on. Each file contains all
+parameters that are not experts, and the rank's experts under Tutel's names. If there is a file
+`PATH.master`, it contains the parameters that are not experts, and the files of the ranks contain
+only experts. A dense model is stored in one file, `PATH.global`.
 
-With more ranks than experts, consecutive ranks have slices of one expert, cut along its inner
-width. The weights offered by the Swin-Transformer repository are those of the presets `swin_moe_s`
-and `swin_moe_b`, with `--experts 8`, `16` or `32`. Source: that repository, `utils_moe.py`.
+If there are more ranks than experts, consecutive ranks store slices of one expert, which is split
+along its inner width. The weights published in the Swin-Transformer repository belong to the
+presets `swin_moe_s` and `swin_moe_b`, with `--experts 8`, `16` or `32`. Source: `utils_moe.py` in
+the Swin-Transformer repository.
 """
 
 from __future__ import annotations
@@ -36,10 +37,10 @@ _BUFFERS = ("relative_position_index", "relative_coords_table", "attn_mask", "k_
 
 
 def published_name(name: str) -> str:
-    """Return the published name of a parameter outside of the experts' layers.
+    """Return the published name of a parameter outside of the MoE layers.
 
-    In published files a stage ends with the layer that halves the resolution, while timm's stages
-    begin with this layer. The published head has no submodules.
+    In published files a stage ends with the layer that halves the resolution, whereas in timm a
+    stage begins with this layer. The published head has no submodules.
     """
     name = re.sub(r"^layers\.(\d+)\.downsample\.",
                   lambda found: f"layers.{int(found[1]) - 1}.downsample.", name)
@@ -47,12 +48,12 @@ def published_name(name: str) -> str:
 
 
 def write_published(model: nn.Module, path: Path, comm: Comm | None = None) -> Path:
-    """Write this rank's file `PATH.rankN` and return its path.
+    """Write the current rank's file `PATH.rankN` and return its path.
 
-    The file appears under this name only when it is complete.
+    The file gets this name only when it is complete.
 
     Raises:
-        CheckpointError: a layer has parameters without a published name.
+        CheckpointError: If a layer has parameters without a published name.
     """
     comm = LocalComm() if comm is None else comm
     state = {published_name(name): value.detach().clone()
@@ -75,14 +76,15 @@ def write_published(model: nn.Module, path: Path, comm: Comm | None = None) -> P
 
 @torch.no_grad()
 def read_published(model: nn.Module, path: Path, leave: Leave | None = None) -> None:
-    """Read the files of any number of ranks into a model. Nothing changes unless all files fit.
+    """Read the files of any number of ranks into a model. The model is changed only if all files
+    match it.
 
     Args:
-        model: a model of `moe_plugin.hosts.timm.model`.
-        path: path of the files, without `.rankN`.
-        leave: see `checkpoint.load`. Applies to parameters outside of the experts' layers.
+        model: model built by `moe_plugin.hosts.timm.model`.
+        path: path of the files without the suffix `.rankN`.
+        leave: see `checkpoint.load`. This applies to parameters outside of the MoE layers.
     Raises:
-        CheckpointError: files are missing or cannot be read, or names or shapes differ.
+        CheckpointError: If files are missing or cannot be read, or if names or shapes differ.
     """
     files = published_files(path)
     if not files:
@@ -147,13 +149,15 @@ def _of_layer(states: list[dict[str, Tensor]], name: str, ours: str, block: MoEB
 
 
 def published_files(path: Path) -> list[Path]:
-    """Return the files of `PATH` in the order of their ranks; empty if there are none."""
+    """Return the files of `PATH` in the order of their ranks. The list is empty if there are no
+    files.
+    """
     dense = path.with_name(path.name + ".global")
     return rank_files(path.with_name(path.name + ".rank{rank}")) or [dense] * dense.is_file()
 
 
 def _others(model: nn.Module) -> Mapping[str, Tensor]:
-    """Return the parameters outside of the blocks with experts."""
+    """Return the parameters that are outside of the MoE blocks."""
     inside = tuple(f"{name}." for name, _ in blocks_in(model))
     return {name: p for name, p in model.named_parameters()
             if not (inside and name.startswith(inside))}

@@ -1,7 +1,7 @@
-"""Image tasks: the loss of a model, and the counts of an evaluation.
+"""Image tasks, which compute the loss of a model and the counts of an evaluation.
 
-Legend: B images, T positions with a class (1 in classification, all pixels in segmentation), M
-members, C classes.
+In the shapes, B is the number of images, T the number of positions with a class (1 in
+classification, all pixels in segmentation), M the number of members, and C the number of classes.
 """
 
 from __future__ import annotations
@@ -27,12 +27,13 @@ _SUMS = "images", "loss", "top1", "oracle", "member", "both", "either"
 
 @dataclass(frozen=True)
 class VisionTask:
-    """Losses and counts of a model's outputs [B, ..., C], or [B, ..., M, C] for an ensemble.
+    """The losses and counts for a model's outputs [B, ..., C], or [B, ..., M, C] for an ensemble.
 
     Attributes:
-        ensemble: settings of the ensemble, or None for a model with one output.
-        smoothing: share of the label that is spread over all classes, without an ensemble.
-        segments: whether each pixel is background or foreground (class 1).
+        ensemble: settings of the ensemble, or None for a model with a single output.
+        smoothing: fraction of the label that is distributed over all classes. It is used only
+            without an ensemble.
+        segments: True if each pixel is classified as background or foreground (class 1).
     """
 
     ensemble: EnsembleSettings | None = None
@@ -40,20 +41,20 @@ class VisionTask:
     segments: bool = False
 
     def _shaped(self, outputs: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-        """Reshape the outputs to [B, T, M, C] and the targets to [B, T]."""
+        """Reshape the outputs to [B, T, M, C], and the targets to [B, T]."""
         logits = outputs if self.ensemble else outputs.unsqueeze(-2)
         target_BT = target.reshape(len(target), -1)
         return logits.reshape(*target_BT.shape, *logits.shape[-2:]), target_BT
 
     def losses(self, outputs: Tensor, target: Tensor, *, training: bool) -> Tensor:
-        """Return the loss [B] of each image, averaged over its positions.
+        """Return the loss of each image [B], averaged over the positions of the image.
 
-        In evaluation, labels are exact and not smoothed.
+        In evaluation the labels are not smoothed.
 
         Args:
-            outputs: the model's outputs.
-            target: int64 [B] or [B, ...], the class of each position.
-            training: whether to compute the training loss.
+            outputs: outputs of the model.
+            target: int64 tensor [B] or [B, ...] with the class of each position.
+            training: True to compute the training loss.
         """
         logits_BTMC, target_BT = self._shaped(outputs, target)
         if self.ensemble:
@@ -72,7 +73,7 @@ class VisionTask:
                                by_sequence=e.by_sequence)
 
     def counts(self, outputs: Tensor, target: Tensor, real_B: Tensor) -> Tensor:
-        """Return the sums that `results` needs over all real images, float64 [V]."""
+        """Return the sums over all real images that `results` needs, as a float64 tensor [V]."""
         logits_BTMC, target_BT = self._shaped(outputs, target)
         errors = sequence_errors(logits_BTMC, target_BT,
                                  self.ensemble is None or self.ensemble.by_sequence)
@@ -91,12 +92,12 @@ class VisionTask:
         return torch.cat([sums, *(sure[name] for name in HISTOGRAMS)])
 
     def results(self, sums: Tensor) -> dict[str, Any]:
-        """Convert `counts`, summed over all batches and ranks, to named results.
+        """Convert `counts`, summed over all batches and ranks, to a dict of named results.
 
-        The results are the loss and the accuracy. In segmentation the accuracy is that of pixels,
-        and the intersection over union of the foreground is added. For an ensemble, errors and
-        histograms of confidences are added. A histogram counts distributions by their largest
-        probability, in bins of equal width from 0 to 1.
+        The results are the loss and the accuracy. In segmentation the accuracy is the fraction of
+        correct pixels, and the intersection over union of the foreground is added. For an ensemble,
+        errors and histograms of confidences are added. A histogram counts distributions by their
+        largest probability, in bins of equal width between 0 and 1.
         """
         images, loss, top1, oracle, member, both, either = sums[:len(_SUMS)].tolist()
         values = {"valid_loss": loss / images, "accuracy": 1 - top1 / images}

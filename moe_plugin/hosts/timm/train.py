@@ -4,8 +4,9 @@
     torchrun --standalone --nproc_per_node 2 -m moe_plugin.hosts.timm.train --data IMAGES \\
         --out RUN --preset swin_s --moe-eval-capacity-factor 0.5
 
-If the folder already contains a run, the command continues it. The number of ranks may change, if
-it fits the number of experts. `moe-plugin report RUN` writes a report of the run.
+If the folder already contains a run, the command continues this run. The number of ranks may be
+changed if the new number is possible for the number of experts. `moe-plugin report RUN` writes a
+report of the run.
 """
 
 from __future__ import annotations
@@ -62,11 +63,11 @@ BLOCKS = "SwinTransformerV2Block", "SwinTransformerBlock"
 
 
 class Trainer:
-    """One training run: model, data, optimizer and progress.
+    """One training run, with its model, data, optimizer and progress.
 
     Attributes:
-        steps: the steps of the optimizer.
-        accuracy: accuracy of the last evaluation, 0 to 1.
+        steps: `TrainingSteps` object that performs the training steps.
+        accuracy: accuracy in the latest evaluation, between 0 and 1.
     """
 
     def __init__(self, args: argparse.Namespace) -> None:
@@ -138,11 +139,13 @@ class Trainer:
 
     @property
     def folder(self) -> Path:
-        """Folder of the checkpoint."""
+        """Path of the folder that contains the checkpoint."""
         return self.args.out / "checkpoint"
 
     def run(self) -> None:
-        """Train from the last checkpoint or initial weights to the last epoch, or evaluate once."""
+        """Train from the last checkpoint or the initial weights to the last epoch, or only evaluate
+        once.
+        """
         if self.args.evaluate:
             return self.report_evaluation()
         if self.there(self.folder):
@@ -170,12 +173,16 @@ class Trainer:
         return self.train_set.classes
 
     def there(self, place: Path) -> bool:
-        """Return whether the folder exists on any rank. All ranks must act the same way."""
+        """Return True on all ranks if the folder exists on any rank. All ranks must behave in the
+        same way.
+        """
         [exists] = self.comm.agree_max([float(place.exists())])
         return bool(exists)
 
     def begin_with(self, place: Path) -> None:
-        """Read initial weights. A head for other classes retains its random weights."""
+        """Read initial weights. If the head belongs to different classes, it keeps its random
+        weights.
+        """
         fresh: list[str] = []
 
         def leave(shapes: Mapping[str, tuple[int, ...]], extra: Mapping[str, Any]) -> list[str]:
@@ -191,12 +198,12 @@ class Trainer:
         """Read the weights of a run's checkpoint, or of published files.
 
         Args:
-            place: folder of the checkpoint, or path of published files.
+            place: path of the checkpoint folder, or of published files.
             leave: see `checkpoint.load`.
-        Returns: the further values of the checkpoint.
+        Returns: the extra values in the checkpoint.
         Raises:
-            ValueError: neither a checkpoint nor published files exist there, or they do not fit the
-                model.
+            ValueError: If neither a checkpoint nor published files exist there, or if they do not
+                match the model.
         """
         if self.there(place):
             return load(place, self.model, None, self.comm, leave)
@@ -208,7 +215,9 @@ class Trainer:
                          "PATH.global")
 
     def check_classes(self, source: Path, extra: Mapping[str, Any]) -> None:
-        """Raise `ValueError` if a checkpoint was trained on other classes than those of --data."""
+        """Raise a `ValueError` if a checkpoint was trained on classes that differ from those of
+        `--data`.
+        """
         theirs = extra.get("classes", self.classes)
         if theirs != self.classes:
             raise ValueError(
@@ -250,9 +259,10 @@ class Trainer:
                 begun, images, total = time.perf_counter(), 0, torch.zeros(2)
 
     def loss_of(self, model: nn.Module, batch: tuple[Tensor, Tensor, Tensor, int]) -> Tensor:
-        """Return this rank's loss of a step, and store the loss without router losses in `loss`.
+        """Return the current rank's loss of a step, and store the loss without router losses in
+        `loss`.
 
-        The mean of `loss` over all ranks is the mean loss of all images of the step.
+        The mean of `loss` over all ranks is the mean loss of all images in the step.
         """
         x_BCSS, y, real_B, of_all = batch
         loss_B = self.task.losses(model(x_BCSS), y, training=True)
@@ -263,10 +273,12 @@ class Trainer:
         return loss + auxiliary_loss(self.model) if self.blocks else loss
 
     def set_rate(self, epochs: float) -> None:
-        """Set the learning rate: a linear warm-up, then half a cosine down to 1 % of the rate.
+        """Set the learning rate, which increases linearly in the warm-up and then follows half a
+        cosine down to 1 % of its maximum.
 
-        epochs: completed epochs, with a fraction for the current one. The number of steps would be
-            wrong for a run that continues with another batch size.
+        epochs: number of completed epochs, including the completed fraction of the current epoch.
+            The number of steps cannot be used, because it would be wrong for a run that continues
+            with a different batch size.
         """
         args, steps = self.args, self.args.epochs * self.epoch_steps
         warm, step = max(1, round(args.warm_up * steps)), round(epochs * self.epoch_steps)
@@ -277,7 +289,7 @@ class Trainer:
             group["lr"] = args.lr * factor
 
     def evaluate(self) -> dict[str, Any]:
-        """Return `VisionTask.results` for all images of `val`, with each image counted once."""
+        """Return `VisionTask.results` for all images of `val`. Each image is included once."""
         return self.steps.evaluate(self._evaluated)
 
     def _evaluated(self) -> dict[str, Any]:
@@ -293,18 +305,18 @@ class Trainer:
         return {**results, "drop_fraction": 1 - kept / routed} if routed else results
 
     def log(self, record: dict[str, Any]) -> None:
-        """Append a record to the training log, and report it to the features of the run."""
+        """Append a record to the training log, and pass it to the features of the run."""
         self.write(record)
         self.steps.run.after_log(StepFacts(self.step, logged=step_record(record)[0]))
 
     def write(self, record: dict[str, Any], file: str = "log.jsonl") -> None:
-        """Append a record to a file of the run. Only rank 0 writes."""
+        """Append a record to a file of the run. The file is written only by rank 0."""
         if self.comm.rank == 0:
             with open(self.args.out / file, "a", encoding="utf-8") as stream:
                 stream.write(json.dumps(record) + "\n")
 
     def say(self, text: str) -> None:
-        """Print a line on rank 0."""
+        """Print a line if the current rank is rank 0."""
         if self.comm.rank == 0:
             print(text, flush=True)
 

@@ -3,9 +3,10 @@
     import moe_plugin.hosts.transformers
     model = AutoModelForCausalLM.from_pretrained(path, experts_implementation="moe_plugin")
 
-To distribute the experts over ranks, pass `distributed_config=DistributedConfig(ep_size=2,
-ep_implementation="moe_plugin")`. No module is replaced: the model's parameters, files, `Trainer`,
-adapters and generation remain those of `transformers`.
+To distribute the experts over ranks, pass
+`distributed_config=DistributedConfig(ep_size=2, ep_implementation="moe_plugin")`. No module is
+replaced. The model's parameters, files, `Trainer`, adapters and generation are still those of
+`transformers`.
 """
 
 from moe_plugin.hosts.transformers.register import NAME, check, use

@@ -1,8 +1,10 @@
-"""Compute the experts of a `transformers` module with our kernels, from the module's parameters.
+"""Computation of the experts of a `transformers` module with this package's kernels, from the
+parameters of the module.
 
 `transformers` stores the stacked experts in `gate_up_proj` (or `up_proj`) and `down_proj`. The
-output axis comes first unless `is_transposed` is set. Gate and up are two halves, or alternate if
-`is_concatenated` is not set (`integrations/moe.py` of transformers 5).
+output dimension comes first unless `is_transposed` is set. The gate and up weights are two halves
+of the stack. If `is_concatenated` is not set, they alternate (`integrations/moe.py` of transformers
+5).
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from moe_plugin.hosts.transformers.compat import apply_gate, has_its_own_gate
 from moe_plugin.kernels.activations import ACTIVATIONS, first_derivative_only
 from moe_plugin.kernels.expert_ffn import apply_to_rows, grouped, strategies
 from moe_plugin.kernels.workspace import Workspace
-from moe_plugin.records import ExpertRows, RowCounts
+from moe_plugin.records import ExpertRows, ParameterRequest, RowCounts
 from moe_plugin.utils.messages import first_process, warn_once
 
 _SAME = 1e-6  # largest accepted difference between the values of two activations
@@ -33,10 +35,10 @@ _POINTS = torch.cat([torch.linspace(-6, 6, 97), _LARGE, -_LARGE])
 
 
 def activation_of(module: nn.Module) -> str | None:
-    """Return the name in `ACTIVATIONS` of the activation that an experts module uses.
+    """Return the name (in `ACTIVATIONS`) of the activation that an experts module uses.
 
-    Returns None if the module computes anything else between its two products, for example a
-    clamped gate.
+    Returns None if the module computes anything else between its two matmuls, for example a clamped
+    gate.
     """
     if module.has_gate and has_its_own_gate(module) or module.has_post_expert_norm:
         return None
@@ -53,7 +55,7 @@ def activation_of(module: nn.Module) -> str | None:
 
 
 def check_module(module: nn.Module) -> None:
-    """Raise `ValueError` unless a module of experts declares how its weights are stored.
+    """Raise a `ValueError` unless an experts module declares how its weights are stored.
 
     The weights must be floating-point numbers of 16 bits or more that are used without scaling.
     """
@@ -70,15 +72,15 @@ def check_module(module: nn.Module) -> None:
 
 
 def experts_of(module: nn.Module, config: MoEConfig, placement: Placement) -> Experts:
-    """Return the object that computes a module's experts on this rank.
+    """Return the object that computes a module's experts on the current rank.
 
-    Experts with a special activation or gate are computed by torch's grouped products, which
-    support no layout that gathers or borrows parameters. A log line reports this once for each
-    class of modules.
+    Experts with a special activation or gate are computed by torch's grouped matmul, which supports
+    no layout that gathers or borrows parameters. This is reported in a log line once for each class
+    of modules.
 
     Raises:
-        ValueError: the number of experts on this rank differs from `placement`, or a setting
-            applies only to our kernels.
+        ValueError: If the number of experts on the current rank differs from `placement`, or if a
+            setting applies only to this package's kernels.
     """
     name, stored = type(module).__name__, first_stack(module).shape[0]
     if stored != placement.local:
@@ -98,7 +100,9 @@ def experts_of(module: nn.Module, config: MoEConfig, placement: Placement) -> Ex
 
 
 class _Halves(torch.autograd.Function):
-    """Split a stack into views of gate and up; backward writes the stack's gradient in one pass."""
+    """Autograd function that splits a stack into views of gate and up. The backward pass writes the
+    gradient of the stack at once.
+    """
 
     @staticmethod
     def forward(ctx: Any, both_LDF: Tensor, concatenated: bool) -> tuple[Tensor, Tensor]:
@@ -120,7 +124,7 @@ class _Halves(torch.autograd.Function):
 
 
 def _halves(both: Tensor, concatenated: bool) -> tuple[Tensor, Tensor]:
-    """Return (gate, up), split along the last axis."""
+    """Return (gate, up), which are split along the last dimension."""
     if concatenated:
         gate, up = both.chunk(2, -1)
         return gate, up
@@ -128,19 +132,21 @@ def _halves(both: Tensor, concatenated: bool) -> tuple[Tensor, Tensor]:
 
 
 def _input_first(module: nn.Module, weight: Tensor) -> Tensor:
-    """Return a stack of a module's matrices as [L, I, O]."""
+    """Return a stack of a module's matrices with the shape [L, I, O]."""
     return weight if module.is_transposed else weight.transpose(1, 2)
 
 
 class ModuleExperts(FFNExperts):
-    """`FFNExperts` that reads a module's parameters in each call instead of storing its own.
+    """A subclass of `FFNExperts` that reads the parameters of a module in each call instead of
+    storing its own parameters.
 
-    The parameters may be gathered, or may be this rank's part of a DTensor.
+    The parameters may be gathered from other ranks, or may be the current rank's part of a DTensor.
 
     Args:
-        module: a module decorated by `use_experts_implementation`, with one of `ACTIVATIONS`.
+        module: module that is decorated by `use_experts_implementation` and has one of the
+            activations in `ACTIVATIONS`.
         config: settings of the layer.
-        placement: which experts this rank stores.
+        placement: describes which experts the current rank stores.
     """
 
     def __init__(self, module: nn.Module, config: MoEConfig, placement: Placement) -> None:
@@ -157,13 +163,15 @@ class ModuleExperts(FFNExperts):
 
     @property
     def w_in_LDF(self) -> Tensor:  # type: ignore[override]
-        """Return a tensor with the shape and dtype of the weights. Do not compute with it."""
+        """Return a tensor that has the shape and dtype of the weights. The values of this tensor
+        must not be used in computations.
+        """
         module = self.module[0]
         stack = _input_first(module, first_stack(module).detach())
         return _halves(stack, True)[1] if module.has_gate else stack
 
     def local_parameters(self) -> dict[str, Tensor]:
-        """Return views of the module's parameters, see `Experts`."""
+        """Return views of the module's parameters. See `Experts`."""
         module, found = self.module[0], {}
         first = _input_first(module, first_stack(module))
         if module.has_gate:
@@ -182,9 +190,9 @@ class ModuleExperts(FFNExperts):
 
 
 class OwnFormExperts(Experts):
-    """Experts with a custom function between the two products.
+    """Experts with a custom function between the two matmuls.
 
-    The module defines the function in `_apply_gate`, `act_fn` and `post_expert_norm`.
+    The module defines this function in `_apply_gate`, `act_fn` and `post_expert_norm`.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -196,9 +204,9 @@ class OwnFormExperts(Experts):
         """See `Experts`."""
         return _anchor(self.module[0])
 
-    def forward(self, work: ExpertRows | None) -> Any:
+    def forward(self, work: ExpertRows | ParameterRequest) -> Any:
         """See `Experts`."""
-        assert work is not None, "only asked of experts that gather"
+        assert isinstance(work, ExpertRows), "parameters are only asked of experts that gather"
         return apply_to_rows(self._compute, work.x, work.rows)
 
     def _compute(self, rows_RD: Tensor, counts: RowCounts) -> Tensor:
@@ -216,10 +224,11 @@ class OwnFormExperts(Experts):
 
 
 def stacks_read_once(module: nn.Module) -> AbstractContextManager[None]:
-    """Compute parametrized stacks (for example adapted by `peft`) once per call, in a fixed order.
+    """Compute parametrized stacks of weights (for example adapted by `peft`) only once per call, in
+    a fixed order.
 
-    The order matters because `torch.utils.checkpoint` compares the tensors that autograd saves in
-    the forward pass with those that it saves in the recomputation.
+    The order is important because `torch.utils.checkpoint` compares the tensors that autograd saves
+    in the forward pass with those that it saves in the recomputation.
     """
     parametrized: Any = module._modules.get("parametrizations")
     return nullcontext() if parametrized is None else _read_once(module, list(parametrized))

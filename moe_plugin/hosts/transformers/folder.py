@@ -13,12 +13,12 @@ from moe_plugin.utils.folder_lock import FolderLock, hold_folder
 
 
 class FolderOfOneRun(TrainerCallback):
-    """A callback that lets only one run at a time train into `output_dir`.
+    """A callback that allows only one run at a time to use `output_dir` for training.
 
     See `moe_plugin.utils.folder_lock`.
 
     Args:
-        take_over: whether to use the folder even if another run seems to use it.
+        take_over: True to use the folder even if a different run seems to use it.
     """
 
     def __init__(self, take_over: bool = False) -> None:
@@ -29,7 +29,7 @@ class FolderOfOneRun(TrainerCallback):
         """Lock the folder.
 
         Raises:
-            ValueError: another run uses the folder. Raised on all ranks.
+            ValueError: If a different run uses the folder. The error is raised on all ranks.
         """
         several = dist.is_available() and dist.is_initialized()
         with refused_together("the folder of the run") if several else nullcontext():
@@ -37,7 +37,7 @@ class FolderOfOneRun(TrainerCallback):
                 self._lock = hold_folder(args.output_dir, self._take_over)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Release the folder. A run that fails releases the folder when its process ends."""
+        """Release the folder. If a run fails, it releases the folder when its process exits."""
         if self._lock is not None:
             self._lock.release()
             self._lock = None

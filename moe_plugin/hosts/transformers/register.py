@@ -1,6 +1,6 @@
-"""Register implementations of experts and of expert parallelism in `transformers`.
+"""Registration of implementations of experts and of expert parallelism in `transformers`.
 
-`transformers` has one registry for the functions that compute experts, and one for the exchange of
+`transformers` has one registry for functions that compute experts, and one for the exchange of
 tokens between ranks.
 """
 
@@ -50,17 +50,18 @@ _OVER_RANKS = "_moe_plugin_ep"  # attribute of an experts module whose tokens ou
 
 
 def use(settings: Mapping[str, Any], name: str = NAME) -> None:
-    """Register an implementation with custom settings. Call this before the model is built.
+    """Register an implementation with custom settings. This function must be called before the
+    model is built.
 
-    The name can then be passed as `experts_implementation=name` and as
+    After the call the name can be passed as `experts_implementation=name` and as
     `DistributedConfig(ep_implementation=name)`.
 
     Args:
-        settings: settings as dotted paths, such as `{"parallel.mode": "auto"}`, or as nested
+        settings: dict from dotted paths to values, such as `{"parallel.mode": "auto"}`, or nested
             dictionaries.
-        name: the name to register.
+        name: name under which the implementation is registered.
     Raises:
-        ValueError: a setting is unknown, or has no effect in a model that has its own router and
+        ValueError: If a setting is unknown, or has no effect in a model that has its own router and
             experts.
     """
     _check(settings)
@@ -72,11 +73,11 @@ def use(settings: Mapping[str, Any], name: str = NAME) -> None:
 def check(model: nn.Module) -> list[str]:
     """Return the names of the modules whose experts this package computes.
 
-    `transformers` accepts any implementation name for any model. If a model, or its quantization,
-    computes the experts in its own way, the name has no effect.
+    `transformers` accepts any implementation name for any model. If the model or its quantization
+    computes the experts in its own way, the implementation name has no effect.
 
     Raises:
-        ValueError: this package computes no experts of the model.
+        ValueError: If this package computes no experts of the model.
     """
     names = [name for name, module in model.named_modules() if _is_ours(module)]
     if not names:
@@ -109,8 +110,8 @@ def _check(settings: Mapping[str, Any]) -> None:
             raise ValueError(
                 f"{path}={short(value)} {where} has no effect, because the model has its own "
                 "router and experts. Use only settings under "
-                f"{', '.join(s.rstrip('.') for s in SETTINGS)}, or replace the MoE blocks by our "
-                "layers with moe_plugin.hosts.plain.huggingface.swap_moe_blocks")
+                f"{', '.join(s.rstrip('.') for s in SETTINGS)}, or replace the MoE blocks "
+                "with this package's layers by moe_plugin.hosts.plain.huggingface.swap_moe_blocks")
     config = with_overrides(MoEConfig(), settings)
     check_routed(config, ranks=1)
     parallel = config.parallel
@@ -121,7 +122,7 @@ def _check(settings: Mapping[str, Any]) -> None:
 
 
 class _Kept:
-    """State shared by the calls of one experts module. A copied module builds its own state.
+    """State that the calls of an experts module share. A copy of the module builds its own state.
 
     key: the settings and the module for which the state was built.
     """
@@ -135,15 +136,15 @@ class _Kept:
 
 def _experts_forward(settings: Mapping[str, Any], self: nn.Module, hidden_states: Tensor,
                      top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """Compute the experts that this rank stores. Called through `ALL_EXPERTS_FUNCTIONS`.
+    """Compute the experts that the current rank stores. Called through `ALL_EXPERTS_FUNCTIONS`.
 
     Args:
-        settings: settings of the implementation.
+        settings: settings with which the implementation was registered.
         self: the experts module.
-        hidden_states: [T, D], the tokens.
-        top_k_index: [T, K], the experts of each token. The value num_experts marks an expert of
-            another rank.
-        top_k_weights: [T, K], the weights of the experts.
+        hidden_states: tokens of shape [T, D].
+        top_k_index: indices [T, K] of the experts selected for each token. The value `num_experts`
+            stands for an expert of a different rank.
+        top_k_weights: weights [T, K] of the selected experts.
     """
     with stacks_read_once(self):
         return _experts_read(settings, self, hidden_states, top_k_index, top_k_weights)
@@ -166,10 +167,11 @@ def _experts_read(settings: Mapping[str, Any], self: nn.Module, hidden_states: T
 
 
 class PluginEP(EPImplementation):
-    """Expert parallelism with our exchange, layouts and kernels on the mesh of `transformers`.
+    """Expert parallelism with this package's exchange, layouts and kernels on the device mesh of
+    `transformers`.
 
-    Ranks that have the same tokens (`tp_mesh`) process equal parts of them, as in `AllToAllEP`. Our
-    kernels compute the experts for any value of `experts_implementation`.
+    Ranks that have the same tokens (`tp_mesh`) process equal parts of them, as in `AllToAllEP`. The
+    experts are computed by this package's kernels for any value of `experts_implementation`.
     """
 
     def __init__(self, settings: Mapping[str, Any], experts: nn.Module, ep_mesh: Any,
@@ -187,7 +189,9 @@ class PluginEP(EPImplementation):
 
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor,
                  top_k_weights: Tensor) -> Tensor:
-        """Compute the experts for this rank's tokens [T, D] and return the results [T, D]."""
+        """Compute the experts for the tokens [T, D] of the current rank, and return the results [T,
+        D].
+        """
         try:
             with stacks_read_once(self.experts[0]):
                 return self._through(hidden_states, top_k_index, top_k_weights)
@@ -212,7 +216,7 @@ class PluginEP(EPImplementation):
         return gather(_call(routed, module, *part), self.sharing)[:tokens]
 
     def _check(self, module: nn.Module) -> None:
-        """Compare the experts of all ranks in some of the training calls, see `OverwriteCheck`."""
+        """Compare the experts of all ranks in some of the training calls. See `OverwriteCheck`."""
         if torch.compiler.is_compiling() or self.comm.size == 1 or not (
                 module.training and torch.is_grad_enabled()):
             return
@@ -225,7 +229,7 @@ class PluginEP(EPImplementation):
 
 def _part(x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor,
           comm: Comm) -> tuple[Tensor, Tensor, Tensor]:
-    """Return this rank's share of the tokens, padded with tokens that have no expert."""
+    """Return the current rank's part of the tokens, padded with tokens that have no expert."""
     missing = -x_TD.shape[0] % comm.size
     ids_TK = F.pad(ids_TK, (0, 0, 0, missing), value=-1).chunk(comm.size)[comm.rank]
     return split_tokens(x_TD, None, comm)[0], ids_TK, split_tokens(weights_TK, None, comm)[0]
@@ -242,7 +246,7 @@ def _call(routed: RoutedExperts, module: nn.Module, x_TD: Tensor, ids_TK: Tensor
 
 def _routed(module: nn.Module, settings: Mapping[str, Any], comm: Comm, experts: int,
             choices: int) -> RoutedExperts:
-    """Build the object that computes a module's calls. Collective."""
+    """Build the object that computes the calls of an experts module. Collective."""
     check_module(module)  # again, because the weights may be quantized after the model is built
     first = module.gate_up_proj if module.has_gate else module.up_proj
     width, inner = first.shape[1:] if module.is_transposed else reversed(first.shape[1:])
@@ -258,5 +262,6 @@ def _routed(module: nn.Module, settings: Mapping[str, Any], comm: Comm, experts:
     def make(config: MoEConfig, place: Placement) -> Experts:
         return experts_of(module, config, place)
 
-    return RoutedExperts(config, comm, make, dtype=first.dtype,
-                         agreed={"class of the experts": type(module).__qualname__})
+    return RoutedExperts.of_model(
+        config, comm, make, dtype=first.dtype,
+        agreed={"class of the experts": type(module).__qualname__})

@@ -1,8 +1,8 @@
-"""Replay the routing of rollouts in `transformers` models with their own routers.
+"""Replay of the routing of rollouts in `transformers` models with their own routers.
 
-Every model family has its own router code, but each router selects a token's experts by one call of
-`topk` on [T, E] scores, whose values become the weights. During a replay, this call returns the
-experts of the rollout and their scores.
+Every model family has its own router code, but each router selects the experts of a token by one
+call of `topk` on scores [T, E], and the values returned by this call become the weights. During a
+replay this call returns the experts of the rollout and their scores.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from moe_plugin.routing.rollouts import check_tokens, choices_of_layers
 @contextmanager
 def replay_rollouts(model: nn.Module, ids_TLK: Tensor,
                     layers: Sequence[int] | None = None) -> Iterator[None]:
-    """Let each block with experts use the experts with which the samples were generated.
+    """Make each MoE block use the experts that were used to generate the samples.
 
-    The choices are replayed for any implementation of the experts. For the arguments and further
-    errors see `moe_plugin.routing.rollouts.replay_rollouts`. A balance loss computed by the model
-    itself (`output_router_logits`) counts the router's own choices.
+    The recorded choices are replayed for any implementation of the experts. For the arguments and
+    other errors see `moe_plugin.routing.rollouts.replay_rollouts`. A balance loss that the model
+    itself computes (`output_router_logits`) is based on the router's own choices.
 
     Raises:
-        ValueError: the model already replays a rollout, a router selects experts in another way
-            (raised at the end of the block's pass), or a block had no pass (raised when the context
-            closes).
+        ValueError: If the model already replays a rollout, if a router selects experts in a
+            different way (raised at the end of the block's pass), or if a block was not called
+            (raised when the context closes).
     """
     blocks = [(block, part) for block in model.modules() for part in block.children()
               if of_transformers(part)]
@@ -71,7 +71,9 @@ def _hooks(block: nn.Module, ids_TK: Tensor, experts: int,
 
 
 class _Begin:
-    """A hook that runs before a pass of a block. modes: the modes of all passes in progress."""
+    """A hook that runs before each forward pass of an MoE block. modes: torch function modes of all
+    passes in progress.
+    """
 
     def __init__(self, ids_TK: Tensor, experts: int, passed: set[nn.Module]) -> None:
         self.ids_TK, self.experts, self.passed = ids_TK, experts, passed
@@ -84,7 +86,9 @@ class _Begin:
 
 
 class _TopK(TorchFunctionMode):
-    """A mode in which one `topk` over the scores of all experts returns `ids_TK`."""
+    """A torch function mode in which one call of `topk` over the scores of all experts returns
+    `ids_TK`.
+    """
 
     def __init__(self, ids_TK: Tensor, experts: int) -> None:
         super().__init__()
@@ -110,7 +114,7 @@ class _TopK(TorchFunctionMode):
         return torch.return_types.topk((scores.gather(-1, ids), ids))
 
     def check(self, block: nn.Module) -> None:
-        """Raise `ValueError` unless exactly one choice of experts was replaced."""
+        """Raise a `ValueError` unless exactly one call of `topk` was replaced."""
         if self.chosen == 1:
             return
         if not self.chosen and self.seen:
@@ -118,5 +122,5 @@ class _TopK(TorchFunctionMode):
         raise ValueError(
             f"{type(block).__name__} called topk on the scores of its {self.experts} experts "
             f"{self.chosen} times in a pass. Rollouts can be replayed only if it is called once. "
-            "Replace the block by our layer with "
+            "Replace the block with this package's layer by "
             "moe_plugin.hosts.plain.huggingface.swap_moe_blocks")

@@ -1,1 +1,3 @@
-"""Offloading of activations to the host or to disk, and their recomputation in backward."""
+"""Offloading of activations to host memory or to disk, and recomputation of activations in backward
+passes.
+"""

@@ -1,11 +1,12 @@
-"""Automatic choice of activation policies for a memory limit, from measurements of the first steps.
+"""Automatic choice of activation policies for a memory limit, based on measurements in a run.
 
-One step swaps all blocks and measures the bytes of each block and the bandwidth of the tier. The
-next steps recompute all blocks and measure the seconds of each block: one warm-up step, then steps
-until two of them agree. All these steps stay far below a limit that a plan can meet, and compute
-the same bits as every other policy. Then the planner chooses policies
-(`moe_plugin.planner.offload.activation_plan`). Occasional steps are measured again. If the new time
-is much shorter, the machine was busy before, and everything is measured again.
+In one step all blocks are swapped, and the activation bytes of each block and the bandwidth of the
+tier are measured. In the next steps all blocks are recomputed, and the time of each block is
+measured until two steps after a warm-up step agree. These steps use far less memory than any limit
+for which a plan exists, and their results are bitwise equal to those of other policies. Finally the
+planner (`moe_plugin.planner.offload.activation_plan`) chooses policies. Later, occasional steps are
+measured again. If a new time is much shorter, the machine was busy before, so all measurements are
+repeated.
 """
 
 from __future__ import annotations
@@ -58,29 +59,30 @@ def manage(blocks: Sequence[nn.Module], policy: str | Sequence[str] = "auto", *,
            smallest: int | str = SMALLEST, names: Sequence[str] | None = None,
            contexts: Sequence[Contexts] = (), comm: Comm | None = None,
            profile: str | Path | None = None) -> Activations:
-    """Make the blocks of a model keep, recompute or swap the tensors for their backward passes.
+    """Make the blocks of a model keep, recompute or swap the tensors for backward passes.
 
     Args:
-        blocks: modules in the order of forward, each called once per micro-batch.
-        policy: keep, recompute or swap for all blocks; a list with one policy for each block; or
-            auto, which chooses policies for `memory`.
-        memory: for auto, bytes that activations of these blocks may use on the device, or a text
-            such as 8GiB.
+        blocks: modules in the order of forward. Each module is called once per micro-batch.
+        policy: "keep", "recompute" or "swap" for all blocks, a list with one policy per block, or
+            "auto", which chooses policies for `memory`.
+        memory: bytes that activations of these blocks may use on the device, or a string such as
+            "8GiB". It is needed for "auto".
         tier: tier for swapped activations. Defaults to host memory for a GPU, and to files in
             `folder` for a CPU.
-        folder: folder on a disk. Defaults to the folder for temporary files.
-        throttle: maximal bytes/s of the tier, for tests. Defaults to no limit.
-        smallest: size from which a storage is swapped, in bytes or as a text such as 64KiB.
-        names: names of the blocks. Defaults to their numbers.
-        contexts: functions that create additional contexts of a recomputed pass, for example to
-            restore a host's random state.
-        comm: for auto, ranks that have the same blocks and must choose the same policies; all of
-            them call this function.
-        profile: file for the measurements of auto, which `moe-plugin plan --memory` reads.
+        folder: folder on a disk for swapped activations. Defaults to the folder for temporary
+            files.
+        throttle: maximum bandwidth of the tier in bytes/s, for tests. Defaults to no limit.
+        smallest: minimum size of a storage that is swapped, in bytes or as a string such as
+            "64KiB".
+        names: names of the blocks. Defaults to the indices of the blocks.
+        contexts: functions that create additional contexts for recomputed passes, for example to
+            restore the random state of a host.
+        comm: ranks with the same blocks, which must all call this function for "auto".
+        profile: file to which "auto" writes measurements for `moe-plugin plan --memory`.
 
-    Returns: the active policies. Call their `after_step()` after each training step.
+    Returns: the active policies. Call `after_step()` of this object after each training step.
     Raises:
-        ValueError: a policy is unknown, auto is used without memory, or a folder cannot be created.
+        ValueError: If a policy is unknown, `memory` is missing, or a folder cannot be created.
     """
     names = [str(i) for i in range(len(blocks))] if names is None else list(names)
     limit = _size(memory) if isinstance(memory, str) else memory
@@ -113,19 +115,19 @@ def manage_layers(settings: OffloadConfig, layers: Mapping[str, nn.Module], comm
                   places: Sequence[int] | None = None, total: int | None = None,
                   refused: Mapping[str, bool] | None = None,
                   contexts: Sequence[Contexts] = ()) -> Activations | None:
-    """Apply the activation settings to a model's layers. Returns None if all activations are kept.
+    """Apply activation settings to the layers of a model. Return None if all activations are kept.
 
     Args:
         settings: the settings.
-        layers: layers by name, in the order of forward.
-        comm: ranks that have the same layers.
-        places: indices of these layers in the model, from 0. Defaults to all layers of the model.
-        total: the model's number of layers; needed with `places`.
-        refused: settings of the host that cannot be combined with activation policies, and whether
-            they are used.
+        layers: layers by name, in the order of the forward pass.
+        comm: group of ranks that have the same layers.
+        places: indices of these layers in the model, starting at 0. Defaults to all layers of the
+            model.
+        total: number of layers in the model. Needed if `places` is given.
+        refused: host settings that exclude activation policies, each with True if it is used.
         contexts: see `manage`.
     Raises:
-        ValueError: settings contradict each other or the host's settings.
+        ValueError: If settings contradict each other or settings of the host.
     """
     if settings.activations == "keep":
         return None
@@ -168,14 +170,13 @@ def _policies(settings: OffloadConfig, places: Sequence[int], total: int) -> str
 
 
 class AutoActivations(Activations):
-    """Activation policies chosen for a memory limit; for the arguments see `manage`.
+    """Activation policies that are chosen for a memory limit. See `manage` for the arguments.
 
     Attributes:
-        limit: the limit in bytes.
+        limit: memory limit for activations in bytes.
         profile: the measurements, or None before they are complete.
-        decision: the planner's decision; None before planning, or if no plan fits and all blocks
-            swap.
-        planned: whether the measurements are over.
+        decision: decision of the planner, or None before planning or if no plan meets the limit.
+        planned: whether all measurements are complete.
     """
 
     def __init__(self, blocks: Sequence[nn.Module], names: Sequence[str], swapper: Swapper,
@@ -193,7 +194,8 @@ class AutoActivations(Activations):
         self.tell = self._measured = _Measured(swapper.copier.device)
 
     def after_step(self, facts: StepFacts | None = None) -> None:
-        """See `Activations`. After the measuring steps, this plans the policies. Collective."""
+        """See `Activations`. After the last measurement, this method chooses policies. Collective.
+        """
         self._steps += 1
         if self.planned:
             if self.decision is not None:
@@ -216,9 +218,9 @@ class AutoActivations(Activations):
         super().after_step(facts)
 
     def _check_times(self) -> None:
-        """Measure a step occasionally; restart all measurements if the old times were too long.
+        """Measure a step occasionally. Restart all measurements if the old times were too long.
 
-        The call is collective after such a step.
+        After a measured step, the call is collective.
         """
         if self.tell is not no_probe:
             self.tell = no_probe
@@ -278,7 +280,7 @@ class AutoActivations(Activations):
             self.decision, self.planned = None, True
 
     def _agreed(self, profile: ModelProfile) -> ModelProfile:
-        """Return the slowest and largest values of all ranks, so that they choose the same
+        """Return the slowest and largest values of all ranks, so that all ranks use the same
         policies.
         """
         if self.comm.size == 1:
@@ -308,7 +310,7 @@ class AutoActivations(Activations):
             self._in_flight)
 
     def _check_peak(self) -> None:
-        """Log a step that used more than the limit, and plan again with a margin."""
+        """Log a step that exceeded the memory limit, and plan again with a margin."""
         peak = int(self.comm.agree_max([float(self.ledger.peak)])[0])
         if peak <= self.limit:
             return
@@ -323,7 +325,7 @@ class AutoActivations(Activations):
 
 
 def order_of(plan: SwapPlan) -> Order:
-    """Return the start times of a plan's copies, and the passes that wait for them."""
+    """Return when the copies of a plan start, and which passes wait for these copies."""
     waits = plan.problem.waits(plan.decisions)
     fetches: dict[int, tuple[int, ...]] = {}
     for i in reversed(range(len(plan.decisions))):
@@ -334,7 +336,8 @@ def order_of(plan: SwapPlan) -> Order:
 
 
 class _Measured:
-    """A `Probe` that measures seconds and bytes of each block. `step`: the current step, from 0."""
+    """A `Probe` that measures the time and the bytes of each block in the step with index `step`.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.step = device, 0
@@ -345,7 +348,7 @@ class _Measured:
             "forward": defaultdict(list), "backward": defaultdict(list)}
 
     def complete(self, blocks: int) -> bool:
-        """Return whether all blocks were measured. Frozen blocks have no backward pass."""
+        """Return whether all blocks have been measured. Frozen blocks have no backward pass."""
         kinds = [direction for direction, _ in self.steady.best()]
         return len(self.sizes) == kinds.count("forward") == blocks and "backward" in kinds
 
@@ -366,7 +369,7 @@ class _Measured:
             self._seconds[what][block_pass.index].append(now - began)
 
     def end_step(self) -> None:
-        """End a step whose times count. The time of a block is the median of its passes."""
+        """End a step whose times are used. The time of a block is the median of all passes."""
         self.steady.add({(kind, i): median(times) for kind, by_block in self._seconds.items()
                          for i, times in by_block.items()})
         self.begin_check()
@@ -376,12 +379,11 @@ class _Measured:
         self._seconds = {"forward": defaultdict(list), "backward": defaultdict(list)}
 
     def forward_seconds(self) -> dict[Hashable, float]:
-        """Return the forward time of each block in the step since `begin_check`."""
+        """Return the forward time in seconds of each block in the step since `begin_check`."""
         return {("forward", i): median(times) for i, times in self._seconds["forward"].items()}
 
     def profile(self, names: Sequence[str], copier: Copier) -> ModelProfile:
-        """Return the profile of the measured steps; backward times exclude the recomputed forward.
-        """
+        """Return the profile of the measured steps. Backward times exclude recomputation."""
         speed = copier.counters.bytes / max(1e-9, copier.counters.busy_s)
         blocks, best = [], self.steady.best()
         for i, name in enumerate(names):

@@ -1,13 +1,15 @@
 """Activation policies of a model's blocks between forward and backward: keep, recompute or swap.
 
-`keep` leaves all tensors to autograd. `recompute` stores the block's input and runs the block again
-in backward, with the same random numbers and the same routing. `swap` copies the tensors that
-autograd saves to a slower tier, and back before they are needed. All three policies compute the
-same bits.
+With the policy `keep`, autograd stores all tensors as usual. With the policy `recompute`, only the
+input of a block is stored, and the block is computed again before its backward pass, with the same
+random numbers and the same routing. With the policy `swap`, tensors that autograd saves are copied
+to a slower tier, and are copied back before they are needed. The results of all three policies are
+bitwise equal.
 
     activations = manage(model.blocks, ["swap", "recompute", "keep"])
 
-`moe_plugin.memory.activations.auto` implements `manage`, and chooses policies for a memory limit.
+The function `manage` is in `moe_plugin.memory.activations.auto`, which can also choose policies for
+a memory limit.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 from moe_plugin.memory.activations.swap import Ledger, Saved, Swapper
 from moe_plugin.memory.copier import OnDevice
 from moe_plugin.memory.passes import unchanged_buffers
-from moe_plugin.routing.replay import inside_backward
+from moe_plugin.utils.machine import inside_backward
 from moe_plugin.utils.messages import short
 from moe_plugin.utils.run_feature import RunFeature, StepFacts
 
@@ -41,13 +43,13 @@ Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManage
 
 @dataclass(frozen=True)
 class Order:
-    """The schedule of copies: when copies start and when compute waits for them, by block number.
+    """The schedule of copies, which determines by block index when copies start and when
+    computation waits for copies.
 
-    Attributes:
-        waits, backward_waits: for the forward or backward pass of a block, the last block whose
-            outgoing copies must be complete before it.
-        fetches: for each block, the blocks that are copied back to the device when its backward
-            pass starts.
+    Attributes: waits, backward_waits: mapping from a block to the last block whose outgoing copies
+        must be complete before the forward or backward pass of the first block.
+        fetches: mapping from a block to the blocks that are copied back to the device when the
+            backward pass of the first block starts.
     """
 
     waits: Mapping[int, int] = field(default_factory=dict)
@@ -56,7 +58,7 @@ class Order:
 
 
 def plain_order(policies: Sequence[str]) -> Order:
-    """Return the order in which one block is copied while the next block of the pass computes.
+    """Return the order in which one block is copied while the next block of the pass is computed.
 
     At most the activations of two swapped blocks are on the device.
     """
@@ -69,11 +71,11 @@ def plain_order(policies: Sequence[str]) -> Order:
 
 @dataclass(frozen=True)
 class BlockSizes:
-    """Measured sizes of a block between forward and backward, in bytes.
+    """Measured sizes in bytes of what a block stores between the forward and backward passes.
 
     Attributes:
-        activations: size of all storages that backward needs, including the input.
-        inputs: size of the inputs with gradients in the same pass.
+        activations: size of all storages that the backward pass needs, including the input.
+        inputs: size of the inputs that require gradients in the same pass.
     """
 
     activations: int
@@ -87,14 +89,15 @@ Probe = Callable[[str, bool, "Pass"], None]
 
 
 class Pass:
-    """One forward pass of one block, until its backward pass is done.
+    """A pass of one block, which begins with the forward pass and ends with the backward pass.
 
     Attributes:
-        number: increases with every pass.
+        number: number that increases with every pass.
         index: index of the block.
-        policy: policy of the pass.
-        earlier: the previous pass of the same micro-batch, or None for the first pass.
-        input_bytes: size of the inputs with gradients.
+        policy: activation policy used for the pass.
+        earlier: the pass of the previous block for the same micro-batch, or None for the first
+            block.
+        input_bytes: size in bytes of the inputs that require gradients.
         saved: tensors that autograd saved, or None if the pass is not swapped.
     """
 
@@ -111,15 +114,17 @@ class Pass:
         self._counted = 0
 
     def of(self, index: int) -> Pass | None:
-        """Return the same micro-batch's pass of another block, or None if it does not exist."""
+        """Return the pass of the block `index` for the same micro-batch, or None if there is no
+        such pass.
+        """
         candidate: Pass | None = self
         while candidate is not None and candidate.index != index:
             candidate = candidate.earlier
         return candidate
 
     def in_flight(self) -> bool:
-        """Return whether this pass or a later pass of its micro-batch still needs its backward
-        pass.
+        """Return whether the backward pass of this block or of a later block is missing for this
+        micro-batch.
         """
         candidate: Pass | None = self
         while candidate is not None and candidate.ended:
@@ -127,13 +132,14 @@ class Pass:
         return candidate is not None
 
     def count(self, nbytes: int) -> None:
-        """Set the bytes on the device of this pass. Swapped storages count their bytes separately.
+        """Set the number of bytes that this pass stores on the device. The bytes of swapped
+        storages are counted separately.
         """
         self.owner.ledger.add(nbytes - self._counted)
         self._counted = nbytes
 
     def begin_backward(self, _: Tensor) -> None:
-        """Start the backward pass; a hook of the outputs."""
+        """Start the backward pass. This method is a hook of the outputs."""
         if not self.begun:
             self.begun = True
             later = self._later and self._later()
@@ -145,7 +151,7 @@ class Pass:
             self.owner._backward_begins(self)
 
     def end_backward(self, _: Tensor | None = None) -> None:
-        """End the backward pass; a hook of the first input."""
+        """End the backward pass. This method is a hook of the first input."""
         if not self.ended:
             self.ended = True
             if self.hook is not None:
@@ -158,23 +164,25 @@ class Pass:
 
 
 class Activations(RunFeature):
-    """The policies of a list of blocks, created by `manage`.
+    """The activation policies of a list of blocks. Objects of this class are created by `manage`.
 
     Args:
-        blocks: modules, in the order of forward.
-        names: names of the blocks, for messages.
-        policies: one policy for each block.
-        swapper: swapper for the activations.
-        contexts: functions that create the contexts of a recomputed pass; see `context_fn` of
-            `torch.utils.checkpoint`.
+        blocks: modules in the order of the forward pass.
+        names: names of the blocks that are used in messages.
+        policies: list with one policy for each block.
+        swapper: object that copies activations to the tier and back.
+        contexts: functions that create the contexts in which a pass is recomputed. See `context_fn`
+            of `torch.utils.checkpoint`.
 
     Attributes:
-        ledger: bytes of activations on the device. Bytes of blocks that keep or recompute are known
-            after `sizes` are measured, and scale with the block's input.
+        ledger: counter of the bytes of activations on the device. For blocks with the policies keep
+            and recompute, these bytes are known after `sizes` are measured, and are scaled with the
+            input of the block.
         order: schedule of the copies.
-        sizes: measured sizes by block.
-        tell: called for each pass, see `Probe`.
-        in_flight: maximal number of micro-batches that were between forward and backward at a time.
+        sizes: measured sizes by block index.
+        tell: function that is called for each pass. See `Probe`.
+        in_flight: maximum number of micro-batches that were between forward and backward at the
+            same time.
     """
 
     def __init__(self, blocks: Sequence[nn.Module], names: Sequence[str], policies: Sequence[str],
@@ -199,18 +207,21 @@ class Activations(RunFeature):
         return self.swapper.ledger
 
     def use(self, policies: Sequence[str], order: Order | None = None) -> None:
-        """Change the policies from the next forward pass on. order: defaults to `plain_order`."""
+        """Change the policies from the next forward pass on. The order defaults to `plain_order`.
+        """
         unknown = [policy for policy in policies if policy not in POLICIES]
         if unknown or len(policies) != len(self.blocks):
             raise ValueError(
-                f"{len(policies)} policies of activations do not fit {len(self.blocks)} blocks"
+                f"{len(policies)} activation policies were given for {len(self.blocks)} blocks"
                 + (f", and {short(unknown[0])} is not a policy" if unknown else "")
                 + f": use one policy for each block, each of them {', '.join(POLICIES)}")
         self.policies = tuple(policies)
         self.order = order or plain_order(self.policies)
 
     def after_step(self, facts: StepFacts | None = None) -> None:
-        """Start counting a new peak. Call this method after each training step on all ranks."""
+        """Start measuring a new peak of activation bytes. Call this method after each training step
+        on all ranks.
+        """
         self._step_peak = self.ledger.peak
         self.ledger.restart()
         idle = self._number == self._passes_before and set(self.policies) != {"keep"}
@@ -223,12 +234,14 @@ class Activations(RunFeature):
         self._passes_before = self._number
 
     def on_device(self) -> OnDevice:
-        """Return the ledger's peak in the last step and the current policies, for reports."""
+        """Return the peak of activation bytes in the last step and the current policies for
+        reports.
+        """
         counts = Counter(self.policies)
         return OnDevice(self._step_peak, *(counts[policy] for policy in POLICIES))
 
     def release(self) -> None:
-        """Restore the blocks' own `forward` and end the copier's thread."""
+        """Restore the original `forward` methods of the blocks and end the thread of the copier."""
         for block, forward in zip(self.blocks, self._forwards, strict=True):
             if getattr(forward, "__self__", None) is block:  # the method of its class
                 del block.forward
@@ -307,7 +320,7 @@ class Activations(RunFeature):
                 _combined([unchanged_buffers(block), *(second for _, second in made)]))
 
     def _activation_bytes(self, block_pass: Pass) -> int:
-        """Return the measured activation bytes of the block, scaled to an input of this size."""
+        """Return the measured activation bytes of a block, scaled to an input of the given size."""
         sizes = self.sizes.get(block_pass.index)
         if sizes is None:
             return 0

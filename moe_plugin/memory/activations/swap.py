@@ -1,9 +1,10 @@
-"""Swapping of a block's saved tensors to a slower tier until its backward pass.
+"""Swapping of the tensors that are saved for a block's backward pass to a slower tier.
 
-torch's saved-tensor hooks provide the tensors that autograd saves. Storages are copied, not
-tensors. Views of one storage are moved once and restored with their original strides and alignment,
-so that backward computes the same bits. A copy to the tier starts when autograd saves a tensor. A
-copy back to the device is started by `fetch` ahead of use, or when backward needs the tensor.
+The tensors that autograd saves are captured with torch's saved-tensor hooks. Whole storages are
+copied instead of single tensors. All views of a storage are moved together and are restored with
+the original strides and alignment, so the results of the backward pass are bitwise equal. A copy to
+the tier starts when autograd saves a tensor. A copy back to the device is started in advance by
+`fetch`, or else when the backward pass needs the tensor.
 """
 
 from __future__ import annotations
@@ -29,11 +30,13 @@ LARGEST_STORAGE = 4
 
 
 class SwapError(RuntimeError):
-    """Activations of a block could not be swapped out or in; the message names block and reason."""
+    """Activations of a block could not be swapped out or in. The message names the block and the
+    reason.
+    """
 
 
 class Ledger:
-    """A thread-safe counter of activation bytes on the device: current value and peak."""
+    """A thread-safe counter of activation bytes on the device with a current value and a peak."""
 
     def __init__(self) -> None:
         self.now = self.peak = 0
@@ -52,12 +55,12 @@ class Ledger:
 
 
 class SwappedStorage:
-    """A storage that autograd saved, on its way to the tier and back.
+    """A storage that autograd saved and that is copied to the tier and back.
 
     Args:
-        swapper: provides tier, copier and ledger.
-        block: name of the block, for messages.
-        x: a tensor in the storage, which must not change until the copy is done.
+        swapper: object that provides the tier, the copier and the ledger.
+        block: name of the block that is used in messages.
+        x: a tensor in the storage. It must not change until the copy is done.
     """
 
     def __init__(self, swapper: Swapper, block: str, x: Tensor) -> None:
@@ -78,18 +81,18 @@ class SwappedStorage:
         self._left = swapper.copier.start_call(self._leave, 0)
 
     def holds(self, x: Tensor) -> bool:
-        """Return whether this object represents the storage and the current values of x."""
+        """Return whether this object contains the storage of `x` with the current values."""
         return not self.key.expired() and self.version == x._version
 
     def leave(self) -> None:
-        """Wait until the storage has left the device. Raises `SwapError` if the tier could not
-        store the bytes.
+        """Wait until the storage has left the device. Raise `SwapError` if the tier could not store
+        the bytes.
         """
         self._wait(self._out, "out to")
         self._left.wait()
 
     def fetch(self) -> None:
-        """Start copying the storage back, unless it is still on the device."""
+        """Start copying the storage back to the device, unless it is still there."""
         with self._lock:
             self._wanted = True
             # after a change in place, only the tier has the values that were saved
@@ -101,9 +104,9 @@ class SwappedStorage:
             self._in = self.swapper.copier.start_call(self._read, self.nbytes)
 
     def values(self) -> Tensor:
-        """Return the storage's bytes, uint8 [nbytes], after waiting for them.
+        """Wait for the bytes of the storage and return them as a uint8 tensor [nbytes].
 
-        Raises: SwapError: the bytes could not be swapped out or in.
+        Raises: SwapError: If the bytes could not be swapped out or in.
         """
         self.fetch()
         if self._in is None:
@@ -178,7 +181,7 @@ def _modified_error() -> RuntimeError:
 
 @dataclass(frozen=True, eq=False)
 class _View:
-    """A saved tensor in a swapped storage."""
+    """A saved tensor that is a view of a swapped storage."""
 
     storage: SwappedStorage
     dtype: torch.dtype
@@ -194,15 +197,16 @@ class _View:
 
 
 class Swapper:
-    """The state that all swapped passes of a process share.
+    """The state that is shared by all swapped passes of a process.
 
     Args:
         tier: tier for the activations.
-        copier: copier that moves the activations in its thread. The activations are on its device.
-        smallest: size in bytes from which a storage is swapped.
+        copier: copier whose thread moves the activations. The device of the copier is the device of
+            the activations.
+        smallest: minimum size in bytes of a storage that is swapped.
 
     Attributes:
-        ledger: bytes of swapped storages that are on the device.
+        ledger: counter of the bytes of swapped storages that are on the device.
     """
 
     def __init__(self, tier: Tier, copier: Copier, smallest: int = SMALLEST) -> None:
@@ -211,9 +215,9 @@ class Swapper:
         self._leaving: deque[tuple[int, ref[SwappedStorage]]] = deque()
 
     def leave(self, latest: int) -> None:
-        """Wait for the outgoing copies of all passes up to a number.
+        """Wait for the outgoing copies of all passes up to a given pass number.
 
-        Raises: SwapError: see `SwappedStorage.leave`.
+        Raises: SwapError: If `SwappedStorage.leave` raises it.
         """
         while self._leaving and self._leaving[0][0] <= latest:
             storage = self._leaving.popleft()[1]()
@@ -221,7 +225,7 @@ class Swapper:
                 storage.leave()
 
     def started(self, number: int, storage: SwappedStorage) -> None:
-        """Record an outgoing copy of the pass `number`; numbers never decrease."""
+        """Record an outgoing copy of the pass `number`. Numbers must not decrease."""
         self._leaving.append((number, ref(storage)))
 
     def forget(self) -> None:
@@ -237,16 +241,17 @@ class Swapper:
 
 
 class Saved:
-    """The tensors that autograd saves in one forward pass of one block, captured by hooks.
+    """The tensors that autograd saves in a forward pass of one block. They are captured by hooks.
 
     Args:
-        swapper: swapper that moves the tensors.
+        swapper: object that copies the tensors to the tier and back.
         block: name of the block.
-        number: number of the pass, for `Swapper.leave`.
-        stays: tensors that do not belong to the block's activations: parameters, masks.
+        number: number of the pass that `Swapper.leave` uses.
+        stays: tensors that do not belong to the activations of the block, such as parameters and
+            masks.
 
-    Attributes:
-        moved, stayed: bytes of the storages that are swapped, and of those that stay on the device.
+    Attributes: moved, stayed: bytes of the storages that are swapped, and bytes of the storages
+        that stay on the device.
     """
 
     def __init__(self, swapper: Swapper, block: str, number: int,
@@ -263,7 +268,7 @@ class Saved:
         return sum(self._kept.values())
 
     def hooks(self) -> Any:
-        """Return the context for the forward pass."""
+        """Return the context in which the forward pass must run."""
         return torch.autograd.graph.saved_tensors_hooks(self.pack, _unpack)
 
     def pack(self, x: Tensor) -> Tensor | _View:
@@ -281,7 +286,9 @@ class Saved:
                      x.stride())
 
     def fetch(self) -> None:
-        """Start copying storages back in the order of backward, the last one first."""
+        """Start copying storages back in the order of the backward pass. The last saved storage
+        comes first.
+        """
         for reference in reversed(self._order):
             storage = reference()
             if storage is not None:
@@ -306,7 +313,7 @@ def _unpack(saved: Tensor | _View) -> Tensor:
 
 
 def swappable(x: Tensor) -> bool:
-    """Return whether the bytes of its storage represent a tensor completely."""
+    """Return whether a tensor is completely represented by the bytes of its storage."""
     return (type(x) in (Tensor, torch.nn.Parameter) and x.layout == torch.strided
             and not x.is_quantized and not x.is_complex() and not x.is_neg()
             and not x.is_inference() and x.device.type in ("cpu", "cuda") and x.numel() > 0)

@@ -1,4 +1,4 @@
-"""Creation of the experts of one rank, on the device or in another storage."""
+"""Creation of the experts of one rank on the device, in host memory or in a file."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ def build_experts(config: MoEConfig, place: Placement, host: HostContext,
 
     Args:
         config: settings of the layer.
-        place: placement of the experts.
-        host: context of the host.
-        factory, where: see `build_device_experts`.
+        place: placement that determines which experts this rank stores.
+        host: context that describes the host framework.
+        factory, where: arguments that are passed to `build_device_experts`.
     Raises:
-        ValueError: the settings contradict each other, or do not match the file of experts.
+        ValueError: If the settings contradict each other or do not match the file of experts.
     """
     if config.experts.store == "device":
         return build_device_experts(config, place, host, factory, **where)

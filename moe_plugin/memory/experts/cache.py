@@ -1,7 +1,7 @@
-"""A cache of experts in slots on the device, shared by several layers, with eviction policies.
+"""A cache with eviction policies that stores experts of several layers in slots on the device.
 
-An expert in use is pinned and cannot be evicted. An expert is handed out only when its copy is
-complete.
+An expert that is in use is pinned and cannot be evicted. An expert can be used only when the copy
+to the slot is complete.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ Key = tuple[int, int]  # number of a layer in the cache, local expert
 
 
 class CachePolicy:
-    """A policy that chooses which expert is evicted. The policy observes every use of an expert.
+    """A policy that chooses which expert is evicted. A policy is told about every use of an expert.
 
-    Policies do not depend on time, so that runs are reproducible. A subclass overrides `worth` or
+    Policies do not depend on time, so runs are reproducible. A subclass overrides `worth` or
     `victim`. A subclass that does not maintain `last` must override `used` and `victim`.
 
     Attributes:
-        last: number of the last use of each expert in a slot.
+        last: number of the last use, counted over all uses, of each expert in a slot.
         counts: number of uses of each expert, including uses before an eviction.
     """
 
@@ -53,13 +53,15 @@ class CachePolicy:
             last.pop(key, None)
 
     def victim(self, keys: Collection[Key], layer: int, layers: int) -> Key:
-        """Choose one of `keys` (at least one) for eviction, for an expert of `layer` of `layers`.
+        """Choose one of `keys` for eviction. An expert of layer `layer` needs its slot, and there
+        are `layers` layers.
         """
         return min(keys, key=lambda key: (self.worth(key, layer, layers), self.last[key]))
 
     def worth(self, key: Key, layer: int, layers: int) -> Any:
-        """Return the worth of an expert. The expert of least worth is evicted, and the least
-        recently used one among equals.
+        """Return a value that tells how useful it is to keep an expert. The expert with the
+        smallest value is evicted. Among experts with equal values, the least recently used one is
+        evicted.
         """
         raise NotImplementedError
 
@@ -76,7 +78,7 @@ policies: Registry[type[CachePolicy]] = Registry("cache_policy", base=CachePolic
 
 @policies.register("lru")
 class LeastRecentlyUsed(CachePolicy):
-    """Evict the least recently used expert."""
+    """A policy that evicts the least recently used expert."""
 
     def worth(self, key: Key, layer: int, layers: int) -> int:
         return 0
@@ -84,9 +86,10 @@ class LeastRecentlyUsed(CachePolicy):
 
 @policies.register("lfu")
 class LeastFrequentlyUsed(CachePolicy):
-    """Evict the expert with the fewest uses; among equals, the least recently used one.
+    """A policy that evicts the expert with the fewest uses. Among experts with equally many uses,
+    it evicts the least recently used one.
 
-    Uses before an eviction count, too, so an expert that is popular overall stays.
+    Uses before an eviction are also counted, so experts that are used often stay in the cache.
     """
 
     def worth(self, key: Key, layer: int, layers: int) -> int:
@@ -95,9 +98,11 @@ class LeastFrequentlyUsed(CachePolicy):
 
 @policies.register("next-layer")
 class NextLayer(CachePolicy):
-    """Evict an expert of the layer that computes last, counted from the current layer.
+    """A policy that evicts an expert of the layer that will be computed last, counted from the
+    current layer.
 
-    Layers compute in a repeated order, so the current layer's own experts are needed last.
+    Layers are computed in a repeated order, so the experts of the current layer will be needed
+    last.
     """
 
     def worth(self, key: Key, layer: int, layers: int) -> int:
@@ -108,13 +113,13 @@ class NextLayer(CachePolicy):
 class StoreCounters:
     """Cache statistics of one layer.
 
-    Attributes:
-        hits, misses: experts of a call that were in a slot (or being copied there), and other
-            experts.
-        prefetched: experts that were loaded before a call requested them.
-        wasted: prefetched experts that were evicted before they were used.
-        stalls: uses that waited for a copy; a call that computes in parts has several uses.
-        bytes: bytes loaded from the tier.
+    Attributes: hits, misses: number of requested experts that were in a slot or being copied to
+        one, and number of all other requested experts.
+        prefetched: number of experts that were loaded before a call requested them.
+        wasted: number of prefetched experts that were evicted before they were used.
+        stalls: number of uses that waited for a copy. A call that is computed in parts has several
+            uses.
+        bytes: number of bytes loaded from the tier.
     """
 
     hits: int = 0
@@ -136,11 +141,13 @@ class CacheSpec:
     """The specification of a cache. Layers with equal specifications share a cache.
 
     Attributes:
-        shapes: (name, shape of one expert's part) of each parameter.
+        shapes: pairs of the name of a parameter and the shape of one expert's part of the
+            parameter.
         dtype, device: data type and device of the slots.
-        limit: bytes of all slots; 0 for twice the maximal number of experts that a call uses.
-        policy: registered name of the policy.
-        throttle: maximal bytes/s of the tier, or None for no limit.
+        limit: total size of all slots in bytes, or 0 for space for twice the maximum number of
+            experts that a call uses.
+        policy: registered name of the cache policy.
+        throttle: maximum bandwidth of the tier in bytes/s, or None for no limit.
         rank: rank in the expert-parallel group.
     """
 
@@ -158,9 +165,9 @@ class CacheSpec:
 
 
 class ExpertCache:
-    """Slots for experts of the layers of a process.
+    """A cache that has slots for experts of all layers of a process.
 
-    Raises: ValueError: the limit is below the size of one expert, or the policy is unknown.
+    Raises: ValueError: If the limit is below the size of one expert, or if the policy is unknown.
     """
 
     def __init__(self, spec: CacheSpec) -> None:
@@ -181,7 +188,9 @@ class ExpertCache:
         self._free: list[int] = []
 
     def add_layer(self, experts: int) -> int:
-        """Add a layer and return its number; layers compute in the order of their numbers."""
+        """Add a layer and return the number of the layer. Layers are computed in the order of these
+        numbers.
+        """
         with self._lock:
             self.layers, self.experts = self.layers + 1, self.experts + experts
             return self.layers - 1
@@ -192,9 +201,9 @@ class ExpertCache:
         self.experts -= experts
 
     def room(self, experts: int) -> int:
-        """Return how many of a call's experts can be used at a time, at least one.
+        """Return how many experts of a call can be used at a time. The result is at least 1.
 
-        Raises: ValueError: other calls use all slots.
+        Raises: ValueError: If all slots are used by other calls.
         """
         with self._lock:
             self._grow(max(1, experts))
@@ -206,13 +215,15 @@ class ExpertCache:
     @contextmanager
     def use(self, layer: int, experts: Sequence[int], fetch: Fetch,
             counters: StoreCounters) -> Iterator[list[int]]:
-        """Yield the slots of a layer's experts, loaded and pinned inside the context.
+        """Yield the slots of experts of a layer. The experts are loaded and stay pinned inside the
+        context.
 
         Args:
             layer: number of the layer.
-            experts: distinct experts, at most `room`.
-            fetch: starts to fill slots: [(expert, its part of each buffer)].
-            counters: counters of the layer.
+            experts: indices of distinct experts. There may be at most `room` of them.
+            fetch: function that starts to fill slots. It is called with pairs of an expert and the
+                expert's part of each buffer.
+            counters: cache statistics of the layer, which are updated.
         """
         keys = [(layer, expert) for expert in experts]
         with self._lock:
@@ -241,38 +252,40 @@ class ExpertCache:
 
     def prefetch(self, layer: int, experts: Sequence[int], fetch: Fetch,
                  counters: StoreCounters) -> None:
-        """Start loading experts that a later call may request, if there are slots for them.
+        """Start loading experts that a later call may request, if slots are available.
 
-        For the arguments see `use`.
+        See `use` for the arguments.
         """
         with self._lock:
             self._grow(len(experts))
             self._bring([(layer, expert) for expert in experts], fetch, counters, early=True)
 
     def forget(self, layer: int) -> None:
-        """Evict a layer's experts, because their stored values changed. Pinned experts stay."""
+        """Evict all experts of a layer because their stored values have changed. Pinned experts
+        stay.
+        """
         with self._lock:
             for key in [key for key in self._slot if key[0] == layer and not self._pins[key]]:
                 self._leave(key)
 
     def resident(self, layer: int) -> list[int]:
-        """Return the experts of a layer that are in slots or being copied there."""
+        """Return the experts of a layer that are in slots or are being copied to slots."""
         with self._lock:
             return sorted(expert for of, expert in self._slot if of == layer)
 
     @property
     def nbytes(self) -> int:
-        """Size of the slots in bytes."""
+        """Total size of the slots in bytes."""
         return self.slots * self.spec.expert_bytes
 
     @property
     def resident_bytes(self) -> int:
-        """Size in bytes of the experts of all layers that are in slots or being copied there."""
+        """Total size in bytes of the experts that are in slots or are being copied to slots."""
         return len(self._slot) * self.spec.expert_bytes
 
     def _bring(self, keys: Sequence[Key], fetch: Fetch, counters: StoreCounters,
                early: bool) -> None:
-        """Start copying all missing experts in one job."""
+        """Start copying all missing experts to slots in one job."""
         missing: list[Key] = []
         try:
             for key in keys:
@@ -303,7 +316,8 @@ class ExpertCache:
             counters.prefetched += len(missing)
 
     def _take_slot(self, layer: int, keep: Collection[Key]) -> int | None:
-        """Return an empty slot, after an eviction if necessary; None if no expert can be evicted.
+        """Return an empty slot. If necessary, an expert is evicted. Return None if no expert can be
+        evicted.
         """
         if not self._free:
             keys = [key for key in self._slot if not self._pins[key] and key not in keep]
@@ -313,7 +327,9 @@ class ExpertCache:
         return self._free.pop(0)
 
     def _leave(self, key: Key) -> None:
-        """Evict an expert. A running copy into its slot ends before the next copy begins."""
+        """Evict an expert. A running copy into the slot of the expert ends before the next copy
+        begins.
+        """
         self._ticket.pop(key, None)
         early = self._early.pop(key, None)
         if early is not None:
@@ -333,7 +349,9 @@ class ExpertCache:
         self._pins += Counter()
 
     def _wait(self, tickets: Sequence[Ticket], counters: StoreCounters) -> None:
-        """Wait for all copies and raise the first error. Experts whose copy failed are evicted."""
+        """Wait for all copies and raise the first error that occurred. Experts whose copy failed
+        are evicted.
+        """
         counters.stalls += not all(ticket.done for ticket in tickets)
         errors = []
         for ticket in tickets:
@@ -348,7 +366,7 @@ class ExpertCache:
             raise errors[0]
 
     def _grow(self, experts: int) -> None:
-        """Create more slots for a call of this many experts, if the limit allows."""
+        """Create more slots for a call with the given number of experts if the limit permits it."""
         slots = 2 * experts
         if self.spec.limit:
             slots = self.spec.limit // self.spec.expert_bytes
@@ -371,7 +389,7 @@ _CACHES: weakref.WeakValueDictionary[CacheSpec, ExpertCache] = weakref.WeakValue
 
 
 def shared_cache(spec: CacheSpec) -> ExpertCache:
-    """Return the cache of this process for layers with this specification."""
+    """Return the cache that all layers of this process with the given specification share."""
     cache: Any = _CACHES.get(spec)
     if cache is None:
         cache = _CACHES[spec] = ExpertCache(spec)

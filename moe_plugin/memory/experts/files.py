@@ -1,4 +1,6 @@
-"""Storage of one layer's experts in a file: an existing safetensors file or an unnamed file."""
+"""Storage of one layer's experts in a file, which is an existing safetensors file or an unnamed
+file.
+"""
 
 from __future__ import annotations
 
@@ -28,11 +30,11 @@ class ExpertFile:
     """The parameters of a layer's experts in an open file.
 
     Attributes:
-        name: name for messages.
+        name: name of the file that is used in messages.
         dtype: data type of the values.
         writable: whether the file was created by `own_file` and may be changed.
-        shapes: shape of one expert's part of each parameter.
-        local: L, the number of local experts.
+        shapes: shape of one expert's part of each parameter, by parameter name.
+        local: number of local experts (L).
     """
 
     def __init__(self, file: Any, name: str, dtype: torch.dtype, shapes: Shapes, local: int,
@@ -41,15 +43,15 @@ class ExpertFile:
         self.shapes, self.local, self._offsets = shapes, local, offsets
 
     def held(self, expert: int) -> dict[str, TierTensor]:
-        """Return the storage of one expert's parameters; see `tiers.read_values`."""
+        """Return the positions of one expert's parameters in the file. See `tiers.read_values`."""
         return {name: TierTensor(shape, self.dtype, file=self._file.fileno(),
                            offset=self._offset(name, expert))
                 for name, shape in self.shapes.items()}
 
     def write(self, expert: int, name: str, x: Tensor) -> None:
-        """Write one expert's part of a parameter, converted to the file's dtype.
+        """Convert one expert's part of a parameter to the dtype of the file and write it.
 
-        Raises: TierError: the disk is full; experts that were written before are complete.
+        Raises: TierError: If the disk is full. Experts that were written before are complete.
         """
         try:
             write_values(self._file.fileno(), self._offset(name, expert), x.to(self.dtype))
@@ -61,14 +63,15 @@ class ExpertFile:
             ) from error
 
     def mapped(self) -> dict[str, Tensor]:
-        """Map a file created by `own_file`: [L, ...] by parameter.
+        """Map a file created by `own_file` and return a tensor [L, ...] for each parameter.
 
-        Pages are read on first use; writing to the tensors changes the file. If a mapped file were
-        truncated, a process that uses a page beyond its end would be killed. Other processes cannot
-        open and truncate this file, because the file has no name.
+        Pages are read on first use, and writing to the tensors changes the file. If a mapped file
+        were truncated, a process that accesses a page beyond the end of the file would be killed.
+        This cannot happen here, because other processes cannot open and truncate a file without a
+        name.
 
         Raises:
-            TierError: the file is shorter than the data that was written.
+            TierError: If the file is shorter than the data that was written.
         """
         size, ends = os.fstat(self._file.fileno()).st_size, self._offset
         wanted = max((ends(name, self.local) for name in self.shapes), default=0)
@@ -100,9 +103,9 @@ class ExpertFile:
 
 def own_file(folder: str | os.PathLike[str], dtype: torch.dtype, shapes: Shapes,
              local: int) -> ExpertFile:
-    """Create an unnamed file for `local` experts. The file disappears with the process.
+    """Create an unnamed file with space for `local` experts. The file disappears with the process.
 
-    Raises: ValueError: the folder cannot be created or written.
+    Raises: ValueError: If the folder cannot be created or is not writable.
     """
     folder, offsets, end = make_folder(Path(folder)), {}, 0
     for name, shape in shapes.items():
@@ -120,19 +123,20 @@ def own_file(folder: str | os.PathLike[str], dtype: torch.dtype, shapes: Shapes,
 
 def given_file(path: str | os.PathLike[str], shapes: Shapes, place: Placement,
                layer: int | None) -> ExpertFile:
-    """Open the experts of a layer in a safetensors file, which is never written.
+    """Open the experts of a layer in a safetensors file. The file is only read and never changed.
 
-    Names of tensors are PREFIX and the parameter's name; each tensor [E, ...] has all experts of
-    the layer. If the file has several prefixes, their order is the order of the layers.
+    The name of a tensor consists of a prefix and the name of the parameter. Each tensor [E, ...]
+    contains all experts of a layer. If the tensors in a file have several prefixes, these are in
+    the order of the layers.
 
     Args:
         path: path of the file.
-        shapes: shapes of one expert.
-        place: placement, which selects this rank's experts.
-        layer: number of the layer.
+        shapes: shapes of one expert's parameters, by parameter name.
+        place: placement that determines which experts this rank reads.
+        layer: index of the layer.
     Raises:
-        ValueError: the file is damaged or not a safetensors file, lacks this layer, or has other
-            shapes.
+        ValueError: If the file is damaged, is not a safetensors file, does not contain this layer,
+            or contains tensors with unexpected shapes.
     """
     where = f"experts.store_path={short(str(path))}"
     if place.shards > 1:

@@ -1,4 +1,6 @@
-"""`ExpertStore`: a layer's experts in host memory or in a file, computing in slots of a cache."""
+"""`ExpertStore`, which stores the experts of a layer in host memory or in a file. Experts are
+computed in slots of a cache.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +31,8 @@ def counts_of(rows: RowCounts | RowPlan) -> list[int]:
 
 def parts(rows_RD: Tensor, counts: RowCounts,
            room: int) -> Iterator[tuple[Tensor, RowCounts, list[int]]]:
-    """Yield the rows of at most `room` experts at a time, with counts of all experts and their
-    numbers.
+    """Yield the rows of at most `room` experts at a time, together with the counts of all experts
+    and the indices of these experts.
     """
     active = [expert for expert, n in enumerate(counts.host) if n]
     groups = [active[at:at + room] for at in range(0, len(active), room)]
@@ -40,13 +42,13 @@ def parts(rows_RD: Tensor, counts: RowCounts,
 
 
 def with_counts(rows: RowCounts | RowPlan, lengths: list[int]) -> RowCounts | RowPlan:
-    """Return the same rows with other counts per expert."""
+    """Return the same rows with different row counts per expert."""
     counts = RowCounts(lengths)
     return dataclasses.replace(rows, counts=counts) if isinstance(rows, RowPlan) else counts
 
 
 def order_of(lengths: Sequence[int], slots: Sequence[int], device: torch.device) -> Tensor:
-    """Return the row order, int64 [R], that sorts the experts' rows by slot."""
+    """Return the order (int64 [R]) that sorts the rows of experts by slot."""
     ends = torch.tensor(list(lengths)).cumsum(0).tolist()
     runs = [torch.arange(ends[i] - lengths[i], ends[i])
             for i in sorted(range(len(slots)), key=slots.__getitem__)]
@@ -54,7 +56,7 @@ def order_of(lengths: Sequence[int], slots: Sequence[int], device: torch.device)
 
 
 def reordered(plan: RowPlan, order_R: Tensor, lengths: list[int]) -> RowPlan:
-    """Return the same rows in another order."""
+    """Return the same rows in the given order."""
     place_R = torch.empty_like(order_R)
     place_R[order_R] = torch.arange(order_R.shape[0], device=order_R.device)
     position_TK = plan.position_TK
@@ -68,14 +70,16 @@ Parts = Sequence[tuple[int, Mapping[str, Tensor]]]  # expert, and its targets by
 
 
 class HostWeights:
-    """Expert parameters in host memory, [L, ...] by name; None for an absent name."""
+    """Expert parameters in host memory. For each name, there is a tensor [L, ...], or None if there
+    is no such parameter.
+    """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter | None],
                  device: torch.device) -> None:
         self.parameters, self.tier = parameters, HostTier(device)
 
     def fetch(self, copier: Copier, parts: Parts) -> Ticket:
-        """Start copying experts into slots."""
+        """Start copying experts into slots of the cache."""
         wanted = []
         for expert, targets in parts:
             for name, target in targets.items():
@@ -93,20 +97,23 @@ class HostWeights:
 
     @property
     def version(self) -> object:
-        """A value that changes when a parameter changes: the versions and addresses of all
-        parameters.
+        """A value that changes when a parameter changes. It consists of the versions and addresses
+        of all parameters.
         """
         return [(value._version, value.data_ptr()) for value in self.parameters.values()
                 if value is not None]
 
 
 class FileWeights:
-    """Experts in a file; experts without loaded values are initialized on first use.
+    """Experts that are stored in a file. Experts whose values were not loaded are initialized on
+    first use.
 
     Args:
         file: an existing file, or a file created by `own_file`.
-        new_file: creates an unnamed file, of the layer's dtype by default.
-        draw: `draw(expert, targets)` fills in an expert's initial values.
+        new_file: function that creates an unnamed file. By default, the file has the dtype of the
+            layer.
+        draw: function that is called as `draw(expert, targets)` and fills in the initial values of
+            an expert.
     """
 
     def __init__(self, file: ExpertFile, new_file: Callable[..., ExpertFile],
@@ -116,7 +123,7 @@ class FileWeights:
         self._fills, self._read = 0, False
 
     def fetch(self, copier: Copier, parts: Parts) -> Ticket:
-        """Start copying experts into slots."""
+        """Start copying experts into slots of the cache."""
         # the current file, even if it is replaced before the copy runs
         parts, file, written = list(parts), self.file, self.written
         self._read = True
@@ -138,17 +145,17 @@ class FileWeights:
 
     @property
     def filled(self) -> bool:
-        """Whether every expert has loaded values."""
+        """True if values have been loaded for every expert."""
         return self._fills > 0 or not self.file.writable
 
     @ends_all_ranks(OSError)
     def fill(self, read: Mapping[str, Callable[[int], Tensor]]) -> None:
-        """Load all experts, one at a time; parameters that are not in `read` do not change.
+        """Load all experts, one at a time. Parameters that are not in `read` do not change.
 
         Args:
-            read: functions that return one expert's values, by parameter.
+            read: functions that return the values of one expert, by parameter name.
         Raises:
-            TierError: the disk is full. The previous values remain.
+            TierError: If the disk is full. The previous values remain in this case.
         """
         # running copies may still write initial values to a file that was read
         unused = self.file.writable and not self.written and not self._read
@@ -164,9 +171,10 @@ class FileWeights:
         self._fills += 1
 
     def mapped(self) -> dict[str, Tensor]:
-        """Map the experts, see `ExpertFile.mapped`; a file that others can change is copied first.
+        """Map the experts as in `ExpertFile.mapped`. A file that other processes can change is
+        copied first.
 
-        Raises: TierError: the file was truncated or cannot be read, or the disk is full.
+        Raises: TierError: If the file was truncated or cannot be read, or if the disk is full.
         """
         if not self.file.writable:
             copy = self._new_file(self.file.dtype)
@@ -202,17 +210,17 @@ class FileWeights:
 
 
 class ExpertStore:
-    """A layer's experts, and the slots of a cache in which they compute.
+    """The stored experts of a layer, and the cache in whose slots they are computed.
 
     Args:
         weights: storage of the experts.
-        spec: specification of the cache, which layers with equal specifications share.
-        first: global number of the first expert of this rank.
-        local: L, the number of local experts.
+        spec: specification of the cache. Layers with equal specifications share a cache.
+        first: global index of the first expert of this rank.
+        local: number of local experts (L).
 
     Attributes:
-        counters: counters of this layer.
-        cache: cache with the slots.
+        counters: cache statistics of this layer.
+        cache: cache that contains the slots.
     """
 
     def __init__(self, weights: HostWeights | FileWeights, spec: CacheSpec, first: int,
@@ -230,21 +238,21 @@ class ExpertStore:
         self._seen = self.weights.version
 
     def move(self, spec: CacheSpec) -> None:
-        """Use a cache with another specification (dtype or device) from now on."""
+        """Use a cache with a different dtype or device from now on."""
         if spec != self.cache.spec:
             self._leaving()
             self._join(spec)
 
     def room(self, experts: int) -> int:
-        """Return how many of `experts` experts can compute at a time. See `ExpertCache.room`."""
+        """Return how many of `experts` experts can be computed at a time. See `ExpertCache.room`.
+        """
         return self.cache.room(experts)
 
     @contextmanager
     def use(self, experts: Sequence[int]) -> Iterator[list[int]]:
-        """Yield the slots of local experts (at most `room`) with loaded values; see
-        `ExpertCache.use`.
+        """Load at most `room` local experts and yield their slots. See `ExpertCache.use`.
 
-        Raises: TierError: the experts cannot be read; the other ranks end, too.
+        Raises: TierError: If the experts cannot be read. The other ranks are also terminated.
         """
         self._follow()
         with ends_all_ranks(OSError), self.cache.use(self.number, experts, self._fetch,
@@ -255,8 +263,8 @@ class ExpertStore:
         """Start loading experts that this layer may need soon, without waiting.
 
         Args:
-            ids: distinct global numbers. Experts of other ranks and experts for which there is no
-                slot are skipped.
+            ids: distinct global indices of experts. Experts of other ranks and experts for which no
+                slot is available are skipped.
         """
         self._follow()
         mine = [expert - self.first for expert in ids if 0 <= expert - self.first < self.local]
@@ -264,11 +272,11 @@ class ExpertStore:
             self.cache.prefetch(self.number, mine, self._fetch, self.counters)
 
     def forget(self) -> None:
-        """Reload experts in slots, because their values have changed."""
+        """Evict all experts from slots because their values have changed."""
         self.cache.forget(self.number)
 
     def resident(self) -> list[int]:
-        """Return the local experts that are in slots or being copied there."""
+        """Return the local experts that are in slots or are being copied to slots."""
         return self.cache.resident(self.number)
 
     def _follow(self) -> None:

@@ -37,12 +37,13 @@ from moe_plugin.utils.regular_files import check_input
 
 
 class StoredExperts(Experts):
-    """Feed-forward experts of any kind that are stored outside of the device.
+    """Feed-forward experts of any kind that are stored outside the device.
 
-    Only experts that are computing have a copy on the device. In host memory, the experts are
+    Only experts that are being computed have a copy on the device. Experts in host memory are
     ordinary parameters, which stay there when the layer moves to a device. Experts in a file are
-    not parameters. For them, `state_dict` returns tensors that are mapped from the file (or from a
-    copy, if others can change the file), and loading writes one expert at a time.
+    not parameters. For experts in a file, `state_dict` returns tensors that are mapped from the
+    file (or from a copy if other processes can change the file). Loading writes one expert at a
+    time.
 
     Attributes:
         store: see `ExpertStore`.
@@ -74,7 +75,7 @@ class StoredExperts(Experts):
 
     @property
     def template(self) -> FFNExperts:
-        """Experts of the configured kind, which compute with parameters that they receive."""
+        """Experts of the configured kind, which are called with the parameters to use."""
         return self._template[0]
 
     @property
@@ -83,15 +84,17 @@ class StoredExperts(Experts):
 
     @property
     def anchor(self) -> Tensor:
-        """See `Experts`. An empty tensor on the device, trained if the experts are trained."""
+        """See `Experts`. An empty tensor on the device. It requires gradients if experts are
+        trained.
+        """
         return self._probe.requires_grad_(any(p.requires_grad for p in self.parameters()))
 
     def forward(self, work: ExpertRows) -> Tensor:
         """See `Experts`.
 
         Raises:
-            ValueError: the layer trains with experts in a file or with dropout in experts.
-            TierError: experts cannot be read.
+            ValueError: If the layer is trained with experts in a file or with dropout in experts.
+            TierError: If experts cannot be read.
         """
         gates_TK = work.rows.weights_TK if isinstance(work.rows, RowPlan) else None
         parameters = tuple(self.parameters())
@@ -112,8 +115,7 @@ class StoredExperts(Experts):
 
     @torch.no_grad()
     def compute(self, work: ExpertRows) -> Tensor:
-        """Return the result without gradients, in parts if the cache is smaller than the active
-        experts.
+        """Return the result without gradients. It is computed in parts if the cache is too small.
         """
         counts = counts_of(work.rows)
         active = [expert for expert, rows in enumerate(counts) if rows]
@@ -128,7 +130,7 @@ class StoredExperts(Experts):
     def _run(self, x: Tensor, rows: RowCounts | RowPlan, active: Sequence[int],
              strategy: Strategy | None,
              started: Callable[[], object] | None = None) -> Tensor:
-        """Compute the rows of `active` experts (all experts with rows) in their slots."""
+        """Compute the rows of the experts `active` (all experts with rows) in slots."""
         counts, buffers = counts_of(rows), self.store.cache.buffers
         with self.store.use(active) as slots:
             if started is not None:
@@ -149,12 +151,12 @@ class StoredExperts(Experts):
 
     def call(self, x: Tensor, rows: RowCounts | RowPlan, parameters: FFNParameters,
              strategy: Strategy | None) -> Tensor:
-        """Compute the result with the given parameters."""
+        """Compute the result of the experts with the given parameters."""
         return self.template(ExpertRows(x, rows, parameters, strategy))
 
     @contextmanager
     def fetched(self, experts: Sequence[int]) -> Iterator[dict[str, Tensor]]:
-        """Yield copies of experts' parameters on the device, by name, [A, ...], for gradients."""
+        """Yield copies [A, ...] of expert parameters on the device, by name, for gradients."""
         with self.store.use(experts) as slots:
             index_A = to_device(slots, self._probe.device)
             yield {name: buffer.index_select(0, index_A)
@@ -165,13 +167,14 @@ class StoredExperts(Experts):
         return True
 
     def prefetch(self, ids_TK: Tensor) -> None:
-        """See `Experts`. The host reads the expert numbers, with a single synchronization."""
+        """See `Experts`. The host reads the expert indices with a single synchronization."""
         self.store.prefetch(expert for expert in ids_TK.unique().tolist() if expert >= 0)
 
     def taken_counts(self) -> dict[str, int]:
-        """See `Experts`. Returns the store's counters since the last call, and the bytes in slots.
+        """See `Experts`. Return the increase of the store's counters since the last call, and the
+        bytes in slots.
 
-        `stalls` is 0 or 1: whether the call waited.
+        The value `stalls` is 1 if the call waited for a copy, and 0 otherwise.
         """
         now = self.store.counters.as_dict()
         before, self._taken = self._taken, now
@@ -180,7 +183,7 @@ class StoredExperts(Experts):
         return {**grown, "resident_bytes": self.store.cache.resident_bytes}
 
     def use_layer(self, number: int | None) -> None:
-        """See `Experts`. Selects the layer in a file with several layers."""
+        """See `Experts`. Select the layer if the file of experts contains several layers."""
         if self._host.numbered_later:
             self._host = dataclasses.replace(self._host, layer_number=number, numbered_later=False)
             self.store.weights = self._weights()
@@ -230,7 +233,7 @@ class StoredExperts(Experts):
                          self._place.comm.rank)
 
     def _adopt(self, name: str, value: Tensor) -> None:
-        """Register a tensor in host memory as the parameter `name`, here and in the template."""
+        """Register a tensor in host memory as a parameter of this module and of the template."""
         if self._probe.device.type == "cuda" and not value.is_pinned():
             value = pinned_copy(value, self._probe.device)
         old = self._parameters.get(name)
@@ -272,9 +275,10 @@ class StoredExperts(Experts):
     def _load_from_state_dict(self, state: dict[str, Any], prefix: str, metadata: Any,
                               strict: bool, missing: list[str], unexpected: list[str],
                               errors: list[str]) -> None:
-        """See torch's method. Experts in a file are written to the file one at a time.
+        """See torch's method. If experts are stored in a file, they are written to this file one at
+        a time.
 
-        A value may also be an object with `entry.shape` and `read(window)` that is not in memory.
+        A value may also be an object with `entry.shape` and `read(window)` in place of a tensor.
         """
         weights = self.store.weights
         if not isinstance(weights, FileWeights):
@@ -300,14 +304,14 @@ class StoredExperts(Experts):
 
 
 def stored_names(model: nn.Module) -> set[str]:
-    """Return the names in a model's state of the experts that are in files."""
+    """Return the state-dict names of the expert parameters that are stored in files."""
     return {f"{prefix}.{name}" if prefix else name for prefix, module in model.named_modules()
             if isinstance(module, StoredExperts) and module.on_disk for name in module.shapes}
 
 
 @contextmanager
 def without_values(model: nn.Module) -> Iterator[None]:
-    """A context in which `state_dict` returns meta tensors for experts in files."""
+    """Return a context in which `state_dict` returns meta tensors for experts in files."""
     modules = [module for module in model.modules() if isinstance(module, StoredExperts)]
     for module in modules:
         module._values_wanted = False
@@ -326,8 +330,8 @@ def _expert(value: Any, expert: int) -> Tensor:
 
 
 class Refetched(torch.autograd.Function):
-    """The computation of the experts' rows. Backward fetches the weights and computes the rows
-    again.
+    """Autograd function that computes the rows of experts. The backward pass fetches the weights
+    and computes the rows again.
     """
 
     @staticmethod
@@ -375,7 +379,7 @@ class Refetched(torch.autograd.Function):
 def _gradients(ctx: Any, x: Tensor, gates_TK: Tensor | None, grad: Tensor, *,
                rows: RowCounts | RowPlan, active: Sequence[int], names: Sequence[str],
                sums: Sequence[Tensor | None]) -> tuple[Tensor, Tensor | None]:
-    """Return the gradients of x and gates; store those of active experts' parameters in `sums`."""
+    """Return the gradients of `x` and gates. Gradients of parameters are added to `sums`."""
     experts: StoredExperts = ctx.experts
     with experts.fetched(active) as tensors, torch.enable_grad(), torch.autocast(**ctx.autocast):
         x = x.detach().requires_grad_()

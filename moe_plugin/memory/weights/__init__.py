@@ -1,1 +1,1 @@
-"""Training of models that are larger than the device, by streaming weights block by block."""
+"""Training of models that exceed the memory of the device. Weights are streamed block by block."""

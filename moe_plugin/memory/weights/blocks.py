@@ -1,4 +1,6 @@
-"""One block of a model with streamed weights: loading, unloading and stepping of its weights."""
+"""One block of a model with streamed weights, with methods that load, unload and update the
+weights.
+"""
 
 from __future__ import annotations
 
@@ -24,30 +26,30 @@ HALVES = (torch.float16, torch.bfloat16)
 
 
 class StreamedBlock:
-    """A block's module, its optimizer, and the storage of its weights.
+    """A block with its module, its optimizer and the storage of its weights.
 
     Args:
-        number: index of the block in its model.
-        module: module on the device.
-        make_optimizer: creates the optimizer for the trained parameters.
-        tier: tier for weights, gradients and optimizer state. With host memory, the optimizer runs
-            on the host, and the device has a copy of the weights. With files, weights and state are
-            loaded into memory, stepped, and written back. Without a tier, everything stays on the
-            device.
-        main_weights: the optimizer updates a float32 copy of each 16-bit parameter, the main
-            weight, which is stored with the optimizer's state. The device receives the rounded main
-            weights.
+        number: index of the block in the model.
+        module: module of the block on the device.
+        make_optimizer: function that creates the optimizer for the trained parameters.
+        tier: tier for weights, gradients and optimizer state. If the tier is host memory, the
+            optimizer runs on the host, and the device has a copy of the weights. If the tier
+            consists of files, weights and optimizer state are loaded into memory, updated and
+            written back. Without a tier, everything stays on the device.
+        main_weights: whether the optimizer updates a float32 copy (main weight) of each 16-bit
+            parameter. The main weights are stored with the optimizer state. The device receives the
+            rounded main weights.
 
     Attributes:
         layout: layout of the weights in one buffer.
         streams: whether the weights are streamed.
         mains: indices of the parameters that have a main weight.
-        graded: the parameters that have the gradients after backward: those of the module, with
-            float32 parameters in place of parameters with a main weight.
-        stepped: the parameters of the optimizer.
+        graded: the parameters that have gradients after the backward pass. They are the parameters
+            of the module, but with main weights in place of parameters that have one.
+        stepped: the parameters that the optimizer updates.
         optimizer: the optimizer, or None if no parameter is trained.
     Raises:
-        ValueError: a parameter is not contiguous.
+        ValueError: If a parameter is not contiguous.
     """
 
     def __init__(self, number: int, module: nn.Module, make_optimizer: MakeOptimizer,
@@ -83,8 +85,8 @@ class StreamedBlock:
                                     for i, x in zip(self.mains, values, strict=True)})
 
     def _with_mains(self, values: Sequence[Tensor]) -> list[nn.Parameter]:
-        """Return the parameters, with new parameters for `mains` that keep the attributes set by
-        hosts.
+        """Return the parameters, in which those of `mains` are replaced with new parameters.
+        Attributes set by hosts are kept.
         """
         parameters = list(self.params)
         for i, x in zip(self.mains, values, strict=True):
@@ -112,10 +114,11 @@ class StreamedBlock:
 
     @property
     def returned_bytes(self) -> int:
-        """Bytes copied in a step in addition to the incoming weights.
+        """Number of bytes that are copied in a step in addition to the weights copied to the
+        device.
 
-        For host memory these are the gradients; for files, the new weights, and the state in both
-        directions.
+        For host memory, these are the bytes of the gradients. For files, they are the bytes of the
+        new weights, and of the optimizer state in both directions.
         """
         if self._state is not None:
             return (self.layout.nbytes if self.trained else 0) + 2 * self._state.nbytes
@@ -124,11 +127,13 @@ class StreamedBlock:
 
     @property
     def main_bytes(self) -> int:
-        """Size of the main weights."""
+        """Size of the main weights in bytes."""
         return sum(4 * self.params[i].numel() for i in self.mains)
 
     def forget_memory(self) -> None:
-        """Free memory that experts retain between two calls, which are a whole step apart here."""
+        """Free memory that experts retain between two calls, because the next call follows only in
+        the next step.
+        """
         for module in self.module.modules():
             if isinstance(module, FFNExperts):
                 module.memory.clear()
@@ -139,14 +144,14 @@ class StreamedBlock:
         return self._coming
 
     def attach(self, flat_N: Tensor) -> None:
-        """Let the module use the weights in this buffer from now on."""
+        """Make the module use the weights in this buffer from now on."""
         self._weights.settle()  # the fetched weights are those whose write is completed here
         self._flat_N = flat_N
         for p, view in zip(self.params, self.layout.views(flat_N), strict=True):
             p.data = view
 
     def detach(self) -> None:
-        """Detach the weights, because another block uses their buffer."""
+        """Detach the weights because a different block uses the buffer."""
         self._flat_N = None
         for p in self.params if self.streams else ():
             p.data = absent(p)
@@ -157,14 +162,15 @@ class StreamedBlock:
             self._state.fetch(copier, room)
 
     def step(self, copier: Copier, room: OptimizerStateBuffer, scale: Scale | None = None) -> bool:
-        """Step the optimizer and drop the gradients.
+        """Perform an optimizer step and drop the gradients.
 
         Args:
             copier: the copier.
-            room: buffer for optimizer state.
-            scale: changes the gradients in place; requires a previous call of `keep_gradients`. By
-                default, the optimizer uses the gradients of backward unchanged.
-        Returns: whether the attached weights are the updated weights.
+            room: buffer into which optimizer state is loaded.
+            scale: function that changes the gradients in place. It requires a previous call of
+                `keep_gradients`. By default, the optimizer uses the gradients of the backward pass
+                unchanged.
+        Returns: True if the attached weights are already the updated weights.
         """
         if scale is None and self.stepped is not self.graded:
             self.keep_gradients(copier)
@@ -205,7 +211,9 @@ class StreamedBlock:
             p.grad = None
 
     def keep_gradients(self, copier: Copier) -> None:
-        """Start storing the gradients in the tier until `step`; `wait_kept` waits for the copy."""
+        """Start storing the gradients in the tier, where they stay until `step`. Call `wait_kept`
+        to wait for the copy.
+        """
         owners = [i for i in self.trained if self.graded[i].grad is not None]
         if self.tier is None or not owners:
             return
@@ -214,8 +222,7 @@ class StreamedBlock:
         drop_gradients(self.graded)
 
     def wait_kept(self) -> None:
-        """Wait for the copy started by `keep_gradients`. Raises `TierError` if there is no space.
-        """
+        """Wait for the copy started by `keep_gradients`. Raise `TierError` if there is no space."""
         if self._aside is not None:
             _, _, ticket = self._aside
             ticket.synchronize()  # the GPU's stream does not order the optimizer in host memory
@@ -229,7 +236,7 @@ class StreamedBlock:
                 self.stepped[i].grad = gradient
 
     def forget_gradients(self) -> None:
-        """Drop all gradients after an error, including stored gradients."""
+        """Drop all gradients after an error, including those stored in the tier."""
         if self._aside is not None:
             _, held, ticket = self._aside
             self._aside = None
@@ -243,9 +250,10 @@ class StreamedBlock:
         drop_gradients([*self.params, *self.graded, *self.stepped])
 
     def read(self) -> list[Tensor]:
-        """Return the current weights in host memory, or main weights where they exist.
+        """Return the current weights in host memory. Parameters that have main weights are returned
+        as main weights.
 
-        No copy may be in progress.
+        No copy may be in progress when this method is called.
         """
         if self._state is None:
             return [p.detach().to("cpu", copy=True) for p in self.stepped]
@@ -255,7 +263,7 @@ class StreamedBlock:
         return [mains.get(id(p), x) for p, x in zip(self.stepped, weights, strict=True)]
 
     def write(self, weights: Sequence[Tensor]) -> None:
-        """Replace the weights and main weights; attached weights are fetched again."""
+        """Replace the weights and the main weights. Attached weights are fetched again."""
         if self._state is not None:
             for finish in self._stage_files(weights):
                 finish(True)
@@ -281,7 +289,7 @@ class StreamedBlock:
         return staged
 
     def float_buffers(self) -> list[Tensor]:
-        """Return the module's floating-point buffers, which are always on the device."""
+        """Return the floating-point buffers of the module, which are always on the device."""
         return [x for x in self.module.buffers() if x.is_floating_point()]
 
     def saved_buffers(self) -> dict[str, Tensor]:
@@ -291,9 +299,10 @@ class StreamedBlock:
 
     def stage(self, weights: Sequence[Tensor], buffers: Sequence[Tensor]
               ) -> Callable[[bool], None]:
-        """Store new weights and buffers next to the current ones.
+        """Store new weights and buffers next to the current weights and buffers.
 
-        Returns: a function that accepts (True) or drops (False) the new values.
+        Returns: a function that accepts the new values if it is called with True, and drops them if
+            it is called with False.
         """
         staged = [] if self._state is None else self._stage_files(weights)
 
@@ -310,19 +319,20 @@ class StreamedBlock:
         return finish
 
     def state_tensors(self) -> dict[tuple[int, str], Tensor]:
-        """Return the optimizer's state tensors by parameter and name. No copy may be in progress.
+        """Return the state tensors of the optimizer by parameter and name. No copy may be in
+        progress when this method is called.
         """
         return state_of(self.optimizer) if self._state is None else self._state.tensors()
 
     def load_state(self, state: dict[tuple[int, str], Tensor]) -> None:
-        """Replace the optimizer's state tensors."""
+        """Replace the state tensors of the optimizer."""
         if self._state is None:
             set_state(self.optimizer, state)
         else:
             self._state.load(state)
 
     def settle(self) -> None:
-        """Wait for writes in progress, and raise their errors."""
+        """Wait for writes in progress, and raise an error if a write failed."""
         if self.streams:
             self._weights.settle()
         if self._state is not None:

@@ -1,4 +1,4 @@
-"""Checkpoints of models with streamed weights: one safetensors file per block.
+"""Checkpoints of models with streamed weights, which consist of one safetensors file per block.
 
 Blocks are written and read one at a time.
 """
@@ -28,16 +28,17 @@ from moe_plugin.utils.regular_files import check_input, make_folder, move_into_p
 
 # Segments of a model with streamed weights, planned from measurements of its blocks.
 def measured_layers(trainer: StreamedTrainer, micro_batches: int) -> list[Layer]:
-    """Return the planner's description of the blocks, from measurements of the last step.
+    """Return a description of the blocks for the planner, which is based on measurements of the
+    last step.
 
     Gradients and optimizer state are not part of a segment, because they exist for only one block
     at a time.
 
     Args:
-        trainer: trainer that has done a step with `micro_batches` micro-batches.
+        trainer: trainer that has completed a step with `micro_batches` micro-batches.
         micro_batches: number of micro-batches in the last step.
     Raises:
-        ValueError: the trainer has not done a step, or no bytes were copied.
+        ValueError: If the trainer has not completed a step, or if no bytes were copied.
     """
     moved = trainer.copier.counters
     if not trainer.steps or not moved.busy_s or not moved.bytes:
@@ -58,15 +59,18 @@ def measured_layers(trainer: StreamedTrainer, micro_batches: int) -> list[Layer]
 
 
 def plan_segments(trainer: StreamedTrainer, limit: int, micro_batches: int) -> StreamPlan:
-    """Choose and use the segments with the shortest steps within a memory limit.
+    """Choose the segments with the shortest step time within a memory limit, and make the trainer
+    use them.
 
     Args:
         trainer: the trainer.
-        limit: bytes of the device for weights, stored inputs, and gradients and state of one block.
-        micro_batches: number of micro-batches in a step, equal to that of the last step.
-    Returns: the plan; `hides` shows whether all copies are hidden behind computation.
-    Raises: ValueError: no segments fit (the message contains the required memory), or see
-    `measured_layers`.
+        limit: bytes that may be used on the device for weights, stored inputs, and the gradients
+            and state of one block.
+        micro_batches: number of micro-batches in a step, which must be the same as in the last
+            step.
+    Returns: the plan. The attribute `hides` tells whether all copies are hidden behind computation.
+    Raises: ValueError: If all segments exceed the limit (the message contains the required memory),
+        or if `measured_layers` raises an error.
     """
     segment_plan = plan(measured_layers(trainer, micro_batches), micro_batches, limit,
                         trainer.bytes_beside_segments)
@@ -75,11 +79,11 @@ def plan_segments(trainer: StreamedTrainer, limit: int, micro_batches: int) -> S
 
 
 class SegmentsOnce:
-    """A callback that plans a host's segments once, after its first step.
+    """A callback for hosts that plans the segments once, after the first step.
 
     Args:
-        trainer: the trainer; without a limit it keeps its segments.
-        logger: logger for the size of the weights and the segments.
+        trainer: the trainer. If it has no limit, the segments are not changed.
+        logger: logger for a message about the size of the weights and the segments.
     """
 
     def __init__(self, trainer: StreamedTrainer, logger: logging.Logger) -> None:
@@ -90,7 +94,9 @@ class SegmentsOnce:
                     len(trainer.blocks), trainer.device_bytes / 2**20)
 
     def __call__(self, micro_batches: int) -> None:
-        """Plan after a step of this many micro-batches. `ValueError`: see `plan_segments`."""
+        """Plan the segments after a step with the given number of micro-batches. `ValueError`: see
+        `plan_segments`.
+        """
         limit = self.trainer.limit
         if self._done or limit is None:
             return
@@ -116,12 +122,13 @@ def save_weights(trainer: StreamedTrainer, folder: str | os.PathLike[str],
     Args:
         trainer: the trainer.
         folder: the folder.
-        beside: function of a block's number that returns additional tensors to save; `read_beside`
-            reads them. Optional.
-        finite: raise an error and write nothing if a value is not finite.
+        beside: function that is called with the index of a block and returns additional tensors to
+            save. `read_beside` reads these tensors. Optional.
+        finite: whether to raise an error and write nothing if a value is not finite.
     Raises:
-        ValueError: the folder cannot be written; the message contains the reason.
-        FloatingPointError: see `finite`; the message names block and tensor.
+        ValueError: If the folder cannot be written. The message contains the reason.
+        FloatingPointError: If `finite` is True and a value is not finite. The message names the
+            block and the tensor.
     """
     safetensors = _safetensors()
     folder = Path(folder)
@@ -151,12 +158,12 @@ def save_weights(trainer: StreamedTrainer, folder: str | os.PathLike[str],
 
 
 def load_weights(trainer: StreamedTrainer, folder: str | os.PathLike[str]) -> None:
-    """Load weights, buffers, optimizer state and number of steps from a folder.
+    """Load weights, buffers, optimizer state and the number of steps from a folder.
 
     All files are checked before anything changes.
 
-    Raises: ValueError: a file is missing or of another model; the message names file, tensor and
-    shapes.
+    Raises: ValueError: If a file is missing or from a different model. The message names the file,
+        the tensor and the shapes.
     """
     folder = _existing_folder(Path(folder))
     for block in trainer.blocks:
@@ -179,9 +186,9 @@ def load_weights(trainer: StreamedTrainer, folder: str | os.PathLike[str]) -> No
 
 
 def read_beside(folder: str | os.PathLike[str], block: StreamedBlock) -> dict[str, list[Tensor]]:
-    """Return the additional tensors that were saved with a block's weights, by name.
+    """Return the additional tensors, by name, that were saved with the weights of a block.
 
-    Raises: ValueError: the file is missing or of another model.
+    Raises: ValueError: If the file is missing or from a different model.
     """
     path = _existing_folder(Path(folder)) / _name(block)
     _check(block, path)
@@ -193,7 +200,9 @@ def read_beside(folder: str | os.PathLike[str], block: StreamedBlock) -> dict[st
 
 
 def _existing_folder(folder: Path) -> Path:
-    """Return the folder, or its predecessor if a save was killed while it replaced the folder."""
+    """Return the folder. If a save was killed while it replaced the folder, return the previous
+    version of the folder.
+    """
     old = folder.with_name(folder.name + ".old")
     return old if old.exists() and not folder.exists() else folder
 
@@ -231,7 +240,7 @@ def _key(name: str) -> tuple[int, str]:
 
 
 def _numbers(block: StreamedBlock) -> dict[str, str]:
-    """Return the scalars in the optimizer's state as text."""
+    """Return the scalars in the state of the optimizer as strings."""
     return {f"{_STATE}{i}.{name}": repr(float(x))
             for (i, name), x in state_of(block.optimizer, numbers=True).items()}
 

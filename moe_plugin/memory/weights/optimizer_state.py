@@ -1,4 +1,4 @@
-"""The optimizer state of a block, in memory or in files."""
+"""The optimizer state of a block, which is stored in memory or in files."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ def _params(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
 
 def state_of(optimizer: torch.optim.Optimizer | None, numbers: bool = False
              ) -> dict[tuple[int, str], Tensor]:
-    """Return the scalars of the state (such as step counts) if `numbers` is set, else the tensors.
+    """Return the scalars of the state (such as step counts) if `numbers` is true, and the tensors
+    otherwise.
     """
     if optimizer is None:
         return {}
@@ -31,7 +32,7 @@ def state_of(optimizer: torch.optim.Optimizer | None, numbers: bool = False
 
 
 def set_state(optimizer: torch.optim.Optimizer | None, state: State) -> None:
-    """Replace state tensors, see `state_of`."""
+    """Replace the tensors that `state_of` returns."""
     if optimizer is not None:
         params = _params(optimizer)
         for (i, name), x in state.items():
@@ -39,7 +40,8 @@ def set_state(optimizer: torch.optim.Optimizer | None, state: State) -> None:
 
 
 class OptimizerStateBuffer:
-    """A host buffer for the optimizer state of one block at a time; its size is the largest state.
+    """A host buffer for the optimizer state of one block at a time. It has the size of the largest
+    state.
     """
 
     def __init__(self) -> None:
@@ -47,7 +49,7 @@ class OptimizerStateBuffer:
         self._last: Ticket | None = None
 
     def of(self, nbytes: int) -> Tensor:
-        """Return a buffer [nbytes]; running jobs keep the previous buffer alive."""
+        """Return a buffer [nbytes]. Running jobs keep the previous buffer alive."""
         if self._flat_N.numel() < nbytes:
             self._flat_N = aligned_buffer(nbytes, "cpu")
         return self._flat_N[:nbytes]
@@ -70,9 +72,9 @@ class OptimizerStateBuffer:
 
 
 class StateInFiles:
-    """Optimizer state in files, which is loaded into a shared buffer while its optimizer steps.
+    """Optimizer state in files, which is loaded into a shared buffer for the optimizer step.
 
-    The files also contain parameters whose weights are stored nowhere else.
+    The files also contain parameters whose values are stored nowhere else.
     """
 
     def __init__(self, tier: DiskTier, optimizer: torch.optim.Optimizer | None) -> None:
@@ -83,20 +85,23 @@ class StateInFiles:
         self._mains: dict[int, nn.Parameter] = {}  # by number of the parameter
 
     def hold_mains(self, values: Mapping[int, Tensor]) -> None:
-        """Store these parameters together with the state.
+        """Store the given parameters together with the state.
 
-        values: values by `id` of the parameter.
+        values: values of the parameters, by `id()` of the parameter.
         """
         self._mains = {i: p for i, p in enumerate(_params(self.optimizer)) if id(p) in values}
         self.load({(i, _MAIN): values[id(p)] for i, p in self._mains.items()})
 
     def mains(self) -> dict[int, Tensor]:
-        """Return a copy of the stored parameters by `id`. No copy may be in progress."""
+        """Return a copy of the stored parameters by `id()` of the parameter. No copy may be in
+        progress when this method is called.
+        """
         held = self._tensors() if self._mains else {}
         return {id(p): held[i, _MAIN] for i, p in self._mains.items()}
 
     def stage_mains(self, values: Mapping[int, Tensor]) -> Callable[[bool], None]:
-        """Store new values next to the current ones; the returned function accepts or drops them.
+        """Store new values next to the current values. The returned function accepts the new values
+        or drops them.
         """
         state = self._tensors() | {(i, _MAIN): values[id(p)] for i, p in self._mains.items()}
         flat_N = aligned_buffer(self._layout.nbytes, "cpu")
@@ -116,13 +121,13 @@ class StateInFiles:
         return self._layout.nbytes
 
     def fetch(self, copier: Copier, room: OptimizerStateBuffer) -> None:
-        """Start copying the state to memory, unless a copy is in progress."""
+        """Start copying the state to memory, unless such a copy is already in progress."""
         if self._held.held is not None and self._ticket is None:
             self._flat_N = room.of(self._layout.nbytes)
             self._ticket = self._held.fetch(copier, self._flat_N)
 
     def place(self, copier: Copier, room: OptimizerStateBuffer) -> None:
-        """Load the state into the optimizer and wait for it."""
+        """Load the state into the optimizer and wait until this is complete."""
         self.fetch(copier, room)
         if self._ticket is not None:
             self._ticket.wait()
@@ -131,7 +136,7 @@ class StateInFiles:
             self._ticket = None
 
     def leave(self, copier: Copier, room: OptimizerStateBuffer) -> None:
-        """Start writing the optimizer's current state, and remove the state from memory."""
+        """Start writing the current state of the optimizer, and remove the state from memory."""
         state = self._current_state()
         if not state:
             return
@@ -153,7 +158,7 @@ class StateInFiles:
         self._replace_state({key: absent(x) for key, x in state.items()})
 
     def tensors(self) -> dict[tuple[int, str], Tensor]:
-        """Return a copy of the state. No copy may be in progress."""
+        """Return a copy of the state. No copy may be in progress when this method is called."""
         return {key: x for key, x in self._tensors().items() if key[1] != _MAIN}
 
     def _tensors(self) -> dict[tuple[int, str], Tensor]:
@@ -164,7 +169,7 @@ class StateInFiles:
         return self._state_in(flat_N)
 
     def load(self, state: State) -> None:
-        """Replace the state; the stored parameters do not change."""
+        """Replace the state without changing the stored parameters."""
         if self._mains and self._keys:
             held = self._tensors()
             state = {**state, **{(i, _MAIN): held[i, _MAIN] for i in self._mains}}
@@ -178,7 +183,7 @@ class StateInFiles:
         self._replace_state({key: absent(x) for key, x in state.items()})
 
     def settle(self) -> None:
-        """Wait for a write in progress, and raise its error if it failed."""
+        """Wait for a write in progress, and raise an error if the write failed."""
         self._held.settle()
 
     def _state_in(self, flat_N: Tensor) -> dict[tuple[int, str], Tensor]:

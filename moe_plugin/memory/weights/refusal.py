@@ -1,4 +1,4 @@
-"""Checks that refuse streamed weights where they are not supported."""
+"""Checks that raise errors where streamed weights are not supported."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _may = ContextVar("weights_may_stream", default=False)
 
 @contextmanager
 def weights_may_stream() -> Iterator[None]:
-    """A context in which a host may build a model with streamed weights."""
+    """Return a context in which a host may build a model with streamed weights."""
     before = _may.set(True)
     try:
         yield
@@ -31,11 +31,11 @@ def weights_may_stream() -> Iterator[None]:
 
 
 def refuse_streamed_weights(settings: OffloadConfig, host: str) -> None:
-    """Raise `ValueError` for streamed weights in a host that runs a model as a whole.
+    """Raise `ValueError` if weights are streamed in a host that runs a model as a whole.
 
     Args:
         settings: the offload settings.
-        host: name of the host.
+        host: name of the host that is used in the message.
     """
     if settings.weights != "device" and not _may.get():
         raise ValueError(
@@ -47,7 +47,7 @@ def refuse_streamed_weights(settings: OffloadConfig, host: str) -> None:
 
 
 def check_tier(tier: Tier, device: torch.device) -> None:
-    """Raise `ValueError` if a tier does not fit a device."""
+    """Raise `ValueError` if a tier cannot be used for a device."""
     if isinstance(tier, DiskTier) and device.type != "cpu":
         raise ValueError(f"weights on disk do not fit the device {device}: their optimizer runs in "
                          "host memory, so they need the device cpu; use the tier for host memory "
@@ -58,7 +58,9 @@ def check_tier(tier: Tier, device: torch.device) -> None:
 
 
 def reduction(gradients: Callable[[nn.Module], object] | None) -> Callable[[nn.Module], object]:
-    """Return the function that reduces gradients; raise `ValueError` if several ranks have none."""
+    """Return the function that reduces gradients. Raise `ValueError` if there are several ranks and
+    no such function.
+    """
     ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     if gradients is None and ranks > 1:
         raise ValueError(

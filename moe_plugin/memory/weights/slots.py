@@ -1,4 +1,4 @@
-"""Two memory areas on the device that the segments of a model use alternately."""
+"""Two memory areas on the device that are used alternately for the segments of a model."""
 
 from __future__ import annotations
 
@@ -12,19 +12,20 @@ from moe_plugin.memory.weights.blocks import StreamedBlock
 
 
 class Slots:
-    """Two areas on the device; segment i uses area i % 2.
+    """Two memory areas on the device. Segment `i` uses area `i % 2`.
 
-    One segment can be copied in while its neighbor computes. A segment remains until its area is
-    needed. At the turn from forward to backward and from one step to the next, two segments need no
-    copy.
+    One segment can be copied to the device while an adjacent segment is computed. The weights of a
+    segment remain in an area until the area is needed for a different segment. Therefore two
+    segments need no copy when the forward pass is followed by the backward pass, or a step by the
+    next step.
 
     Args:
-        segments: the blocks of each segment.
-        device: device that computes.
-        copier: copier for the weights.
+        segments: list with the blocks of each segment.
+        device: device on which the blocks are computed.
+        copier: copier that moves the weights.
 
     Attributes:
-        nbytes: size of both areas.
+        nbytes: total size of both areas in bytes.
     """
 
     def __init__(self, segments: Sequence[Sequence[StreamedBlock]], device: torch.device,
@@ -49,13 +50,15 @@ class Slots:
     def blocks(self, order: Sequence[int], backward: bool = False, overlap: bool = True,
                before: Callable[[StreamedBlock],
                                 object] = lambda block: None) -> Iterator[StreamedBlock]:
-        """Yield the blocks of these segments, each with its weights attached.
+        """Yield the blocks of the given segments. The weights of a block are attached when it is
+        yielded.
 
         Args:
-            order: numbers of the segments.
-            backward: yield the blocks of a segment from the last to the first.
-            overlap: copy the next segment's weights while a segment's blocks are used.
-            before: called for each block before more copies start.
+            order: indices of the segments in the order of use.
+            backward: whether to yield the blocks of a segment from the last to the first.
+            overlap: whether to copy the weights of the next segment while the blocks of a segment
+                are used.
+            before: function that is called for each block before further copies start.
         """
         for position, index in enumerate(order):
             self._claim(index)
@@ -118,9 +121,9 @@ class Slots:
         return self._buffers[index % 2][begin:end]
 
     def stale(self, block: StreamedBlock) -> None:
-        """Mark the attached weights of a block as outdated, so that they are fetched again.
+        """Mark the attached weights of a block as outdated, so that they will be fetched again.
 
-        The fetch starts at once if the next step begins with this block.
+        They are fetched immediately if the next step begins with this block.
         """
         self._forget(block)
         # the next step starts with segments 0 and 1
@@ -136,6 +139,6 @@ class Slots:
 
 
 def place_sizes(segments: Sequence[Sequence[StreamedBlock]]) -> list[int]:
-    """Return the sizes in bytes of the two areas for these segments."""
+    """Return the sizes in bytes that the two areas need for the given segments."""
     bytes_ = [sum(b.layout.nbytes for b in segment if b.streams) for segment in segments]
     return [max(bytes_[place::2], default=0) for place in (0, 1)]

@@ -1,9 +1,9 @@
-"""Training of a model larger than its device: weights stream through the device in segments.
+"""Training of a model that exceeds the device memory. Weights are streamed in segments.
 
-A step runs the segments forward, then backward. While one segment computes all accumulated
-micro-batches, the next segment's weights are copied in. Only the inputs of blocks are stored.
-Backward computes each block again, with the same routing and random numbers, and steps its
-optimizer at once. Source: ATOM (decentralized training systems where each peer has a whole model).
+A step computes the forward pass of all segments and then the backward pass. While one segment is
+computed for all micro-batches, the next segment's weights are copied. Only the inputs of blocks are
+stored. The backward pass repeats each block with the same routing and random numbers, and then runs
+the block's optimizer. Source: ATOM.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ Loss = Callable[[Tensor, Any], Tensor]
 
 @dataclass(frozen=True)
 class StepResult:
-    """The result of a step.
+    """The result of a training step.
 
     Attributes:
         losses: detached scalar losses of the micro-batches.
-        balance: the sum of the blocks' own losses for each micro-batch, in the blocks' order.
-        norm: norm of all gradients before clipping, or None without clipping.
+        balance: sum of the blocks' own losses, in the order of the blocks, for each micro-batch.
+        norm: norm of all gradients before clipping, or None if gradients are not clipped.
     """
 
     losses: tuple[Tensor, ...]
@@ -54,7 +54,7 @@ class Clip(Protocol):
     """
 
     def add(self, place: int, parameters: Sequence[nn.Parameter]) -> None:
-        """Add the gradients of a block to the norm; place: number of the block."""
+        """Add the gradients of the block with index `place` to the norm."""
 
     def norm(self) -> Tensor:
         """Return the norm of all gradients added since the last call."""
@@ -68,12 +68,12 @@ class Clip(Protocol):
 
 @dataclass
 class BlockMeasurement:
-    """Measurements of one block in the last step. On a GPU, times are launch times.
+    """Measurements of one block in the last training step. For a GPU, times are launch times.
 
     Attributes:
-        input_bytes: bytes stored for the backward pass of one micro-batch.
-        forward_s, backward_s: seconds for all micro-batches; backward includes recomputation.
-        step_s: seconds for the optimizer, including the wait for its state.
+        input_bytes: number of bytes stored for the backward pass of one micro-batch.
+        forward_s, backward_s: time in seconds for all micro-batches, including recomputation.
+        step_s: time in seconds for the optimizer, including the wait for optimizer state.
     """
 
     input_bytes: int = 0
@@ -83,46 +83,46 @@ class BlockMeasurement:
 
 
 class StreamedTrainer:
-    """A trainer for a sequence of blocks whose weights stream through one device.
+    """A trainer for a sequence of blocks whose weights are streamed to one device.
 
-    Gradients, losses and weights are bitwise equal to those of a loop over the same micro-batches
-    with all weights on the device, if the device's kernels are deterministic.
+    If kernels are deterministic, gradients, losses and weights are bitwise equal to those of a loop
+    over the same micro-batches with all weights on the device.
 
     Args:
-        blocks: modules, or functions that create modules one at a time, so that the whole model is
-            never in memory. Each module accepts the previous module's output tensor. A module
-            returns a tensor, or (tensor, loss) with a scalar loss to add to the model's.
-        loss: `loss(output, target)`, a scalar whose gradient is accumulated. To train on the mean
-            over micro-batches, divide by their number in this function.
-        optimizer: creates an optimizer for a block's parameters, such as
-            `partial(torch.optim.AdamW, lr=1e-3, fused=True)`. Parameters must not affect each
-            other.
-        tier: storage of the weights: `HostTier` for host memory, where the optimizer runs, or
-            `DiskTier` for files, if the device is the CPU.
-        device: device that computes.
+        blocks: modules, or functions that create them one at a time (never a whole model in
+            memory). The input of a module is the output of the previous module. A module returns a
+            tensor, or (tensor, loss) with a scalar that is added to the loss.
+        loss: function `loss(output, target)` that returns a scalar. Its gradients are accumulated.
+            For a mean over micro-batches, divide by their number in this function.
+        optimizer: function that creates an optimizer for parameters of one block, such as
+            `partial(torch.optim.AdamW, lr=1e-3, fused=True)`. Updates must be independent for each
+            parameter.
+        tier: storage of the weights. Use `HostTier` for host memory, where the optimizer then runs,
+            or `DiskTier` for files if the device is the CPU.
+        device: device on which the blocks are computed.
         segments: number of blocks in each segment. Defaults to one block per segment.
         resident: indices of blocks that always stay on the device.
-        limit: bytes of the device for weights and, on a CPU, gradients and state of a block.
-        throttle: maximal bytes/s of the tier, for tests and benchmarks.
-        overlap: copy the next segment while a segment computes. Use False only for comparisons.
-        seed: seed of the random numbers of a block, micro-batch and step (`randomness`).
-        gradients: called with each block's module after its backward pass, to reduce gradients over
-            ranks, such as `BlockGradients(world)` of `moe_plugin.hosts.plain.streamed`.
-        clip: clips gradients by the norm of all gradients. Gradients are stored in the tier until
-            the norm is known, so no optimizer steps during backward. Optional.
-        skip_not_finite: with `clip`, a step whose norm is not finite changes neither weights nor
-            optimizer state.
+        limit: bytes on the device for weights and, for a CPU, gradients and state of a block.
+        throttle: maximum bandwidth of the tier in bytes/s, for tests and benchmarks.
+        overlap: whether to copy a segment while the previous one is computed. False is for
+            comparisons.
+        seed: seed from which `randomness` derives a seed for each step, micro-batch and block.
+        gradients: function that reduces the gradients of a module over ranks after its backward
+            pass, such as `BlockGradients(world)` of `moe_plugin.hosts.plain.streamed`.
+        clip: object that clips gradients by the norm of all gradients. The tier stores gradients
+            until the norm is known, so optimizers run after the backward pass. Optional.
+        skip_not_finite: whether a step with `clip` whose norm is not finite changes nothing.
         main_weights: see `StreamedBlock`. `clip` then receives float32 gradients, but `gradients`
             sees only 16-bit gradients.
-        float32_sums: with main weights, sum gradients of micro-batches in float32.
+        float32_sums: whether to sum gradients of micro-batches in float32 for main weights.
     Raises:
-        ValueError: tier and device, segments or limit do not fit; two blocks share a parameter.
-        TierError: the tier has no space.
+        ValueError: If the tier, segments or limit are invalid, or blocks share a parameter.
+        TierError: If the tier has no space.
 
     Attributes:
-        blocks: the blocks, each with module and optimizer.
+        blocks: the `StreamedBlock` objects with the modules and optimizers.
         profile: measurements of each block in the last step.
-        copier: the copier, with counters of copies, bytes and stalls.
+        copier: the copier of the weights, which counts copies, bytes and stalls.
         steps: number of completed steps.
         micro_batch: index of the current micro-batch.
     """
@@ -165,21 +165,21 @@ class StreamedTrainer:
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """Parameter groups of all blocks' optimizers; a schedule sets `lr` in them."""
+        """Parameter groups of all optimizers, in which a schedule sets `lr`."""
         return [group for block in self.blocks if block.optimizer is not None
                 for group in block.optimizer.param_groups]
 
     @property
     def device_bytes(self) -> int:
-        """Memory for weights, and on a CPU for gradients and state of one block."""
+        """Device memory in bytes for weights and, for a CPU, gradients and state of one block."""
         return self._slots.nbytes + self.bytes_beside_segments
 
     def on_device(self) -> OnDevice:
-        """Return the memory on the device, for reports."""
+        """Return the memory used on the device for reports."""
         return OnDevice(self.device_bytes)
 
     def use_segments(self, segments: Sequence[int]) -> None:
-        """Cut the model into new segments between two steps; for errors see the class."""
+        """Split the model into new segments between two steps. See the class for errors."""
         if sum(segments) != len(self.blocks) or min(segments, default=0) < 1:
             raise ValueError(f"segments of {list(segments)} blocks are not valid: each must have "
                              f">= 1 blocks, and their sum must be the model's {len(self.blocks)} "
@@ -201,7 +201,7 @@ class StreamedTrainer:
 
     @property
     def bytes_beside_segments(self) -> int:
-        """The part of `device_bytes` outside of segments."""
+        """The part of `device_bytes` that segments do not use."""
         resident = sum(b.layout.nbytes + b.main_bytes for b in self.blocks if not b.streams)
         # gradients of a block, and with clipping those of the previous block while they are being
         # stored
@@ -215,9 +215,9 @@ class StreamedTrainer:
         """Train on micro-batches (input of the first block, target) and step the optimizers.
 
         Raises:
-            ValueError: there are no micro-batches, or a block returns an invalid value.
-            TierError: a copy failed. The tier has the weights from before the copy, and the other
-                ranks end, too.
+            ValueError: If there are no micro-batches, or if a block returns an invalid value.
+            TierError: If a copy failed. The tier keeps the weights from before the copy, and all
+                other ranks are terminated.
         """
         result = self.accumulate(micro_batches)
         if self.clip is not None:
@@ -226,9 +226,9 @@ class StreamedTrainer:
 
     @ends_all_ranks(TierError)
     def accumulate(self, micro_batches: Sequence[tuple[Tensor, Any]]) -> StepResult:
-        """Run the passes of a step. Without `clip`, the optimizers step, too.
+        """Run the passes of a step. Without `clip`, the optimizers also run.
 
-        With `clip`, the tier stores the gradients for `update`. For errors see `step`.
+        With `clip`, the tier stores the gradients for `update`. See `step` for errors.
         """
         if not micro_batches:
             raise ValueError("the step has 0 micro-batches; use at least 1 micro-batch")
@@ -270,9 +270,9 @@ class StreamedTrainer:
 
     @ends_all_ranks(TierError)
     def update(self, skip: bool = False) -> None:
-        """Step the optimizers with the clipped gradients of `accumulate`; for errors see `step`.
+        """Run the optimizers with the clipped gradients of `accumulate`. See `step` for errors.
 
-        skip: change neither weights nor states of optimizers and routers.
+        skip: whether to leave weights and the states of optimizers and routers unchanged.
         """
         if skip:
             self.forget()
@@ -308,7 +308,7 @@ class StreamedTrainer:
 
     @ends_all_ranks(TierError)
     def evaluate(self, micro_batches: Sequence[tuple[Tensor, Any]]) -> StepResult:
-        """Compute losses of micro-batches without training; modules keep their mode."""
+        """Compute losses of micro-batches without training. The mode of modules is kept."""
         self._passes.begin(micro_batches)
         self._forward(range(len(self.blocks)), keep=False)
         self._passes.losses()
@@ -344,24 +344,24 @@ class StreamedTrainer:
         setattr(self.profile[block.number], field, time.perf_counter() - started)
 
     def randomness(self, micro_batch: int, block: int) -> AbstractContextManager[None]:
-        """Return a context with the random numbers of a block and micro-batch in the current step.
+        """Return a context with the random numbers for a block and micro-batch in the current step.
 
-        Afterwards torch's own generators continue as if no numbers had been drawn.
+        After the context, torch's generators continue as if no numbers had been drawn.
         """
         self.micro_batch = micro_batch
         return seeded(self.device, seed_of(self.seed, self.steps, micro_batch, block))
 
     @ends_all_ranks(TierError)
     def replace_weights(self, change: Callable[[Iterator[list[Tensor]]], bool]) -> bool:
-        """Change all weights outside of steps, or none of them.
+        """Change all weights or none of them. This method is called between steps.
 
         Args:
-            change: receives an iterator over the blocks' weights, each a list of copies in host
-                memory (parameters, then floating-point buffers). The function changes the copies in
-                place before it requests the next block. True means that the model must use the
+            change: function of an iterator that yields copies of each block's weights in host
+                memory (a list of parameters, then floating-point buffers). It changes the copies in
+                place before it requests the next block. If it returns True, the model will use the
                 changed weights.
         Returns: the result of `change`.
-        Raises: TierError: the tier has no space for both versions; the weights are unchanged.
+        Raises: TierError: If the tier has no space for both versions. Weights stay unchanged.
         """
         self.settle()
         staged: list[Callable[[bool], None]] = []
@@ -384,17 +384,17 @@ class StreamedTrainer:
         return taken
 
     def forget_places(self) -> None:
-        """Discard weights on the device, because the stored weights were replaced."""
+        """Discard the weights on the device because the stored weights were replaced."""
         self._slots.clear()
 
     @ends_all_ranks(TierError)
     def settle(self) -> None:
-        """Wait for all writes. Raises `TierError` if a write failed."""
+        """Wait until all writes are complete. Raise `TierError` if a write failed."""
         for block in self.blocks:
             block.settle()
 
     def close(self) -> None:
-        """Finish copies and free the tier's space; the weights are lost."""
+        """Finish all copies and free the space in the tier. The weights are then lost."""
         self.copier.close()
         self._slots.clear()
         self.tier.close()

@@ -1,7 +1,7 @@
-"""Read a finished or running job from its files.
+"""Readers for the files of a finished or running job.
 
-`read_run(folder)` returns a `RunRecord`, and `read_runs(folder)` returns those of all runs in a
-folder.
+`read_run(folder)` returns the `RunRecord` of a run, and `read_runs(folder)` returns the records of
+all runs in a folder.
 """
 
 from moe_plugin.observe.history.reader import read_run, read_runs

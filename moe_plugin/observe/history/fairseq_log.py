@@ -1,7 +1,7 @@
-"""Parse lines of fairseq's training log.
+"""Parser for lines of fairseq's training log.
 
-The formats `json` and `simple` of `--log-format` are understood, also under Hydra. Lines of a
-`--log-file` begin without a time and without the name of their kind.
+The formats `json` and `simple` of `--log-format` are supported, with and without Hydra. Lines of a
+`--log-file` contain neither a time nor the kind of the line.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ _CONFIDENCE = "confidence_"
 
 
 def parse_step(line: str) -> tuple[str, StepRecord] | None:
-    """Return the kind and the record of a line with training numbers, or None for another line.
+    """Return the kind and the record of a line with training metrics, or None for any other line.
 
     The kind is `train_inner`, `train` (the end of an epoch) or `valid`.
 
     Raises:
-        ValueError: if the numbers cannot be read, for example because the line ends too early.
+        ValueError: If the numbers cannot be read, for example because the line ends too early.
     """
     found = _LINE.search(line)
     if found:
@@ -71,8 +71,9 @@ def _record(kind: str, values: Mapping[str, Any]) -> tuple[str, StepRecord] | No
     """Build one record of fairseq's log.
 
     Args:
-        kind: the kind under fairseq's name, such as `valid1` for a second validation subset.
-        values: the values as text, by name.
+        kind: the kind of the line as fairseq names it, such as `valid1` for a second validation
+            subset.
+        values: the values as strings, by name.
     """
     prefix = "" if kind == "train_inner" else f"{kind}_"
     kind = "valid" if kind.startswith("valid") else kind
@@ -86,9 +87,9 @@ def skipped_step(step: int) -> StepRecord:
 
 
 def step_record(values: dict[str, Any], kind: str) -> StepRecord | None:
-    """Build the record of a line, or None if the line has no number of updates.
+    """Build the record of a line. Return None if the line has no number of updates.
 
-    values: the values by name, without the prefix of their kind.
+    values: the values by name. The names have no prefix with the kind of the line.
     """
     numbers = {key: number for key, value in values.items()
                if (number := _number(value)) is not None}
@@ -139,12 +140,11 @@ def parse_settings(line: str) -> dict[str, str]:
 
 
 def parse_changed(line: str) -> dict[str, tuple[str, str]] | None:
-    """Return (value, default) of the settings that differ from the defaults.
-
+    """Return a pair (value, default) for each setting that differs from the default. The result is
     None if the line does not list these settings.
 
     Raises:
-        ValueError: if the line cannot be read.
+        ValueError: If the line cannot be read.
     """
     _, mark, text = line.partition(CHANGED)
     if not mark:

@@ -1,7 +1,7 @@
-"""Parse the JSON lines that this package writes.
+"""Parser for the JSON lines that this package writes.
 
-These are layer statistics, the training log of the Megatron host, settings and timelines. A field
-of the wrong type raises `ValueError`.
+The lines contain layer statistics, the training log of the Megatron host, settings and timelines.
+`ValueError` is raised if a field has a wrong type.
 """
 
 from __future__ import annotations
@@ -62,9 +62,10 @@ def copy_record(row: Mapping[str, Any]) -> CopyRecord:
 
 
 def step_record(row: Mapping[str, Any]) -> tuple[StepRecord, list[LayerRecord]]:
-    """Return a record of the training log, and brief records of the layers in it.
+    """Return a record of the training log, and brief records of the layers that the line contains.
 
-    The brief records contain no loads. They are used for layers without other records.
+    The brief records contain no loads. Brief records are used for layers that have no other
+    records.
     """
     step = _step(row, "iteration")
     record = _filled(StepRecord, row, step=step, loss=_maybe(row, "lm_loss"),
@@ -83,7 +84,7 @@ TRAINING = ("loss", "tokens_per_s", "learning_rate", "grad_norm", "not_finite")
 
 
 def training_record(row: Mapping[str, Any]) -> StepRecord:
-    """Return the record of a training loop without a separate log."""
+    """Return the record of a step in a training loop that has no separate log."""
     return StepRecord(step=_step(row, "step"), **_floats(_dict(row, "training"), *TRAINING))
 
 
@@ -103,9 +104,9 @@ def settings(row: Mapping[str, Any]) -> dict[str, str]:
 
 
 def changed(row: Mapping[str, Any]) -> dict[str, tuple[str, str]] | None:
-    """Return (value as written, default) of the settings that differ from the defaults.
-
-    None if the host did not write them. `ValueError` if a value is not a pair of texts.
+    """Return a pair (value as written, default) for each setting that differs from the default. The
+    result is None if the host did not write them. Raise `ValueError` if a value is not a pair of
+    strings.
     """
     if "changed" not in row:
         return None
@@ -113,7 +114,8 @@ def changed(row: Mapping[str, Any]) -> dict[str, tuple[str, str]] | None:
 
 
 def pair_of(pair: Any) -> tuple[str, str]:
-    """Return a list of two as (value, default). `ValueError` for anything else."""
+    """Convert a list with two entries to (value, default). Raise `ValueError` for any other value.
+    """
     if not isinstance(pair, list) or len(pair) != 2:
         raise ValueError(f"{short(pair)} is not a pair of a setting's value and its default")
     return str(pair[0]), str(pair[1])
@@ -152,7 +154,9 @@ def _fields(kind: Any) -> dict[str, bool]:
 
 @functools.cache
 def _absent(kind: Any) -> dict[str, Any]:
-    """Return empty dicts for the fields that a line lacks. All records share one empty dict."""
+    """Return empty dicts for the fields that are missing in a line. All records share one empty
+    dict.
+    """
     return {name: _NONE for name, by_name in _fields(kind).items() if by_name}
 
 
@@ -177,7 +181,7 @@ _PLAIN = {int, float}  # without bool
 
 @functools.lru_cache(maxsize=1 << 10)  # bounded, because a training run also parses its records
 def _shared(*items: tuple[str, float]) -> dict[str, float]:
-    """Return one shared dict for equal counts, of which a long log has many."""
+    """Return the same dict for equal counts, because a long log contains many of them."""
     return dict(items)
 
 
@@ -208,7 +212,7 @@ def _step(row: Mapping[str, Any], name: str) -> int:
 
 
 def step_number(value: float, name: str) -> int:
-    """Return a value as a number of steps. `ValueError` if it is not a number of steps."""
+    """Convert a value to a number of steps. Raise `ValueError` if it is not a number of steps."""
     if not 0 <= value <= MOST_STEPS:
         raise ValueError(f"{name} is {short(value)}, not a number of steps")
     return int(value)

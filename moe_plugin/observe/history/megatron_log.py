@@ -1,6 +1,6 @@
-"""Parse lines that Megatron's own training loop prints, in versions 0.15 to 0.19.
+"""Parser for lines that the training loop of Megatron (versions 0.15 to 0.19) prints.
 
-With them, a run without this plugin can be compared with a run that uses it.
+With this parser, a run that does not use this plugin can be compared with a run that does.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ def parse_step(line: str, length: str | None) -> StepRecord | None:
 
     Args:
         line: the line.
-        length: the number of tokens of a sample as text. If None, the record has no tokens per
+        length: the number of tokens in a sample, as a string. If None, the record has no tokens per
             second.
     Raises:
-        ValueError: if a number cannot be read.
+        ValueError: If a number cannot be read.
     """
     if valid := _VALID.search(line):
         return StepRecord(step=int(valid[1]), valid_loss=_number(valid[2]))
@@ -47,7 +47,8 @@ def parse_step(line: str, length: str | None) -> StepRecord | None:
 
 
 def parse_argument(line: str) -> tuple[str, str] | None:
-    """Return the name and value of an argument that the line lists, or None for another line."""
+    """Return the name and the value of an argument that a line lists, or None for any other line.
+    """
     found = _ARGUMENT.search(line)
     return found and (found[1].replace("_", "-"), found[2].strip())
 

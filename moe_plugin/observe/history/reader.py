@@ -1,4 +1,6 @@
-"""Find the files of a run by their contents, and read them line by line into a `RunRecord`."""
+"""Reader that finds the files of a run by their contents and converts them line by line to a
+`RunRecord`.
+"""
 
 from __future__ import annotations
 
@@ -56,9 +58,9 @@ class _Source:
     Attributes:
         brief: the records of layers in the training log.
         arguments: the arguments that Megatron's script lists.
-        writer: the host that is named in the statistics or the settings.
-        cut: whether the last line is unfinished.
-        done: whether fairseq reported the end of training.
+        writer: the host that is named in the statistics or in the settings.
+        cut: whether the last line of the file is unfinished.
+        done: whether the log of fairseq reports the end of training.
     """
 
     path: Path
@@ -95,9 +97,10 @@ def read_run(folder: str | Path) -> RunRecord:
 
     Args:
         folder: a folder that contains layer statistics as JSON lines, the Megatron host's training
-            log or fairseq's log. The names of the files do not matter. A file may still grow.
+            log or fairseq's log. The names of the files do not matter. Files to which a run is
+            still writing are supported.
     Raises:
-        ValueError: if the folder does not exist, has no record, or contains several runs.
+        ValueError: If the folder does not exist, has no record, or contains several runs.
     """
     runs = list(_runs(Path(folder), _sources(Path(folder))))
     if len(runs) > 1:
@@ -108,10 +111,10 @@ def read_run(folder: str | Path) -> RunRecord:
 
 
 def read_runs(folder: str | Path) -> list[RunRecord]:
-    """Read every run in a folder, up to three levels deep.
+    """Read all runs in a folder, up to three levels deep.
 
-    If there are several runs, their names are their paths in the folder. Errors are the same as for
-    `read_run`.
+    If there are several runs, each run is named by its path within the folder. Errors are the same
+    as for `read_run`.
     """
     runs = list(_runs(Path(folder), _sources(Path(folder))))
     return runs if len(runs) == 1 else [replace(run, name=str(_place(run, folder))) for run in runs]
@@ -139,7 +142,9 @@ def _sources(folder: Path) -> list[_Source]:
 
 
 def _runs(folder: Path, sources: list[_Source]) -> Iterator[RunRecord]:
-    """Yield the run of these files, or the runs of the folders that contain them."""
+    """Yield the run that the given files belong to, or the runs of the folders that contain the
+    files.
+    """
     sources = _without_copies(sources)
     several = [kind for kind in ([s for s in sources if s.host], [s for s in sources if s.layers])
                if len({s.path.parent for s in kind}) > 1]
@@ -155,7 +160,9 @@ def _runs(folder: Path, sources: list[_Source]) -> Iterator[RunRecord]:
 
 
 def _without_copies(sources: list[_Source]) -> list[_Source]:
-    """Remove Megatron's printed log if our host writes a log in a folder above or below."""
+    """Remove a log printed by Megatron if this package's host wrote a log in a folder above or
+    below.
+    """
     own = [s.path.parent for s in sources if any(kind == "iteration" for kind, _ in s.steps)
            or s.settings and s.writer == "megatron"]
 
@@ -168,7 +175,7 @@ def _without_copies(sources: list[_Source]) -> list[_Source]:
 
 
 def candidates(folder: Path) -> Iterator[Path]:
-    """Yield the files that may belong to a run, judged by their names."""
+    """Yield the files whose names suggest that they belong to a run."""
     for place, names, files in os.walk(folder):
         depth = len(Path(place).relative_to(folder).parts)
         names[:] = sorted(n for n in names if not n.startswith(".")) if depth < DEPTH else []
@@ -213,7 +220,7 @@ def _read(path: Path) -> _Source:
 
 
 def _line(source: _Source, text: str, number: int) -> _BadLine | None:
-    """Add one line to the source."""
+    """Add one line of a file to the source."""
     try:
         if text.startswith("{") and not text.startswith("{'"):  # "{'" begins a Python dict
             _json_line(source, text)
@@ -238,7 +245,7 @@ def _line(source: _Source, text: str, number: int) -> _BadLine | None:
 
 
 def _json_line(source: _Source, text: str) -> None:
-    """Add a JSON line, whose kind follows from its keys."""
+    """Add a JSON line. The keys of the line determine what kind of record it is."""
     row = json.loads(text)
     if "layer" in row and "step" in row and "load" in row:
         source.layers.append(json_lines.layer_record(row))
@@ -305,7 +312,7 @@ def _run(folder: Path, sources: list[_Source]) -> RunRecord:
 
 
 def _copies(sources: list[_Source]) -> dict[str, list[CopyRecord]]:
-    """Sum the records of copiers over the files of all pipeline stages."""
+    """Add the records of copiers from the files of all pipeline stages."""
     found: dict[str, list[CopyRecord]] = {}
     for copier, step in sorted({key for source in sources for key in source.copies}):
         parts = [s.copies[copier, step] for s in sources if (copier, step) in s.copies]
@@ -339,9 +346,9 @@ def _notes(source: _Source) -> list[str]:
 
 
 def _merged_steps(valid: list[StepRecord], train: list[StepRecord]) -> list[StepRecord]:
-    """Return one record per step, with the step's validation loss.
+    """Return one record per step, which contains the validation loss of the step.
 
-    The last record of a repeated step counts.
+    If a step was repeated, the last record is used.
     """
     by_step: dict[int, dict] = {}
     for record in [*train, *valid]:
@@ -361,7 +368,7 @@ def _by_layer(records: list[LayerRecord]) -> dict[str, list[LayerRecord]]:
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
-    """Return a sort key that puts `layer10` after `layer9`."""
+    """Return a sort key with which `layer10` comes after `layer9`."""
     return [(int(part), "") if part.isdecimal() else (-1, part)
             for part in re.split(r"(\d+)", name) if part]
 

@@ -1,4 +1,6 @@
-"""The records of a run as plain values, without torch, so that any machine can make a report."""
+"""The records of a run as plain values. They do not need torch, so reports can be created on any
+machine.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +22,10 @@ _ASSIGNED = re.compile(r"[+~]{0,2}(?:[\w@-]+[./])*([A-Za-z][\w-]*)=(.*)", re.DOT
 
 
 def written(words: Iterable[str], several: Collection[str] = ()) -> dict[str, str]:
-    """Return the settings of a command by name, with - in place of _.
+    """Return the settings in the words of a command, by name. Names contain - in place of _.
 
-    The forms `--lr 3e-3`, `--lr=3e-3` and `optimization.lr=3e-3` are understood. A flag without a
-    value has an empty text.
+    The forms `--lr 3e-3`, `--lr=3e-3` and `optimization.lr=3e-3` are supported. The value of a flag
+    without a value is an empty string.
 
     several: the names of flags that accept more than one word.
     """
@@ -47,14 +49,14 @@ KEY = "expert_parallel"
 
 @dataclass(frozen=True, kw_only=True)
 class ResizeRecord:
-    """One change of the expert-parallel size.
+    """The record of a change of the expert-parallel size.
 
     Attributes:
         step: the step before which the size changed.
         host: the host that trained.
         before, after: the number of expert-parallel ranks before and after the change.
         bytes: the number of bytes that all ranks together sent.
-        seconds: the duration on the slowest rank.
+        seconds: the duration of the change on the slowest rank, in seconds.
     """
 
     step: int
@@ -65,19 +67,21 @@ class ResizeRecord:
     seconds: float
 
     def line(self) -> str:
-        """Return the line for the log."""
+        """Return a line for the log that describes the change."""
         return (f"expert-parallel ranks {self.before} -> {self.after} before step {self.step}: "
                 f"{show_size(self.bytes)} sent by all ranks, {show_time(self.seconds)}")
 
     def as_row(self) -> dict[str, Any]:
-        """Return the row for the JSONL file; see `resize_record`."""
+        """Return the row that is written to the JSONL file. See `resize_record`."""
         return {"step": self.step, "time": time.time(), "host": self.host,
                 KEY: {"before": self.before, "after": self.after, "bytes": self.bytes,
                       "seconds": self.seconds}}
 
 
 def resize_record(row: Mapping[str, Any]) -> ResizeRecord:
-    """Return the record of a row of `ResizeRecord.as_row`. `ValueError` for any other row."""
+    """Convert a row that `ResizeRecord.as_row` returned to a record. Raise `ValueError` for any
+    other row.
+    """
     try:
         given = row[KEY]
         return ResizeRecord(
@@ -98,14 +102,14 @@ class StepRecord:
     """One record of a host's training log. Fields that are missing in the log are None.
 
     Attributes:
-        loss, valid_loss: the losses in nats per token. Bits of fairseq are converted. The balance
-            loss is not included if the log separates it.
-        seconds: the time that this record covers.
-        elapsed_s: the time since the start of the process.
+        loss, valid_loss: the losses in nats per token. Losses that fairseq reports in bits are
+            converted. The balance loss is not included if the log separates it.
+        seconds: the duration in seconds that this record covers.
+        elapsed_s: the time in seconds since the start of the process.
         not_finite: the number of steps since the last record that were skipped because a loss or a
             gradient was not finite. Steps that only reduce a loss scale are not counted.
-        extra: other numbers of the log by the log's names. The names of a validation begin with
-            `valid `.
+        extra: further metrics in the log, by their names in the log. Names of validation metrics
+            begin with `valid `.
         confidence: for the members of an ensemble in validation, the number of predictions in equal
             ranges of the largest probability.
     """
@@ -123,9 +127,10 @@ class StepRecord:
     confidence: dict[str, tuple[float, ...]] = field(default_factory=dict)
 
     def dropped(self, kind: str = "") -> float | None:
-        """Return the share of dropped choices in fairseq's training log, or None if unknown.
+        """Return the fraction of dropped choices in fairseq's training log, or None if it is
+        unknown.
 
-        kind: `valid ` for a validation.
+        kind: prefix of the metrics, which is `valid ` for validation.
         """
         shares = [self.extra[f"{kind}{name}"] / 100 for name in DROPS
                   if f"{kind}{name}" in self.extra]
@@ -134,9 +139,9 @@ class StepRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class DecisionRecord:
-    """One decision of a layer's tuner, as in `moe_plugin.tuning.engine.TunerDecision`.
+    """A decision of a layer's tuner. See `moe_plugin.tuning.engine.TunerDecision`.
 
-    Times are in seconds.
+    All times are in seconds.
     """
 
     step: int
@@ -153,10 +158,11 @@ class DecisionRecord:
 # frozen instances take five times as long to create.
 @dataclass(kw_only=True, slots=True)
 class LayerRecord:
-    """The statistics of one layer over one interval; see docs/observability.md.
+    """The statistics of one layer over one interval. See docs/observability.md.
 
-    load: the number of choices of each expert, empty if unknown. An `array` if read from a log.
-    choices: the sum of `load`.
+    load: how often each expert was chosen, or an empty sequence if this is unknown. It is an
+        `array` if it was read from a log.
+    choices: the number of choices of all experts, which is the sum of `load`.
     """
 
     step: int
@@ -187,27 +193,31 @@ class LayerRecord:
 
     @property
     def hit_rate(self) -> float | None:
-        """The share of experts that a call found on the device. None without a store of experts."""
+        """The fraction of experts that were already on the device when a call needed them. The
+        value is None if experts are not stored outside the device.
+        """
         asked = self.store.get("hits", 0.0) + self.store.get("misses", 0.0)
         return self.store.get("hits", 0.0) / asked if asked else None
 
     @property
     def shares(self) -> tuple[float, ...]:
-        """The load of each expert divided by the mean load. NaN if no token was routed."""
+        """The load of each expert divided by the mean load. The values are NaN if no token was
+        routed.
+        """
         total, count = self.choices, len(self.load)
         return tuple([n * count / total for n in self.load]) if total else (math.nan,) * count
 
 
 @dataclass(frozen=True, kw_only=True)
 class CopyRecord:
-    """The activity of a copier since the last record, summed over ranks.
+    """The activity of a copier since the last record, added over all ranks.
 
     Attributes:
         copier: the kind of data that the copier moves, such as `activations` or `weights`.
         bytes: the number of bytes that were copied.
         waits: the number of times that computation waited for a copy.
-        stalled_s: the duration of these waits in seconds.
-        busy_s: the duration of the copies in seconds.
+        stalled_s: the total duration in seconds for which computation waited.
+        busy_s: the total duration of the copies in seconds.
         resident_bytes: the largest number of bytes on the device in a step. 0 if unknown.
         keep, recompute, swap: the number of blocks whose activations are kept, recomputed and
             swapped.
@@ -231,7 +241,7 @@ COPIES = ("bytes", "waits", "stalled_s", "busy_s", "resident_bytes", "keep", "re
 
 @dataclass(frozen=True)
 class SpanRecord:
-    """An activity in a recorded step. Times are in seconds since the step began.
+    """An activity (span) in a recorded step. Times are in seconds since the step began.
 
     track: the kind of activity, such as `layers` or `exchange`.
     """
@@ -244,23 +254,23 @@ class SpanRecord:
 
 @dataclass(kw_only=True)
 class RunRecord:
-    """The contents of a run's folder.
+    """The contents of the folder of a run.
 
     Attributes:
         name: the name of the run.
         host: the name of the host that trained.
         steps: the records of the training log, in the order of steps.
         layers: the records of each layer by name, in the order of layers and steps.
-        copies: the records of each copier by name, in the order of steps, summed over pipeline
-            stages.
+        copies: the records of each copier by name, in the order of steps. They are added over all
+            pipeline stages.
         timelines: the spans of each recorded step, by (step, rank).
         resizes: the changes of the expert-parallel size.
-        settings: the values of flags or settings, as given.
-        changed: (value as written, default) of the settings that differ from the defaults. None if
-            unknown.
-        notes: sentences about the files that a reader should know.
+        settings: the values of flags or settings, as the user wrote them.
+        changed: pairs (value as written, default) of the settings that differ from the defaults, by
+            name. None if unknown.
+        notes: sentences that tell the reader of a report about problems with the files.
         files: the paths of the files, relative to the folder.
-        folder: the folder of the run. None if the run was not read from files.
+        folder: the folder of the run. The value is None if the run was not read from files.
         finished: whether the host has completed its last step.
     """
 
@@ -290,19 +300,19 @@ class RunRecord:
 
     @property
     def step_range(self) -> tuple[int, int]:
-        """The first and the last step of all records, or (0, 0) without records."""
+        """The first and the last step of all records, or (0, 0) if there are no records."""
         steps = [r.step for records in (self.steps, *self.layers.values()) if records
                  for r in (records[0], records[-1])]
         return min(steps, default=0), max(steps, default=0)
 
     @property
     def last_step(self) -> int:
-        """The last step of all records, or 0 without records."""
+        """The last step of all records, or 0 if there are no records."""
         return self.step_range[1]
 
     @property
     def steps_covered(self) -> tuple[int, int]:
-        """The first and the last step that the records cover, or (0, -1) without records.
+        """The first and the last step that the records cover, or (0, -1) if there are no records.
 
         A record covers all steps since the previous record.
         """
@@ -320,9 +330,10 @@ class RunRecord:
 
     @property
     def clock(self) -> list[tuple[int, float]]:
-        """The steps with their times in seconds since the start.
+        """The steps of the run, and the time of each step in seconds since the start.
 
-        The times come from the training log if it has them, otherwise from the layers' records.
+        The times are taken from the training log if possible, and otherwise from the records of
+        layers.
         """
         elapsed = [(r.step, r.elapsed_s) for r in self.steps if r.elapsed_s is not None]
         if elapsed:
@@ -369,11 +380,12 @@ _WORDS = {"on": True, "true": True, "yes": True, "off": False, "false": False, "
 
 
 def comparable(value: Any) -> Any:
-    """Return a hashable value that is equal for two settings that mean the same.
+    """Convert the value of a setting to a hashable value, which is equal for values with the same
+    meaning.
 
-    Numbers, booleans and None may be written as text (`3e-3`, `on`, `none`). Sequences of any type
-    are equal if their entries are, and a sequence of one entry equals that entry: fairseq keeps
-    `--lr 0.003` as `[0.003]`.
+    Numbers, booleans and None may be given as strings (`3e-3`, `on`, `none`). Sequences of any type
+    are equal if all entries are equal. A sequence with one entry is equal to the entry, because
+    fairseq stores `--lr 0.003` as `[0.003]`.
     """
     if isinstance(value, str):
         if value.lower() in _WORDS:

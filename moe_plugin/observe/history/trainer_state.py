@@ -1,6 +1,6 @@
-"""Parse `trainer_state.json` of transformers.
+"""Parser for the file `trainer_state.json` of transformers.
 
-A `Trainer` writes this file into its folder and into each of its checkpoints.
+A `Trainer` writes this file to the output folder and to each checkpoint.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ _KNOWN = {"loss", "eval_loss", "learning_rate", "grad_norm", "step", "epoch"}
 
 
 def latest(paths: Iterable[Path]) -> Iterator[Path]:
-    """Yield the paths without the states that a later checkpoint of the same run repeats."""
+    """Yield the given paths, except the states whose content is repeated in a later checkpoint of
+    the same run.
+    """
     found: dict[Path, Path] = {}
     for path in paths:
         if path.name != FILE:
@@ -38,12 +40,12 @@ def _step_of(path: Path) -> float:
 
 
 def parse(text: bytes) -> tuple[list[tuple[str, StepRecord]], list[tuple[int, str]]]:
-    """Return the training and validation records of a state, and its unreadable entries.
+    """Return the training and validation records in a trainer state, and the unreadable entries.
 
-    Returns:
-        A list of (kind, record), and a list of (number of the entry, reason).
+    Returns: A list of pairs (kind, record), and a list of pairs (index of an entry, reason why it
+        is unreadable).
     Raises:
-        ValueError: if the text is not a trainer state.
+        ValueError: If the text is not a trainer state.
     """
     state = json.loads(text)
     history = state.get("log_history") if isinstance(state, dict) else None

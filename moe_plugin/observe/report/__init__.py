@@ -1,1 +1,1 @@
-"""Write one self-contained HTML page that shows a run, or several runs side by side."""
+"""Reports: self-contained HTML pages that show a run, or several runs side by side."""

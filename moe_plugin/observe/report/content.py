@@ -1,4 +1,4 @@
-"""Select the figures of a report and their contents."""
+"""Selection of the figures of a report and of the data that they show."""
 
 from __future__ import annotations
 
@@ -61,13 +61,13 @@ def _rows_between(r: LayerRecord) -> float | None:
 
 
 def _saved_rows(r: LayerRecord) -> float | None:
-    """Return the share of kept choices that needed no separate row, or None if all needed one."""
+    """Return the fraction of kept choices that needed no separate row, or None if it is 0."""
     kept = r.choices * (1 - (r.drop_fraction or 0.0))
     return 1 - r.rows_sent / kept if r.rows_sent and r.rows_sent < kept else None
 
 
 def _of_store(name: str) -> Callable[[LayerRecord], float | None]:
-    """Return a function that returns a count of the store of experts per call."""
+    """Return a function that returns a counter of the store of experts per call."""
     return lambda r: r.store.get(name, 0.0) / r.calls if r.store and r.calls else None
 
 
@@ -185,7 +185,7 @@ def by_layer(run: RunRecord, value: Callable[[LayerRecord], float | None]) -> li
 
 
 def _names(run: RunRecord) -> list[str]:
-    """Return the names of the layers, shortened if they stay different."""
+    """Return the names of the layers, shortened if they remain distinct."""
     short = [shortened(name, NAME) for name in run.layers]
     return short if len(set(short)) == len(short) else list(run.layers)
 
@@ -385,9 +385,9 @@ def timelines(run: RunRecord) -> list[Figure]:
 
 
 def _kind(span: SpanRecord) -> str:
-    """Return the kind of a span, which selects its colour.
+    """Return the kind of a span, which determines the colour of the span.
 
-    The kind is forward or backward for layers, the name for exchanges, and the row otherwise.
+    It is forward or backward for layers, the span's name for exchanges, and the row otherwise.
     """
     if span.track == "layers":
         return span.name.rsplit(" ", 1)[-1]

@@ -1,7 +1,8 @@
-"""Draw figures, which `templates/figures.html` turns into HTML.
+"""Functions that draw figures, which `templates/figures.html` converts to HTML.
 
-A drawing is an inline SVG image that is stretched to the width of the page. Labels are text of a
-fixed size next to the image, so that they can be read on a phone. The colours are in `page.css`.
+A drawing is an inline SVG image that is stretched to the width of the page. Labels have a fixed
+font size and are next to the image, so that they can be read on a phone. The colours are defined in
+`page.css`.
 """
 
 from __future__ import annotations
@@ -41,15 +42,16 @@ class Drawing:
         unseen: whether the description is only for screen readers, because it is long.
         wide: whether the figure is as wide as the page.
         style: the CSS class of the plot.
-        shapes: the contents of an SVG image of size width x height. Empty if the figure is a table.
+        shapes: the contents of an SVG image of size width x height. The string is empty if the
+            figure is a table.
         width, height: the size of the image in its own coordinates.
-        pixels: the height on the screen.
+        pixels: the height on the screen in pixels.
         side, below: the labels of the vertical and the horizontal axis.
         axis: the name of the horizontal axis.
         begin, end: the range of the horizontal axis.
         legend: the entries (name, style) of the legend.
-        table: the numbers as (head, rows). Optional.
-        data: the values that the page's script shows under the pointer. Optional.
+        table: the numbers of the figure as a table (head, rows). Optional.
+        data: the values that the script of the page shows at the position of the pointer. Optional.
     """
 
     figure: Figure
@@ -76,8 +78,8 @@ def drawing(f: Figure, span: _Span, top: float) -> Drawing:
 
     Args:
         f: the figure.
-        span: the first and the last step of the run, which are the axis of charts over steps.
-        top: the largest load over the mean load that has a separate colour in heat maps.
+        span: the first and the last step of the run, which are the limits of the axis of steps.
+        top: the largest ratio of a load to the mean load that has a separate colour in heat maps.
     """
     if isinstance(f, LineChart):
         return _line_chart(f, span)
@@ -106,9 +108,9 @@ def _row_names(names: Sequence[str], shown: Iterable[int]) -> list[_Mark]:
 
 
 def short_names(names: Sequence[str]) -> list[str]:
-    """Remove the leading parts that all names share, except for the last shared part.
+    """Remove the leading parts that all names share, except the last of these parts.
 
-    A narrow screen has room for `layers.1`, but not for `decoder.layers.1`.
+    On a narrow screen there is space for `layers.1`, but not for `decoder.layers.1`.
     """
     parts = [name.split(".") for name in names]
     same = len(os.path.commonprefix(parts)) if len(names) > 1 else 0
@@ -248,7 +250,7 @@ def _cells(f: HeatMap, top: float) -> Markup:
 
 
 def level(value: float, top: float) -> int | None:
-    """Return the colour of a load over the mean load, or None for NaN.
+    """Return the colour for the ratio of a load to the mean load, or None for NaN.
 
     A load of 0 has the colour -LEVELS, the mean load has the colour 0, and `top` has the colour
     LEVELS.
@@ -260,9 +262,10 @@ def level(value: float, top: float) -> int | None:
 
 
 def top_of(values: Sequence[Sequence[float]]) -> float:
-    """Return the largest load over the mean load that has a separate colour, at least 2.
+    """Return the largest ratio of a load to the mean load that has a separate colour. It is at
+    least 2.
 
-    It is slightly less than the maximum, so that single peaks do not hide other differences.
+    The ratio is slightly less than the maximum, so that single peaks do not hide other differences.
     """
     known = sorted(v for row in values for v in row if not math.isnan(v))
     return max(2.0, known[min(len(known) - 1, int(0.995 * len(known)))]) if known else 2.0
@@ -285,9 +288,10 @@ def _heat_words(f: HeatMap) -> str:
 
 
 def _bands(f: Bands, span: _Span) -> Drawing:
-    """Draw rows of coloured stretches.
+    """Draw the rows of coloured bands.
 
-    The legend names as many kinds as there are colours. The pointer shows the remaining kinds.
+    The legend contains as many kinds as there are colours. The remaining kinds are shown at the
+    pointer.
     """
     if f.unit == "s":
         span = (0.0, max(b.end for b in f.bands))

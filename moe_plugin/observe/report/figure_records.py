@@ -17,15 +17,15 @@ POINTS = 400
 
 @dataclass(frozen=True)
 class Line:
-    """One curve. y is NaN where the value is unknown.
+    """One curve. The coordinate `y` is NaN for unknown values.
 
     Attributes:
         name: the name of the curve in the legend.
         x, y: the coordinates of the points.
         marks: whether the curve is drawn as points.
         dashed: whether the curve is a reference and not a measurement.
-        means: for a thinned curve, the mean of the stretch that each point represents. None if the
-            curve has all its points.
+        means: for a curve with reduced points, the mean of the values that each point represents.
+            It is None if the curve has all its points.
     """
 
     name: str
@@ -40,7 +40,10 @@ class Line:
 class Figure:
     """The base class of all figures.
 
-    id: a name that is unique in the report. about: one sentence that explains the figure.
+    Attributes:
+        id: a name that is unique in the report.
+        title: the title of the figure.
+        about: one sentence that explains the figure.
     """
 
     id: str
@@ -55,8 +58,8 @@ class LineChart(Figure):
     Attributes:
         lines: the curves.
         unit: the unit of the values, as in `text.number`.
-        floor: the start of the axis if all values are larger. If None, the axis starts at the
-            lowest value.
+        floor: the start of the vertical axis if all values are larger. If it is None, the axis
+            starts at the lowest value.
     """
 
     lines: tuple[Line, ...]
@@ -78,8 +81,8 @@ class HeatMap(Figure):
     Attributes:
         row: the meaning of a row, such as `expert`.
         rows: the names of the rows.
-        steps: the last step of each column. A column shows a stretch of steps.
-        values: the values by row and column, NaN if unknown.
+        steps: the last step of each column. Each column shows several consecutive steps.
+        values: the values by row and column. Unknown values are NaN.
     """
 
     row: str
@@ -90,9 +93,13 @@ class HeatMap(Figure):
 
 @dataclass(frozen=True)
 class Band:
-    """A coloured stretch of one row of `Bands`.
+    """A coloured interval in a row of `Bands`.
 
-    kind: selects the colour. text: the text that appears under the pointer.
+    Attributes:
+        row: the index of the row.
+        start, end: the ends of the interval on the horizontal axis.
+        kind: the kind of the band, which determines the colour.
+        text: the text that is shown at the position of the pointer.
     """
 
     row: int
@@ -104,7 +111,7 @@ class Band:
 
 @dataclass(frozen=True)
 class Bands(Figure):
-    """Rows of coloured stretches, such as layouts over steps or the spans of one step.
+    """Rows of coloured intervals, such as layouts over steps or the spans of one step.
 
     unit: the unit of the horizontal axis, `step` or `s`.
     """
@@ -116,7 +123,7 @@ class Bands(Figure):
 
 @dataclass(frozen=True)
 class Table(Figure):
-    """A table of texts. holds: the ids of the charts that the table replaces."""
+    """A table whose cells are strings. holds: the ids of the charts that this table replaces."""
 
     head: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
@@ -137,7 +144,7 @@ class ReportSection:
 
 
 def settled(section: ReportSection) -> ReportSection:
-    """Replace the charts whose curves never change by a table."""
+    """Replace the charts whose curves never change with a table."""
     constant = [f for f in section.figures if isinstance(f, LineChart) and f.constants]
     if not constant:
         return section
@@ -150,7 +157,7 @@ def settled(section: ReportSection) -> ReportSection:
 
 
 def _distinct(curves: Sequence[Line]) -> list[tuple[str, float]]:
-    """Return (name, value) of constant curves, or a single entry if all values are equal."""
+    """Return pairs (name, value) of constant curves, or a single pair if all values are equal."""
     if len({curve.y[0] for curve in curves}) > 1:
         return [(curve.name, curve.y[0]) for curve in curves]
     return [("all" if len(curves) > 1 else curves[0].name, curves[0].y[0])]
@@ -159,7 +166,7 @@ def _distinct(curves: Sequence[Line]) -> list[tuple[str, float]]:
 def line(name: str, points: Sequence[tuple[float, float | None]], **style: bool) -> Line | None:
     """Build a curve from (x, y) pairs, or return None if no value is known.
 
-    A y that is None or not finite becomes a gap.
+    Points whose `y` is None or not finite are replaced with gaps.
     """
     known = [(x, math.nan if y is None or not math.isfinite(y) else float(y)) for x, y in points]
     if all(math.isnan(y) for _, y in known):
@@ -169,10 +176,10 @@ def line(name: str, points: Sequence[tuple[float, float | None]], **style: bool)
 
 
 def thinned(points: list[tuple[float, float]]) -> list[tuple[float, float, float]]:
-    """Reduce a curve to at most `POINTS` points (x, y, mean of the stretch).
+    """Reduce a curve to at most `POINTS` points (x, y, mean of the interval).
 
-    The first and the last point stay. Each stretch keeps its lowest and its highest point, and one
-    gap if it has gaps.
+    The first and the last point are kept. In each interval, the lowest and the highest point are
+    kept, and one gap if there are gaps.
     """
     if len(points) <= POINTS:
         return [(x, y, y) for x, y in points]
@@ -191,7 +198,8 @@ def thinned(points: list[tuple[float, float]]) -> list[tuple[float, float, float
 
 def heat_map(id: str, title: str, about: str, row: str, cells: Mapping[str, Sequence[float]],
              steps: Sequence[int], columns: int) -> HeatMap:
-    """Build a heat map with at most `columns` columns, each the mean of a stretch of steps.
+    """Build a heat map with at most `columns` columns. Each column contains means over several
+    steps.
 
     cells: the values of each row, one per step.
     """
@@ -214,7 +222,9 @@ def mean_known(values: Sequence[float]) -> float:
 
 def chart(id: str, title: str, about: str, lines: Sequence[Line | None], *, unit: str = "",
           floor: float | None = 0.0) -> list[LineChart]:
-    """Return the chart of the known curves, or an empty list if only references are known."""
+    """Return a list with the chart of the known curves. The list is empty if only references are
+    known.
+    """
     known = tuple(curve for curve in lines if curve is not None)
     measured = any(not curve.dashed for curve in known)
     return [LineChart(id, title, about, known, unit, floor)] if measured else []

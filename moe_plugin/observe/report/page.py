@@ -1,4 +1,4 @@
-"""Write the page of a report as one self-contained HTML file.
+"""Writer of the pages of reports, which are self-contained HTML files.
 
 A page shows one run, compares several runs side by side, or lists the history of many runs.
 """
@@ -58,7 +58,7 @@ EXPERTS = {
 
 
 def named_apart(runs: Sequence[RunRecord]) -> list[RunRecord]:
-    """Number the runs that have equal names."""
+    """Append numbers to the names of runs that have equal names."""
     count = Counter(run.name for run in runs)
     seen: Counter[str] = Counter()
     numbered = []
@@ -73,7 +73,7 @@ def comparison(runs: Sequence[RunRecord]) -> list[ReportSection]:
     """Compare runs that have different names.
 
     Raises:
-        ValueError: if there are fewer than two runs, or more than `MOST_RUNS`.
+        ValueError: If there are fewer than two runs, or more than `MOST_RUNS`.
     """
     if not 2 <= len(runs) <= MOST_RUNS:
         raise ValueError(f"a comparison of {len(runs)} runs is not possible. Pass 2 to {MOST_RUNS} "
@@ -88,7 +88,7 @@ def history(runs: Sequence[RunRecord], named: Callable[[RunRecord], str] = lambd
             ) -> list[ReportSection]:
     """List all runs with the best run last, and compare the best runs.
 
-    named: a function that returns a run's entry in the table, such as a link.
+    named: a function that returns the entry of a run in the table, such as a link.
     """
     by_valid = all(_losses(run, "valid_loss") for run in runs)
     what = "best validation loss" if by_valid else f"mean of the last {LAST} losses"
@@ -123,7 +123,7 @@ def _row(run: RunRecord) -> tuple[str, ...]:
 
 
 def _speed(run: RunRecord) -> float | None:
-    """Return the median of tokens per second."""
+    """Return the median of the throughput in tokens per second."""
     speeds = [r.tokens_per_s for r in run.steps if r.tokens_per_s]
     return statistics.median(speeds) if speeds else None
 
@@ -136,7 +136,7 @@ def _facts(runs: Sequence[RunRecord]) -> Figure:
 
 
 def _against(first: RunRecord, run: RunRecord) -> dict[str, str]:
-    """Compare the speed of a run, and its loss at equal steps, with the first run."""
+    """Compare the speed and the loss at equal steps of a run with those of the first run."""
     if run is first:
         return {}
     found, speeds = {}, (_speed(first), _speed(run))
@@ -224,7 +224,7 @@ def write_report(run: RunRecord, path: str | Path) -> Path:
     """Write the page of a run atomically.
 
     Raises:
-        ValueError: if the file cannot be written, or if the path is not a regular file.
+        ValueError: If the file cannot be written, or if the path is not a regular file.
     """
     return write_regular(path, render(run, Path(path).parent))
 
@@ -233,15 +233,16 @@ def write_comparison(runs: Sequence[RunRecord], path: str | Path) -> Path:
     """Write the page of several runs side by side.
 
     Raises:
-        ValueError: under the conditions of `write_report` and `comparison`.
+        ValueError: If `write_report` or `comparison` would raise it.
     """
     return write_regular(path, render_comparison(runs, Path(path).parent))
 
 
 def render(run: RunRecord, place: Path | None = None) -> str:
-    """Return the page of a run as text.
+    """Return the HTML page of a run as a string.
 
-    place: the folder of the page, for links to the run's files. Without it there are no links.
+    place: the folder of the page, which is needed for links to the files of the run. If it is not
+        given, the page has no links.
     """
     found = sections(run)
     facts = summary(run)
@@ -254,7 +255,9 @@ def render(run: RunRecord, place: Path | None = None) -> str:
 
 
 def render_comparison(runs: Sequence[RunRecord], place: Path | None = None) -> str:
-    """Return the page of several runs as text. place: the folder of the page, as in `render`."""
+    """Return the HTML page of several runs as a string. place: the folder of the page, as in
+    `render`.
+    """
     runs = named_apart(runs)
     title = " and ".join(run.name for run in runs)
     return _page(runs, title, f"Comparison of {len(runs)} training runs", comparison(runs), place,
@@ -265,7 +268,7 @@ def write_history(runs: Sequence[RunRecord], path: str | Path) -> Path:
     """Write the page of all runs in a folder.
 
     Raises:
-        ValueError: under the conditions of `write_report`.
+        ValueError: If `write_report` would raise it.
     """
     place = Path(path).parent
     runs = named_apart(runs)
@@ -275,7 +278,7 @@ def write_history(runs: Sequence[RunRecord], path: str | Path) -> Path:
 
 
 def _report_of(run: RunRecord, place: Path) -> str:
-    """Return a run's name, with a link to its report if it has a report."""
+    """Return the name of a run, with a link to the report if there is one."""
     path = run.folder / "report.html" if run.folder else None
     if path is None or not path.is_file():
         return run.name
@@ -284,7 +287,9 @@ def _report_of(run: RunRecord, place: Path) -> str:
 
 
 def document(title: str, body: Sequence[str]) -> str:
-    """Return a page in the style of the report that loads nothing. body: lines of HTML."""
+    """Return a page in the style of the report that loads no other files. body: lines of HTML for
+    the body of the page.
+    """
     return TEMPLATES.get_template("document.html").render(
         title=title, body=Markup("\n".join(body)), policy=POLICY, style=_style())
 
@@ -317,7 +322,7 @@ def _with_plots(found: list[Finding],
 
 
 def _files(run: RunRecord, place: Path | None) -> Iterator[tuple[str, str | None]]:
-    """Yield the run's files, with a link if the file exists."""
+    """Yield the names of the run's files, with a link if the file exists."""
     for name in run.files:
         path = run.folder / name if run.folder else None
         known = place is not None and path is not None and path.is_file()

@@ -1,4 +1,4 @@
-"""Format numbers and names for readers."""
+"""Functions that format numbers and names for readers."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ HOSTS = {"fairseq": "fairseq", "megatron": "Megatron-core", "pytorch": "plain Py
 
 
 def number(value: float | None, unit: str = "") -> str:
-    """Format a number with its unit.
+    """Format a number with a unit.
 
-    unit: empty for a plain number, `%` for a fraction that is shown in percent, `B` for bytes, `s`
-    for seconds, `ms` for milliseconds, or `count` for integers with separators. None and NaN become
-    a dash, and infinity becomes its symbol.
+    unit: an empty string for a plain number, `%` for a fraction that is shown in percent, `B` for
+    bytes, `s` for seconds, `ms` for milliseconds, or `count` for integers with separators. None and
+    NaN are shown as a dash, and infinity is shown as a symbol.
     """
     if value is None or math.isnan(value):
         return "–"
@@ -58,7 +58,7 @@ def ticks(low: float, high: float, count: int = 5, least: float = 0.0,
           unit: str = "") -> list[float]:
     """Return about `count` round numbers within [low, high] that are at least `least` apart.
 
-    If `unit` is B, the numbers are round numbers of KiB, MiB or GiB.
+    If `unit` is `B`, the numbers are round numbers of KiB, MiB or GiB.
     """
     if not high > low:
         return [low]

@@ -1,16 +1,17 @@
-"""Closed-form cost models of all-to-all algorithms: messages, bytes and seconds.
+"""Closed-form cost models of all-to-all algorithms, which predict messages, bytes and times.
 
-The formulas use N nodes of P ranks, W = N P ranks, and S bytes per rank in W equal pieces. The
-ranks of a node share `nics` network cards, so one card sends the messages of s = P / min(nics, P)
-ranks. The module of each algorithm states its formula, which counts time per rank, or per network
-card if a card is slower, and adds `phase_s` for each phase. The formulas of `linear` and `2dh` are
-identical to those of the Tutel paper (m = P, n = W) if s = 1 and phase_s = 0. If nodes have
-different sizes, the busiest rank, network card or leader determines the time.
+In the formulas, there are N nodes of P ranks, so W = N P ranks, and each rank sends S bytes in W
+equal pieces. The ranks of a node share `nics` network cards, so one card sends the messages of s =
+P / min(nics, P) ranks. The module of each algorithm states its formula, which consists of the time
+per rank, or per network card if a card is slower, and of `phase_s` for each phase. The formulas of
+`linear` and `2dh` are identical to those of the Tutel paper (m = P, n = W) if s = 1 and phase_s =
+0. If nodes have different sizes, the busiest rank, network card or leader determines the time.
 
-If one machine emulates the cluster, each phase also costs CPU time: `wake_s` k^(2/3) for each rank
-that sends and receives k messages, and `host` for each message and byte of all ranks. The exponent
-is empirical: messages that arrive together are also handled together. Network and CPU work at the
-same time, so a phase lasts (wire^4 + machine^4)^(1/4), which is close to the larger of the two.
+If one machine emulates the cluster, each phase also costs CPU time. This is `wake_s * k^(2/3)` for
+each rank that sends and receives k messages, plus the costs in `host` for each message and byte of
+all ranks. The exponent is empirical and reflects that messages that arrive together are handled
+together. Network and CPU work at the same time, so a phase takes `(wire^4 + machine^4)^(1/4)`,
+which is close to the longer of the two times.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ COSTS: dict[str, CostModel] = {name: model for name, (_, model) in sorted(
 
 
 def distinct(cluster: Cluster) -> tuple[str, ...]:
-    """Return `linear` and every algorithm whose cost on the cluster differs from `linear`."""
+    """Return `linear` and every algorithm whose cost on the cluster differs from that of
+    `linear`."""
     # the comparison holds for any exchange size, so an arbitrary one is used
     size = 2.0**20
     base = COSTS["linear"](cluster, size)
@@ -40,10 +42,10 @@ def distinct(cluster: Cluster) -> tuple[str, ...]:
 
 
 def predict(cluster: Cluster, algorithm: str, size: float) -> Cost:
-    """Return the cost of one exchange of `size` bytes per rank.
+    """Return the predicted cost of one all-to-all of `size` bytes per rank.
 
     Raises:
-        ValueError: if the algorithm has no cost model.
+        ValueError: If the algorithm has no cost model.
     """
     if algorithm not in COSTS:
         raise ValueError(
@@ -54,7 +56,7 @@ def predict(cluster: Cluster, algorithm: str, size: float) -> Cost:
 
 def predict_table(cluster: Cluster, ranks: Sequence[int],
                   sizes: Sequence[float]) -> list[dict[str, Any]]:
-    """Return one JSON-ready row per size, number of ranks and algorithm.
+    """Return one JSON-serializable row per size, number of ranks and algorithm.
 
     Args:
         cluster: the cluster whose links are used, resized to each number of ranks.

@@ -1,6 +1,6 @@
 """Rounds of messages of an all-to-all, and the registry of cost models.
 
-Each cost model lives in a module of this package and registers itself with `declared`.
+Each cost model is defined in a module of this package and registers itself with `declared`.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ WAKES = 2 / 3
 
 @dataclass(frozen=True)
 class Phase:
-    """One round of messages.
+    """One round of messages of an exchange.
 
     Attributes:
-        inter: (messages, bytes) sent by the busiest network card.
-        intra: (messages, bytes) sent by the busiest rank inside its node.
-        machine: totals over all ranks: (sum of k^WAKES, where k is the number of messages that a
-            rank sends and receives; messages; bytes).
-        copied: bytes that the busiest rank reads and writes.
-        parallel_links: whether both kinds of links transfer their bytes at the same time.
+        inter: numbers of messages and bytes that the busiest network card sends.
+        intra: numbers of messages and bytes that the busiest rank sends inside its node.
+        machine: totals over all ranks of `k ** WAKES`, messages and bytes, where k is the number of
+            messages that a rank sends and receives.
+        copied: number of bytes that the busiest rank reads and writes in memory copies.
+        parallel_links: whether links inside and between nodes transfer data at the same time.
     """
 
     inter: tuple[float, float]
@@ -35,32 +35,34 @@ class Phase:
     parallel_links: bool = False
 
     def wire_s(self, cluster: Cluster) -> float:
-        """Return the seconds that the links need."""
+        """Return the time in seconds that the links need."""
         bandwidth = self.inter[1] * cluster.inter.beta_s, self.intra[1] * cluster.intra.beta_s
         return self.inter[0] * cluster.inter.alpha_s + self.intra[0] * cluster.intra.alpha_s + (
             max(bandwidth) if self.parallel_links else sum(bandwidth))
 
     def seconds(self, cluster: Cluster) -> float:
-        """Return the seconds of the round, including copies and the fixed cost of a phase."""
+        """Return the time of the round in seconds, including copies and the fixed cost of a
+        phase."""
         return self.copied * cluster.copy_s + cluster.phase_s + overlapped_s(
             self.wire_s(cluster), cluster.machine_s(*self.machine))
 
 
 def overlapped_s(wire: float, machine: float) -> float:
-    """Return the seconds of two activities that overlap and sometimes wait for each other."""
+    """Return the time in seconds of two activities that overlap and sometimes wait for each
+    other."""
     less, more = sorted((wire, machine))
     return more * (1 + (less / more) ** SHARPNESS) ** (1 / SHARPNESS) if less else more
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Cost of one exchange.
+    """Cost of one all-to-all exchange.
 
     Attributes:
         seconds: predicted time.
-        inter_messages, inter_bytes: messages and bytes that leave one node.
-        intra_messages, intra_bytes: messages and bytes inside one node.
-        phases: rounds of messages of the exchange.
+        inter_messages, inter_bytes: numbers of messages and bytes that leave one node.
+        intra_messages, intra_bytes: numbers of messages and bytes that are sent inside one node.
+        phases: rounds of messages of which the exchange consists.
     """
 
     seconds: float
@@ -72,18 +74,19 @@ class Cost:
 
 
 def cost_of(cluster: Cluster, node: tuple[int, float, int, float], phases: Sequence[Phase]) -> Cost:
-    """Return the cost of an exchange with these phases.
+    """Return the cost of an exchange that consists of the given phases.
 
     Args:
         cluster: the cluster on which the exchange runs.
-        node: messages and bytes that leave one node, then messages and bytes inside one node.
-        phases: rounds of messages of the exchange.
+        node: numbers of messages and bytes that leave one node, followed by those sent inside one
+            node.
+        phases: rounds of messages of which the exchange consists.
     """
     return Cost(sum(phase.seconds(cluster) for phase in phases), *node, phases=tuple(phases))
 
 
 def busiest(cluster: Cluster, of_rank: Callable[[int], float]) -> float:
-    """Return the messages or bytes of the busiest network card.
+    """Return the number of messages or bytes of the busiest network card.
 
     Args:
         cluster: the cluster on which the exchange runs.
@@ -115,7 +118,8 @@ def declared(name: str, rounds: int) -> Callable[[CostModel], CostModel]:
 # s (W-P) a_inter + (P-1) a_intra + max(s (W-P) S/W b_inter, (P-1) S/W b_intra)
 @declared("linear", 1)
 def linear_cost(cluster: Cluster, size: float) -> Cost:
-    """Return the cost of sending directly from every rank to every rank, `size` bytes per rank."""
+    """Return the cost of an exchange of `size` bytes per rank in which ranks send directly to each
+    other."""
     n, p, w = cluster.nodes, cluster.ranks_per_node, cluster.ranks
     inter, intra = w - p, p - 1
     card = busiest(cluster, lambda here: w - here)
@@ -171,5 +175,6 @@ def two_d_cost(cluster: Cluster, size: float) -> Cost:
 
 
 def _messages(cluster: Cluster, here: int) -> int:
-    """Return how many messages one rank on a node of `here` ranks sends to other nodes in 2DH."""
+    """Return the number of messages that a rank sends to other nodes in 2DH if its node has `here`
+    ranks."""
     return sum(-(-there // here) * nodes for there, nodes in cluster.sizes.items()) - 1

@@ -1,10 +1,10 @@
-"""Algorithms of communication libraries on the same simulator, for comparison.
+"""Classical collective algorithms of communication libraries, simulated for comparison.
 
 The algorithms are rings, double binary trees, and recursive halving and doubling. Each algorithm is
 a set of trees over the ranks, like a ForestColl schedule: a ring consists of paths, and recursive
-doubling of binomial trees. Messages use a shortest path through the network. Among several shortest
-paths, the path whose narrowest wire is widest is chosen. Each algorithm tries several orders of the
-ranks and uses the fastest order.
+doubling consists of binomial trees. Each message takes a shortest path through the network. Among
+several shortest paths, the path whose lowest wire bandwidth is highest is chosen. Each algorithm
+tries several orders of the ranks and uses the fastest order.
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ Edges = Sequence[tuple[int, int]]  # (source, target), in order
 
 @dataclass(frozen=True)
 class RankTree:
-    """A tree over ranks.
+    """A tree whose nodes are ranks.
 
     Attributes:
-        root: rank of the root.
-        share: share of the result.
-        outward: edges from the root to all ranks.
-        inward: edges from all ranks to the root. Empty means the reversed outward edges.
+        root: rank that is the root of the tree.
+        share: fraction of the result that the tree carries.
+        outward: edges along which data moves from the root to all ranks.
+        inward: edges along which data moves from all ranks to the root. If empty, the reversed
+            outward edges are used.
     """
 
     root: int
@@ -41,7 +42,8 @@ class RankTree:
     inward: Edges = ()
 
     def steps(self, collective: str) -> list[tuple[int, int, bool]]:
-        """Return (source, target, whether the target sums) of the whole collective, in order."""
+        """Return the messages of the collective in order, as (source, target, True if the target
+        sums)."""
         sums = list(self.inward) or [(b, a) for a, b in reversed(self.outward)]
         down = [(a, b, True) for a, b in sums] if collective != "all_gather" else []
         up = [(a, b, False) for a, b in self.outward] if collective != "reduce_scatter" else []
@@ -49,7 +51,7 @@ class RankTree:
 
 
 def baselines(network: Network, collective: str) -> list[Program]:
-    """Return ring, double binary tree and recursive halving/doubling for at least 2 ranks."""
+    """Return programs for a ring, a double binary tree and recursive halving/doubling."""
     routes, ranks = Routes(network), len(network.ranks)
     candidates = {
         "ring": (*_rings(ranks), *_disjoint_rings(network)),
@@ -63,7 +65,7 @@ def baselines(network: Network, collective: str) -> list[Program]:
 
 def _slowest(network: Network, collective: str, trees: Sequence[RankTree],
              routes: Routes) -> Fraction:
-    """Return the seconds per GB of result that the busiest wire needs."""
+    """Return the time of the busiest wire in seconds per GB of result."""
     pairs: Counter[tuple[int, int]] = Counter()
     unit = min(tree.share for tree in trees)  # all shares are whole multiples of this unit
     for tree in trees:
@@ -108,7 +110,7 @@ class Routes:
         return self._known[source, target]
 
     def _search(self, start: str) -> dict[str, str]:
-        """Return the predecessor of each node on the shortest, widest path from `start`."""
+        """Return the predecessor of each node on its widest shortest path from `start`."""
         best: dict[str, tuple[int, Fraction]] = {}
         before: dict[str, str] = {}
         queue: list[tuple[int, Fraction, str, str]] = [(0, Fraction(-(10**12)), start, start)]
@@ -128,7 +130,8 @@ class Routes:
 
 
 def _orders(ranks: int) -> Iterator[list[int]]:
-    """Yield the natural order, and for each group size the first ranks of all groups, and so on."""
+    """Yield orders of the ranks: the natural order, and for each group size, an order that lists
+    the first rank of every group, then the second rank of every group, and so on."""
     yield list(range(ranks))
     for size in _group_sizes(ranks):
         yield [first + i for i in range(size) for first in range(0, ranks, size)]
@@ -139,9 +142,10 @@ def _group_sizes(ranks: int) -> list[int]:
 
 
 def _rings(ranks: int) -> Iterator[list[RankTree]]:
-    """Yield sets of rings: one ring, both directions of a ring, and several rings.
+    """Yield three kinds of sets of rings, which are one ring, both directions of a ring, and
+    several rings.
 
-    With several rings, there are as many rings as ranks per node, and each ring crosses nodes at a
+    A set of several rings has one ring per rank of a node, and each ring leaves a node from a
     different rank.
     """
     for order in _orders(ranks):
@@ -153,7 +157,8 @@ def _rings(ranks: int) -> Iterator[list[RankTree]]:
 
 
 def _around(rings: Sequence[Sequence[int]]) -> list[RankTree]:
-    """Return the trees of rings that sum and gather in the same direction."""
+    """Convert rings to trees whose sums and gathered data travel in the same direction around a
+    ring."""
     ranks, trees = len(rings[0]), []
     for ring in rings:
         edges = [(ring[i], ring[(i + 1) % ranks]) for i in range(ranks)]
@@ -165,10 +170,10 @@ def _around(rings: Sequence[Sequence[int]]) -> list[RankTree]:
 
 
 def _disjoint_rings(network: Network) -> Iterator[list[RankTree]]:
-    """Yield sets of rings that use only direct links, in both directions.
+    """Yield sets of rings, in both directions, that use only direct links.
 
-    Each ring uses bandwidth that the earlier rings leave. If the search finds no ring within its
-    limit of steps, nothing is yielded.
+    Each ring uses only bandwidth that is not used by earlier rings. If the search finds no ring
+    within its limit of steps, nothing is yielded.
     """
     number = {name: rank for rank, name in enumerate(network.ranks)}
     left = {(number[w.source], number[w.target]): w.bandwidth for w in network.wires
@@ -186,7 +191,8 @@ def _disjoint_rings(network: Network) -> Iterator[list[RankTree]]:
 
 
 def _hamiltonian(pairs: Mapping[tuple[int, int], Fraction], ranks: int) -> list[int]:
-    """Return a ring over all ranks along links in both directions, or an empty list.
+    """Return a ring over all ranks that uses only bidirectional links, or an empty list if none is
+    found.
 
     The search is limited to `SEARCH_STEPS` steps. The widest link is tried first, then the link to
     the rank with the fewest onward links (Warnsdorff).
@@ -216,10 +222,11 @@ def _hamiltonian(pairs: Mapping[tuple[int, int], Fraction], ranks: int) -> list[
 
 
 def _double_trees(ranks: int, collective: str) -> Iterator[list[RankTree]]:
-    """Yield pairs of binary trees with half of the data each.
+    """Yield pairs of binary trees, each of which carries half of the data.
 
-    Leaves of one tree are inner nodes of the other. All-reduce sums towards the root of each tree.
-    The other collectives send each rank's part along both trees.
+    The leaves of either tree are inner nodes of the paired tree. In an all-reduce, data is summed
+    towards the root of each tree. All-gather and reduce-scatter send each rank's part along both
+    trees.
     """
     up = [_parent(at, ranks) for at in range(ranks)]
     other = (lambda at: ranks - 1 - at) if ranks % 2 == 0 else (lambda at: (at + 1) % ranks)
@@ -238,7 +245,8 @@ def _double_trees(ranks: int, collective: str) -> Iterator[list[RankTree]]:
 
 
 def _parent(at: int, ranks: int) -> int:
-    """Return the parent in the binary tree with root 0 whose odd positions are leaves."""
+    """Return the parent of a position in the binary tree with root 0 in which odd positions are
+    leaves."""
     bit = at & -at
     up = (at ^ bit) | (bit << 1)
     return up if up < ranks else at ^ bit
@@ -255,10 +263,11 @@ def _away_from(root: int, beside: dict[int, list[int]]) -> Edges:
 
 
 def _doubling(ranks: int) -> Iterator[list[RankTree]]:
-    """Yield recursive doubling: step i exchanges all data with the rank at distance 2 ** i.
+    """Yield trees of recursive doubling: in step i, each rank exchanges all of its data with the
+    rank at distance 2 ** i.
 
     If the number of ranks is not a power of two, Bruck's algorithm is used, which forwards data to
-    the ranks at these distances.
+    the ranks at distances 1, 2, 4 and so on.
     """
     partner: Callable[[int, int], int] = ((lambda at, far: at ^ far) if ranks & (ranks - 1) == 0
                                           else (lambda at, far: (at + far) % ranks))

@@ -1,10 +1,11 @@
-"""Schedules of large clusters of equal parts: one part is planned, and the plan serves all parts.
+"""Schedules of large clusters of equal parts. One part is planned, and all parts use the same plan.
 
-A shard is sent through the switches between the parts to the rank at the same place of every other
-part. Within each part it is distributed along trees that the general algorithm packs into this part
-alone, for B times as many roots. The capacity of the links to these switches that remains after the
-traffic between parts also connects the ranks of a part. A faster method might exist, but the cut
-bounds its speed. Therefore this method is used only if it reaches the bound of the whole network.
+A shard is sent through the switches between the parts to the rank at the same position in every
+other part. Within each part, the shard is distributed along trees that the general algorithm packs
+into this part alone. With B parts, each rank of a part is the root of B times as many trees. Link
+capacity to these switches that the traffic between parts does not use also connects the ranks of a
+part. The slowest cut of the whole network bounds the speed of every method. Therefore this method
+is used only if its speed reaches this bound.
 """
 
 from __future__ import annotations
@@ -25,13 +26,14 @@ Levels = list[list[Edge]]  # edges of a tree by depth
 
 @dataclass(frozen=True)
 class Parts:
-    """Equal parts of a graph with consecutive ranks.
+    """Division of a graph into equal parts, each with consecutive ranks.
 
     Attributes:
-        size: P, the number of ranks of each part.
-        count: B, the number of parts.
-        turned: image of each node under the rotation that maps each part to the next part.
-        between: nodes that the rotation does not move.
+        size: number P of ranks in each part.
+        count: number B of parts.
+        turned: for each node, the node to which it is mapped by the rotation that maps each part to
+            the next part.
+        between: nodes that the rotation maps to themselves.
     """
 
     size: int
@@ -57,7 +59,8 @@ def find_parts(graph: Graph) -> Parts | None:
 
 
 def _turned(graph: Graph, neighbours: Mapping[int, set[int]], size: int) -> tuple[int, ...] | None:
-    """Return the image of each node if rank i maps to rank i + size, or None if wires differ."""
+    """Return the rotation that maps rank i to rank i + size, or None if it does not preserve
+    wires."""
     turned = {v: (v + size) % graph.ranks for v in range(graph.ranks)}
     left = list(range(graph.ranks, graph.nodes))
     while left:
@@ -94,19 +97,20 @@ def _around(graph: Graph, switch: int, names: Mapping[int, int]) -> frozenset[tu
 
 @dataclass(frozen=True)
 class Inner:
-    """A tree of one part: edges by depth, each with paths whose counts sum to the weight."""
+    """A tree of one part, as a list of edges for each depth."""
 
     weight: int
     levels: tuple[tuple[tuple[Arc, tuple[tuple[Path, int], ...]], ...], ...]
 
 
 def trees_by_parts(counted: Graph, names: Sequence[str], parts: Parts, k: int) -> list[Tree] | None:
-    """Return k trees of each root, or None if the wires cannot carry the trees in this way.
+    """Return k trees for each root, or None if the capacity of the wires is too low for this
+    method.
 
     Args:
         counted: graph whose capacities are numbers of trees.
-        names: names of the nodes.
-        parts: parts of the graph.
+        names: names of the graph's nodes.
+        parts: division of the graph into equal parts.
         k: number of trees per root.
     """
     # Lanes are assigned first, because trees within parts can only use the remaining capacity.
@@ -128,10 +132,11 @@ def trees_by_parts(counted: Graph, names: Sequence[str], parts: Parts, k: int) -
 
 def _lanes(counted: Graph, parts: Parts, left: dict[Arc, int], place: int,
            k: int) -> list[list[Lane]]:
-    """Return, for each distance between two parts, paths for k trees, or an empty list.
+    """Return paths for k trees for each distance between two parts, or an empty list if links are
+    full.
 
-    A path leads from a rank up to a switch, and data uses the mirrored path down. The capacity of
-    the paths is subtracted from `left`, which describes part 0.
+    A path leads from a rank up to a switch, and the data takes the mirrored path down to the
+    target. The capacity of the paths is subtracted from `left`, which describes part 0.
     """
     ways = _ways(counted, parts, place)
     # Part 0 stands for all parts: it sends up to the part at a distance and receives down from the
@@ -155,7 +160,8 @@ def _lanes(counted: Graph, parts: Parts, left: dict[Arc, int], place: int,
 
 
 def _ways(counted: Graph, parts: Parts, place: int) -> list[Path]:
-    """Return paths from a rank of part 0 to switches between parts, over at most one other switch.
+    """Return paths from a rank of part 0 to the switches between parts, via at most one further
+    switch.
     """
     neighbours: dict[int, list[int]] = defaultdict(list)
     for source, target in counted.capacity:
@@ -171,7 +177,8 @@ def _ways(counted: Graph, parts: Parts, place: int) -> list[Path]:
 
 @dataclass(frozen=True)
 class NetworkPart:
-    """Part 0 as a separate graph. members: original node of each of its nodes."""
+    """Part 0 as a separate graph. members: node of the whole graph that each node of part 0
+    represents."""
 
     graph: Graph
     members: tuple[int, ...]
@@ -182,7 +189,7 @@ class NetworkPart:
         return self.graph.nodes
 
     def trees(self, roots: Sequence[int]) -> list[list[Inner]]:
-        """Return spanning trees, by root."""
+        """Return spanning trees of part 0, grouped by root."""
         split = Splitting(self.graph, roots)
         split.run()
         trees_by_root: list[list[Inner]] = [[] for _ in roots]
@@ -204,7 +211,8 @@ class NetworkPart:
 
 
 def _part(counted: Graph, parts: Parts, left: dict[Arc, int]) -> NetworkPart | None:
-    """Return part 0 with its remaining capacity, or None if parts are joined without a switch.
+    """Return part 0 with its remaining capacity, or None if a wire joins two parts without a
+    switch.
 
     The graph includes the switches between the parts, which also connect the ranks of the part.
     """
@@ -232,7 +240,7 @@ def _part(counted: Graph, parts: Parts, left: dict[Arc, int]) -> NetworkPart | N
 
 
 class _Assembly:
-    """Combines lanes between parts and trees within parts to trees of the whole network."""
+    """Combination of paths between parts and trees within parts into trees of the whole network."""
 
     def __init__(self, names: Sequence[str], parts: Parts, lanes: Sequence[list[list[Lane]]],
                  inner: Sequence[Sequence[Inner]], k: int) -> None:
@@ -245,7 +253,7 @@ class _Assembly:
         self._known: dict[tuple[int, int, int, int, int], Levels] = {}
 
     def trees(self) -> Iterator[Tree]:
-        """Yield all trees, by root."""
+        """Yield all trees of the network, ordered by root."""
         shares = [list(self._shares(place)) for place in range(self._parts.size)]
         for part in range(self._parts.count):
             for place in range(self._parts.size):
@@ -253,9 +261,10 @@ class _Assembly:
                     yield self._tree(part, place, first, weight)
 
     def _shares(self, place: int) -> Iterator[tuple[int, int]]:
-        """Yield (first tree, number of trees) of the runs of a root's trees that are equal.
+        """Yield the index of the first tree and the number of trees for each run of equal trees of
+        a root.
 
-        A run ends where lanes or inner trees change.
+        A run ends where the paths between parts or the trees within a part change.
         """
         # Trees of a run use the same lanes and inner trees at every distance, so one tree with a
         # weight stands for the run. Inner trees are counted over all distances, k for each. Where
@@ -291,7 +300,8 @@ class _Assembly:
         return Tree(root, weight, tuple(edge for level in levels for edge in level))
 
     def _inside(self, part: int, place: int, distance: int, first: int, weight: int) -> Levels:
-        """Return the edges inside one part for a shard that enters at a place of this part.
+        """Return the edges inside a part for a shard that enters this part at the rank at position
+        `place`.
 
         distance: number of parts between the part of the root and this part.
         """
@@ -310,7 +320,7 @@ class _Assembly:
 
     def _named(self, part: int, paths: Sequence[tuple[Path, int]], first: int,
                weight: int) -> Paths:
-        """Return the paths in a part of those copies of a tree that start at index `first`."""
+        """Return the paths, within a part, of `weight` copies of a tree from index `first` on."""
         named_paths, at = [], 0
         for path, count in paths:
             some = min(at + count, first + weight) - max(at, first)
@@ -325,4 +335,4 @@ def _at(lanes: Sequence[Lane], first: int) -> Path:
         if first < count:
             return way
         first -= count
-    raise AssertionError("there are lanes for fewer trees than the roots have")
+    raise AssertionError("the paths between parts carry fewer trees than the roots have")

@@ -1,4 +1,4 @@
-"""Max-flows and min-cuts with integer capacities, computed by igraph."""
+"""Computation of max-flows and min-cuts with integer capacities by igraph."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ Capacities = Mapping[tuple[int, int], int]
 
 
 class Flows:
-    """A graph with fixed arcs, for many flows with changing capacities.
+    """A graph with fixed arcs, on which flows are computed for changing capacities.
 
     Args:
         nodes: number of nodes.
-        arcs: (from, to) of each arc. Methods expect capacities in the same order.
+        arcs: each arc as a pair (from, to). Methods expect capacities in the order of `arcs`.
     """
 
     def __init__(self, nodes: int, arcs: Sequence[tuple[int, int]]) -> None:
@@ -26,24 +26,26 @@ class Flows:
         return round(self._graph.maxflow_value(source, sink, capacities))
 
     def cut(self, source: int, sink: int, capacities: Sequence[int]) -> tuple[int, list[int]]:
-        """Return the value of a minimum cut, and the nodes on the side of the source."""
+        """Return the value of a minimum cut and the nodes on the source side of the cut."""
         minimum = self._graph.maxflow(source, sink, capacities)
         return round(minimum.value), list(minimum.partition[0])
 
     def arcs(self, source: int, sink: int, capacities: Sequence[int]) -> list[int]:
-        """Return the amount of a maximum flow on each arc."""
+        """Return the flow on each arc in a maximum flow."""
         return [round(amount) for amount in self._graph.maxflow(source, sink, capacities).flow]
 
 
 class Demand:
-    """Test of whether every rank can receive from all roots at the same time.
+    """A test that finds out whether every rank can receive from all roots at the same time.
 
-    For each rank v, the test needs a flow of all the roots' weights from a common source to v.
+    For each rank v, the test computes a maximum flow from a common source to v, which must be equal
+    to the sum of the roots' weights.
 
     Args:
-        nodes: number of nodes without the source. Ranks are the nodes 0 to len(roots) - 1.
-        capacities: capacities of the arcs.
-        roots: weight of each rank.
+        nodes: number of nodes, excluding the common source. Ranks are the nodes 0 to len(roots) -
+            1.
+        capacities: capacity of each arc (from, to).
+        roots: for each rank, the amount that every rank must receive from it.
     """
 
     def __init__(self, nodes: int, capacities: Capacities, roots: Sequence[int]) -> None:
@@ -55,14 +57,17 @@ class Demand:
             nodes + 1, [*self._arcs, *((nodes, rank) for rank in range(len(self._roots)))])
 
     def missing(self, enough: int | None = None, first: Iterable[int] = ()) -> tuple[int, int]:
-        """Return the largest deficit of any cut and a rank behind the cut, or (0, -1).
+        """Return the largest deficit of any cut and a rank behind this cut, or (0, -1) if there is
+        none.
 
-        Ranks that are known to receive everything join the source. Cuts that separate such a rank
-        have already been checked, and the flows to other ranks are then found sooner.
+        A rank that is known to receive everything is merged with the common source, because all
+        cuts that separate this rank have been checked. This speeds up the flows to the remaining
+        ranks.
 
         Args:
-            enough: stop at a deficit of this size. Defaults to no limit.
-            first: ranks to test first, such as the ranks of earlier deficits.
+            enough: the search stops at a deficit of at least this size. By default, there is no
+                limit.
+            first: ranks to test first, for example ranks with a deficit in an earlier test.
         """
         most, where, open_roots = 0, -1, list(self._roots)
         order = dict.fromkeys([*first, *range(len(open_roots))])
@@ -78,7 +83,7 @@ class Demand:
 
 
 def check_exact(capacities: Iterable[int], more: int = 0) -> None:
-    """Raise `ValueError` if sums of capacities would be rounded."""
+    """Raise `ValueError` if a sum of capacities is too large to be represented exactly."""
     total = sum(capacities) + more
     if total >= LARGEST:
         raise ValueError(

@@ -1,9 +1,9 @@
 """Throughput-optimal schedules of all-gather, reduce-scatter and all-reduce on any network.
 
 The method is ForestColl (Zhao et al., arXiv 2402.06787). ForestColl finds the cut that limits the
-time (`optimum`), replaces switches by links between ranks (`splitting`), and packs spanning trees
+time (`optimum`), replaces switches with links between ranks (`splitting`), and packs spanning trees
 into the resulting graph (`packing`). All computations use integers and fractions, so the trees
-reach the bound exactly.
+reach the lower bound of the time exactly.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from moe_plugin.utils.messages import short
 # bound, from which the search continues.
 @dataclass(frozen=True)
 class Shares:
-    """A rate and the shares of the roots.
+    """A rate of an overlapped all-reduce, and each root's share of this rate.
 
     Attributes:
-        rate: K, in the graph's units of capacity.
-        roots: share of each rank. The shares sum to K.
-        parts: disjoint sets of nodes that prove that no rate is higher.
+        rate: K, the sum of the shares in the graph's units of capacity.
+        roots: share of the rate that each rank has as a root. The shares sum to K.
+        parts: disjoint sets of nodes whose bandwidths prove that no higher rate is possible.
     """
 
     rate: Fraction
@@ -51,7 +51,8 @@ class Shares:
 
 
 def best_shares(graph: Graph) -> Shares:
-    """Return the highest rate. Roots have equal shares if that does not reduce the rate."""
+    """Return the highest rate and the shares of the roots. The shares are equal if that does not
+    reduce the rate."""
     parts = tuple(frozenset([rank]) for rank in range(graph.ranks))
     while True:
         rate = _bound(graph, parts)
@@ -71,9 +72,9 @@ def _bound(graph: Graph, parts: Sequence[frozenset[int]]) -> Fraction:
 
 
 class _Search:
-    """The least shares for a given rate p / q, as integers.
+    """Search for the smallest shares of the roots at a given rate p / q, in integers.
 
-    The unit is 1 / (2 q N) for N ranks, so that equal shares are integers, too.
+    For N ranks, the unit is 1 / (2 q N), so equal shares are integers as well.
     """
 
     def __init__(self, graph: Graph, rate: Fraction) -> None:
@@ -87,7 +88,8 @@ class _Search:
         self._roots = [self._rate] * graph.ranks
 
     def run(self) -> list[Fraction] | tuple[frozenset[int], ...]:
-        """Return shares that sum to the rate or, if there are none, parts with a lower bound."""
+        """Return shares that sum to the rate or, if there are none, parts that prove a lower
+        bound."""
         ranks = range(self._graph.ranks)
         for rank in ranks:
             self._lower(rank, self._rate // self._graph.ranks)
@@ -104,7 +106,8 @@ class _Search:
         return [Fraction(share, self._unit) for share in self._roots]
 
     def _lower(self, rank: int, least: int) -> frozenset[int]:
-        """Lower a rank's share as far as possible, and return the set that limits it, if any."""
+        """Lower a rank's share as far as possible, and return the set of nodes that limits the
+        share, if any."""
         value, side = self._flows.cut(self._graph.nodes, rank, self._inside + self._roots)
         spare = value - self._rate
         self._roots[rank] = max(min(self._roots[rank], least), self._roots[rank] - spare)
@@ -114,7 +117,8 @@ class _Search:
 
 
 def _merged(sets: Sequence[frozenset[int]], ranks: int) -> tuple[frozenset[int], ...]:
-    """Unite sets that share a rank, and remove switches that are in several of the results."""
+    """Merge sets of nodes that share a rank, and remove switches that are in several merged
+    sets."""
     parts: list[frozenset[int]] = []
     for each in sets:
         apart = [part for part in parts if not _share(part, each, ranks)]
@@ -136,18 +140,19 @@ def plan(network: Network, collective: str = "all_gather", trees: int | None = N
     """Return the schedule with the highest throughput.
 
     Args:
-        network: the ranks and links.
-        collective: one of `COLLECTIVES`. all_reduce is a reduce-scatter followed by an all-gather.
-        trees: k, the number of trees per root. Defaults to as many as the highest throughput needs.
-        overlap: whether both parts of an all_reduce run at the same time on shared wires. The
-            shares of the roots are then optimized for that (`best_shares`).
-        symmetry: whether clusters of equal parts use one plan for all parts if that is equally fast
-            (`planner.forest.by_parts`).
+        network: ranks and links on which the collective runs.
+        collective: name of the collective, which is one of `COLLECTIVES`. An all_reduce consists of
+            a reduce-scatter followed by an all-gather.
+        trees: number k of trees per root. By default, the number that the highest throughput needs.
+        overlap: whether the reduce-scatter and the all-gather of an all_reduce run at the same time
+            on shared wires. If True, `best_shares` optimizes the shares of the roots for this case.
+        symmetry: whether clusters of equal parts use one plan for all parts if that is equally
+            fast; see `planner.forest.by_parts`.
 
     Raises:
-        ValueError: if the collective is unknown, `trees` is out of bounds, `overlap` does not
-        apply,
-            bandwidths have so many digits that sums would be rounded, or igraph is missing.
+        ValueError: If the collective is unknown, if `trees` is out of bounds, if `overlap` is given
+        for a collective other than all_reduce, if bandwidths have so many digits that sums would be
+        rounded, or if igraph is missing.
     """
     _check_request(collective, trees, overlap)
     if len(network.ranks) == 1:
@@ -209,7 +214,7 @@ def _checked(schedule: Schedule) -> Schedule:
 
 def _both_ways(counted: Graph, network: Network, roots: Sequence[int],
                collective: str, symmetry: bool) -> tuple[Tree, ...]:
-    """Return the trees of a collective.
+    """Return the inward and outward trees of a collective.
 
     Inward trees are computed as outward trees of the network with all wires reversed.
     """
@@ -235,7 +240,7 @@ def _alone(network: Network, collective: str, trees: int | None, overlap: bool) 
 
 
 def _trees(counted: Graph, network: Network, roots: Sequence[int], symmetry: bool) -> list[Tree]:
-    """Return outward spanning trees, as many as stated for each root, with physical paths."""
+    """Return `roots[i]` outward spanning trees with physical paths for each root i."""
     alike = symmetry and len(set(roots)) == 1
     if alike and (parts := find_parts(counted)) is not None:
         trees = trees_by_parts(counted, network.nodes, parts, roots[0])
@@ -250,7 +255,7 @@ def _trees(counted: Graph, network: Network, roots: Sequence[int], symmetry: boo
 
 
 class Naming:
-    """Assigns physical paths to the edges of trees, within the capacity of the paths."""
+    """Assignment of physical paths to the edges of trees, within the capacity of the paths."""
 
     def __init__(self, network: Network, split: Splitting) -> None:
         self._names, self._pools = network.nodes, split.paths
@@ -258,7 +263,7 @@ class Naming:
         self._known = {}
 
     def tree(self, root: int, weight: int, edges: Sequence[tuple[int, int]]) -> Tree:
-        """Return a tree with paths. The paths are removed from the pool for later trees."""
+        """Return a tree whose edges have physical paths. Later trees cannot use these paths."""
         return Tree(root, weight, tuple(
             Edge(*edge, self._paths(edge, weight)) for edge in _by_depth(root, edges)))
 
@@ -286,9 +291,10 @@ def _by_depth(root: int, edges: Sequence[tuple[int, int]]) -> Iterator[tuple[int
 
 
 def _paired(inward: Sequence[Tree], outward: Sequence[Tree]) -> tuple[list[Tree], list[Tree]]:
-    """Split trees such that the i-th inward and the i-th outward tree have equal root and weight.
+    """Split trees such that the i-th inward tree and the i-th outward tree have the same root and
+    weight.
 
-    The weights of each root must have the same sum in both directions.
+    For each root, the weights of inward trees and of outward trees must have the same sum.
     """
     waiting: dict[int, list[Tree]] = defaultdict(list)
     for tree in reversed(outward):
@@ -308,7 +314,7 @@ def _paired(inward: Sequence[Tree], outward: Sequence[Tree]) -> tuple[list[Tree]
 
 
 def _split(tree: Tree, weight: int) -> tuple[Tree, Tree | None]:
-    """Split off `weight` of a tree, and return both parts."""
+    """Split a tree into a tree with weight `weight` and a tree with the remaining weight."""
     if tree.weight == weight:
         return tree, None
     halves: tuple[list[Edge], list[Edge]] = [], []

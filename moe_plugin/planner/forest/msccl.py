@@ -1,8 +1,10 @@
-"""Conversion of programs to MSCCL XML, which the MSCCL runtime (also in RCCL) executes on GPUs.
+"""Conversion of programs to MSCCL XML files, which the MSCCL runtime (also part of RCCL) executes
+on GPUs.
 
-Each GPU has thread blocks that either send to one peer or receive from one peer, and run their
-steps in an order that all GPUs share. Therefore a step waits only for steps that come earlier in
-this order. The first remaining step can always run, however small the buffers between GPUs are.
+Each thread block of a GPU either sends to one peer or receives from one peer. All thread blocks run
+their steps in an order that is the same on all GPUs. Therefore, each step waits only for steps that
+come earlier in this order. The earliest step that has not run can always run, even if the buffers
+between GPUs are small.
 """
 
 from __future__ import annotations
@@ -48,8 +50,8 @@ class _Gpu:
     """Thread blocks of a GPU.
 
     Attributes:
-        last: by piece, the last step that wrote the GPU's copy of the piece.
-        place: by piece, the buffer and offset of the GPU's copy.
+        last: for each piece, the last step that wrote the GPU's copy of the piece.
+        place: for each piece, the buffer and offset at which the GPU's copy is stored.
     """
 
     blocks: dict[tuple[int, int, int], _Block] = field(default_factory=dict)
@@ -58,7 +60,7 @@ class _Gpu:
     scratch: int = 0
 
     def add(self, step: _Step, send: int, receive: int, channel: int) -> _Step:
-        """Append a step to its thread block."""
+        """Append a step to the thread block with these peers and this channel."""
         key = send, receive, channel
         step.block = self.blocks.setdefault(key, _Block(*key, len(self.blocks)))
         step.index = len(step.block.steps)
@@ -71,14 +73,15 @@ class _Gpu:
 
 
 def to_msccl(program: Program) -> str:
-    """Return a program as the text of an XML file that works in place and out of place.
+    """Convert a program to the content of an XML file that supports in-place and out-of-place
+    calls.
 
     Routes are omitted, because the runtime's transport knows the path between two GPUs. The result
-    is divided into equal chunks such that each piece has a whole number of chunks. The runtime
-    applies the file only to results whose size is divisible by the number of chunks.
+    is divided into equal chunks such that each piece consists of a whole number of chunks. The
+    runtime applies the file only to results whose size is divisible by the number of chunks.
 
     Raises:
-        ValueError: if `verify` fails, or if the runtime's limits are exceeded.
+        ValueError: If `verify` fails, or if the runtime's limits are exceeded.
     """
     verify(program)
     channels = 1
@@ -93,7 +96,7 @@ def to_msccl(program: Program) -> str:
 
 
 class _Compiler:
-    """Steps of all GPUs."""
+    """Compiler of a program into the steps of all GPUs."""
 
     def __init__(self, program: Program, channels: int) -> None:
         self.program, self.channels = program, channels
@@ -120,7 +123,7 @@ class _Compiler:
             self._add(program.moves[index])
 
     def _offsets(self) -> list[int]:
-        """Return the offset of each piece in chunks; pieces of a root are consecutive."""
+        """Return the offset of each piece in chunks. The pieces of a root are consecutive."""
         free = {root: root * self.shard for root in self.program.roots}
         if self.program.collective == "all_reduce":
             free = dict.fromkeys(free, 0)
@@ -156,7 +159,8 @@ class _Compiler:
         receiver.last[move.piece], receiver.place[move.piece] = last, place
 
     def _sum_place(self, move: ShareMove) -> tuple[str, int]:
-        """Return where the target stores its sum: the result for the root, else scratch memory."""
+        """Return the buffer and offset of the target's sum: output if it is the root, otherwise
+        scratch."""
         gpu, piece = self.gpus[move.target], move.piece
         if move.target == self.program.roots[piece]:
             first = self.shard * move.target if self.phases == 1 else 0
@@ -166,7 +170,7 @@ class _Compiler:
 
     def _parts(self, source: tuple[str, int], target: tuple[str, int], piece: int
                ) -> Iterator[tuple[tuple[str, int], tuple[str, int], int]]:
-        """Yield a piece in steps of at most `MAX_COUNT` - 1 chunks."""
+        """Split the copy of a piece into steps of at most `MAX_COUNT - 1` chunks."""
         for done in range(0, self.counts[piece], MAX_COUNT - 1):
             yield ((source[0], source[1] + done), (target[0], target[1] + done),
                    min(MAX_COUNT - 1, self.counts[piece] - done))

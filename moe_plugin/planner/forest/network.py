@@ -1,4 +1,4 @@
-"""Networks as directed graphs: ranks, switches, and wires with exact bandwidths."""
+"""Networks as directed graphs that consist of ranks, switches, and wires with exact bandwidths."""
 
 from __future__ import annotations
 
@@ -25,12 +25,11 @@ _DIGITS = 3  # significant digits of a measured bandwidth; more digits only prod
 
 @dataclass(frozen=True, slots=True)
 class Wire:
-    """One direction of a link.
+    """A wire, which is one direction of a link.
 
-    Attributes:
-        source, target: names of the nodes.
-        bandwidth: GB/s (10^9 bytes per second).
-        alpha_s: fixed seconds of each message.
+    Attributes: source, target: names of the nodes at which the wire starts and ends.
+        bandwidth: bandwidth in GB/s (10^9 bytes per second).
+        alpha_s: fixed time of each message in seconds.
     """
 
     source: str
@@ -40,23 +39,24 @@ class Wire:
 
     @property
     def ends(self) -> tuple[str, str]:
-        """Names of source and target."""
+        """Names of the source node and the target node."""
         return self.source, self.target
 
 
 @dataclass(frozen=True)
 class Network:
-    """Ranks, switches, and the wires between them.
+    """A network of ranks and switches that are connected by wires.
 
     Attributes:
         name: name of the network.
-        ranks: nodes that compute. Rank i is ranks[i].
-        switches: nodes that only forward data.
-        wires: wires, at most one from each node to each other node.
+        ranks: names of the nodes that compute. Rank i is `ranks[i]`.
+        switches: names of the nodes that only forward data.
+        wires: directed wires between nodes, with at most one wire from any node to any different
+            node.
 
     Raises:
-        ValueError: if a node occurs twice, a wire is invalid, a node's total bandwidth differs
-            between both directions, or nodes cannot reach each other.
+        ValueError: If a node occurs twice, if a wire is invalid, if the total bandwidth into a node
+            differs from the total bandwidth out of it, or if nodes cannot reach each other.
     """
 
     name: str
@@ -85,13 +85,14 @@ class Network:
         return self.ranks + self.switches
 
     def out_of(self, nodes: Iterable[str]) -> Fraction:
-        """Return the bandwidth that leaves a set of nodes, in GB/s."""
+        """Return the total bandwidth in GB/s of the wires that leave a set of nodes."""
         inside = set(nodes)
         return sum((w.bandwidth for w in self.wires
                     if w.source in inside and w.target not in inside), Fraction(0))
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values for `from_dict`, with bandwidths as "p/q"."""
+        """Convert the network to plain values for `from_dict`. Bandwidths are strings such as
+        "25/2"."""
         return {"name": self.name, "ranks": list(self.ranks), "switches": list(self.switches),
                 "one_way": [[w.source, w.target, str(w.bandwidth), w.alpha_s] for w in self.wires]}
 
@@ -100,14 +101,17 @@ class Network:
         """Create a network from plain values.
 
         Args:
-            values: mapping with the keys name, ranks, switches, links and one_way. ranks and
-                switches are a list of names or a number (names 0, 1, ... and s0, s1, ...). links
-                contains [a, b, GB/s] or [a, b, GB/s, alpha_s] for both directions, and one_way the
-                same for the direction from a to b only. GB/s is a number or a text such as "25/2".
+            values: mapping with the keys name, ranks, switches, links and one_way. The values of
+                `ranks` and `switches` are lists of names, or numbers of nodes, which are then named
+                0, 1, 2 etc. and s0, s1, s2 etc. The entries of `links` are [a, b, GB/s] or [a, b,
+                GB/s, alpha_s] and apply to both directions. The entries of `one_way` have the same
+                form and apply only to the direction from a to b. GB/s is a number or a string such
+                as "25/2".
             where: name of the values in error messages.
 
         Raises:
-            ValueError: if keys are unknown, types are wrong, or `Network` rejects the values.
+            ValueError: If a key is unknown, if a value has the wrong type, or if `Network` rejects
+                the values.
         """
         if not isinstance(values, Mapping):
             raise ValueError(f"{where} must be a mapping with the keys {', '.join(_KEYS)}, got "
@@ -132,7 +136,7 @@ class Network:
         """Read a YAML file with the values that `from_dict` accepts.
 
         Raises:
-            ValueError: if the file cannot be read or describes no valid network.
+            ValueError: If the file cannot be read, or if it does not describe a valid network.
         """
         values = read_yaml(path, "network file", "see docs/collectives.md for an example")
         return cls.from_dict({"name": Path(path).stem, **values},
@@ -140,12 +144,14 @@ class Network:
 
     @classmethod
     def from_cluster(cls, cluster: Cluster) -> Network:
-        """Return the network of a cluster: a switch per node, network cards, and a global switch.
+        """Return the network of a cluster, which has a switch for each node, network cards, and one
+        global switch.
 
-        A rank reaches its node's switch at the bandwidth of `intra`, and its network card at the
-        bandwidth of `inter`. Ranks share a card if there are fewer cards than ranks, and a rank has
-        several cards if there are more. Bandwidths are rounded to 3 digits. Alpha and the fixed
-        seconds of a round are charged where a message leaves a rank.
+        A rank is connected to its node's switch with the bandwidth of `cluster.intra`, and to its
+        network card with the bandwidth of `cluster.inter`. If a node has fewer cards than ranks,
+        ranks share a card. If it has more, a rank has several cards. Bandwidths are rounded to 3
+        significant digits. Alpha and the fixed time of a round are charged on the wire on which a
+        message leaves a rank.
         """
         ranks, switches, wires = [], [], []
 
@@ -177,16 +183,18 @@ class Network:
 
 
 def part_of(network: Network, ranks: Sequence[int]) -> Network:
-    """Return the network of these ranks alone, in this order, with all switches that they reach.
+    """Return the part of a network that consists of the given ranks, in the given order, and all
+    switches that they reach.
 
-    Other ranks forward no data, so their wires are omitted.
+    The wires of all remaining ranks are omitted, because ranks do not forward data for other ranks.
 
     Args:
         network: the whole network.
-        ranks: indices of the ranks.
+        ranks: indices of the ranks to keep.
 
     Raises:
-        ValueError: if the remaining network is not connected or not balanced.
+        ValueError: If the remaining network is not connected, or if a node's bandwidth differs
+            between directions.
     """
     kept = tuple(network.ranks[rank] for rank in ranks)
     if kept == network.ranks:
@@ -200,7 +208,7 @@ def part_of(network: Network, ranks: Sequence[int]) -> Network:
 
 
 def shortest_paths(network: Network, node: str) -> dict[str, tuple[str, ...]]:
-    """Return a path with the fewest wires from a node to each other node, by target.
+    """Return, for each target node, a path with the fewest wires from the given node.
 
     Among equally short paths, wires that come first in the network are preferred.
     """
@@ -218,10 +226,11 @@ def shortest_paths(network: Network, node: str) -> dict[str, tuple[str, ...]]:
 
 
 def parse_fraction(value: Any, where: str) -> Fraction:
-    """Return an exact number from an integer, a float, or a text such as "25/2".
+    """Convert an integer, a float, or a string such as "25/2" to an exact fraction.
 
     Raises:
-        ValueError: if the value is not a number, or has more digits than any bandwidth.
+        ValueError: If the value is not a number, or if it has more digits than any bandwidth can
+            have.
     """
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         text = repr(value) if abs(value) < 10**15 else ""

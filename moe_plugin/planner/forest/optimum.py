@@ -1,11 +1,12 @@
-"""Least time of a collective: the cut through which a network passes data most slowly.
+"""Minimum time of a collective, which is determined by the network's slowest cut.
 
-One shard of each rank in a set S of nodes must leave S through its bandwidth B(S), unless S
-contains all ranks. Hence 1/x* = max over S of (ranks in S) / B(S), in seconds per GB of a shard. A
-rate x is possible if every rank can receive x from all ranks at the same time, which max-flows
-decide. If a max-flow is too small, its min-cut is a slower set S, and the search continues at the
-rate of that set. Cuts only get slower, so each rank is tested until it succeeds, and each cut that
-is found costs one additional test.
+For each set S of nodes that does not contain all ranks, the shards of all ranks in S must leave S,
+and B(S) is the bandwidth of the wires out of S. Hence the minimum time in seconds per GB of a shard
+is `1/x* = max over S of (ranks in S) / B(S)`. A rate x is possible if every rank can receive at
+rate x from all ranks at the same time. This is tested by max-flows. If a max-flow is too small, the
+corresponding min-cut is a slower set S, and the search continues with the rate of that set. Because
+each cut that is found is slower than the one before, a rank that passes its test stays valid, and
+each cut costs only one additional test.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class Graph:
 
     Attributes:
         ranks: number of ranks, which are the nodes 0 to ranks - 1.
-        nodes: number of nodes. Switches follow the ranks.
+        nodes: total number of nodes. The switches are numbered after the ranks.
         capacity: capacity of each arc (from, to).
         scale: number of integer units in 1 GB/s.
     """
@@ -39,7 +40,8 @@ class Graph:
 
     @classmethod
     def of(cls, network: Network) -> Graph:
-        """Return the graph of a network, in units in which all bandwidths are integers."""
+        """Return the graph of a network, with bandwidths converted to a unit in which all are
+        integers."""
         index = {name: i for i, name in enumerate(network.nodes)}
         scale = lcm(*(wire.bandwidth.denominator for wire in network.wires))
         return cls(len(network.ranks), len(index), {
@@ -57,8 +59,8 @@ class Optimum:
     """The best rate.
 
     Attributes:
-        ratio: 1/x*, in seconds per unit of the graph's scale.
-        cut: nodes that prove the bound.
+        ratio: minimum time 1/x* in seconds per unit of data of the graph's scale.
+        cut: set of nodes whose outgoing bandwidth proves that no shorter time is possible.
     """
 
     ratio: Fraction
@@ -66,7 +68,8 @@ class Optimum:
 
 
 def optimum(graph: Graph) -> Optimum:
-    """Return 1/x* and a cut that proves it. The graph needs at least 2 ranks, all connected."""
+    """Return the minimum time 1/x* and a cut that proves it. The graph must be connected and have
+    at least 2 ranks."""
     entering: dict[int, int] = defaultdict(int)
     for (_, target), capacity in graph.capacity.items():
         entering[target] += capacity
@@ -87,7 +90,7 @@ def optimum(graph: Graph) -> Optimum:
 
 def _slower(graph: Graph, flows: Flows, ratio: Fraction, done: set[int],
             rank: int) -> Optimum | None:
-    """Return a cut with a larger ratio that separates `rank` from ranks that are not done."""
+    """Return a slower cut that separates `rank` from the other ranks, or None if there is none."""
     p, q = ratio.as_integer_ratio()
     need = q * graph.ranks
     inside = [capacity * p for capacity in graph.capacity.values()]
@@ -102,9 +105,9 @@ def _slower(graph: Graph, flows: Flows, ratio: Fraction, done: set[int],
 
 
 def whole_trees(graph: Graph, ratio: Fraction) -> tuple[int, Fraction]:
-    """Return k and the number of trees per unit of capacity.
+    """Return the number of trees per root, k, and the number of trees per unit of capacity.
 
-    k is the least number of trees per root with which the full rate is reached.
+    The number k is the smallest number of trees per root that reaches the full rate.
     """
     p, q = ratio.as_integer_ratio()
     divisor = gcd(q, *graph.capacity.values())
@@ -115,25 +118,27 @@ def whole_trees(graph: Graph, ratio: Fraction) -> tuple[int, Fraction]:
 
 
 def whole(graph: Graph, per_unit: Fraction) -> Graph:
-    """Return the graph with the number of trees that each arc can carry.
+    """Return a graph in which the capacity of each arc is the number of trees that the arc can
+    carry.
 
-    Each unit of capacity carries `per_unit` trees, and the number of each arc is rounded down. Arcs
-    are then reduced until each node sends as many trees as it receives.
+    One unit of the original capacity carries `per_unit` trees, and the number of trees of each arc
+    is rounded down. Arcs are then reduced until each node sends as many trees as it receives.
     """
     counts = {arc: int(c * per_unit) for arc, c in graph.capacity.items()}
     return _balanced(Graph(graph.ranks, graph.nodes, counts, graph.scale))
 
 
 def best_unit(graph: Graph, ratio: Fraction, trees: int) -> Fraction:
-    """Return the fewest trees per unit of capacity with which each root can have `trees` trees.
+    """Return the smallest number of trees per unit of capacity at which each root can have `trees`
+    trees.
 
-    The result is at least ratio * trees. At the result some arc can carry one more tree, so only
-    such values are searched, by bisection.
+    The result is at least `ratio * trees`. It is found by bisection over the values at which some
+    arc becomes able to carry one more tree.
 
     Args:
-        graph: graph whose capacities are rounded to whole trees.
-        ratio: 1/x*, in the graph's units.
-        trees: number of trees per root.
+        graph: graph whose capacities are converted to whole numbers of trees.
+        ratio: minimum time 1/x* in the graph's units; see `optimum`.
+        trees: number of trees that each root must have.
     """
     low, roots = ratio * trees, [trees] * graph.ranks
 
@@ -153,7 +158,7 @@ def best_unit(graph: Graph, ratio: Fraction, trees: int) -> Fraction:
 
 
 def _balanced(graph: Graph) -> Graph:
-    """Reduce arcs by a flow that makes every node send as much as it receives."""
+    """Reduce arcs until every node sends as much as it receives, by subtracting a flow."""
     surplus: dict[int, int] = defaultdict(int)
     for (source, target), count in graph.capacity.items():
         surplus[source] += count

@@ -1,10 +1,11 @@
-"""Packs spanning trees into a graph of ranks (the constructive proof of Edmonds' theorem).
+"""Packing of spanning trees into a graph of ranks, as in the constructive proof of Edmonds'
+theorem.
 
-Trees grow edge by edge. A tree may use an edge x -> y as long as every set of ranks with y and
-without x keeps enough incoming capacity for all trees that are not in the set yet. A max-flow from
-x to y determines how many trees may use the edge. If that is less than the weight of the tree, the
-tree is split into two. A set without spare capacity never regains any, so an edge is tested at most
-once per tree.
+Trees are extended edge by edge. A tree may use an edge x -> y if every set of ranks that contains y
+but not x keeps enough incoming capacity for all trees that have not reached the set yet. A max-flow
+from x to y determines how many trees may use the edge. If this number is less than the weight of
+the tree, the tree is split into two trees. Because a set without spare capacity never regains
+capacity, each edge is tested at most once per tree.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ class Partial:
     """A growing tree.
 
     Attributes:
-        root: rank of the root.
+        root: rank that is the root of the tree.
         weight: number of equal trees that this tree represents.
         nodes: ranks of the tree, in the order in which they were added.
         edges: edges of the tree.
-        blocked: edges that the tree can never use.
+        blocked: edges that the tree can no longer use.
     """
 
     root: int
@@ -37,7 +38,8 @@ class Partial:
     blocked: set[Arc] = field(default_factory=set)
 
     def split(self, weight: int) -> Partial:
-        """Reduce this tree to `weight`, and return the rest as a separate tree."""
+        """Reduce the weight of this tree to `weight`, and return a copy with the remaining
+        weight."""
         rest = Partial(self.root, self.weight - weight, list(self.nodes), list(self.edges),
                        set(self.blocked))
         self.weight = weight
@@ -45,13 +47,13 @@ class Partial:
 
 
 def pack(ranks: int, capacity: Mapping[Arc, int], roots: Sequence[int]) -> list[Partial]:
-    """Return spanning trees that use each edge at most as often as its capacity.
+    """Return spanning trees that together use no edge more often than its capacity allows.
 
     Args:
-        ranks: number of nodes.
+        ranks: number of ranks, which are all nodes of the graph.
         capacity: capacity of each edge. Every rank must be able to receive from all roots at the
             same time (`flow.Demand`).
-        roots: number of trees of each rank.
+        roots: for each rank, the number of trees of which it is the root.
     """
     return _Packing(ranks, capacity, roots).run()
 
@@ -89,7 +91,8 @@ class _Packing:
         return done
 
     def _grow(self, tree: Partial) -> None:
-        """Add the widest possible edge of the earliest node that has a possible edge."""
+        """Extend the tree by the widest edge that it may use, from the earliest node with such an
+        edge."""
         inside = set(tree.nodes)
         for source in tree.nodes:
             ahead = [(-self._left[arc], target, arc) for target, arc in self._out[source]
@@ -116,7 +119,8 @@ class _Packing:
         tree.edges.append(edge)
 
     def _room(self, source: int, target: int, most: int) -> int:
-        """Return how many trees may use an edge, or at least `most` if there are more."""
+        """Return the number of trees that may use an edge. If more than `most` may use it, the
+        result is at least `most`."""
         if self._flows is None:
             more = [(self._ranks, v) for v in range(self._ranks)]
             for index, tree in enumerate(self._waiting):

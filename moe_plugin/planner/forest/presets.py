@@ -1,9 +1,9 @@
 """Networks by name, such as `ring:8`, `torus:4x4x4` or `dgx-a100:2`.
 
-Each kind of network is built by one function. Bandwidths are GB/s in one direction, as published by
-the manufacturers. Latencies are zero because they are not published; a network file can state them.
-Sources: user guides of NVIDIA DGX A100, DGX H100 and DGX GB200; AMD Instinct MI250 in the ROCm
-documentation; definitions of the graphs.
+Each kind of network is built by one function. Bandwidths are given in GB/s per direction, as
+published by the manufacturers. Latencies are assumed to be zero because they are not published. A
+network file can define them. The sources of the bandwidths are the user guides of NVIDIA DGX A100,
+DGX H100 and DGX GB200, and the page on the AMD Instinct MI250 in the ROCm documentation.
 """
 
 from __future__ import annotations
@@ -32,29 +32,31 @@ JOINING_LINKS = ((0, 0), (1, 1), (1, 2), (2, 1), (2, 2), (3, 3))  # GCD numbers 
 
 @dataclass
 class Builder:
-    """A network under construction: nodes in order, and the bandwidth of each pair of nodes."""
+    """A network under construction, with a list of nodes and the bandwidth between pairs of
+    nodes."""
 
     ranks: list[str] = field(default_factory=list)
     switches: list[str] = field(default_factory=list)
     wires: dict[tuple[str, str], Fraction] = field(default_factory=dict)
 
     def rank(self, name: str) -> str:
-        """Add a compute node and return its name."""
+        """Add a rank to the network and return its name."""
         self.ranks.append(name)
         return name
 
     def switch(self, name: str) -> str:
-        """Add a switch and return its name."""
+        """Add a switch to the network and return its name."""
         self.switches.append(name)
         return name
 
     def link(self, a: str, b: str, bandwidth: Fraction | int) -> None:
-        """Add wires of `bandwidth` GB/s in both directions. Parallel links add up."""
+        """Add wires of `bandwidth` GB/s in both directions. The bandwidths of parallel links are
+        added."""
         for ends in ((a, b), (b, a)):
             self.wires[ends] = self.wires.get(ends, Fraction(0)) + bandwidth
 
     def network(self, name: str) -> Network:
-        """Return the finished network."""
+        """Return the network that has been built."""
         return Network(name=name, ranks=tuple(self.ranks), switches=tuple(self.switches),
                        wires=tuple(Wire(*ends, rate) for ends, rate in self.wires.items()))
 
@@ -70,7 +72,8 @@ def star(b: Builder, scale: Fraction, ranks: int) -> None:
 
 
 def clusters(b: Builder, scale: Fraction, count: int, size: int) -> None:
-    """Build clusters with one switch each (weight 10 per rank) and a global switch (weight 1)."""
+    """Build clusters that each have one switch with links of weight 10 to its ranks, and a global
+    switch with links of weight 1."""
     everyone = b.switch("global")
     for c in range(count):
         switch = b.switch(f"c{c}.switch")
@@ -83,8 +86,8 @@ def clusters(b: Builder, scale: Fraction, count: int, size: int) -> None:
 def mesh(b: Builder, scale: Fraction, *sizes: int, wraps: bool = False) -> None:
     """Build a grid of any number of dimensions, with links to the neighbours in each dimension.
 
-    wraps: whether to link the ends of each dimension, which makes a torus. A dimension of size 2
-    always has one link instead of two.
+    wraps: if True, the ends of each dimension are linked, which results in a torus. In a dimension
+    of size 2, there is always one link instead of two.
     """
     names = {at: b.rank("r" + ".".join(map(str, at))) for at in product(*map(range, sizes))}
     for at, rank in names.items():
@@ -96,18 +99,19 @@ def mesh(b: Builder, scale: Fraction, *sizes: int, wraps: bool = False) -> None:
 
 
 def hypercube(b: Builder, scale: Fraction, dimensions: int) -> None:
-    """Build 2 to the power of `dimensions` ranks, with links between ranks that differ in one bit.
+    """Build a hypercube of `2 ** dimensions` ranks, with links between ranks that differ in one
+    bit.
     """
     mesh(b, scale, *(2,) * dimensions)
 
 
 def fat_tree(b: Builder, scale: Fraction, ports: int) -> None:
-    """Build the three-level fat tree of switches with an even number of ports.
+    """Build a three-level fat tree from switches that have an even number of ports.
 
-    The fat tree has ports ** 3 / 4 ranks and full bisection bandwidth (Al-Fares et al., 2008).
+    The fat tree has `ports ** 3 / 4` ranks and full bisection bandwidth (Al-Fares et al., 2008).
 
     Raises:
-        ValueError: if the number of ports is odd.
+        ValueError: If the number of ports is odd.
     """
     if ports % 2:
         raise ValueError(f"fat-tree:{ports} is not possible, because the switches of a fat tree "
@@ -130,8 +134,9 @@ def fat_tree(b: Builder, scale: Fraction, ports: int) -> None:
 def dragonfly(b: Builder, scale: Fraction, routers: int, hosts: int, links: int) -> None:
     """Build a dragonfly network (Kim et al., 2008).
 
-    The `routers` routers of a group are all linked with each other. Each router has `hosts` ranks
-    and `links` links to other groups. Any two of the routers * links + 1 groups share a link.
+    Each group has `routers` routers, which are all linked with each other. Each router has `hosts`
+    ranks and `links` links to different groups. There are `routers * links + 1` groups, and any two
+    of them are joined by a link.
     """
     groups = routers * links + 1
     names = [[b.switch(f"g{g}.s{r}") for r in range(routers)] for g in range(groups)]
@@ -152,10 +157,11 @@ def dragonfly(b: Builder, scale: Fraction, routers: int, hosts: int, links: int)
 
 def switched(b: Builder, scale: Fraction, nodes: int, *, size: int, inner: int,
              outer: int) -> None:
-    """Build nodes of `size` GPUs that are connected to a switch with `inner` GB/s each.
+    """Build nodes that each have a switch and `size` GPUs, which are connected to the switch at
+    `inner` GB/s.
 
-    Several nodes share a network without bottleneck, which each GPU reaches through a network card
-    with `outer` GB/s.
+    If there are several nodes, each GPU is connected through a network card at `outer` GB/s to a
+    network without a bottleneck.
     """
     fabric = b.switch("network") if nodes > 1 else ""
     for n in range(nodes):
@@ -168,9 +174,10 @@ def switched(b: Builder, scale: Fraction, nodes: int, *, size: int, inner: int,
 
 
 def mi250(b: Builder, scale: Fraction, nodes: int) -> None:
-    """Build nodes of eight AMD MI250 with 16 GCDs.
+    """Build nodes of eight AMD MI250 accelerators, which have 16 GCDs (graphics compute dies) per
+    node.
 
-    Each GCD has seven Infinity Fabric links of 50 GB/s, and 16 GB/s to other nodes.
+    Each GCD has seven Infinity Fabric links of 50 GB/s, and a bandwidth of 16 GB/s to other nodes.
     """
     fabric = b.switch("network") if nodes > 1 else ""
     for n in range(nodes):
@@ -192,17 +199,17 @@ def mi250(b: Builder, scale: Fraction, nodes: int) -> None:
 
 @dataclass(frozen=True)
 class Preset:
-    """A kind of network with a name.
+    """A named kind of network, for example `torus`.
 
     Attributes:
-        make: function that builds the network from a builder, the GB/s of a link of weight 1, and
-            the numbers after the colon.
-        numbers: description of the numbers.
-        count: how many numbers there are. None means any number of them.
-        example: example of the user's notation.
+        make: function that builds the network. Its arguments are a builder, the bandwidth in GB/s
+            of a link of weight 1, and the numbers after the colon in the user's notation.
+        numbers: description, for error messages, of the numbers after the colon.
+        count: how many numbers follow the colon. None means that any count is allowed.
+        example: example of the notation, such as `ring:8`.
         ranks: function that returns the number of ranks, used to reject networks that are too
             large before they are built.
-        least: smallest allowed value of each number.
+        least: smallest allowed value of each number after the colon.
     """
 
     make: Callable[..., None]
@@ -245,11 +252,12 @@ PRESETS = {
 def preset(text: str) -> Network:
     """Return the network of a name such as `dgx-a100:2` or `torus:4x4@25`.
 
-    The number after `@` is the bandwidth of the links in GB/s, which defaults to 1. For a machine,
-    the number multiplies the bandwidth of all links.
+    The number after `@` is the bandwidth of the links in GB/s, which defaults to 1. If the name is
+    that of a machine, the number is a factor for the bandwidths of all links.
 
     Raises:
-        ValueError: if the name is unknown, the numbers are wrong, or the network is too large.
+        ValueError: If the name is unknown, if the numbers are invalid, or if the network is too
+            large.
     """
     match = re.fullmatch(r"([a-z0-9-]+?)(?::([0-9]{1,9}(?:x[0-9]{1,9})*))?"
                          r"(?:@([0-9]{1,9}(?:\.[0-9]{1,9})?))?", text.strip())

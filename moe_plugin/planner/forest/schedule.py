@@ -1,4 +1,5 @@
-"""Schedule of a collective: trees over a network's wires, and the bound that they reach."""
+"""Schedule of a collective, which consists of trees over a network's wires and a lower bound of the
+time."""
 
 from __future__ import annotations
 
@@ -21,10 +22,11 @@ _FORMAT = 1
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """A message of a tree, always from source to target (ranks).
+    """An edge of a tree, which is a message from a source rank to a target rank.
 
-    paths: paths of node names from source to target, each with its multiplicity. The multiplicities
-    sum to the weight of the tree, and the tree's data is divided among the paths in proportion.
+    paths: pairs of a path, given by node names from source to target, and its multiplicity. The
+    multiplicities sum to the weight of the tree, and the tree's data is divided among the paths in
+    proportion to them.
     """
 
     source: int
@@ -37,11 +39,11 @@ class Tree:
     """A spanning tree of all ranks.
 
     Attributes:
-        root: rank of the root.
+        root: rank that is the root of the tree.
         weight: number of trees of unit weight that this tree represents.
-        edges: edges in an order in which data can move away from the root or, if the tree is
-            inward, towards the root while being summed.
-        inward: whether data moves towards the root.
+        edges: edges in the order in which data moves away from the root or, if the tree is inward,
+            is summed towards the root.
+        inward: if True, data moves from all ranks towards the root.
     """
 
     root: int
@@ -50,20 +52,21 @@ class Tree:
     inward: bool = False
 
     def from_root(self) -> Iterator[tuple[int, int]]:
-        """Return each edge as (parent, child), parents first."""
+        """Return the edges as pairs (parent, child), in order from the root to the leaves."""
         if self.inward:
             return ((edge.target, edge.source) for edge in reversed(self.edges))
         return ((edge.source, edge.target) for edge in self.edges)
 
     def depths(self) -> dict[int, int]:
-        """Return the number of edges between the root and each rank."""
+        """Return, for each rank, the number of edges between the root and this rank."""
         depths = {self.root: 0}
         for parent, child in self.from_root():
             depths[child] = depths[parent] + 1
         return depths
 
     def reversed(self) -> Tree:
-        """Return the tree with all edges and paths reversed, in reverse order."""
+        """Return the tree with all edges and paths reversed, and with the edges in reverse
+        order."""
         return Tree(self.root, self.weight, tuple(
             Edge(e.target, e.source, tuple((path[::-1], count) for path, count in e.paths))
             for e in reversed(self.edges)), not self.inward)
@@ -71,31 +74,31 @@ class Tree:
 
 @dataclass(frozen=True)
 class Schedule:
-    """Trees for one collective on one network, with a proof of the best possible speed.
+    """The trees of one collective on one network, with a proof of the highest possible speed.
 
     A result of M bytes is divided into pieces in proportion to the weights of the outward trees
-    (inward trees for reduce_scatter). The piece of a tree starts at its root (all_gather), ends at
-    its root (reduce_scatter), or is summed towards the root and then sent from there (all_reduce:
-    the i-th inward tree and the i-th outward tree belong together).
+    (for reduce_scatter, of the inward trees). In an all_gather, the piece of a tree starts at the
+    tree's root. In a reduce_scatter, it ends at the root. In an all_reduce, it is summed towards
+    the root along the i-th inward tree, and then sent from the root along the i-th outward tree.
 
     Attributes:
-        collective: one of `COLLECTIVES`.
+        collective: name of the collective, which is one of `COLLECTIVES`.
         network: the network.
-        inverse_rate: 1/x*, in seconds per GB of a shard (M/N). No schedule of this kind is faster.
-            For all_reduce, the value applies to each of the two parts, or to both together with
-            `overlap`.
-        cut: names of the nodes S that prove the bound: 1/x* = (ranks in S) / (bandwidth out of S).
-            The set is empty with `overlap` and for a single rank.
-        k: number of trees of each root, counted with their weights. With `overlap`, k counts the
-            trees of all roots together, because roots may have different shares.
-        unit: GB/s of a tree of weight 1.
+        inverse_rate: minimum time 1/x* in seconds per GB of a shard, which has M/N bytes for N
+            ranks. No schedule of this kind takes less time. For all_reduce, the value applies to
+            each of the two parts, or with `overlap` to both parts together.
+        cut: names of the nodes of the set S that proves the bound `1/x* = (ranks in S) / (bandwidth
+            out of S)`. The set is empty with `overlap` and for a single rank.
+        k: number of trees of each root, where a tree of weight w counts as w trees. With `overlap`,
+            k counts the trees of all roots together, because roots may have different shares.
+        unit: bandwidth of a tree of weight 1 in GB/s.
         trees: all trees. For all_reduce, all inward trees come first.
-        fixed: whether k was specified, so that the trees may be slower than 1/x*.
+        fixed: whether the user specified k. If True, the trees may take longer than 1/x*.
         overlap: whether inward and outward trees of an all_reduce run at the same time on shared
             wires.
-        parts: with `overlap`, disjoint sets of nodes that contain a rank each and prove the bound.
-            The time is 2 M (number of parts - 1) / (sum of the bandwidths out of each part).
-            Without `overlap`, there are no parts.
+        parts: with `overlap`, disjoint sets of nodes that prove the bound, each with at least one
+            rank. The minimum time is `2 M (number of parts - 1) / (sum of the bandwidths out of
+            each part)`. Without `overlap`, there are no parts.
     """
 
     collective: str
@@ -111,49 +114,54 @@ class Schedule:
 
     @property
     def phases(self) -> int:
-        """Number of times that the data crosses the network at full rate.
+        """Number of phases of the collective that run one after the other.
 
-        The number is 2 for a reduce-scatter followed by an all-gather, and 1 otherwise.
+        The number is 2 for an all-reduce without overlap (a reduce-scatter followed by an
+        all-gather), and 1 otherwise.
         """
         return 2 if self.collective == "all_reduce" and not self.overlap else 1
 
     @property
     def weight(self) -> int:
-        """Sum of the weights of the trees among which a result is divided."""
+        """Total weight of the trees among which a result is divided."""
         return self.k if self.overlap else self.k * len(self.network.ranks)
 
     @cached_property
     def depth(self) -> int:
-        """Depth of the deepest tree, or 0 for a single rank."""
+        """Maximum depth of all trees, or 0 for a single rank."""
         return max((max(tree.depths().values()) for tree in self.trees), default=0)
 
     @cached_property
     def message_s(self) -> float:
-        """Fixed seconds of a message: the largest sum of alphas on a path of an edge."""
+        """Fixed time of a message in seconds, which is the largest sum of `alpha_s` along a path of
+        any edge."""
         alphas = {wire.ends: wire.alpha_s for wire in self.network.wires}
         paths = {path for edge in _edges(self) for path, _ in edge.paths}
         return max((sum(alphas[hop] for hop in zip(path, path[1:])) for path in paths), default=0.0)
 
     def bound_s(self, size: float) -> float:
-        """Return a lower bound of the seconds for a result of `size` bytes."""
+        """Return a lower bound of the time in seconds for a result of `size` bytes."""
         return float(self.phases * self.inverse_rate / len(self.network.ranks)) * size / 1e9
 
     def seconds(self, size: float) -> float:
-        """Return the seconds of these trees for `size` bytes, without fixed costs of messages."""
+        """Return the time in seconds for a result of `size` bytes, without the fixed costs of
+        messages."""
         if len(self.network.ranks) == 1:
             return 0.0
         return float(self.phases / (self.weight * self.unit)) * size / 1e9
 
     @property
     def algorithmic_bandwidth(self) -> Fraction:
-        """GB of result per second of these trees. Raises `ValueError` for a single rank."""
+        """Bandwidth of these trees in GB of result per second. For a single rank, `ValueError` is
+        raised."""
         if len(self.network.ranks) == 1:
             raise ValueError(f"network {short(self.network.name)} has only 1 rank and moves no "
                              "data, so it has no bandwidth. Use at least 2 ranks")
         return self.weight * self.unit / self.phases
 
     def to_json(self) -> str:
-        """Return the schedule as JSON, with fractions as "p/q" and each path stored once."""
+        """Convert the schedule to JSON, with fractions as strings "p/q" and each path stored
+        once."""
         table: dict[tuple[str, ...], int] = {}
         trees = [[t.root, t.weight, t.inward, [
             [e.source, e.target, [[table.setdefault(path, len(table)), count]
@@ -168,10 +176,10 @@ class Schedule:
 
     @classmethod
     def from_json(cls, text: str, where: str = "schedule") -> Schedule:
-        """Read the JSON text that `to_json` returned, and check the schedule.
+        """Read a schedule from the JSON string that `to_json` returned, and check it.
 
         Raises:
-            ValueError: if the text is not a schedule, or if `check` fails.
+            ValueError: If the string does not describe a schedule, or if `check` fails.
         """
         try:
             schedule = _decode(json.loads(text), where)
@@ -186,8 +194,9 @@ class Schedule:
         """Check the schedule.
 
         Raises:
-            ValueError: if the cut does not prove the bound, a tree does not span all ranks, weights
-                of a root are incomplete, a path does not exist, or a wire is overloaded.
+            ValueError: If the cut does not prove the bound, if a tree does not span all ranks, if
+                the weights of a root's trees have the wrong sum, if a path does not exist, or if a
+                wire is overloaded.
         """
         if self.collective not in COLLECTIVES:
             raise ValueError(f"collective {short(self.collective)} is unknown. Choose from "
@@ -202,7 +211,7 @@ class Schedule:
         for inward in kinds[self.collective]:
             _check_weights(self, [t for t in self.trees if t.inward is inward])
         if {t.inward for t in self.trees} != set(kinds[self.collective]):
-            raise ValueError(f"the {self.collective} has trees of the wrong direction. Plan it "
+            raise ValueError(f"the {self.collective} has trees in the wrong direction. Plan it "
                              "again")
         _check_paths(self)
         for load in _loads(self):
@@ -239,7 +248,7 @@ def _decode(values: dict[str, Any], where: str) -> Schedule:
 
 
 def _check_cut(schedule: Schedule) -> None:
-    """Check that a cut, or a partition in case of `overlap`, proves the bound."""
+    """Check that the schedule's cut proves the bound or, with `overlap`, that its parts do."""
     network = schedule.network
     if len(network.ranks) == 1:
         return
@@ -315,7 +324,8 @@ def _edges(schedule: Schedule) -> Iterator[Edge]:
 
 
 def _loads(schedule: Schedule) -> Iterator[Counter[tuple[str, str]]]:
-    """Yield the multiplicity on each wire, for each group of trees that run at the same time."""
+    """Yield the total multiplicity on each wire for each group of trees that run at the same
+    time."""
     together = [(True, False)] if schedule.overlap else [(True,), (False,)]
     for kinds in together:
         by_paths: Counter[Paths] = Counter(

@@ -1,10 +1,11 @@
-"""A simulator of collectives in chunks, in which every wire transfers one chunk at a time.
+"""A simulator of chunked collectives in which every wire transfers one chunk at a time.
 
-The simulator runs a program: pieces of the result, and the moves that transfer each piece along a
-tree. ForestColl's schedules are programs, and so are rings and binary trees (`baselines`). Each
-piece is divided into consecutive chunks. Ranks and switches forward a chunk as soon as all of it
-has arrived. A schedule of depth D (number of wires on the longest path of a piece) takes at most 1
-+ (D - 1) / chunks times as long as its bandwidths require.
+The simulator runs a program, which consists of the pieces of the result and the moves that transfer
+each piece along a tree. ForestColl's schedules can be converted to programs, and the rings and
+binary trees of `baselines` are programs, too. Each piece is divided into consecutive chunks. Ranks
+and switches forward a chunk as soon as the whole chunk has arrived. If the longest path of a piece
+has D wires, a schedule takes at most `1 + (D - 1) / chunks` times as long as the bandwidths of the
+wires require.
 """
 
 from __future__ import annotations
@@ -28,10 +29,11 @@ class ShareMove:
     """A transfer of one piece from one rank to another.
 
     Attributes:
-        piece: index of the piece.
-        source, target: the ranks.
-        routes: paths through the network, with the share of the piece on each. The shares sum to 1.
-        sums: whether the target adds the piece to its own data instead of replacing it.
+        piece: index of the piece that is transferred.
+        source, target: ranks that send and receive the piece.
+        routes: pairs of a path through the network and the fraction of the piece that takes this
+            path. The fractions sum to 1.
+        sums: whether the target adds the piece to its own data instead of replacing this data.
     """
 
     piece: int
@@ -43,15 +45,15 @@ class ShareMove:
 
 @dataclass(frozen=True)
 class Program:
-    """A collective as a list of moves.
+    """A collective operation as a list of moves.
 
     Attributes:
         name: name of the program.
-        collective: one of `COLLECTIVES`.
+        collective: name of the collective, which is one of `COLLECTIVES`.
         network: the network.
         roots: for each piece, the rank that has it first or receives its sum.
-        shares: share of each piece in the result.
-        moves: moves in an order in which they are possible.
+        shares: for each piece, its fraction of the result.
+        moves: moves in an order in which each source has the data that it sends.
     """
 
     name: str
@@ -62,7 +64,7 @@ class Program:
     moves: tuple[ShareMove, ...]
 
     def loads(self) -> Counter[tuple[str, str]]:
-        """Return the part of the result that each wire transfers."""
+        """Return, for each wire, the fraction of the result that it transfers."""
         loads: Counter[tuple[str, str]] = Counter()
         for move in self.moves:
             for route, share in move.routes:
@@ -71,13 +73,14 @@ class Program:
         return loads
 
     def inverse_bandwidth(self) -> Fraction:
-        """Return the seconds per GB that the busiest wire needs, a bound for all chunk counts."""
+        """Return the time of the busiest wire in seconds per GB, a lower bound for any number of
+        chunks."""
         loads = self.loads()
         return max((loads[w.ends] / w.bandwidth for w in self.network.wires), default=Fraction(0))
 
     @property
     def tasks(self) -> int:
-        """Number of transfers over single wires if each piece is one chunk."""
+        """Number of simulated transfers over single wires if each piece consists of one chunk."""
         return sum(len(route) - 1 for move in self.moves for route, _ in move.routes)
 
 
@@ -97,7 +100,8 @@ class Simulated:
 
 
 def program_of(schedule: Schedule) -> Program:
-    """Return a schedule as a program with one piece per tree (per pair of trees for all_reduce)."""
+    """Convert a schedule to a program with one piece per tree (for all_reduce, per pair of
+    trees)."""
     first = [t for t in schedule.trees if t.inward] or list(schedule.trees)
     second = [t for t in schedule.trees if not t.inward] if first[0].inward else []
     moves = _moves(first) + _moves(second)
@@ -113,12 +117,12 @@ def _moves(trees: Sequence[Tree]) -> list[ShareMove]:
 
 
 def verify(program: Program) -> None:
-    """Check a program by tracking which contributions of ranks each copy of a piece contains.
+    """Check a program by tracking which ranks' contributions each copy of a piece contains.
 
     Raises:
-        ValueError: if a rank sends data that it does not have, receives or adds data twice, or
-        lacks
-            data at the end; if the pieces are not the whole result; or if a route is invalid.
+        ValueError: If a rank sends data that it does not have, receives or adds data twice, or
+        lacks data at the end, if the pieces do not make up the whole result, or if a route is
+        invalid.
     """
     ranks = len(program.network.ranks)
     if program.collective not in COLLECTIVES:
@@ -176,10 +180,11 @@ def _verify_move(program: Program, move: ShareMove, held: list[int], everything:
 
 
 def run(program: Program, size: float, chunks: int = 64) -> Simulated:
-    """Simulate a program for a result of `size` bytes, with each piece in `chunks` chunks.
+    """Simulate a program for a result of `size` bytes, with each piece divided into `chunks`
+    chunks.
 
     Raises:
-        ValueError: if `verify` fails, or if the number of chunks is less than 1 or too large.
+        ValueError: If `verify` fails, or if the number of chunks is less than 1 or too large.
     """
     if chunks < 1 or size < 0:
         raise ValueError(f"chunks={short(chunks)} must be >= 1, and size={size} must be >= 0")
@@ -198,7 +203,8 @@ def run(program: Program, size: float, chunks: int = 64) -> Simulated:
 
 
 def starts(program: Program) -> tuple[list[int], int]:
-    """Return after how many wires the first chunk of each move can start, and the depth."""
+    """Return the number of wires that precede the first chunk of each move, and the program's
+    depth."""
     arrived: dict[tuple[int, int], int] = defaultdict(int)
     waves = []
     for move in program.moves:
@@ -211,15 +217,17 @@ def starts(program: Program) -> tuple[list[int], int]:
 
 @dataclass(frozen=True)
 class _Hop:
-    """Transfer of each chunk of a move over one wire.
+    """Transfer of the chunks of a move over one wire of a route.
 
     Attributes:
-        name: name of the hop.
-        wave: wave of the first chunk.
-        rest: number of wires that the chunk, and all data that depends on it, still has to cross.
-        wire: name of the wire.
-        seconds: seconds per chunk.
-        after: names of preceding hops, without the chunk number.
+        name: name that identifies the hop.
+        wave: index of the wave in which the first chunk is transferred.
+        rest: number of wires on the longest path that a chunk, or data that depends on it, still
+            has to cross, including this wire.
+        wire: name of the wire, which identifies the resource in the simulation.
+        seconds: transfer time per chunk in seconds.
+        after: names of the hops that must transfer a chunk before this hop does, without chunk
+            number.
     """
 
     name: str
@@ -230,7 +238,7 @@ class _Hop:
     after: tuple[str, ...]
 
     def task(self, chunk: int) -> Task:
-        """Return the task of a chunk."""
+        """Return the simulator's task that transfers the given chunk."""
         return Task(f"{self.name}.{chunk}", self.wire, self.seconds,
                     tuple(f"{name}.{chunk}" for name in self.after))
 
@@ -270,10 +278,10 @@ def _by_chunk(program: Program, size: float, chunks: int) -> list[Task]:
 
 
 def _by_wave(program: Program, size: float, chunks: int) -> Iterator[Task]:
-    """Yield the tasks wave by wave, where the tasks of a wave wait only for earlier waves.
+    """Yield the tasks wave by wave. The tasks of a wave wait only for tasks of earlier waves.
 
-    If the data on each wire in a wave fits its bandwidth in one unit of time, the n-th wave ends
-    after at most n units.
+    If each wire can transfer its data of any wave in one unit of time, the n-th wave ends after at
+    most n units of time.
     """
     waves = defaultdict(list)
     for hop in _hops(program, size, chunks):

@@ -1,4 +1,4 @@
-"""Loads a network from a preset's name or from one of three kinds of files."""
+"""Loading of networks from the name of a preset or from one of three kinds of files."""
 
 from __future__ import annotations
 
@@ -36,13 +36,14 @@ _HEAD = re.compile(r"\s*GPU0(?!\s+X(\s|$))(\s|$)")
 
 @dataclass(frozen=True)
 class Speeds:
-    """Assumed bandwidths in GB/s in one direction.
+    """Assumed bandwidths per direction in GB/s.
 
     Attributes:
-        nvlink: one NVLink (25 from Volta to Hopper, 50 on Blackwell).
-        pcie: PCIe connection of a GPU, network card or switch (as reached by PCIe 4.0 x16).
-        sockets: connection between two sockets.
-        card: a network card (200 Gbit/s).
+        nvlink: bandwidth of one NVLink (25 GB/s from Volta to Hopper, 50 GB/s on Blackwell).
+        pcie: bandwidth of the PCIe connection of a GPU, network card or switch. The default is what
+            PCIe 4.0 x16 reaches.
+        sockets: bandwidth of the connection between two CPU sockets.
+        card: bandwidth of a network card. The default corresponds to 200 Gbit/s.
     """
 
     nvlink: Fraction = Fraction(25)
@@ -57,11 +58,10 @@ class Speeds:
 
 @dataclass(frozen=True)
 class TopologyTable:
-    """Contents of the table.
+    """Contents of the table that `nvidia-smi topo -m` prints.
 
-    Attributes:
-        gpus, cards: names of the GPUs and network cards in order.
-        classes: class of the connection between each pair of names, in both orders.
+    Attributes: gpus, cards: names of the GPUs and of the network cards in the order of the table.
+        classes: connection class, such as `NV4`, of each ordered pair of names.
     """
 
     gpus: tuple[str, ...]
@@ -69,25 +69,27 @@ class TopologyTable:
     classes: Mapping[tuple[str, str], str]
 
     def links(self, a: str, b: str) -> int:
-        """Return the number of NVLinks between two GPUs, or 0 for PCIe."""
+        """Return the number of NVLinks between two GPUs, or 0 if they are connected only by
+        PCIe."""
         connection = self.classes[a, b]
         return int(connection[2:]) if connection.startswith("NV") else 0
 
 
 def is_table(text: str) -> bool:
-    """Return whether a text looks like the output of `nvidia-smi topo -m`."""
+    """Return True if a string looks like the output of `nvidia-smi topo -m`."""
     return any(_HEAD.match(line) for line in _TERMINAL.sub("", text).splitlines())
 
 
 def parse_table(text: str, where: str) -> TopologyTable:
-    """Read the table. Text after the table (affinities, legend) is ignored.
+    """Read the table. Affinities and the legend, which follow the table, are ignored.
 
     Args:
         text: output of `nvidia-smi topo -m`.
-        where: name of the text in error messages.
+        where: name of the table's source for error messages.
 
     Raises:
-        ValueError: if rows or cells are missing, unknown, or differ between both directions.
+        ValueError: If rows or cells are missing or unknown, or if the two directions of a
+            connection differ.
     """
     lines = _TERMINAL.sub("", text).splitlines()
     first = next((i for i, line in enumerate(lines) if _HEAD.match(line)), None)
@@ -120,20 +122,22 @@ def parse_table(text: str, where: str) -> TopologyTable:
 
 def network_of(table: TopologyTable, nodes: int = 1, speeds: Speeds = Speeds(),
                name: str = "machine") -> Network:
-    """Return the network of `nodes` equal machines, joined through their network cards.
+    """Return the network of `nodes` identical machines, which are joined through their network
+    cards.
 
-    NVLinks are direct connections unless a GPU's row lists more links than a GPU has; in that case
-    the links lead to a switch. PCIe transfers data between GPUs only if NVLinks do not connect all
-    GPUs. A network card serves its nearest GPUs, and all cards share a network without bottleneck.
+    NVLinks are treated as direct connections, unless a GPU's row lists more links than a GPU has.
+    In this case, the links are assumed to lead to a switch. PCIe is used for data between GPUs only
+    if NVLinks do not connect all GPUs. Each network card serves the GPUs nearest to it, and all
+    cards are connected by a network without a bottleneck.
 
     Args:
-        table: connections of the machine.
+        table: connections between the devices of one machine.
         nodes: number of machines. Defaults to 1.
         speeds: assumed bandwidths.
         name: name of the network.
 
     Raises:
-        ValueError: if there are several machines but no network cards.
+        ValueError: If there are several machines but no network cards.
     """
     if nodes > 1 and not table.cards:
         raise ValueError(f"{name} lists no network cards, so {nodes} nodes cannot be joined. Plan "
@@ -171,7 +175,7 @@ def _add_nvlinks(b: Builder, table: TopologyTable, island: Sequence[str], prefix
 
 
 def _add_pcie(b: Builder, table: TopologyTable, prefix: str, speeds: Speeds) -> None:
-    """Add a tree of switches, from the nearest class of connection to the farthest."""
+    """Add a tree of PCIe switches, from the nearest connection class to the farthest."""
     top = {gpu: prefix + gpu for gpu in table.gpus}  # highest node above each GPU so far
     for level, name in enumerate(LEVELS):
         near = LEVELS[: level + 1]
@@ -193,7 +197,8 @@ def _nearest(table: TopologyTable, card: str) -> list[str]:
 
 
 def _groups(names: Sequence[str], joined: Callable[[str, str], bool]) -> list[list[str]]:
-    """Return the connected components in order. joined: whether two names are connected."""
+    """Return the groups of names that are connected, in the order of the names. joined: function
+    that returns True if two names are connected."""
     left, groups = list(names), []
     while left:
         group = [left.pop(0)]
@@ -212,16 +217,18 @@ _CLUSTER_KEYS = {"nodes", "ranks_per_node", "nics", "intra", "inter"}
 
 
 def find_network(text: str, nodes: int | None = None) -> tuple[Network, str]:
-    """Return the network that a user specified, and a line that lists assumptions (or "").
+    """Return the network that a user specified, and a line that lists the assumptions made, or "".
 
     Args:
-        text: a path or the name of a preset. A file takes precedence over a preset.
-        nodes: number of machines for a cluster file or for the output of `nvidia-smi`. Defaults to
-            the number in the file, or 1.
+        text: path of a file or name of a preset. If both exist, the file takes precedence over the
+            preset.
+        nodes: number of machines, for a cluster file or for the output of `nvidia-smi`. The default
+            is the number in the file if there is one, otherwise 1.
 
     Raises:
-        ValueError: if the text is neither a file nor a preset, if the file describes no network, or
-            if `nodes` is set although the network states it.
+        ValueError: If `text` is neither a file nor a preset, if the file does not describe a
+            network, or if `nodes` is given although the network already defines the number of
+            machines.
     """
     path = Path(bundled(text))
     if nodes is not None and nodes < 1:

@@ -1,11 +1,13 @@
-"""Replaces a network's switches by links between ranks without reducing the rate (edge splitting).
+"""Edge splitting, which replaces a network's switches with links between ranks without reducing the
+rate.
 
-A pair of arcs u -> w -> t through a switch w becomes u -> t. The replacement reduces the capacity
-of cuts that separate w from u and t by the replaced amount. If the full amount is too much for a
-cut, the deficit of the cut tells how much less may be replaced. All capacity of a switch can be
-replaced in any order of pairs, as long as each node sends as much as it receives (Bang-Jensen,
-Frank, Jackson). Therefore many pairs that are likely to fit are replaced first, with a single
-check. If the check fails, the pairs are tried in halves, and finally one by one.
+A pair of arcs u -> w -> t through a switch w is replaced with a single arc u -> t. The replacement
+reduces the capacity of cuts that separate w from u and t by the replaced amount. If the full amount
+is too much for a cut, the amount is reduced by the deficit of the cut. If each node sends as much
+as it receives, all capacity of a switch can be replaced, and the pairs can be processed in any
+order (Bang-Jensen, Frank, Jackson). Therefore many pairs that are unlikely to reduce the rate are
+replaced at once, followed by a single check. If the check fails, each half of the pairs is tried
+separately, and so on down to single pairs.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ class Splitting:
 
     Attributes:
         capacity: capacities of the remaining arcs.
-        paths: physical paths that each arc represents, with their multiplicities.
+        paths: for each arc, the physical paths that it represents and their multiplicities.
     """
 
     def __init__(self, graph: Graph, roots: Sequence[int]) -> None:
@@ -43,7 +45,8 @@ class Splitting:
             self._out[source].add(target)
 
     def run(self) -> None:
-        """Replace all switches, starting with the switch that has the most capacity."""
+        """Replace all switches with links, starting with the switch that has the highest
+        capacity."""
         def weight(switch: int) -> int:
             return -sum(self.capacity[switch, t] for t in self._out[switch])
 
@@ -64,10 +67,10 @@ class Splitting:
         return min(self.capacity.get((source, switch), 0), self.capacity.get((switch, target), 0))
 
     def _guess(self, switch: int, beside: Sequence[int]) -> list[Pair]:
-        """Return pairs that are likely to fit.
+        """Return pairs of arcs that can probably be replaced without reducing the rate.
 
-        The pairs are spread evenly around the circle of the switch's neighbours, at distances at
-        which no two neighbours are otherwise connected.
+        The switch's neighbours are arranged in a circle. The pairs are spread evenly around it, and
+        connect neighbours at distances at which no two neighbours are otherwise connected.
         """
         size = len(beside)
         sends = {u: self.capacity.get((u, switch), 0) for u in beside}
@@ -93,7 +96,8 @@ class Splitting:
         return first.union(*(self._out[n] for n in first)) - {node} if first else set()
 
     def _replace(self, switch: int, pairs: Sequence[Pair]) -> None:
-        """Replace as much of these pairs as possible. If not all fit, continue with halves."""
+        """Replace as much of these pairs as possible. If they cannot all be replaced, continue with
+        each half."""
         pairs = [(u, t, min(count, self._left(u, switch, t))) for u, t, count in pairs]
         if not any(count for _, _, count in pairs):
             return
@@ -144,7 +148,8 @@ class Splitting:
 
 
 def take(pool: list[tuple[Path, int]], count: int) -> Path:
-    """Take `count` units of the last path of a pool, which must have as many."""
+    """Remove `count` units from the last path of a pool and return this path, which must have a
+    multiplicity of at least `count`."""
     path, left = pool.pop()
     if left > count:
         pool.append((path, left - count))
@@ -161,7 +166,8 @@ def _without_loops(path: Path) -> Path:
 
 
 def _shares(count: int, offsets: Sequence[int]) -> list[tuple[int, int]]:
-    """Distribute `count` among the offsets as evenly as possible, spreading the larger shares."""
+    """Distribute `count` units among the offsets as evenly as possible, with the larger shares
+    evenly spread."""
     if not offsets:
         return []
     base, more = divmod(count, len(offsets))

@@ -1,1 +1,2 @@
-"""Plans for storing and copying activations and weights in other memory. Never imports torch."""
+"""Plans that offload activations and weights from device memory to slower memory. Never imports
+torch."""

@@ -1,7 +1,7 @@
-"""Plans that keep, recompute or swap activations (KARMA, see `activation_problem`).
+"""Plans that keep, recompute or swap activations (KARMA; see `activation_problem`).
 
-The search first looks for good decisions, and then tries to prove by branch and bound that they are
-optimal.
+The search first finds good decisions, and then tries to prove by branch and bound that these
+decisions are optimal.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ TOLERANCE = 1e-12  # relative difference below which results differ only by roun
 
 @dataclass(frozen=True)
 class SwapPlan:
-    """Decisions for a model, and their cost.
+    """Decisions for the blocks of a model, and the cost of the resulting step.
 
     Attributes:
-        problem: the blocks and the memory for their activations.
-        decisions: decision for each block.
-        seconds: seconds of a step.
-        bound_s: lower bound of the seconds, given the rule by which swaps start.
-        proved: whether the decisions are proved to be optimal.
-        limit: bytes of the device.
-        base: bytes that are always on the device.
+        problem: blocks of the model and memory for their activations.
+        decisions: decision (keep, recompute or swap) for each block.
+        seconds: time of a step in seconds.
+        bound_s: lower bound in seconds of the time of a step, given the rule by which swaps start.
+        proved: whether the search proved that the decisions are optimal.
+        limit: memory of the device in bytes.
+        base: number of bytes that are always occupied on the device.
     """
 
     problem: SwapProblem
@@ -63,20 +63,21 @@ class SwapPlan:
 
 
 def plan(blocks: Sequence[SwapBlock], limit: int, base: int = 0, duplex: bool = True) -> SwapPlan:
-    """Return the fitting decisions with the shortest step.
+    """Return the decisions with the shortest step among those that fit into the memory.
 
-    With up to 10 blocks this is the best of all 3^n combinations. With more blocks the result is
-    the best combination found, with a lower bound (`SwapPlan.bound_s`) and a flag that tells
-    whether the search proved that the combination is optimal.
+    With up to 10 blocks, the result is the best of all `3 ** n` combinations. With more blocks, it
+    is the best combination found, with a lower bound of the time (`SwapPlan.bound_s`) and a flag
+    that is True if the search proved that the combination is optimal.
 
     Args:
-        blocks: blocks in the order of forward.
-        limit: bytes of the device.
-        base: bytes of the device that are always occupied. Defaults to 0.
+        blocks: blocks in the order of the forward pass.
+        limit: memory of the device in bytes.
+        base: number of bytes that are always occupied on the device. Defaults to 0.
         duplex: whether copies in both directions run at the same time. Defaults to True.
 
     Raises:
-        ValueError: if no decisions fit. The message states the necessary number of bytes.
+        ValueError: If the limit is too small for any decisions. The message states how many bytes
+            are needed.
     """
     problem = SwapProblem(tuple(blocks), limit - base, duplex)
     need = least_bytes(blocks) + base
@@ -91,10 +92,11 @@ def plan(blocks: Sequence[SwapBlock], limit: int, base: int = 0, duplex: bool = 
 
 
 def uniform(plan: SwapPlan) -> dict[str, float]:
-    """Return the seconds of a step that uses one decision for all blocks, by decision.
+    """Return, for each decision, the time in seconds of a step that uses this decision for all
+    blocks.
 
-    The memory limit of the plan applies. The result is inf if the decision does not fit or if a
-    block cannot be swapped.
+    The memory limit of the plan applies. The time is infinite if the decision exceeds the memory or
+    if a block cannot be swapped.
     """
     problem = plan.problem
     return {decision: problem.seconds((decision,) * len(problem.blocks))
@@ -106,9 +108,9 @@ def uniform(plan: SwapPlan) -> dict[str, float]:
 
 
 def search(problem: SwapProblem) -> tuple[Decisions, bool]:
-    """Return the best decisions found, and whether they are proved to be optimal.
+    """Return the best decisions found, and True if they are proved to be optimal.
 
-    The problem must have decisions that fit.
+    The problem must have at least one combination of decisions that fits into the memory.
     """
     best = improve(problem, min(seeds(problem), key=problem.seconds))
     proof = _Proof(problem, best, problem.seconds(best))
@@ -117,9 +119,9 @@ def search(problem: SwapProblem) -> tuple[Decisions, bool]:
 
 
 def keep_more(problem: SwapProblem, decisions: Decisions) -> Decisions:
-    """Keep the activations of more blocks, the last block first, if the step gets no longer.
+    """Keep the activations of more blocks if this does not make the step longer.
 
-    Keeping more activations avoids useless copies.
+    The last block is tried first. Keeping more activations avoids useless copies.
     """
     best, seconds = decisions, problem.seconds(decisions) * (1 + TOLERANCE)
     for j in reversed(range(len(best))):
@@ -130,10 +132,10 @@ def keep_more(problem: SwapProblem, decisions: Decisions) -> Decisions:
 
 
 def seeds(problem: SwapProblem) -> Iterator[Decisions]:
-    """Yield decisions from which the search starts.
+    """Yield combinations of decisions from which the search starts.
 
-    The first decisions use as little memory as possible. The other decisions keep the last blocks,
-    which backward needs first, and swap or recompute the earlier blocks, either in two groups or
+    The first combination uses as little memory as possible. All others keep the last blocks, which
+    the backward pass needs first, and swap or recompute the earlier blocks, either in two groups or
     alternately.
     """
     blocks = problem.blocks
@@ -154,7 +156,8 @@ def seeds(problem: SwapProblem) -> Iterator[Decisions]:
 
 
 def improve(problem: SwapProblem, decisions: Decisions) -> Decisions:
-    """Change one or two blocks at a time as long as that helps, for up to `MOST_TRIALS` trials."""
+    """Change the decisions for one or two blocks at a time as long as the step becomes shorter, in
+    up to `MOST_TRIALS` trials."""
     best, seconds, left = decisions, problem.seconds(decisions), MOST_TRIALS
     improved = True
     while improved and left > 0 and seconds > problem.compute_s * (1 + TOLERANCE):
@@ -184,15 +187,15 @@ def _neighbours(problem: SwapProblem, decisions: Decisions) -> Iterator[Decision
 
 @dataclass(frozen=True)
 class _Prefix:
-    """Lower bounds of the cost after the decisions for the first blocks.
+    """Lower bounds of a step's costs that result from the decisions for the first blocks.
 
     Attributes:
         decisions: decisions for the first blocks.
-        held: bytes that stay on the device.
-        again_s: seconds of recomputation.
-        copies_s: seconds of copies in.
-        first: index of the first swapped block, or -1.
-        again_before_s: seconds to recompute the blocks before the first swapped block.
+        held: number of bytes that stay on the device between the forward and backward passes.
+        again_s: time of recomputation in seconds.
+        copies_s: time in seconds of copies to the device.
+        first: index of the first swapped block, or -1 if no block is swapped.
+        again_before_s: time in seconds to recompute the blocks before the first swapped block.
     """
 
     decisions: Decisions = ()
@@ -204,11 +207,13 @@ class _Prefix:
 
 
 class _Proof:
-    """Depth-first search over decisions, block by block, without branches that cannot win.
+    """Depth-first search over decisions, block by block, which skips branches that cannot be
+    better.
 
     Attributes:
-        best: best decisions so far.
-        left: number of nodes that may still be visited. 0 means that the proof was abandoned.
+        best: best decisions that have been found so far.
+        left: number of nodes of the search that may still be visited. 0 means that the proof was
+            abandoned.
     """
 
     def __init__(self, problem: SwapProblem, best: Decisions, seconds: float) -> None:
@@ -219,7 +224,7 @@ class _Proof:
             self.backward_s.append(self.backward_s[-1] + b.backward_s)
 
     def run(self) -> None:
-        """Visit all decisions that may be better, up to `MOST_NODES` prefixes."""
+        """Visit all combinations of decisions that may be better, up to `MOST_NODES` prefixes."""
         if self._can_improve(_Prefix()):
             self._visit(_Prefix())
 
@@ -256,10 +261,11 @@ class _Proof:
                        prefix.first, prefix.again_before_s)
 
     def _can_improve(self, prefix: _Prefix) -> bool:
-        """Return whether a lower bound is below the best time.
+        """Return True if the lower bounds for a prefix are below the best time.
 
-        One lower bound is the total computation time. Another lower bound is the time of forward,
-        all copies in, and backward from the first swapped block.
+        One lower bound is the total computation time. The second lower bound is the time of the
+        forward pass, all copies to the device, and the backward pass from the first swapped block
+        on.
         """
         bound = self.problem.compute_s + prefix.again_s
         if prefix.first >= 0:
@@ -269,13 +275,14 @@ class _Proof:
 
 
 def lower_bound(problem: SwapProblem) -> float:
-    """Return a lower bound of the seconds over all decisions.
+    """Return a lower bound in seconds of the time of a step with any decisions.
 
-    The bound relaxes the problem: when a block's forward begins, recomputing and swapping must have
-    freed the memory that the block lacks. In a step of T seconds, the time for recomputation is T
-    minus all computation. Copies out can use the time of all forward passes between the first block
-    and this block, plus the time for recomputation. Copies in can use T minus all of forward and
-    the shortest backward.
+    The bound follows from a relaxed problem, which only requires that recomputing and swapping have
+    freed the memory that a block lacks when the block's forward pass begins. In a step of T
+    seconds, the time that is available for recomputation is T minus the time of all other
+    computation. Copies from the device can use the time of all forward passes between the first
+    block and this block, plus the time for recomputation. Copies to the device can use T minus the
+    time of the whole forward pass and of the shortest backward pass of a block.
     """
     low = problem.compute_s
     if _enough(problem, low):
@@ -290,7 +297,7 @@ def lower_bound(problem: SwapProblem) -> float:
 
 
 def _enough(problem: SwapProblem, seconds: float) -> bool:
-    """Return whether the relaxed problem has a step of this length."""
+    """Return True if the relaxed problem has a step of the given length."""
     blocks, budget = problem.blocks, seconds - problem.compute_s
     swaps = [b for b in blocks if SWAP in b.choices and b.activation_bytes]
     rate_in = max((_rate(b.activation_bytes, b.swap_in_s) for b in swaps), default=0.0)
@@ -316,12 +323,14 @@ def _rate(size: int, seconds: float) -> float:
 
 
 def _product(rate: float, seconds: float) -> float:
-    """Return the number of bytes, which is infinite at an infinite rate, even for 0 seconds."""
+    """Return `rate * seconds`, the number of bytes. It is infinite at an infinite rate, even in 0
+    seconds."""
     return math.inf if rate == math.inf else rate * max(0.0, seconds)
 
 
 def _recomputed(blocks: list[tuple[int, float]], budget: float) -> float:
-    """Return the most bytes that recomputing (parts of) blocks saves within a time budget."""
+    """Return the largest number of bytes that recomputing blocks or parts of blocks saves within a
+    time budget."""
     saved = 0.0
     for size, seconds in sorted(blocks, key=lambda b: b[1] / b[0] if b[0] else math.inf):
         part = min(1.0, budget / seconds) if seconds else 1.0

@@ -1,13 +1,14 @@
-"""The choice to keep, recompute or swap the activations of each block under a memory limit (KARMA).
+"""The problem of keeping, recomputing or swapping the activations of each block under a memory
+limit (KARMA).
 
-Source: Wahib et al., "Scaling Distributed Deep Learning Workloads beyond the Memory Capacity with
-KARMA", SC 2020.
+The source is Wahib et al., "Scaling Distributed Deep Learning Workloads beyond the Memory Capacity
+with KARMA", SC 2020.
 
-Forward computes the blocks in order. The activations of a swapped block are copied out after its
-forward pass. Backward computes the last block first. Swapped activations are copied back ahead of
-their block while other blocks are computed or recomputed. The copy back starts as soon as there is
-memory that no other block needs before the copied activations are used. All waits for memory are
-decided before the step starts.
+The forward pass computes the blocks in order. The activations of a swapped block are copied from
+the device after the block's forward pass. The backward pass computes the last block first. Swapped
+activations are copied back before the block's backward pass, while different blocks are computed or
+recomputed. A copy to the device starts as soon as there is memory that no other block needs before
+the copied activations are used. All waits for free memory are determined before the step starts.
 """
 
 from __future__ import annotations
@@ -27,16 +28,19 @@ Decisions = tuple[str, ...]  # one decision per block
 
 @dataclass(frozen=True, kw_only=True)
 class SwapBlock:
-    """A block and its costs. All times are in seconds.
+    """A block of a model and its costs. All times are in seconds.
 
     Attributes:
         name: name of the block.
-        forward_s, backward_s: seconds of forward and backward.
-        activation_bytes: bytes that forward stores for backward, including the block's input.
-        kept_bytes: bytes of the activations that remain stored if forward is recomputed.
-        workspace_bytes: additional bytes while forward or backward runs.
-        swap_out_s, swap_in_s: seconds to copy the activations out and in. Infinity means that the
-            block cannot be swapped.
+        forward_s, backward_s: times of the block's forward pass and backward pass in seconds.
+        activation_bytes: number of bytes that the forward pass stores for the backward pass,
+            including the block's input.
+        kept_bytes: number of bytes of the activations that remain stored if the forward pass is
+            recomputed.
+        workspace_bytes: number of additional bytes that are needed while the forward or backward
+            pass runs.
+        swap_out_s, swap_in_s: times in seconds to copy the activations from and to the device.
+            Infinity means that the block cannot be swapped.
     """
 
     name: str
@@ -60,12 +64,12 @@ class SwapBlock:
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """Decisions that are possible for this block."""
+        """Decisions (keep, recompute or swap) that are possible for this block."""
         return DECISIONS if self.swap_out_s + self.swap_in_s < math.inf else (KEEP, RECOMPUTE)
 
 
 def blocks_of(profile: ModelProfile) -> list[SwapBlock]:
-    """Return the blocks of a profile, with copy times at the profile's bandwidths."""
+    """Return the blocks of a profile, with copy times that follow from the profile's bandwidths."""
     return [SwapBlock(name=b.name, forward_s=b.forward_s, backward_s=b.backward_s,
                       activation_bytes=b.activation_bytes, kept_bytes=b.kept_bytes,
                       workspace_bytes=b.workspace_bytes,
@@ -80,13 +84,18 @@ def _copy_s(size: int, bytes_s: float) -> float:
 
 @dataclass(frozen=True)
 class Waits:
-    """Waits that keep the memory within its limit. All lists are by block; -1 means no wait.
+    """Waits by which a step stays within the memory limit. All lists have one entry per block, and
+    -1 means that there is no wait.
 
     Attributes:
-        forward: the block whose copy out must end before this block's forward starts.
-        backward: the block whose copy out must end before this block's backward starts.
-        start: for a swapped block, the block that backward reaches when the copy in may start.
-        started: the last copy out that has ended when this block's turn in backward starts.
+        forward: for each block, the block whose copy from the device must end before the forward
+            pass starts.
+        backward: for each block, the block whose copy from the device must end before the backward
+            pass starts.
+        start: for each swapped block, the block that the backward pass has reached when the copy to
+            the device may start.
+        started: for each block, the last copy from the device that has ended when the block's turn
+            in the backward pass starts.
     """
 
     forward: list[int]
@@ -97,11 +106,11 @@ class Waits:
 
 @dataclass(frozen=True)
 class SwapProblem:
-    """Blocks in the order of forward, and the memory for their activations.
+    """Blocks in the order of the forward pass, and the memory for their activations.
 
     Attributes:
         blocks: the blocks.
-        room: bytes for activations and workspace.
+        room: number of bytes for activations and workspace.
         duplex: whether copies in both directions run at the same time.
     """
 
@@ -111,11 +120,12 @@ class SwapProblem:
 
     @cached_property
     def compute_s(self) -> float:
-        """Seconds of a step that keeps all activations."""
+        """Time in seconds of a step that keeps all activations."""
         return sum(b.forward_s + b.backward_s for b in self.blocks)
 
     def waits(self, decisions: Decisions) -> Waits | None:
-        """Return the waits for these decisions, or None if no waits make the decisions fit."""
+        """Return the waits for the given decisions, or None if they exceed the memory with any
+        waits."""
         size = len(self.blocks)
         slack, forward, backward = [0] * size, [-1] * size, [-1] * size
         start, started = [-1] * size, [-1] * size
@@ -145,9 +155,10 @@ class SwapProblem:
         return Waits(forward, backward, start, started)
 
     def _earliest(self, i: int, slack: list[int]) -> int:
-        """Return the earliest turn of backward from which block i's activations fit the memory.
+        """Return the earliest turn of the backward pass from which on block i's activations fit
+        into memory.
 
-        The memory is subtracted from `slack`.
+        The memory that they occupy is subtracted from `slack`.
         """
         turn, size = i, self.blocks[i].activation_bytes
         while turn + 1 < len(slack) and slack[turn + 1] >= size:
@@ -156,7 +167,8 @@ class SwapProblem:
         return turn
 
     def seconds(self, decisions: Decisions) -> float:
-        """Return the seconds of a step, as `schedule` would take, or inf if it does not fit."""
+        """Return the time in seconds that a step takes under `schedule`, or inf if it exceeds the
+        memory."""
         waits = self.waits(decisions)
         if waits is None:
             return math.inf
@@ -183,14 +195,14 @@ class SwapProblem:
         return now
 
     def schedule(self, decisions: Decisions, base: int = 0) -> OffloadSchedule:
-        """Return the schedule that results from these decisions.
+        """Return the schedule that results from the given decisions.
 
         Args:
-            decisions: decision for each block.
-            base: bytes on the device in addition to `room`. Defaults to 0.
+            decisions: decision (keep, recompute or swap) for each block.
+            base: number of bytes on the device in addition to `room`. Defaults to 0.
 
         Raises:
-            ValueError: if no waits make the decisions fit the memory.
+            ValueError: If the decisions exceed the memory with any waits.
         """
         waits = self.waits(decisions)
         if waits is None:
@@ -243,7 +255,7 @@ class SwapProblem:
 
 
 def least_bytes(blocks: Sequence[SwapBlock]) -> int:
-    """Return the least number of bytes with which any decisions fit."""
+    """Return the smallest number of bytes that is sufficient for any combination of decisions."""
     held = most = 0
     for block in blocks:
         most = max(most, held + block.activation_bytes + block.workspace_bytes)

@@ -1,8 +1,8 @@
 """Comparison of two ways to train with peers on a slow network.
 
-In ATOM each peer streams the whole model and computes separate micro-batches, and the peers average
-their weights from time to time. In a pipeline, the peers send the activations and gradients of
-every micro-batch over the links between them.
+In ATOM, each peer streams the whole model and computes separate micro-batches, and from time to
+time, the peers average their weights. In a pipeline, the peers send the activations and gradients
+of every micro-batch over the links between them.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from moe_plugin.planner.pipeline.schedules import MODES, Pipeline
 
 @dataclass(frozen=True, kw_only=True)
 class Peers:
-    """A group of peers and their network.
+    """A group of peers and the network between them.
 
     Attributes:
         count: number of peers, which is also the number of pipeline stages.
         bytes_s: bandwidth of each peer's link in one direction, in bytes per second.
         delay_s: delay of a message in seconds.
-        average_every: number of steps between two averages of the weights.
-        averaged_bytes: bytes of the model that are averaged.
+        average_every: number of steps after which the weights are averaged.
+        averaged_bytes: number of bytes of the model that are averaged.
     """
 
     count: int
@@ -39,19 +39,20 @@ class Peers:
                 raise ValueError(f"{f.name}={value} must be from {least.get(f.name, 0):g} to 1e18")
 
     def average_s(self) -> float:
-        """Return the seconds of a ring average: a reduce-scatter followed by an all-gather."""
+        """Return the time in seconds to average by a ring, with a reduce-scatter and an
+        all-gather."""
         turns = 2 * (self.count - 1)
         return turns * (self.averaged_bytes / self.count / self.bytes_s + self.delay_s)
 
 
 @dataclass(frozen=True)
 class Versus:
-    """Times for the same micro-batches, streamed and pipelined.
+    """Times for the same micro-batches with a streamed and with a pipelined model.
 
     Attributes:
-        streamed: seconds if each peer streams the model.
-        pipelined: seconds of a pipeline of the same peers.
-        mode: sending mode with which the pipeline is fastest.
+        streamed: time in seconds if each peer streams the model.
+        pipelined: time in seconds if the same peers form a pipeline.
+        mode: sending mode of `planner.pipeline.schedules` with which the pipeline is fastest.
     """
 
     streamed: float
@@ -60,21 +61,21 @@ class Versus:
 
     @property
     def ratio(self) -> float:
-        """Time of the pipeline divided by the time of streaming."""
+        """Ratio of the time of the pipeline to the time of streaming."""
         return self.pipelined / self.streamed
 
 
 def versus_pipeline(plan: StreamPlan, peers: Peers) -> Versus:
     """Compare streaming peers with a pipeline.
 
-    Each alternative computes `count` times g micro-batches per step.
-    The assumptions favour the pipeline: its weights and activations fit, its stages take equally
-    long, it is divided at the thinnest edges, it stores activations instead of recomputing them,
-    and its steps include no average. The streaming time includes a share of each average, which
-    does not overlap with anything.
+    With g accumulated micro-batches and n peers, each alternative computes `n * g` micro-batches
+    per step. The assumptions favour the pipeline: Its weights and activations fit into memory, its
+    stages take equally long, the model is divided where the least data is sent, activations are
+    stored instead of recomputed, and no weights are averaged. The streaming time includes a
+    fraction of the time of an average, which does not overlap with anything.
 
     Raises:
-        ValueError: if the model has fewer layers than there are peers.
+        ValueError: If the model has fewer layers than there are peers.
     """
     layers, batches = plan.model.layers, plan.model.batches * peers.count
     if len(layers) < peers.count:

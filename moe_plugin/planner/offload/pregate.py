@@ -1,9 +1,10 @@
-"""Inference with experts in host memory: times and buffers of four designs.
+"""Times and buffers of four designs for inference with experts in host memory.
 
-In the design resident, all experts are on the device. In on_demand, a layer's active experts are
-copied after its router has chosen them. In prefetch_all, all experts of the next layer are copied
-while a layer computes. In pre_gated, the router of a layer chooses the experts of the next layer,
-so only these experts are copied while the layer computes (Pre-gated MoE, Hwang et al., ISCA 2024).
+In the design `resident`, all experts are on the device. In the design `on_demand`, a layer's active
+experts are copied to the device after the layer's router has chosen them. In the design
+`prefetch_all`, all experts of the next layer are copied while a layer computes. In the design
+`pre_gated`, the router of a layer chooses the experts of the next layer, so only these experts are
+copied while the layer computes (Pre-gated MoE, Hwang et al., ISCA 2024).
 """
 
 from __future__ import annotations
@@ -27,16 +28,17 @@ Pass = Sequence[Sequence[int]]  # active experts by MoE layer
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertModel:
-    """A stack of MoE layers and the machine that runs them.
+    """A stack of MoE layers, with the speeds of the machine that runs these layers.
 
     Attributes:
         layers: number of layers with experts.
         experts: number of experts per layer.
-        expert_bytes: bytes of one expert's weights.
-        attention_s: seconds from the experts of a layer to the decision of the next layer's router.
-        expert_s: seconds per active expert for the rest of a layer.
+        expert_bytes: size of one expert's weights in bytes.
+        attention_s: time in seconds from the end of a layer's experts to the decision of the next
+            layer's router.
+        expert_s: time in seconds per active expert of a layer.
         bytes_s: bandwidth from host memory to the device, in bytes per second.
-        base_bytes: other bytes on the device.
+        base_bytes: number of bytes on the device that are not weights of experts.
     """
 
     layers: int
@@ -55,26 +57,28 @@ class ExpertModel:
                 raise ValueError(f"{f.name}={short(value)} must be from {least} to 1e16")
 
     def copy_s(self, experts: int) -> float:
-        """Return the seconds to copy this number of experts."""
+        """Return the time in seconds to copy the given number of experts to the device."""
         return experts * self.expert_bytes / self.bytes_s
 
 
 def expert_model(model: ModelShape, device: Device, link_bytes_s: float,
                  tokens: int) -> tuple[ExpertModel, Pass]:
-    """Return the model and the active experts for a pass over `tokens` sequences.
+    """Return the model and the number of active experts for a pass over `tokens` sequences.
 
-    The pass generates one token per sequence. Times follow a roofline in which every matrix is one
-    launch and is read once. `base_bytes` includes the dense weights, and the keys and values of
-    whole sequences. The number of active experts is the mean for equally likely experts.
+    The pass generates one token per sequence. Times follow a roofline model in which every matrix
+    needs one launch and is read once. The value of `base_bytes` includes the dense weights and the
+    keys and values of whole sequences. The number of active experts is the mean that results if all
+    experts are equally likely.
 
     Args:
         model: shape of the model.
         device: processor of the machine.
-        link_bytes_s: bandwidth from the memory of the experts to the device, in bytes per second.
-        tokens: number of sequences.
+        link_bytes_s: bandwidth in bytes per second from the memory that stores the experts to the
+            device.
+        tokens: number of sequences, for each of which one token is generated.
 
     Raises:
-        ValueError: if no layer has experts, or if `tokens` is less than 1.
+        ValueError: If no layer has experts, or if `tokens` is less than 1.
     """
     layers, dense = model.moe_layers, model.dense_parameters
     if not layers or tokens < 1:
@@ -100,13 +104,13 @@ def expert_model(model: ModelShape, device: Device, link_bytes_s: float,
 
 @dataclass(frozen=True)
 class DesignCost:
-    """Cost of a design.
+    """Cost of an inference design.
 
     Attributes:
-        design: name of the design.
-        seconds: seconds of a pass.
-        buffer_bytes: largest number of bytes of experts on the device at a time.
-        outcome: result of the simulation.
+        design: name of the design, such as `on_demand`.
+        seconds: time of a pass in seconds.
+        buffer_bytes: largest number of bytes that experts occupy on the device at a time.
+        outcome: result of simulating the design's schedule.
     """
 
     design: str
@@ -117,17 +121,17 @@ class DesignCost:
 
 def schedule(design: str, model: ExpertModel, passes: Sequence[Pass],
              limit: int | None = None) -> OffloadSchedule:
-    """Return a design's schedule of consecutive passes.
+    """Return the schedule of consecutive passes in a design.
 
     Args:
-        design: one of `DESIGNS`.
-        model: the layers and the machine.
-        passes: for each pass, the active experts by layer, for example from a recorded trace.
-        limit: bytes of the device. Defaults to no limit.
+        design: name of the design, which is one of `DESIGNS`.
+        model: layers of the model and speeds of the machine.
+        passes: for each pass and each layer, the active experts, for example from a recorded trace.
+        limit: maximum number of bytes on the device. By default, there is no limit.
 
     Raises:
-        ValueError: if the design is unknown, or if a pass has other layers or experts than the
-            model.
+        ValueError: If the design is unknown, or if the layers or experts of a pass differ from
+            those of the model.
     """
     if design not in DESIGNS:
         raise ValueError(f"design {short(design)} is unknown. Choose from {', '.join(DESIGNS)}")
@@ -142,7 +146,7 @@ def schedule(design: str, model: ExpertModel, passes: Sequence[Pass],
 
 
 def compare(model: ExpertModel, passes: Sequence[Pass]) -> list[DesignCost]:
-    """Return the time of a pass and the expert buffers of all designs."""
+    """Return the cost of each design, with the time of a pass and the size of expert buffers."""
     costs = []
     for design in DESIGNS:
         outcome = schedule(design, model, passes).run()
@@ -152,10 +156,10 @@ def compare(model: ExpertModel, passes: Sequence[Pass]) -> list[DesignCost]:
 
 
 def best(costs: Sequence[DesignCost], limit: int) -> DesignCost:
-    """Return the fastest design that fits and that the settings of a run can select.
+    """Return the fastest design that fits into memory and that the settings of a run can select.
 
     Raises:
-        ValueError: if no design fits.
+        ValueError: If no design fits into the memory limit.
     """
     able = [c for c in costs if DESIGNS[c.design]]
     fits = [c for c in able if c.outcome.peak <= limit]
@@ -168,7 +172,7 @@ def best(costs: Sequence[DesignCost], limit: int) -> DesignCost:
 
 
 def explain(costs: Sequence[DesignCost], limit: int) -> str:
-    """Return a table of the costs, and the settings for the best design."""
+    """Return a string with a table of the costs and with the settings for the best design."""
     chosen = best(costs, limit)
     lines = [f"{'design':14}{'a pass':>12}{'waits':>12}{'experts':>13}{'device':>13}"]
     lines += [f"{c.design:14}{show_time(c.seconds):>12}{show_time(c.outcome.stall_s):>12}"
@@ -181,7 +185,7 @@ def explain(costs: Sequence[DesignCost], limit: int) -> str:
 
 
 def as_dict(costs: Sequence[DesignCost], limit: int) -> dict[str, Any]:
-    """Return the costs as plain values for JSON."""
+    """Convert the costs to JSON-serializable values."""
     return {"best": best(costs, limit).design, "limit_bytes": limit, "designs": [
         {"design": c.design, "seconds": c.seconds, "stall_s": c.outcome.stall_s,
          "buffer_bytes": c.buffer_bytes, "peak_bytes": c.outcome.peak} for c in costs]}
@@ -199,7 +203,8 @@ def _check(model: ExpertModel, number: int, active: Pass) -> None:
 
 
 class _Writer:
-    """Issues the steps of passes. The layers of all passes are numbered consecutively."""
+    """Writer of the schedule's steps for consecutive passes. The layers of all passes are numbered
+    consecutively."""
 
     def __init__(self, design: str, model: ExpertModel) -> None:
         self.design, self.model = design, model
@@ -223,7 +228,8 @@ class _Writer:
             self._compute(label, len(experts), copies)
 
     def _copy(self, label: str, experts: list[int], decided: str) -> list[OffloadStep]:
-        """Issue copies of the active experts into the buffers of the layer before the last one."""
+        """Issue copies of the active experts into the buffers that the layer before the last one
+        used."""
         after = (decided, *self.computed[-1:])
         copies = [OffloadStep(f"copy {label} expert {e}", "in", self.model.copy_s(1), after,
                               takes=self.model.expert_bytes, block=label) for e in experts]
@@ -231,7 +237,7 @@ class _Writer:
         return copies
 
     def _copy_all(self, label: str) -> list[OffloadStep]:
-        """Issue a copy of all experts into the buffers of the layer before the last one."""
+        """Issue a copy of all experts into the buffers that the layer before the last one used."""
         after = tuple(self.computed[-2:-1])
         count = self.model.experts
         copy = OffloadStep(f"copy {label}", "in", self.model.copy_s(count), after,

@@ -1,8 +1,10 @@
-"""Schedules of compute and copies between a device and slower memory, with memory accounting.
+"""Schedules of computation and of copies between a device and slower memory, with memory
+accounting.
 
-A device has three streams that work at the same time: one computes, one copies in, and one copies
-out. Each stream runs one step at a time, in issue order. The accounting of bytes delays no step: a
-step that needs memory must list in `after` the step that frees this memory.
+A device has three streams that work at the same time. One computes, one copies data to the device,
+and one copies data from the device. Each stream runs one step at a time, in issue order. The
+accounting of bytes does not delay steps, so a step that needs memory must list the step that frees
+this memory in `after`.
 """
 
 from __future__ import annotations
@@ -26,18 +28,21 @@ MAX_SECONDS, MAX_BYTES, MAX_BLOCKS = 1e6, 10**16, 10_000
 
 @dataclass(frozen=True, kw_only=True)
 class BlockProfile:
-    """Measured costs of one block of a model, for one micro-batch.
+    """Measured costs of one block of a model for one micro-batch.
 
     Attributes:
-        name: unique name in the model.
-        forward_s, backward_s: seconds of forward, and of backward without recomputation.
-        activation_bytes: bytes that forward stores for backward, including the block's input.
-        kept_bytes: bytes of the activations that remain if forward is recomputed, which is the
-            block's input. If a model is divided before this block, the same bytes are sent between
-            the two parts.
-        parameter_bytes: bytes of the block's weights.
-        gradient_bytes: bytes of the gradients of the weights.
-        workspace_bytes: additional bytes that are needed only while forward or backward runs.
+        name: name of the block, which is unique in the model.
+        forward_s, backward_s: times in seconds of the forward pass, and of the backward pass
+            without recomputation.
+        activation_bytes: number of bytes that the forward pass stores for the backward pass,
+            including the block's input.
+        kept_bytes: size in bytes of the block's input, which remains stored if the forward pass is
+            recomputed. If a model is divided before this block, the same number of bytes is sent
+            between the two parts.
+        parameter_bytes: size of the block's weights in bytes.
+        gradient_bytes: size of the weights' gradients in bytes.
+        workspace_bytes: number of additional bytes that are needed only while the forward or
+            backward pass runs.
     """
 
     name: str
@@ -63,13 +68,15 @@ class BlockProfile:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelProfile:
-    """A model's blocks in the order of forward, and the machine on which they were measured.
+    """A model's blocks in the order of the forward pass, and properties of the machine on which
+    they were measured.
 
     Attributes:
-        blocks: the blocks, at least one.
-        name: name that is shown to users.
-        base_bytes: bytes that are always on the device: resident weights, optimizer state, buffers.
-        in_bytes_s, out_bytes_s: bandwidth of copies to and from the device, in bytes per second. 0
+        blocks: blocks of the model, of which there is at least one.
+        name: name of the model that is shown to users.
+        base_bytes: number of bytes that are always on the device, such as resident weights,
+            optimizer state and buffers.
+        in_bytes_s, out_bytes_s: bandwidths in bytes per second of copies to and from the device. 0
             means that copies are not possible.
         duplex: whether copies in both directions run at the same time.
     """
@@ -97,7 +104,7 @@ class ModelProfile:
 
     @property
     def compute_s(self) -> float:
-        """Seconds of all forward and backward passes without recomputation."""
+        """Total time in seconds of all forward and backward passes without recomputation."""
         return sum(block.forward_s + block.backward_s for block in self.blocks)
 
     def save(self, path: str | Path) -> Path:
@@ -109,7 +116,7 @@ def load_profile(path: str | Path) -> ModelProfile:
     """Read a profile from a JSON or YAML file.
 
     Raises:
-        ValueError: if the file cannot be read or contains no profile.
+        ValueError: If the file cannot be read, or if it does not contain a profile.
     """
     return load_record(ModelProfile, path, "profile file", "see docs/activations.md")
 
@@ -119,16 +126,18 @@ STREAMS = ("compute", "in", "out")
 
 @dataclass(frozen=True)
 class OffloadStep:
-    """A step of one stream.
+    """A step that one stream runs.
 
     Attributes:
-        name: unique name in the schedule.
-        stream: "compute", "in" (copies to the device) or "out" (copies from the device).
-        seconds: duration of the step.
-        after: names of earlier issued steps that must end before this step starts.
-        takes: bytes that the step allocates on the device when it starts.
-        frees: bytes that the step releases when it ends.
-        block: name of the block to which the step belongs, for display.
+        name: name of the step, which is unique in the schedule.
+        stream: stream that runs the step, which is "compute", "in" (copies to the device) or "out"
+            (copies from the device).
+        seconds: duration of the step in seconds.
+        after: names of the steps that must end before this step starts. They must be issued
+            earlier.
+        takes: number of bytes that are allocated on the device when the step starts.
+        frees: number of bytes that are freed on the device when the step ends.
+        block: name of the block to which the step belongs, which is used for display.
     """
 
     name: str
@@ -152,7 +161,7 @@ class OffloadStep:
 
     @property
     def moved(self) -> int:
-        """Bytes that the step copies."""
+        """Number of bytes that the step copies."""
         return {"in": self.takes, "out": self.frees, "compute": 0}[self.stream]
 
 
@@ -161,12 +170,15 @@ class Outcome:
     """Result of a simulated schedule.
 
     Attributes:
-        timeline: spans in issue order. Resources are the streams, and phases are the blocks.
-        memory: (seconds, bytes on the device) after each change, in chronological order.
+        timeline: timeline with spans in issue order, in which resources are streams and phases are
+            blocks.
+        memory: time in seconds and number of bytes on the device after each change, in
+            chronological order.
         peak: largest number of bytes on the device at a time.
-        peak_step: name of the step that reached the peak.
-        stalls: seconds that the compute stream waited before each compute step.
-        moved_in, moved_out: bytes copied to and from the device.
+        peak_step: name of the step during which the peak was reached.
+        stalls: for each compute step, the time in seconds for which the compute stream waited
+            before it.
+        moved_in, moved_out: numbers of bytes copied to and from the device.
     """
 
     timeline: Timeline
@@ -179,31 +191,32 @@ class Outcome:
 
     @property
     def seconds(self) -> float:
-        """Time at which the last step ends, in seconds."""
+        """Time in seconds at which the last step ends."""
         return self.timeline.seconds
 
     @property
     def stall_s(self) -> float:
-        """Seconds that the compute stream waited between or before its steps."""
+        """Total time in seconds for which the compute stream waited before or between steps."""
         return sum(self.stalls.values())
 
     @property
     def occupancy(self) -> float:
-        """Share of the time in which the compute stream is busy, or 1 for an empty schedule."""
+        """Fraction of the time for which the compute stream is busy, or 1 for an empty schedule."""
         return self.timeline.busy("compute") / self.seconds if self.seconds else 1.0
 
     @cached_property
     def ended(self) -> dict[str, float]:
-        """End of each step in seconds."""
+        """Time in seconds at which each step ends."""
         return {span.task.name: span.end for span in self.timeline.spans}
 
     @cached_property
     def started(self) -> dict[str, float]:
-        """Start of each step in seconds."""
+        """Time in seconds at which each step starts."""
         return {span.task.name: span.start for span in self.timeline.spans}
 
     def trace(self) -> dict[str, Any]:
-        """Return a Chrome and Perfetto trace of the timeline, with a counter of used bytes."""
+        """Return the timeline as a trace for Chrome and Perfetto that includes a counter of used
+        bytes."""
         trace = self.timeline.trace(STREAMS)
         trace["traceEvents"] += [{"name": "memory", "ph": "C", "pid": 0, "ts": 1e6 * at,
                                   "args": {"bytes": size}} for at, size in self.memory]
@@ -212,14 +225,15 @@ class Outcome:
 
 @dataclass(frozen=True)
 class OffloadSchedule:
-    """Steps in issue order.
+    """A schedule of steps in issue order.
 
     Attributes:
         steps: the steps.
-        limit: largest number of bytes that may be on the device at a time. None means no limit.
-        base: bytes that are always on the device.
-        duplex: whether copies in and out run at the same time. Otherwise copies run one after
-            another in issue order, like copies of a single queue.
+        limit: largest number of bytes that may be on the device at a time. None means that there is
+            no limit.
+        base: number of bytes that are always on the device.
+        duplex: whether copies to and from the device run at the same time. If False, copies run one
+            after another in issue order, as in a single queue.
     """
 
     steps: tuple[OffloadStep, ...]
@@ -238,7 +252,7 @@ class OffloadSchedule:
         """Simulate the schedule.
 
         Raises:
-            ValueError: if a step waits for a step that is not issued before it, if a step occurs
+            ValueError: If a step waits for a step that is not issued before it, if a step occurs
                 twice, if the bytes on the device exceed the limit, or if more bytes are freed than
                 were allocated.
         """
@@ -269,10 +283,10 @@ class OffloadSchedule:
 
 def _changes(steps: tuple[OffloadStep, ...],
              spans: tuple[Span, ...]) -> Iterator[tuple[float, int, int]]:
-    """Yield (seconds, step, change of bytes) in chronological order.
+    """Yield each change as a tuple (seconds, step, change in bytes) in chronological order.
 
-    At equal times, running steps end before other steps start. Steps that start at the same time do
-    so in issue order, and a step of zero length ends before the next step starts.
+    At equal times, running steps end before new steps start. Steps that start at the same time are
+    in issue order, and a step of zero length ends before the next step starts.
     """
     order = []
     for index, (step, span) in enumerate(zip(steps, spans, strict=True)):
@@ -285,7 +299,8 @@ def _changes(steps: tuple[OffloadStep, ...],
 
 
 def _stalls(timeline: Timeline) -> dict[str, float]:
-    """Return, by compute step, the seconds for which the compute stream idles before the step."""
+    """Return, for each compute step, the time in seconds for which the compute stream idles before
+    it."""
     stalls, end = {}, 0.0
     for span in timeline.spans:
         if span.task.resource == "compute":

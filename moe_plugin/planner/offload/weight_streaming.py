@@ -1,16 +1,16 @@
 """Streaming of a whole model through one device, segment by segment (ATOM).
 
-Source: "ATOM: Asynchronous Training of Massive Models for Deep Learning in a Decentralized
+The source is "ATOM: Asynchronous Training of Massive Models for Deep Learning in a Decentralized
 Environment", 2024. While one segment computes g micro-batches, the weights of the next segment are
 copied in and the gradients of the previous segment are copied out. The next stage starts when all
-of this is done. The last two segments stay on the device between forward and backward. Conditions:
+of this is done. The last two segments stay on the device between both passes. Conditions:
 
-(i) Two neighbouring segments with their gradients and activations must fit into the limit.
-(ii) If computing each segment takes at least as long as its copies, only the first load stalls.
-(iii) Of divisions that take equally long, the division through the thinnest edges is chosen.
+(i) Two neighbouring segments, including gradients and activations, must fit into the limit.
+(ii) If each segment computes for at least as long as the copies take, only the first load stalls.
+(iii) Among equally fast divisions, the one that divides the model at the smallest tensors is used.
 
-The time of a stage depends on three neighbouring segments. Therefore a dynamic program over the
-ends of two segments finds the best division.
+Because the time of a stage depends on three neighbouring segments, the best division is found by a
+dynamic program over the ends of two segments.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ TOLERANCE = 1e-9  # relative excess over an upper bound up to which paths are ke
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
-    """Costs of one layer for one micro-batch. Times are in seconds.
+    """Costs of one layer for one micro-batch. All times are given in seconds.
 
     Attributes:
-        backward_s: seconds of backward including recomputation, as only layer inputs are stored.
-        load_s: seconds to copy the layer's weights to the device.
-        out_s: seconds to copy the layer's gradients from the device.
-        weight_bytes, gradient_bytes: bytes on the device while the layer's segment is resident.
-        kept_bytes: bytes of the layer's input, stored from forward to backward. If the model is
-            divided before this layer, the same bytes are sent between the two parts.
-        workspace_bytes: additional bytes while the layer computes one micro-batch.
+        backward_s: time of the backward pass, including recomputation, as only inputs are stored.
+        load_s: time in seconds to copy the layer's weights to the device.
+        out_s: time in seconds to copy the layer's gradients from the device.
+        weight_bytes, gradient_bytes: sizes of the layer's weights and gradients in bytes.
+        kept_bytes: size in bytes of the layer's input, which is stored for the backward pass. If
+            the model is divided before this layer, the same number of bytes is sent.
+        workspace_bytes: number of additional bytes while the layer computes one micro-batch.
     """
 
     name: str
@@ -76,11 +76,11 @@ def layers_of(profile: ModelProfile) -> list[Layer]:
 
 @dataclass(frozen=True)
 class Segment:
-    """Layers that are on the device together, with totals over g micro-batches.
+    """Consecutive layers that are on the device together, with totals over all micro-batches.
 
     Attributes:
-        begin, end: the segment consists of the layers [begin, end).
-        kept_before: bytes of the inputs that earlier layers store.
+        begin, end: index of the first layer, and index after the last layer.
+        kept_before: number of bytes of the inputs that earlier layers store.
     """
 
     begin: int
@@ -99,9 +99,9 @@ class Segment:
 
 @dataclass(frozen=True)
 class Stage:
-    """Work that runs at the same time: computing, loading and sending gradients of segments.
+    """Segments that compute, load weights and send gradients at the same time.
 
-    need: bytes on the device during the stage, except those that are always resident.
+    need: number of bytes on the device during the stage without those that are always resident.
     """
 
     compute: Segment | None = None
@@ -119,20 +119,20 @@ class Stage:
 
     @property
     def seconds(self) -> float:
-        """Seconds until computation and copies are done."""
+        """Time in seconds until computation and copies are done."""
         return max(self.compute_s, self.load.load_s if self.load else 0.0,
                    self.out.out_s if self.out else 0.0)
 
 
 class Streamed:
-    """Layers that are streamed through a device with g accumulated micro-batches.
+    """Layers that are streamed through a device with several accumulated micro-batches.
 
     Args:
-        layers: layers in the order of forward, at most `MOST_LAYERS`.
-        batches: g, the number of accumulated micro-batches.
-        limit: bytes of the device.
-        base: bytes of the device that are always occupied. Defaults to 0.
-    Raises: ValueError: if the number of layers or of micro-batches is out of bounds.
+        layers: at most `MOST_LAYERS` layers in the order of the forward pass.
+        batches: number g of accumulated micro-batches.
+        limit: memory of the device in bytes.
+        base: number of bytes that are always occupied on the device. Defaults to 0.
+    Raises: ValueError: If the number of layers or of micro-batches is out of bounds.
     """
 
     def __init__(self, layers: Sequence[Layer], batches: int, limit: int, base: int = 0) -> None:
@@ -147,7 +147,7 @@ class Streamed:
         self._segments: dict[tuple[int, int], Segment] = {}
 
     def segment(self, begin: int, end: int) -> Segment:
-        """Return the segment of the layers [begin, end)."""
+        """Return the segment that consists of the layers from `begin` to `end - 1`."""
         if (begin, end) not in self._segments:
             part, g = self.layers[begin:end], self.batches
             self._segments[begin, end] = Segment(
@@ -160,26 +160,26 @@ class Streamed:
         return self._segments[begin, end]
 
     def segments(self, ends: Sequence[int]) -> list[Segment]:
-        """Return the segments that end before these layers. The last segment ends the model."""
+        """Return segments that end before the layers `ends` and at the end of the model."""
         return [self.segment(begin, end) for begin, end in pairwise((0, *ends))]
 
     def forward_stage(self, here: Segment, following: Segment | None) -> Stage:
-        """Return the stage of a segment's forward, which overlaps with loading the next segment."""
+        """Return the forward stage of a segment, which overlaps with loading the next segment."""
         need = here.kept_before + here.kept + here.workspace + here.weights
         need += following.weights if following else 0
         return Stage(here, following, need=need)
 
     def backward_stage(self, before: Segment | None, here: Segment,
                        behind: Segment | None) -> Stage:
-        """Return the stage of a segment's backward, which overlaps with copies of its neighbours.
+        """Return the backward stage of a segment, which overlaps with copies of its neighbours.
 
-        For the last segment no weights are loaded, because its neighbour is still resident."""
+        For the last segment, no weights are loaded, because its neighbour is still resident."""
         need = here.kept_before + here.kept + here.workspace + here.weights + here.gradients
         need += (before.weights if before else 0) + (behind.gradients if behind else 0)
         return Stage(here, before if behind else None, behind, True, need=need)
 
     def stages(self, parts: Sequence[Segment]) -> Iterator[Stage]:
-        """Yield all stages of a step in their order."""
+        """Yield all stages of a step in the order in which they run."""
         padded = [None, *parts, None]
         yield Stage(load=parts[0], need=parts[0].weights)
         for here, following in pairwise(padded[1:]):
@@ -189,16 +189,16 @@ class Streamed:
         yield Stage(out=parts[0], need=parts[0].gradients)
 
     def seconds(self, ends: Sequence[int]) -> float:
-        """Return the seconds of a step, or inf if a stage does not fit the memory."""
+        """Return the time in seconds of a step, or inf if a stage exceeds the memory."""
         stages = list(self.stages(self.segments(ends)))
         return sum(stage.seconds for stage in stages) if self.fits(*stages) else math.inf
 
     def fits(self, *stages: Stage) -> bool:
-        """Return whether each of these stages fits the memory of the device."""
+        """Return True if each of the given stages fits into the memory of the device."""
         return all(self.base + stage.need <= self.limit for stage in stages)
 
     def schedule(self, ends: Sequence[int]) -> OffloadSchedule:
-        """Return the schedule for segments with these ends."""
+        """Return the schedule for segments with the given ends."""
         steps: list[OffloadStep] = []
         before: tuple[str, ...] = ()
         parts = self.segments(ends)
@@ -242,11 +242,11 @@ _State = tuple[Segment | None, Segment]  # the last two segments
 
 
 def best_ends(model: Streamed) -> tuple[int, ...] | None:
-    """Return the ends of the segments of the shortest step, or None if no division fits.
+    """Return the ends of the segments with the shortest step, or None if all exceed the memory.
 
-    Of equally short steps, the step with the thinnest edges is chosen. The dynamic program runs
-    over the last two segments, with the cost of all stages before them. Paths that cannot beat the
-    best even division are omitted.
+    Among equally short steps, the one with the thinnest edges is chosen. The dynamic program runs
+    over the last two segments, with the cost of all stages before them. Paths that cannot be faster
+    than the best even division are skipped.
     """
     size = len(model.layers)
     even = min(model.seconds([size * (i + 1) // count for i in range(count)])
@@ -291,7 +291,7 @@ def best_ends(model: Streamed) -> tuple[int, ...] | None:
 
 
 def _added(model: Streamed, cost: _Cost, state: _State, following: Segment | None) -> _Cost:
-    """Return the cost with both stages of the last segment added, or inf if they do not fit."""
+    """Return the cost with both stages of the last segment, or inf if they exceed the memory."""
     before, here = state
     stages = (model.forward_stage(here, following), model.backward_stage(before, here, following))
     if not model.fits(*stages):
@@ -306,8 +306,8 @@ class StreamPlan:
     """Division of a model into segments.
 
     Attributes:
-        ends: ends of the segments.
-        seconds: seconds of a step of g micro-batches.
+        ends: for each segment, the index after its last layer.
+        seconds: time in seconds of a step with all accumulated micro-batches.
     """
 
     model: Streamed
@@ -316,36 +316,36 @@ class StreamPlan:
 
     @property
     def counts(self) -> tuple[int, ...]:
-        """Number of layers of each segment."""
+        """Number of layers in each segment."""
         return tuple(part.end - part.begin for part in self.parts)
 
     @property
     def parts(self) -> list[Segment]:
-        """Segments of the plan."""
+        """Segments that the plan defines."""
         return self.model.segments(self.ends)
 
     @property
     def fill_s(self) -> float:
-        """Seconds of the first load, which does not overlap with computation."""
+        """Time in seconds of the first load, which does not overlap with computation."""
         return self.parts[0].load_s
 
     @property
     def hides(self) -> bool:
-        """Whether computation hides all copies that it can hide, condition (ii).
+        """True if computation hides all copies that it can hide (condition (ii)).
 
-        The exceptions are the first load, and copies of gradients during and after the backward
-        pass of the first segment."""
+        It cannot hide the first load and the copies of gradients during and after the backward pass
+        of the first segment."""
         inner = list(self.model.stages(self.parts))[1:-2]
         return all(stage.seconds <= stage.compute_s for stage in inner)
 
     @property
     def stall_s(self) -> float:
-        """Seconds for which computation waits after the first load."""
+        """Time in seconds for which computation waits after the first load."""
         return self.outcome.stall_s - self.fill_s
 
     @property
     def edge_bytes(self) -> int:
-        """Bytes of the tensors at the borders of segments, for one micro-batch."""
+        """Size in bytes of the tensors at the borders of segments for one micro-batch."""
         return sum(part.edge_bytes for part in self.parts)
 
     @cached_property
@@ -355,11 +355,11 @@ class StreamPlan:
 
 
 def plan(layers: Sequence[Layer], batches: int, limit: int, base: int = 0) -> StreamPlan:
-    """Return the division with the shortest step and, among equally short ones, the thinnest edges.
+    """Return the division with the shortest step. Among equally short steps, edges are thinnest.
 
     Args:
-        layers, batches, limit, base: same as in `Streamed`.
-    Raises: ValueError: if nothing fits. The message states how much the smallest segments need.
+        layers, batches, limit, base: as in `Streamed`.
+    Raises: ValueError: If no division fits. The message states how many bytes are needed.
     """
     model = Streamed(layers, batches, limit, base)
     ends = best_ends(model)
@@ -375,9 +375,9 @@ MOST = 256  # largest number of micro-batches that `fewest_batches` tries
 
 
 def fewest_batches(layers: Sequence[Layer], limit: int, base: int = 0) -> StreamPlan | None:
-    """Return the plan with the fewest micro-batches that hides all copies, or None beyond `MOST`.
+    """Return the plan with the fewest micro-batches that hides all copies, or None if none does.
 
-    The number is found by bisection, because more micro-batches hide more as long as they fit.
+    The number is found by bisection, because more micro-batches hide more copies while they fit.
     """
     low, high, best = 0, 1, None
     while best is None:

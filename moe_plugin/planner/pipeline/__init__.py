@@ -1,1 +1,1 @@
-"""Schedules of pipeline stages: task order, step time and memory of activations."""
+"""Schedules of pipeline stages, with the order of tasks, step times and memory of activations."""

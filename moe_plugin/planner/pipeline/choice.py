@@ -1,4 +1,5 @@
-"""Chooses the fastest predicted pipeline schedule whose activations fit the memory."""
+"""Choice of the pipeline schedule with the shortest predicted step whose activations fit into
+memory."""
 
 from __future__ import annotations
 
@@ -36,24 +37,27 @@ class StageProfile:
     Attributes:
         name: name of the profile.
         micro_batches: number of micro-batches per step in one pipeline.
-        forward_s, backward_s: seconds of each stage, from first to last.
-        transfer_s: seconds to send a micro-batch's activations, or their gradient, between two
-            stages.
-        activation_bytes: bytes that backward needs for one micro-batch on each stage. Empty means
-            unknown.
-        memory_bytes: memory limit for activations on each rank. 0 means no limit.
-        transport: nccl or gloo. With gloo, two stages that exchange data send one after the other.
+        forward_s, backward_s: times in seconds of each stage's forward and backward passes, from
+            the first to the last stage.
+        transfer_s: time in seconds to send a micro-batch's activations or their gradient between
+            two stages.
+        activation_bytes: for each stage, the number of bytes that the backward pass needs for one
+            micro-batch. Empty means unknown.
+        memory_bytes: memory limit in bytes for activations on each rank. 0 means that there is no
+            limit.
+        transport: backend of the transfers, nccl or gloo. With gloo, two stages that exchange data
+            send one after the other.
         sequence: number of tokens of a sequence, which is needed to compare slices of sequences. 0
             means that slices are not compared.
         slice_samples: measured forward passes of slices on the slowest stage, as [tokens, earlier
-            tokens of the sequence, seconds]. Some samples must have no earlier tokens. With `batch`
-            each sample begins with its number of sequences.
+            tokens of the sequence, seconds]. Some samples must have no earlier tokens. With
+            `batch`, each sample begins with its number of sequences.
         batch: number of sequences per step in one pipeline, if the size of a micro-batch is chosen
             together with its slices. 0 means that the size of a micro-batch is fixed.
-        granularity: slice lengths are multiples of this number of tokens, which must divide
+        granularity: number of tokens of which every slice length is a multiple. It must divide
             `sequence`.
-        slices: fixed slice lengths in tokens. Empty means that the best lengths are chosen from
-            the samples.
+        slices: fixed slice lengths in tokens. An empty tuple means that the best lengths are
+            determined from the samples.
     """
 
     name: str = "pipeline"
@@ -87,8 +91,9 @@ class StageProfile:
         if not 0 <= self.batch <= MOST_BATCH or self.batch % max(1, self.micro_batches) or (
                 self.batch and (not self.sequence or self.slices)):
             raise ValueError(f"batch={self.batch} must be a multiple of micro_batches="
-                             f"{self.micro_batches}, at most {MOST_BATCH}, and it needs sequence "
-                             "and excludes slices. Omit it if the micro-batch size is fixed")
+                             f"{self.micro_batches} and at most {MOST_BATCH}. It requires sequence "
+                             "and cannot be combined with slices. Omit it if the micro-batch size "
+                             "is fixed")
         if not 0 <= self.sequence <= MOST_TOKENS or bool(self.sequence) != bool(
                 self.slice_samples) or not all(_is_sample(one, 4 if self.batch else 3)
                                                for one in self.slice_samples):
@@ -116,16 +121,16 @@ class StageProfile:
 
 @dataclass(frozen=True)
 class Predicted:
-    """Predicted step of a schedule.
+    """Predicted step of a pipeline schedule.
 
     Attributes:
-        schedule: one of `SCHEDULES`.
+        schedule: name of the schedule, which is one of `SCHEDULES`.
         timeline: simulated timeline of a step.
-        alive: the largest number of micro-batches, including fractions, whose activations are
-            stored at a time, by stage.
-        fits: whether the activations fit the memory.
-        slices: slice lengths in tokens. Empty means that sequences are not divided.
-        sequences: number of sequences per micro-batch. 0 means as in the profile.
+        alive: for each stage, the largest number of micro-batches (possibly fractional) whose
+            activations are stored at a time.
+        fits: whether the activations fit into the memory.
+        slices: slice lengths in tokens. An empty tuple means that sequences are not divided.
+        sequences: number of sequences per micro-batch. 0 means the same number as in the profile.
     """
 
     schedule: str
@@ -137,17 +142,18 @@ class Predicted:
 
     @property
     def seconds(self) -> float:
-        """Seconds of the step."""
+        """Time of the step in seconds."""
         return self.timeline.seconds
 
     @property
     def bubble(self) -> float:
-        """Share of the time in which stages do not compute, from 0 to 1."""
+        """Fraction of the time, from 0 to 1, during which stages do not compute."""
         return idle(self.timeline, len(self.alive))
 
 
 def predict(profile: StageProfile) -> list[Predicted]:
-    """Return all schedules, fastest first. `terapipe` is included only if slices were measured."""
+    """Return the predictions for all schedules, fastest first. The schedule `terapipe` is included
+    only if slices were measured."""
     line = profile.pipeline()
     predictions = []
     for schedule, mode in (("1f1b", TRANSPORTS[profile.transport]), ("eager-1f1b", "eager")):
@@ -173,12 +179,12 @@ def _slice_times(profile: StageProfile) -> BatchTimes:
 
 
 def _sliced(profile: StageProfile, times: BatchTimes, sequences: int) -> Predicted:
-    """Return the prediction for slices chosen by the dynamic program.
+    """Return the prediction for slices that are chosen by the dynamic program.
 
-    A slice's ratio of backward to forward time is assumed to equal that of whole micro-batches. The
-    transfer time is assumed to be proportional to the number of tokens.
+    For each slice, the ratio of backward time to forward time is assumed to be the same as for
+    whole micro-batches. The transfer time is assumed to be proportional to the number of tokens.
 
-    sequences: number of sequences per micro-batch. 0 means as in the profile.
+    sequences: number of sequences per micro-batch. 0 means the same number as in the profile.
     """
     stages, length = len(profile.forward_s), profile.sequence
     count, share = profile.micro_batches, 1.0
@@ -206,11 +212,12 @@ def _backward_share(profile: StageProfile) -> float:
 
 
 def groups(profile: StageProfile) -> BatchCut:
-    """Return TeraPipe's division of the batch into groups of any size and of groups into slices.
+    """Return TeraPipe's division of the batch into groups of samples and of each group into slices.
 
-    The groups run one after another. The seconds include forward and backward but no transfers.
+    The groups run one after another. The times include the forward and backward passes but not the
+    transfers.
 
-    profile: a profile with `batch`.
+    profile: profile in which `batch` is not 0.
     """
     times, both = _slice_times(profile), 1 + _backward_share(profile)
     return cut_batch(lambda b, l, c: both * times(b, l, c), profile.batch,  # noqa: E741
@@ -219,10 +226,11 @@ def groups(profile: StageProfile) -> BatchCut:
 
 
 def choose(profile: StageProfile) -> Predicted:
-    """Return the fastest schedule that fits. Of equally fast schedules, prefer Megatron's.
+    """Return the fastest schedule whose activations fit into the memory. Among equally fast
+    schedules, Megatron's is preferred.
 
     Raises:
-        ValueError: if no schedule fits the memory.
+        ValueError: If no schedule fits into the memory.
     """
     fitting = [one for one in predict(profile) if one.fits]
     if not fitting:
@@ -236,9 +244,9 @@ def choose(profile: StageProfile) -> Predicted:
 
 
 def load_profile(path: str | Path) -> StageProfile:
-    """Read a file that describes a `StageProfile`.
+    """Read a `StageProfile` from a file.
 
     Raises:
-        ValueError: if the file cannot be read or contains no such profile.
+        ValueError: If the file cannot be read, or if it does not contain a valid profile.
     """
     return load_record(StageProfile, path, "pipeline profile", "see docs/pipeline.md")

@@ -1,26 +1,29 @@
-"""Pipeline schedules: task order, step time and the number of activations alive at a time.
+"""Pipeline schedules, with the order of tasks, step times and numbers of stored activations.
 
-The schedules are 1F1B, eager 1F1B (AlpaComm, arXiv 2211.05322) and TeraPipe's slices of sequences
-(arXiv 2102.07988). Stage i of n begins with n - i forward passes and then alternates between one
-backward and one forward pass. If sequences are divided into S slices, each pass covers one slice,
-and S - 1 more forward passes come first. The backward passes of a micro-batch run in reverse order,
-because a slice's keys and values receive gradients from later slices. With few micro-batches this
-equals TeraPipe's order, in which all forward passes come first.
+The supported schedules are 1F1B, eager 1F1B (AlpaComm, arXiv 2211.05322) and TeraPipe's schedule
+with slices of sequences (arXiv 2102.07988). Of n stages, stage i begins with n - i forward passes
+and then alternates between one backward and one forward pass. If sequences are divided into S
+slices, each pass processes one slice, and each stage begins with S - 1 additional forward passes.
+The backward passes of a micro-batch run in reverse order, because a slice's keys and values receive
+gradients from later slices. With few micro-batches, this is the same as TeraPipe's order, in which
+all forward passes come first.
 
-There are four modes of sending results to the next stage:
+There are four modes in which stages send results:
 
-- paired: both stages wait until the transfer ends. A transfer begins when both stages have called
-  it. Transfers in both directions run one after the other, because gloo's request for the second
-  transfer queues on the connection behind the data of the first (Megatron's 1F1B over gloo).
-- blocking: the sending stage waits until the transfer ends.
-- overlapped: the sending stage continues. 1F1B consumes an activation immediately after it is
-  computed, so the next stage still waits for the transfer.
-- eager: a stage begins with 2 (n - i) - 1 forward passes instead of n - i. The additional passes
-  leave one slot between computing and consuming an activation. About twice as many activations are
-  alive.
+- paired: Both stages wait until the transfer ends. A transfer begins when both stages have issued
+  their calls. Transfers in both directions run one after the other, because gloo's request for the
+  second transfer is queued on the connection behind the data of the first. This mode models
+  Megatron's 1F1B over gloo.
+- blocking: The sending stage waits until the transfer ends.
+- overlapped: The sending stage continues during the transfer. In 1F1B, the next stage needs an
+  activation immediately after it is computed, so this stage still waits for the transfer.
+- eager: Stage i begins with 2 (n - i) - 1 forward passes instead of n - i. Because of the
+  additional passes, there is one slot between computing an activation and using it, in which it is
+  sent. About twice as many activations are stored.
 
-A backward pass can be split: the gradient that the previous stage waits for is computed first, and
-the gradients of the weights are computed while the first gradient is being sent.
+A backward pass can be split into two parts. The gradient that the previous stage waits for is
+computed first, and the gradients of the weights are computed while the first gradient is being
+sent.
 """
 
 from __future__ import annotations
@@ -39,13 +42,13 @@ Transfer = tuple[int, Pass]  # sending stage, and the pass whose result is sent
 
 
 def warm_up(stages: int, stage: int, micro_batches: int, mode: str, slices: int = 1) -> int:
-    """Return how many forward passes a stage runs before its first backward pass.
+    """Return the number of forward passes that a stage runs before its first backward pass.
 
     Args:
         stages: number of stages.
-        stage: index of the stage, from 0.
+        stage: index of the stage, counted from 0.
         micro_batches: number of micro-batches.
-        mode: one of `MODES`.
+        mode: sending mode, which is one of `MODES`.
         slices: number of slices per sequence. Defaults to 1.
     """
     behind = stages - stage
@@ -55,7 +58,7 @@ def warm_up(stages: int, stage: int, micro_batches: int, mode: str, slices: int 
 
 def order(stages: int, stage: int, micro_batches: int, mode: str = "overlapped",
           slices: int = 1) -> list[Pass]:
-    """Return the passes of a stage (counted from 0) in the order in which they run."""
+    """Return the passes of a stage in the order in which they run."""
     first = warm_up(stages, stage, micro_batches, mode, slices)
     forward = [("forward", batch, part) for batch in range(micro_batches)
                for part in range(slices)]
@@ -68,11 +71,11 @@ def order(stages: int, stage: int, micro_batches: int, mode: str = "overlapped",
 
 
 def equal_slices(length: int, multiple: int, count: int) -> tuple[int, ...]:
-    """Return `count` slice lengths that are as equal as possible; longer slices come first.
+    """Return `count` slice lengths that are as equal as possible, with longer slices first.
 
     Args:
         length: number of tokens of the sequence.
-        multiple: every slice length is a multiple of this number.
+        multiple: number of tokens of which every slice length is a multiple.
         count: number of slices.
     """
     pieces = length // multiple
@@ -86,13 +89,14 @@ class Pipeline:
     Attributes:
         stages: number of stages.
         micro_batches: number of micro-batches per step.
-        forward_s, backward_s: seconds of one micro-batch's forward and backward, either for all
-            stages or for each stage. With `slices`, seconds of each slice on every stage.
-        send_s: seconds to send one micro-batch's activations, or their gradient, to a neighbouring
-            stage. With `slices`, seconds for each slice.
-        delayed_s: the part of `backward_s` that computes gradients of weights after the gradient of
-            the input was sent. 0 means that backward is not split. The mode "paired" never splits
-            backward, as in Megatron's 1F1B.
+        forward_s, backward_s: times in seconds of one micro-batch's forward and backward passes, as
+            one number for all stages or as one number per stage. With `slices`, times of each slice
+            on every stage.
+        send_s: time in seconds to send one micro-batch's activations or their gradient to a
+            neighbouring stage. With `slices`, one time for each slice.
+        delayed_s: part of `backward_s` in which gradients of weights are computed after the
+            gradient of the input was sent. 0 means that the backward pass is not split. The mode
+            "paired" never splits the backward pass, as in Megatron's 1F1B.
         slices: number of slices per sequence. 0 means that sequences are not divided.
     """
 
@@ -124,9 +128,11 @@ class Pipeline:
 
     @property
     def ideal_s(self) -> float:
-        """Step time without transfers: (m + n - 1) (forward + backward) for equal stages.
+        """Step time in seconds without transfers. For m micro-batches and n equal stages, it is `(m
+        + n - 1) (forward + backward)`.
 
-        The slowest stage counts m times, and all other stages count once.
+        In general, the time of the slowest stage is added m times, and the time of every other
+        stage once.
         """
         times = [f + b for f, b in zip(self.forward_s, self.backward_s, strict=True)]
         return sum(times) + (self.micro_batches - 1) * max(times)
@@ -135,10 +141,10 @@ class Pipeline:
         """Return the timeline of all passes and transfers.
 
         Args:
-            mode: one of `MODES`. Defaults to "overlapped".
+            mode: sending mode, which is one of `MODES`. Defaults to "overlapped".
 
         Raises:
-            ValueError: if the mode is unknown.
+            ValueError: If the mode is unknown.
         """
         if mode not in MODES:
             raise ValueError(f"mode {mode!r} is unknown. Choose from {', '.join(MODES)}")
@@ -149,11 +155,11 @@ class Pipeline:
             for stage in range(self.stages)))
 
     def peak_activations(self, mode: str = "overlapped", sizes: Sequence[int] = (1,)) -> list[int]:
-        """Return the peak of stored activations by stage.
+        """Return the peak number of stored activations for each stage.
 
         Args:
-            mode: one of `MODES`.
-            sizes: tokens of each slice. With the default, micro-batches are counted.
+            mode: sending mode, which is one of `MODES`.
+            sizes: number of tokens of each slice. By default, micro-batches are counted.
         """
         peaks = []
         for stage in range(self.stages):
@@ -175,7 +181,8 @@ class Pipeline:
         return f"{kind} {stage} {batch}.{part}" if self.slices else f"{kind} {stage} {batch}"
 
     def _neighbour(self, stage: int, kind: str, step: int = 1) -> int | None:
-        """Return the stage that consumes the result of a pass (step 1), or sent its input (-1)."""
+        """Return the stage that uses the result of a pass (step 1), or that sent the pass's input
+        (step -1)."""
         neighbour = stage + (step if kind == "forward" else -step)
         return neighbour if 0 <= neighbour < self.stages else None
 
@@ -186,7 +193,8 @@ class Pipeline:
                     self._of(seconds, stage, part) - late, after, kind)
 
     def _tasks(self, stage: int, each: Pass, mode: str) -> Iterator[Task]:
-        """Yield the tasks of a pass: computation, transfer, and delayed gradients of weights."""
+        """Yield the tasks of a pass, which are computation, transfer, and delayed gradients of
+        weights."""
         kind, batch, part = each
         late = self._of(self.delayed_s, stage, part) if kind == "backward" else 0.0
         source, target = self._neighbour(stage, kind, -1), self._neighbour(stage, kind)
@@ -204,10 +212,11 @@ class Pipeline:
     # Mode "paired": a transfer begins when its sender and its receiver have both called it.
 
     def _calls(self, stage: int) -> Iterator[Pass | set[Transfer]]:
-        """Yield the passes of a stage, and the sets of transfers that it waits for together.
+        """Yield the passes of a stage, and each set of transfers for which the stage waits in one
+        call.
 
         Between a forward and a backward pass of the steady state, a stage sends and receives in one
-        call. At other times a stage uses two calls.
+        call. Otherwise, a stage uses two calls.
         """
         passes, in_turns = self._order(stage, "paired"), self.micro_batches >= self.stages - stage
         for last, following in pairwise([None, *passes, None]):
@@ -222,7 +231,8 @@ class Pipeline:
                 yield following
 
     def _paired(self) -> list[list[Task]]:
-        """Return, by stage, its passes and its transfers with the next stage."""
+        """Return, for each stage, the tasks of its passes and of its transfers with the next
+        stage."""
         waits: dict[Transfer, tuple[str, ...]] = defaultdict(tuple)
         programs: list[list[Task | Transfer]] = [[] for _ in range(self.stages)]
         for stage, steps in enumerate(programs):
@@ -246,7 +256,8 @@ class Pipeline:
 
 
 def _interleaved(programs: Iterable[Sequence[Task]]) -> Iterator[Task]:
-    """Yield the tasks of several programs, each in order and after the tasks that it waits for."""
+    """Yield the tasks of several programs. Each program stays in order, and a task follows all
+    tasks that it waits for."""
     waiting, issued = [deque(program) for program in programs], set()
     while any(waiting):
         for queue in waiting:
@@ -256,6 +267,6 @@ def _interleaved(programs: Iterable[Sequence[Task]]) -> Iterator[Task]:
 
 
 def idle(timeline: Timeline, stages: int) -> float:
-    """Return the share of the time in which stages do not compute, from 0 to 1, over all stages."""
+    """Return the fraction of the time, averaged over all stages, in which stages do not compute."""
     busy = sum(span.task.seconds for span in timeline.spans if span.task.phase != "send")
     return 1 - busy / (stages * timeline.seconds) if timeline.seconds else 0.0

@@ -1,18 +1,18 @@
 """Lengths of the token slices that pass through pipeline stages (TeraPipe, arXiv 2102.07988).
 
-Under causal attention a slice of a sequence depends only on earlier slices. Therefore slices of one
-sequence can fill a pipeline in the same way as micro-batches. If t(l, c) is the time of a slice of
-l tokens after c earlier tokens, K stages need
+Under causal attention, a slice of a sequence depends only on earlier slices. Therefore slices of
+one sequence can fill a pipeline in the same way as micro-batches. If t(l, c) is the time of a slice
+of l tokens after c earlier tokens, K stages need
 
     sum of t_i + (K - 1) max of t_i.
 
-For a fixed bound on the largest t_i, the least sum follows from a dynamic program over the end of
-the last slice. Bounds are tried in ascending order among the values of t, until (K - 1) times the
-bound costs more than the best result so far. Of all values within a gap, only the largest is tried.
+For a given upper bound on all t_i, the smallest sum is found by a dynamic program over the end of
+the last slice. The bounds to try are the values of t in ascending order, until (K - 1) times the
+bound exceeds the best time so far. Among all values within a gap, only the largest is tried.
 
-Measured seconds are fitted by t(l, c) = base(l) + a0 + a1 l + a2 c + a3 l c (TeraPipe's latency
-model). base(l) interpolates linearly between the times measured without context. Without context
-the other terms are omitted.
+Measured times are fitted by `t(l, c) = base(l) + a0 + a1 l + a2 c + a3 l c` (TeraPipe's latency
+model). The term `base(l)` interpolates linearly between the times measured without context. Without
+context, all remaining terms are omitted.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class SliceCut:
     """A sequence divided into slices.
 
     Attributes:
-        slices: slice lengths in tokens, first to last.
-        seconds: time in which all slices pass all stages.
+        slices: slice lengths in tokens, in the order of the sequence.
+        seconds: time in seconds until all slices have passed all stages.
     """
 
     slices: tuple[int, ...]
@@ -54,8 +54,8 @@ class BatchCut:
     """A batch divided into groups that run one after another.
 
     Attributes:
-        groups: number of samples and division into slices, for each group.
-        seconds: time of all groups.
+        groups: for each group, the number of samples and the division into slices.
+        seconds: total time of all groups in seconds.
     """
 
     groups: tuple[tuple[int, SliceCut], ...]
@@ -63,35 +63,38 @@ class BatchCut:
 
 
 def latency(seconds: Sequence[float], stages: float) -> float:
-    """Return the time in which consecutive slices pass equal stages.
+    """Return the time in seconds in which consecutive slices pass through equal stages.
 
     Args:
-        seconds: seconds of each slice on one stage.
-        stages: K. For the share of one of m consecutive sequences, use 1 + (K - 1) / m.
+        seconds: time of each slice on one stage in seconds.
+        stages: number of stages K. For the time per sequence of m consecutive sequences, use `1 +
+            (K - 1) / m`.
     """
     return sum(seconds) + (stages - 1) * max(seconds)
 
 
 def slice_seconds(times: Times, slices: Sequence[int]) -> tuple[float, ...]:
-    """Return the seconds of each slice, with all earlier tokens as its context."""
+    """Return the time in seconds of each slice, with all earlier tokens as context."""
     ends = np.cumsum([0, *slices]).tolist()
     return tuple(times(length, start) for length, start in zip(slices, ends, strict=False))
 
 
 def cut(times: Times, length: int, stages: float, *, granularity: int = 1,
         gap_s: float = 0.0) -> SliceCut:
-    """Return the slices with which a sequence passes all stages in the least time.
+    """Return the division into slices with which a sequence passes all stages in the shortest time.
 
     Args:
-        times: t(l, c), seconds >= 0. Infinity marks slices that are not possible.
+        times: function t(l, c) that returns the time >= 0 in seconds of l tokens after c tokens.
+            Infinity means that a slice is not possible.
         length: number of tokens of the sequence.
-        stages: K. For one of m consecutive sequences, use 1 + (K - 1) / m.
-        granularity: slice lengths are multiples of this number, which must divide `length`.
+        stages: number of stages K. For one of m consecutive sequences, use `1 + (K - 1) / m`.
+        granularity: number of tokens of which every slice length is a multiple. It must divide
+            `length`.
         gap_s: largest difference in seconds between a value of t and the next bound that is tried.
-            The result is at most (K - 1) gap_s slower than the best division.
+            The result is at most `(K - 1) * gap_s` slower than the best division.
 
     Raises:
-        ValueError: if sizes or seconds are invalid, or if no division is possible.
+        ValueError: If sizes or times are invalid, or if no division is possible.
     """
     _check(length, stages, granularity, gap_s)
     count = length // granularity
@@ -105,27 +108,29 @@ def cut(times: Times, length: int, stages: float, *, granularity: int = 1,
             best, lengths = total + (stages - 1) * bound, candidate
     if not lengths:
         raise ValueError(f"{length} tokens cannot be divided into slices, because no division has "
-                         "finite seconds. Measure more lengths or use a smaller granularity")
+                         "a finite time. Measure more lengths or use a smaller granularity")
     slices = tuple(granularity * pieces for pieces in lengths)
     return SliceCut(slices, latency(slice_seconds(times, slices), stages))
 
 
 def cut_batch(times: BatchTimes, batch: int, length: int, stages: int, *, granularity: int = 1,
               gap_s: float = 0.0) -> BatchCut:
-    """Return the division of a batch into consecutive groups of samples, and each group's slices.
+    """Return the division of a batch into consecutive groups of samples and of each group into
+    slices.
 
-    As in TeraPipe, the sum of the least seconds of each group is minimized.
+    As in TeraPipe, the sum of the shortest times of the groups is minimized.
 
     Args:
-        times: t(b, l, c), the seconds of a slice of l tokens of each of b samples.
-        batch: number of samples.
+        times: function t(b, l, c) that returns the time in seconds of a slice of l tokens in each
+            of b samples, after c tokens.
+        batch: number of samples in the batch.
         length: see `cut`.
         stages: see `cut`.
         granularity: see `cut`.
         gap_s: see `cut`.
 
     Raises:
-        ValueError: if `batch` is less than 1, or in the same cases as in `cut`.
+        ValueError: If `batch` is less than 1, or in the same cases as in `cut`.
     """
     if batch < 1:
         raise ValueError(f"batch={batch} is too small; it must be >= 1")
@@ -201,18 +206,18 @@ def _least_sum(table: np.ndarray) -> tuple[float, list[int]]:
 
 @dataclass(frozen=True)
 class SliceTimes:
-    """Fitted slice times t(l, c) in seconds.
+    """Fitted function t(l, c) for the time of a slice in seconds.
 
     Attributes:
-        base: (length, seconds) of slices without context, in ascending order of length.
-        context: the coefficients a0 to a3.
+        base: pairs (length, seconds) of slices without context, in ascending order of length.
+        context: coefficients a0 to a3 of the latency model.
     """
 
     base: tuple[tuple[int, float], ...]
     context: tuple[float, float, float, float] = (0.0, 0.0, 0.0, 0.0)
 
     def __call__(self, length: int, context: int) -> float:
-        """Return the seconds (>= 0) of a slice of `length` tokens after `context` tokens."""
+        """Return the time >= 0 in seconds of a slice of `length` tokens after `context` tokens."""
         seconds = self._base(length)
         if context:
             a0, a1, a2, a3 = self.context
@@ -230,13 +235,14 @@ class SliceTimes:
 
 
 def fit(samples: Iterable[Sample]) -> SliceTimes:
-    """Fit slice times by relative least squares. Repeated measurements count by their median.
+    """Fit slice times by least squares of the relative errors. The median of repeated measurements
+    is used.
 
     Args:
-        samples: (length, context, seconds), with at least one slice without context.
+        samples: measured slices (length, context, seconds), of which at least one has no context.
 
     Raises:
-        ValueError: if no slice without context was measured, or if a sample is invalid.
+        ValueError: If no slice without context was measured, or if a sample is invalid.
     """
     measured: dict[tuple[int, int], list[float]] = defaultdict(list)
     for length, context, seconds in samples:
@@ -263,10 +269,12 @@ def fit(samples: Iterable[Sample]) -> SliceTimes:
 
 
 def fit_batches(samples: Iterable[tuple[int, int, int, float]]) -> BatchTimes:
-    """Fit slice times for each number of sequences, which is the first item of each sample.
+    """Fit slice times separately for each number of sequences, which is the first item of each
+    sample.
 
-    Times are linear between measured numbers of sequences and beyond the largest one. Fewer
-    sequences than the smallest measured number are assumed to need the time of that number.
+    Times are interpolated linearly between measured numbers of sequences, and extrapolated linearly
+    beyond the largest number. For fewer sequences than the smallest measured number, the time of
+    that number is used.
     """
     samples_by_size: dict[int, list[Sample]] = defaultdict(list)
     for size, length, context, seconds in samples:
@@ -285,16 +293,17 @@ def fit_batches(samples: Iterable[tuple[int, int, int, float]]) -> BatchTimes:
 
 @dataclass(frozen=True, kw_only=True)
 class SliceProfile:
-    """Measured slice times of the slowest stage, and transfer times.
+    """Measured slice times of the slowest pipeline stage, and transfer times.
 
     Attributes:
         length: number of tokens of a sequence.
-        multiple: every slice length must be a multiple of this.
+        multiple: number of tokens of which every slice length must be a multiple.
         stages: number of pipeline stages.
         micro_batches: number of micro-batches per step.
-        forward, backward: seconds of a slice by length and context.
-        send_s: fixed seconds of a transfer.
-        token_s: additional seconds of a transfer per token.
+        forward, backward: functions that return a slice's time in seconds, given length and
+            context.
+        send_s: fixed time of a transfer in seconds.
+        token_s: additional time of a transfer per token in seconds.
     """
 
     length: int
@@ -308,23 +317,24 @@ class SliceProfile:
 
     @property
     def granularity(self) -> int:
-        """Smallest slice length, chosen so that the dynamic program stays fast."""
+        """Number of tokens of which slice lengths are multiples, large enough for a fast dynamic
+        program."""
         pieces = self.length // self.multiple
         return self.multiple * min(n for n in range(1, pieces + 1)
                                    if pieces % n == 0 and pieces // n <= MOST_MEASURED_PIECES)
 
     def pipeline(self, slices: tuple[int, ...]) -> Pipeline:
-        """Return a `Pipeline` with these slices for the simulator."""
+        """Return a `Pipeline` with the given slices for the simulator."""
         return Pipeline(stages=self.stages, micro_batches=self.micro_batches, slices=len(slices),
                         forward_s=slice_seconds(self.forward, slices),
                         backward_s=slice_seconds(self.backward, slices),
                         send_s=tuple(self.send_s + n * self.token_s for n in slices))
 
     def best(self) -> tuple[tuple[int, ...], float]:
-        """Return (slices, seconds of a step) of the fastest simulated division.
+        """Return the slices of the fastest simulated division, and the time of a step in seconds.
 
         The candidates are the undivided sequence and two results of the dynamic program: one for
-        the stages alone, and one in which each link counts as a further stage.
+        the stages alone, and one in which each link is treated as an additional stage.
         """
         candidates = {(self.length,)}
         for parts in (self.stages, 2 * self.stages - 1):

@@ -21,10 +21,10 @@ from moe_plugin.routing.call import RoutingCall, check_integers, check_range
 from moe_plugin.routing.contract import BuffersKeepDtype, RouterModule, TopKSchedule
 from moe_plugin.routing.links import link_penalties
 from moe_plugin.routing.losses import losses
-from moe_plugin.routing.replay import counts, inside_backward, runs_once
+from moe_plugin.routing.replay import counts, runs_once
 from moe_plugin.routing.rollouts import balanced
 from moe_plugin.utils.dtensors import fill_
-from moe_plugin.utils.machine import capturing
+from moe_plugin.utils.machine import capturing, inside_backward
 
 # Settings (`RouterModule.reads`) of routers that score tokens (SCORED), choose several experts per
 # token (SEVERAL), weigh by a score function (BY_SCORE), and may drop a second expert (WITH_POLICY).

@@ -14,10 +14,10 @@ from moe_plugin.comm.base import Comm
 from moe_plugin.comm.torch_comm import default_comm
 from moe_plugin.dispatch import dispatchers
 from moe_plugin.experts.base import expert_parameters, is_expert, mark_experts
-from moe_plugin.experts.ddp_check import router_counts
 from moe_plugin.experts.optimizers import watch_optimizers
 from moe_plugin.layer import MoELayer, layers_in
 from moe_plugin.routing import RouterModule
+from moe_plugin.routing.contract import router_counts
 from moe_plugin.training.gradients import multi_tensor
 from moe_plugin.training.gradients.part_gradients import keep_part_gradients, mark_gradient
 from moe_plugin.training.gradients.replicas import (
@@ -257,8 +257,8 @@ def reduce_experts(model: nn.Module, world: Comm | None = None, *,
         if shared:  # registered last, so that hooks registered before see plain gradients
             keep_part_gradients(experts, layers[0].comm)
         for layer in layers:
-            layer.layouts.experts.seed_comm = world
-            layer.layouts.experts.reduced = replicas is not None or shared
+            layer.routed_experts.experts.seed_comm = world
+            layer.routed_experts.experts.reduced = replicas is not None or shared
             layer.ddp_check.expect_wrapper()
             for parameter in layer.experts.parameters():
                 # the mark disappears with the parameter's hooks

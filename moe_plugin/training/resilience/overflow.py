@@ -144,7 +144,7 @@ def limits_of(models: Iterable[nn.Module]) -> list[Limit]:
 def _limits(layers: Iterable[MoELayer]) -> list[Limit]:
     limits: list[Limit | None] = []
     for layer in layers:
-        limits += [layer.layouts.available.limit, layer.layouts.available.stash]
+        limits += [layer.routed_experts.layouts.limit, layer.routed_experts.layouts.stash]
     return list({id(limit): limit for limit in limits if limit is not None}.values())
 
 

@@ -221,7 +221,7 @@ def alike(layers: Sequence[MoELayer]) -> Iterator[None]:
         stack.callback(torch.use_deterministic_algorithms, before, warn_only=only)
         torch.use_deterministic_algorithms(True, warn_only=only or not before)
         for layer in layers:
-            stack.enter_context(layer.layouts.with_fixed_layout())
+            stack.enter_context(layer.routed_experts.with_fixed_layout())
         yield
 
 

@@ -1,4 +1,4 @@
-"""Training steps of frameworks, by name: each module has a class as a user would write it."""
+"""Audit targets for frameworks: training steps written as a user of the framework would."""
 
 from __future__ import annotations
 
@@ -15,12 +15,14 @@ from scripts.bench.peers.base import not_installed
 
 @dataclass(frozen=True)
 class Framework:
-    """Where a target is.
+    """A framework with an audit target.
 
     Attributes:
-        package: whose version is shown.
-        needs: modules without which it is not installed.
-        imports: slow ones, once instead of in every rank.
+        where: module and class of the target, as `module:class`.
+        package: the package whose version is shown.
+        needs: modules that must be importable. If one is missing, the framework is reported as not
+            installed.
+        imports: modules that are slow to import. They are imported before the ranks are forked.
     """
 
     where: str
@@ -61,10 +63,16 @@ TARGETS = {
 
 
 def audit_named(name: str, ranks: Sequence[int], *, timeout_s: float, tolerance: float) -> Audit:
-    """The audit of a framework of `TARGETS`, or of a user's file or module.
+    """Audit a framework of `TARGETS`, or a user's file or module.
+
+    Args:
+        name: a name in `TARGETS`, or a target that `load` accepts.
+        ranks: numbers of processes to run the step with.
+        timeout_s: time limit for building a model and for a step, in seconds.
+        tolerance: largest relative error that counts as correct.
 
     Raises:
-        ValueError: there is no such target, see `load`.
+        ValueError: the target does not exist (see `load`).
     """
     known = TARGETS.get(name)
     if known is None:

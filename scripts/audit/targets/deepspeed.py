@@ -1,4 +1,4 @@
-"""DeepSpeed's MoE layer, and its AutoEP in a Mixtral, under its engine without ZeRO."""
+"""Audit targets for DeepSpeed's MoE layer and for AutoEP in a Mixtral, without ZeRO."""
 
 from __future__ import annotations
 
@@ -20,8 +20,10 @@ from scripts.audit.targets.transformers import mixtral_config, recompute
 
 
 def join_ranks() -> None:
-    """Its communication over gloo alone. What it would compile first has torch's own in its place:
-    all-reduce in shared memory, flat tensors.
+    """Initialize DeepSpeed's communication over gloo.
+
+    DeepSpeed would first compile an all-reduce in shared memory and functions for flat tensors. The
+    all-reduce is switched off, and torch's functions for flat tensors are used instead.
     """
     import deepspeed
     from deepspeed.runtime import engine
@@ -29,32 +31,39 @@ def join_ranks() -> None:
 
     flat = SimpleNamespace(flatten=_utils._flatten_dense_tensors,
                            unflatten=_utils._unflatten_dense_tensors)
-    # by its whole name: `deepspeed.comm` has torch itself under the last part
+    # imported by its full name, because `deepspeed.comm.torch` as an attribute is torch itself
     importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None  # type: ignore[attr-defined]
     engine.UtilsBuilder = lambda: SimpleNamespace(load=lambda: flat)
     deepspeed.init_distributed(dist_backend="gloo", verbose=False)
 
 
 class GradientsKept(torch.optim.SGD):
-    """Keeps what its step is given: the engine zeroes gradients in the same call."""
+    """An optimizer that copies the gradients of its step.
+
+    The copies are needed because DeepSpeed's engine sets gradients to zero in the same call.
+    """
 
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, lr=0.0)
         self.kept: dict[int, Tensor | None] = {}
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Copy every gradient."""
+        """Copy every gradient. The parameters do not change."""
         for group in self.param_groups:
             for p in group["params"]:
                 self.kept[id(p)] = None if p.grad is None else p.grad.clone()
 
     def part(self, tensor: Tensor, where: Any = (), here: Any = ()) -> HeldPart:
-        """With the gradient that the last step was given."""
+        """Return a part of a parameter, with the gradient of the last step."""
         return HeldPart(tensor, where, here, grad=lambda: self.kept.get(id(tensor)))
 
 
 class Engine:
-    """An engine whose accumulation and clipping follow each batch, and the norm it clips by."""
+    """DeepSpeed's engine, with accumulation and clipping as each batch requires.
+
+    Attributes:
+        norm: the gradient norm that the engine used for clipping in the last step.
+    """
 
     def __init__(self, network: nn.Module, **config: Any) -> None:
         import deepspeed
@@ -66,7 +75,7 @@ class Engine:
         def clip(**arguments: Any) -> Any:
             self.norm = float(original(**arguments))
 
-        engine.clip_grad_norm_ = clip  # it keeps no norm without ZeRO
+        engine.clip_grad_norm_ = clip  # without ZeRO the engine does not store the norm
         self.norm = 0.0
         self.engine, *_ = deepspeed.initialize(
             model=network, optimizer=GradientsKept,
@@ -75,10 +84,10 @@ class Engine:
         self.optimizer: GradientsKept = self.engine.optimizer
 
     def step(self, batch: Batch, losses: Iterator[Tensor]) -> dict[str, float]:
-        """Backward of each micro-batch's mean loss, then its step."""
+        """Run the backward pass and the engine's step for the mean loss of each micro-batch."""
         number = len(batch.micro_batches)
         self.engine.set_train_batch_size(number * dist.get_world_size())
-        self.engine.micro_steps = 0  # it counts on where the number of micro-batches changes
+        self.engine.micro_steps = 0  # the engine does not reset it for another number
         self.engine._config.gradient_clipping = batch.clip or 0.0
         total = torch.zeros(())
         for loss in losses:
@@ -91,7 +100,7 @@ class Engine:
 
 
 class _Expert(nn.Module):
-    """DeepSpeed takes a module for each expert."""
+    """One expert, because DeepSpeed's layer needs a module for each expert."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -105,7 +114,7 @@ class _Expert(nn.Module):
 
 
 class _Experts(nn.Module):
-    """Its layer on [T, D], without its balance loss."""
+    """DeepSpeed's layer with input and output of shape [T, D], without its balance loss."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -117,12 +126,12 @@ class _Experts(nn.Module):
 
 
 class DeepSpeed:
-    """`deepspeed.moe.layer.MoE` without dropped tokens."""
+    """The target for `deepspeed.moe.layer.MoE` without dropped tokens."""
 
     supports = ("accumulation", "clipping", "recompute")
 
     def build(self, ranks: int, ep: int) -> Parts:
-        """A module for each expert of this rank."""
+        """Build the model, with one module for each expert of this rank."""
         from deepspeed.moe.layer import MoE
 
         join_ranks()
@@ -142,24 +151,24 @@ class DeepSpeed:
         return parts
 
     def step(self, batch: Batch) -> dict[str, float]:
-        """Mean squared errors."""
+        """Run the step with the mean squared error of each micro-batch as the loss."""
         return self.engine.step(batch, (F.mse_loss(self.engine.engine(x, batch.recompute), y)
                                         for x, y in batch.micro_batches))
 
 
 class AutoEP:
-    """A Mixtral of `transformers` whose block the engine replaces by experts over ranks."""
+    """The target for AutoEP, which distributes the experts of a Mixtral of `transformers`."""
 
     supports = ("accumulation", "clipping", "recompute")
     model = MIXTRAL
 
     def build(self, ranks: int, ep: int) -> Parts:
-        """w1, w3 and w2 are gate, up and down of this rank's experts."""
+        """Build the model. w1, w3 and w2 are gate, up and down of this rank's experts."""
         import transformers
         from deepspeed.module_inject.auto_ep_presets import base
 
-        # its recorder of router logits, which is not used here, ends in an error with
-        # transformers 5.24: `get` of that registry takes no default any more
+        # DeepSpeed's recorder of router logits is not used here and fails with transformers 5.24,
+        # because `get` of the registry no longer accepts a default
         base._retarget_transformers_output_recorders_for_modules = lambda **_: 0
         self.network = transformers.MixtralForCausalLM(mixtral_config()).train()
         self.engine = Engine(self.network, expert_parallel={
@@ -178,7 +187,7 @@ class AutoEP:
             DOWN: part(layer.experts.w2, mine)}
 
     def step(self, batch: Batch) -> dict[str, float]:
-        """Mean cross-entropies."""
+        """Run the step with the mean cross-entropy of each micro-batch as the loss."""
         recompute(self.network, batch.recompute)
         return self.engine.step(batch, (
             self.engine.engine(x, labels=x, shift_labels=y.contiguous()).loss

@@ -1,4 +1,4 @@
-"""Megatron-core's own MoE layer under its DDP, schedule, optimizer and clipping."""
+"""Audit targets for Megatron-core's own MoE layer, DDP, schedule, optimizer and clipping."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from scripts.bench.peers.megatron import native_layer
 
 
 class _Experts(nn.Module):
-    """Its layer on [T, D]."""
+    """Megatron's layer with input and output of shape [T, D]."""
 
     def __init__(self, layer: Any) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class _Experts(nn.Module):
 
 
 class _Network(TinyNetwork):
-    """What its schedule asks of a model."""
+    """The tiny network with the interface that Megatron's schedule needs."""
 
     model_type = None
 
@@ -37,17 +37,20 @@ class _Network(TinyNetwork):
         self.config = config
 
     def set_input_tensor(self, tensor: Any) -> None:
-        """Of an earlier stage; there is none."""
+        """Ignore the tensor, because there is no earlier pipeline stage."""
 
 
 class Megatron:
-    """The all-to-all dispatcher; losses are means over a micro-batch."""
+    """The target for the all-to-all dispatcher, with losses that are means over a micro-batch."""
 
     supports: tuple[str, ...] = ("accumulation", "clipping", "recompute")
     dispatcher, per_token = "alltoall", False
 
     def build(self, ranks: int, ep: int) -> Parts:
-        """`SequentialMLP`: a module for each expert of this rank; gate and up in one matrix."""
+        """Build the model with `SequentialMLP`.
+
+        Each expert of this rank is a separate module, with gate and up in one matrix.
+        """
         from megatron.core import parallel_state
         from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
@@ -88,7 +91,7 @@ class Megatron:
             calculate_per_token_loss=self.per_token)
 
     def step(self, batch: Batch) -> dict[str, float]:
-        """Its schedule without pipelining, then the optimizer with a learning rate of 0."""
+        """Run Megatron's schedule without pipelining, and the optimizer with learning rate 0."""
         from moe_plugin.hosts.megatron.compat import names
 
         self.layer.moe_layer_recompute = batch.recompute
@@ -118,13 +121,13 @@ class Megatron:
 
 
 class MegatronAllGather(Megatron):
-    """The all-gather dispatcher."""
+    """The target for the all-gather dispatcher."""
 
     dispatcher = "allgather"
 
 
 class MegatronPerToken(Megatron):
-    """`--calculate-per-token-loss`."""
+    """The target for the setting `calculate_per_token_loss`."""
 
     supports = (*Megatron.supports, "per_token")
     per_token = True

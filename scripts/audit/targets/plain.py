@@ -1,4 +1,4 @@
-"""Our own layer in a plain PyTorch loop under `ddp_model`."""
+"""Audit target for our own layer in a plain PyTorch loop with `ddp_model`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from scripts.audit.reference import TINY
 
 
 class TinyNetwork(nn.Module):
-    """`TINY` around a layer of experts: a module from x [T, D] to [T, D]."""
+    """The model `TINY` around a layer of experts, with input and output of shape [T, D]."""
 
     def __init__(self, experts: nn.Module) -> None:
         super().__init__()
@@ -25,14 +25,22 @@ class TinyNetwork(nn.Module):
         self.out = nn.Linear(TINY.width, TINY.width, bias=False)
 
     def forward(self, x: Tensor, recompute: bool = False) -> Tensor:
-        """x [T, D] to [T, D]. recompute: the experts, in backward."""
+        """Run the model.
+
+        Args:
+            x: tokens of shape [T, D].
+            recompute: whether backward recomputes the experts.
+
+        Returns:
+            The output of shape [T, D].
+        """
         h = self.inp(x)
         y = checkpoint(self.experts, h, use_reentrant=False) if recompute else self.experts(h)
         y_TD: Tensor = self.out(h + y)
         return y_TD
 
     def dense_parts(self) -> dict[str, Tensor]:
-        """The two linear layers by their names in `TINY`."""
+        """Return the weights of the two linear layers by their names in `TINY`."""
         return {"inp": self.inp.weight, "out": self.out.weight}
 
 
@@ -47,12 +55,15 @@ class _Output(nn.Module):
 
 
 class Plain:
-    """DDP around the dense part, `reduce_experts` for the experts, `clip_grad_norm_`."""
+    """The target for our layer, with DDP for the dense part and our clipping.
+
+    `ddp_model` also registers the reduction of the experts' gradients.
+    """
 
     supports = ("accumulation", "clipping", "recompute", "per_token", "empty")
 
     def build(self, ranks: int, ep: int) -> Parts:
-        """Experts [L, D, F] of this rank are the whole ones transposed."""
+        """Build the model. Our experts store transposed weights of shape [L, D, F]."""
         self.ranks = ranks
         comm = TorchComm()
         self.layer = MoELayer(
@@ -70,7 +81,7 @@ class Plain:
                 "down": HeldPart(experts.w_out_LFD, mine, transposed=True)}
 
     def step(self, batch: Batch) -> dict[str, float]:
-        """DDP averages over ranks what each divides by the tokens of all."""
+        """Run the step. The loss is multiplied by the number of ranks, because DDP averages."""
         self.model.zero_grad()
         total = torch.zeros(())
         for x, y in batch.micro_batches:

@@ -1,4 +1,4 @@
-"""torchtitan's MoE layer, on its meshes, under its FSDP and clipping."""
+"""Audit target for torchtitan's MoE layer, with torchtitan's meshes, FSDP and clipping."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ from scripts.audit.targets.plain import TinyNetwork
 
 
 def _layer(ep: int) -> nn.Module:
-    """Its layer with the standard all-to-all, no bias that balances, weights of any value."""
+    """Build torchtitan's layer with the standard all-to-all and without a balancing bias.
+
+    The weights are zero, because the audit sets them before each step.
+    """
     import spmd_types as spmd
     from torchtitan.models.common import config_utils
     from torchtitan.models.common.moe_sharding import set_moe_sharding_config
@@ -39,7 +42,10 @@ def _layer(ep: int) -> nn.Module:
 
 
 class _Block(TinyNetwork):
-    """`TINY` as one of its transformer blocks, whose experts its FSDP looks for in `moe`."""
+    """The model `TINY` as a transformer block of torchtitan.
+
+    torchtitan's FSDP finds the experts in the attribute `moe`.
+    """
 
     moe_enabled = True
 
@@ -49,7 +55,10 @@ class _Block(TinyNetwork):
 
 
 class _OfTokens(nn.Module):
-    """Its layer on [T, D]; the module itself is the block's."""
+    """torchtitan's layer with input and output of shape [T, D].
+
+    The layer is stored in a tuple, so that it is only registered as a module of the block.
+    """
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -60,7 +69,7 @@ class _OfTokens(nn.Module):
 
 
 class _Decoder(nn.Module):
-    """What its FSDP asks of a decoder, with one block and nothing around it."""
+    """A decoder of one block, with the attributes that torchtitan's FSDP needs."""
 
     enable_weight_tying = False
     tok_embeddings = norm = lm_head = None
@@ -70,23 +79,26 @@ class _Decoder(nn.Module):
         self.layers = nn.ModuleDict({"0": block})
 
     def forward(self, x_TD: Tensor, recompute: bool) -> Any:
-        """The block."""
+        """Run the block."""
         return self.layers["0"](x_TD, recompute)
 
 
 class TorchTitan:
-    """`torchtitan.models.common.moe.MoE` with `apply_fsdp_to_decoder`, EP inside of FSDP."""
+    """The target for `torchtitan.models.common.moe.MoE`, with expert parallelism inside FSDP.
+
+    FSDP is applied by `apply_fsdp_to_decoder`.
+    """
 
     supports = ("accumulation", "clipping", "recompute", "per_token", "empty")
 
     def build(self, ranks: int, ep: int) -> Parts:
-        """As `parallelize_qwen3` does; parameters are DTensors on its meshes."""
+        """Build the model as `parallelize_qwen3` does. The parameters are DTensors."""
         from torchtitan.distributed import parallel_dims
         from torchtitan.distributed.fsdp import apply_fsdp_to_decoder
         from torchtitan.distributed.utils import set_spmd_backend
 
         self.ep = ep
-        parallel_dims.device_type = "cpu"  # it takes a machine without an accelerator for CUDA
+        parallel_dims.device_type = "cpu"  # torchtitan assumes CUDA if there is no accelerator
         set_spmd_backend("partial_dtensor")
         dims = parallel_dims.ParallelDims(
             dp_replicate=1, dp_shard=ranks, cp=1, tp=1, pp=1, ep=ep, world_size=ranks,
@@ -99,19 +111,23 @@ class TorchTitan:
         apply_fsdp_to_decoder(
             self.network, dims.get_mesh(["fsdp"]), torch.float32, torch.float32, pp_enabled=False,
             ep_degree=ep, edp_mesh=dims.get_optional_mesh(["efsdp"]) if ep > 1 else None)
-        for module in (block, self.network):  # gloo has no product with the sum of a reduction
+        for module in (block, self.network):  # gloo has no reduction that scales the sum
             module.set_force_sum_reduction_for_comms(True)  # type: ignore[operator]
         experts = block.moe.routed_experts.inner_experts
         return {**block.dense_parts(), "router": block.moe.router.gate.weight,
                 "gate": experts.w1_EFD, "up": experts.w3_EFD, "down": experts.w2_EDF}
 
     def step(self, batch: Batch) -> dict[str, float]:
-        """As its `Trainer`: sums of losses over the valid tokens of all ranks, FSDP adds."""
+        """Run the step as torchtitan's `Trainer` does.
+
+        Each loss is a sum divided by the number of valid tokens of all ranks, and FSDP adds the
+        gradients of the ranks.
+        """
         from torchtitan.distributed.utils import clip_grad_norm_
 
         self.network.zero_grad()
         total = torch.zeros(())
-        # its experts compute in bfloat16 whatever they are given
+        # torchtitan's experts always cast to bfloat16; the audit compares float32 results
         with mock.patch.object(Tensor, "bfloat16", Tensor.float):
             for x, y in batch.micro_batches:
                 out = self.network(x, batch.recompute)

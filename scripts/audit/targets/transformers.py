@@ -1,4 +1,4 @@
-"""A Mixtral of `transformers` on its own meshes, with each of its ways to the experts."""
+"""Audit targets for a Mixtral of `transformers`, with each of its exchanges of tokens."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from scripts.audit.mixtral import MIXTRAL
 
 
 def mixtral_config() -> Any:
-    """The configuration that computes as `MIXTRAL`."""
+    """Return the configuration of a Mixtral that computes the same as `MIXTRAL`."""
     import transformers
 
     return transformers.MixtralConfig(
@@ -26,7 +26,7 @@ def mixtral_config() -> Any:
 
 
 def recompute(network: Any, on: bool) -> None:
-    """Switch its checkpointing of activations."""
+    """Switch activation checkpointing of the model on or off."""
     if on:
         network.gradient_checkpointing_enable({"use_reentrant": False})
     else:
@@ -34,18 +34,18 @@ def recompute(network: Any, on: bool) -> None:
 
 
 class Transformers:
-    """FSDP over all ranks, experts over groups of `ep`; `all_to_all`."""
+    """The target for `all_to_all`, with FSDP over all ranks and experts over `ep` ranks."""
 
     supports: tuple[str, ...] = ("accumulation", "clipping", "recompute", "per_token")
     model = MIXTRAL
     implementation = "all_to_all"
 
     def mesh(self, ranks: int, ep: int) -> dict[str, Any]:
-        """Sizes of its `DistributedConfig`."""
+        """Return the sizes for the `DistributedConfig` of `transformers`."""
         return {"fsdp_size": ranks, "ep_size": ep}
 
     def build(self, ranks: int, ep: int) -> Parts:
-        """By `from_pretrained`; parameters are DTensors on its meshes."""
+        """Build the model by `from_pretrained`. The parameters are DTensors."""
         import transformers
         from transformers.distributed import DistributedConfig
 
@@ -54,7 +54,7 @@ class Transformers:
             **self.mesh(ranks, ep), ep_implementation=self.implementation)}
         with tempfile.TemporaryDirectory() as folder:
             paths = [folder]
-            dist.broadcast_object_list(paths)  # in a group, rank 0 alone writes
+            dist.broadcast_object_list(paths)  # only rank 0 of the group writes the model
             if dist.get_rank() == 0:
                 transformers.MixtralForCausalLM(mixtral_config()).save_pretrained(paths[0])
             dist.barrier()
@@ -64,11 +64,15 @@ class Transformers:
         return dict(self.network.named_parameters())
 
     def tokens_shared(self, ranks: int, ep: int) -> int:
-        """Data-parallel ranks have their own."""
+        """Return 1, because every data-parallel rank has different tokens."""
         return 1
 
     def step(self, batch: Batch) -> dict[str, float]:
-        """As `Trainer`: losses by `num_items_in_batch`, times the ranks that FSDP averages over."""
+        """Run the step as `Trainer` does.
+
+        Losses are divided by `num_items_in_batch` and multiplied by the number of ranks over which
+        FSDP averages.
+        """
         recompute(self.network, batch.recompute)
         self.network.zero_grad()
         total = torch.zeros(())
@@ -84,7 +88,7 @@ class Transformers:
         return answer
 
     def _clip(self, bound: float) -> float:
-        """As `Trainer`, which takes the norms of each mesh apart."""
+        """Clip as `Trainer` does, which computes the norm of each mesh separately."""
         import transformers
 
         if dist.get_world_size() == 1:
@@ -94,26 +98,29 @@ class Transformers:
 
 
 class TransformersAllReduce(Transformers):
-    """Ranks of an expert-parallel group share their tokens: TP and EP over the same ranks."""
+    """The target for `all_reduce`, where the ranks of an expert-parallel group share their tokens.
+
+    Tensor and expert parallelism use the same ranks.
+    """
 
     implementation = "all_reduce"
 
     def mesh(self, ranks: int, ep: int) -> dict[str, Any]:
-        """Attention is split over the ranks that share the experts."""
+        """Return sizes that split attention over the ranks that share the experts."""
         return {"tp_size": ep, "ep_size": ep, "fsdp_size": ranks // ep}
 
     def tokens_shared(self, ranks: int, ep: int) -> int:
-        """By the ranks of a group."""
+        """Return `ep`, because all ranks of an expert-parallel group have the same tokens."""
         return ep
 
 
 class TransformersOurs(Transformers):
-    """Our exchange."""
+    """The target for our exchange in `transformers`."""
 
     implementation = "moe_plugin"
 
     def build(self, ranks: int, ep: int) -> Parts:
-        """Register it, and build."""
+        """Register our exchange, and build the model."""
         import moe_plugin.hosts.transformers  # noqa: F401 - registers the name
 
         return super().build(ranks, ep)

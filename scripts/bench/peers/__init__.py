@@ -1,6 +1,6 @@
 """Other layers that compute the same function as ours, built from the same weights.
 
-Importing this package registers every peer in `peers`; each imports its library when it is built.
+Importing this package registers every peer in `peers`. A peer imports its library when it is built.
 """
 
 from scripts.bench.peers import (

@@ -1,4 +1,4 @@
-"""What a peer is, the registry of all peers, and what several of them share."""
+"""The registry of all peers, and functions that several peers share."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ class Candidate:
     """A layer to measure.
 
     Attributes:
-        forward: x [T, D] to (y [T, D], losses to add to the objective).
-        note: what differs from the other candidates.
-        compared: it computes the function of our layer, and pays for its balance loss.
+        forward: a function from x [T, D] to (y [T, D], losses to add to the objective).
+        parameters: parameters of the layer.
+        note: difference from the other candidates.
+        compared: whether the layer computes the function of our layer, including its balance loss.
     """
 
     forward: Callable[[Tensor], tuple[Tensor, list[Tensor]]]
@@ -37,7 +38,7 @@ class Candidate:
 
 
 class UnsupportedProblem(ValueError):
-    """An installed peer cannot run this problem; the report says why."""
+    """Raised if an installed peer cannot run a problem. The report states the reason."""
 
 
 Build = Callable[[Problem, Data], AbstractContextManager[Candidate]]
@@ -45,7 +46,7 @@ peers: Registry[Build] = Registry("bench_peer")
 
 
 def not_installed(*modules: str) -> str | None:
-    """Which of these modules are missing, as a sentence; None where all are there."""
+    """Return a sentence that names the missing modules, or None if all modules are installed."""
     missing = [m.replace(".", "-") for m in modules if not _found(m)]
     if not missing:
         return None
@@ -55,7 +56,7 @@ def not_installed(*modules: str) -> str | None:
 def _found(module: str) -> bool:
     try:
         return find_spec(module) is not None
-    except ModuleNotFoundError:  # its parent package is missing
+    except ModuleNotFoundError:  # the parent package is missing
         return False
 
 
@@ -63,19 +64,23 @@ def register_peer(
     name: str, *modules: str, refuses: Callable[[Problem], str | None] = lambda problem: None,
     alone: bool = False,
 ) -> Callable[[Callable[[Problem, Data], Iterator[Candidate]]], Build]:
-    """Decorator: a generator of one candidate becomes a peer, available where `modules` are
-    installed.
+    """Return a decorator that registers a generator of one candidate as a peer.
+
+    The peer is available if all `modules` are installed.
 
     Args:
-        refuses: why it cannot run a problem; None where it can. Building then raises
-            `UnsupportedProblem`.
-        alone: it is written for one rank.
+        name: name of the peer.
+        modules: modules that the peer requires.
+        refuses: a function that returns why the peer cannot run a problem, or None if it can.
+            Building
+            a refused peer raises `UnsupportedProblem`.
+        alone: whether the peer supports only one rank.
     """
     def add(make: Callable[[Problem, Data], Iterator[Candidate]]) -> Build:
         @contextlib.contextmanager
         @functools.wraps(make)
         def build(problem: Problem, data: Data) -> Iterator[Candidate]:
-            reason = "compared on one rank alone" if alone and expert_group().size > 1 else None
+            reason = "compared on one rank only" if alone and expert_group().size > 1 else None
             if (reason := reason or refuses(problem)) is not None:
                 raise UnsupportedProblem(reason)
             yield from make(problem, data)
@@ -86,47 +91,59 @@ def register_peer(
 
 
 def copy(parameter: Tensor, value: Tensor) -> None:
-    """parameter := value, outside autograd."""
+    """Copy a value into a parameter, outside autograd."""
     with torch.no_grad():
         parameter.copy_(value)
 
 
 def activation(problem: Problem) -> Callable[[Tensor], Tensor]:
-    """GELU, or SiLU for gated experts."""
+    """Return SiLU for gated experts and GELU otherwise."""
     return F.silu if problem.gated else F.gelu
 
 
 def route(x_TD: Tensor, router_ED: Tensor, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
-    """A plain softmax top-k router in float32.
+    """Route tokens with a plain softmax top-k router in float32.
 
     Args:
-        x_TD: tokens, any float dtype.
-        router_ED: its weight.
-    Returns: weights_TK (float32), ids_TK (int64), the balance loss of the Switch Transformer.
+        x_TD: tokens of any float dtype.
+        router_ED: weight of the router.
+        top_k: number of experts per token.
+
+    Returns:
+        (weights_TK in float32, ids_TK in int64, balance loss of the Switch Transformer).
     """
     probs_TE = F.softmax(F.linear(x_TD.float(), router_ED.float()), dim=1)
     weights_TK, ids_TK = probs_TE.topk(top_k, dim=1)
-    if top_k > 1:  # one choice keeps its probability, as in our layer
+    if top_k > 1:  # a single choice is weighted by its probability, as in our layer
         weights_TK = weights_TK / weights_TK.sum(1, keepdim=True)
     return weights_TK, ids_TK, switch_loss(probs_TE, ids_TK)
 
 
 def switch_loss(probs_TE: Tensor, ids_TK: Tensor) -> Tensor:
-    """The balance loss of the Switch Transformer, over first choices. probs_TE: float32."""
+    """Return the balance loss of the Switch Transformer, computed from the first choices.
+
+    Args:
+        probs_TE: probabilities of the router in float32.
+        ids_TK: selected experts.
+    """
     tokens, experts = probs_TE.shape
-    # not bincount: on a GPU it waits for the device
+    # index_add_ instead of bincount, because bincount waits for the device on a GPU
     count_E = probs_TE.new_zeros(experts).index_add_(0, ids_TK[:, 0], probs_TE.new_ones(tokens))
     return (probs_TE.mean(0) * count_E / tokens).sum() * experts
 
 
 def expert_group() -> Comm:
-    """The ranks that share the experts: those of the default group; without one, this one alone."""
+    """Return the ranks that share the experts: the default group, or this rank if there is no
+    group.
+    """
     return TorchComm() if dist.is_initialized() and dist.get_world_size() > 1 else LocalComm()
 
 
 @contextlib.contextmanager
 def one_rank(device: str) -> Iterator[None]:
-    """A process group of this process alone for the time of the block, unless one exists."""
+    """Create a process group of this process alone for the duration of the block, unless a group
+    exists.
+    """
     if dist.is_initialized():
         yield
         return

@@ -19,7 +19,7 @@ from scripts.bench.problem import Data, Problem
 
 
 class _Expert(nn.Module):
-    """One feed-forward expert; DeepSpeed takes a module for each."""
+    """One feed-forward expert. DeepSpeed requires a module for each expert."""
 
     def __init__(self, problem: Problem) -> None:
         super().__init__()
@@ -37,7 +37,9 @@ class _Expert(nn.Module):
 
 @register_peer("deepspeed", "deepspeed")
 def build(problem: Problem, data: Data) -> Iterator[Candidate]:
-    """DeepSpeed's MoE layer: one-hot dispatch by einsum, slots for the largest load, no drops."""
+    """DeepSpeed's MoE layer: one-hot dispatch by einsum, slots for the largest load, no dropped
+    tokens.
+    """
     with one_rank(problem.device):
         import deepspeed
         from deepspeed.moe.layer import MoE

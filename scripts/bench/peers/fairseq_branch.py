@@ -1,10 +1,11 @@
-"""The layer of fairseq's `moe` branch, written here after its published code: fairseq 0.12.2 has no
-MoE layer, and the branch does not install with it.
+"""The layer of fairseq's `moe` branch, rewritten from its published code.
 
-As there: a top-1 or top-2 gate in float32, ceil(S/E) slots per expert for each choice, masks of
-tokens x experts x slots made of one-hot rows, two products with them, equal slots to all ranks by
-torch's all-to-all, and two linear maps per expert, expert after expert. What it logs of its gate is
-left out. Source: fairseq's `moe` branch (Artetxe et al. 2021), after GShard (Lepikhin et al. 2020).
+fairseq 0.12.2 has no MoE layer, and its moe branch cannot be installed together with it. As in the
+branch, the layer has a top-1 or top-2 gate in float32, ceil(S/E) slots per expert for each choice,
+masks of tokens x experts x slots built from one-hot rows, two matmuls with these masks, equal slots
+for all ranks exchanged by torch's all-to-all, and two linear maps per expert, expert after expert.
+The statistics that the branch logs about its gate are left out. Source: fairseq's `moe` branch
+(Artetxe et al. 2021), after GShard (Lepikhin et al. 2020).
 """
 
 from __future__ import annotations
@@ -23,28 +24,31 @@ from moe_plugin.experts.base import mark_expert
 
 
 class BranchMoE(nn.Module):
-    """The branch's layer over the ranks of one group.
+    """The branch's layer on the ranks of one group.
 
     Args:
-        width: D.
-        inner: F.
-        experts: E, a multiple of the ranks.
-        top_k: 1 or 2.
-        comm: the ranks that share the experts, a `TorchComm` where there are several.
-        activation: between an expert's two maps.
+        width: width of a token, D.
+        inner: inner width of an expert, F.
+        experts: number of experts, E, a multiple of the number of ranks.
+        top_k: number of experts per token, 1 or 2.
+        comm: the ranks that share the experts; a `TorchComm` if there are several.
+        activation: activation between the two maps of an expert.
 
     Attributes:
-        choose: gives the experts [S, K] of logits [S, E] in place of the gate; None: nothing does.
+        choose: a function from logits [S, E] to experts [S, K] that replaces the gate's choices.
+            None
+            (default) uses the gate's choices.
 
     Raises:
-        ValueError: another number of choices.
+        ValueError: if top_k is neither 1 nor 2.
     """
 
     def __init__(self, width: int, inner: int, experts: int, top_k: int, comm: Comm,
                  activation: Callable[[Tensor], Tensor] = F.relu) -> None:
         super().__init__()
         if top_k not in (1, 2):
-            raise ValueError(f"top_k={top_k} does not fit fairseq's moe branch: must be 1 or 2")
+            raise ValueError(f"top_k={top_k} is not supported by fairseq's moe branch: must be 1 "
+                             "or 2")
         self.top_k, self.comm, self.activation = top_k, comm, activation
         self.choose: Callable[[Tensor], Tensor] | None = None
         self.gate = nn.Linear(width, experts, bias=False)
@@ -55,7 +59,7 @@ class BranchMoE(nn.Module):
             mark_expert(parameter)
 
     def forward(self, x_SD: Tensor) -> tuple[Tensor, Tensor]:
-        """Outputs [S, D] of tokens x_SD, and the gate's balance loss."""
+        """Return the outputs [S, D] for tokens x_SD, and the gate's balance loss."""
         logits_SE = self.gate(x_SD.to(self.gate.weight.dtype)).float()
         chosen_SK = None if self.choose is None else self.choose(logits_SE.detach())
         loss, combine_SEC = gate(logits_SE, self.top_k, chosen_SK)
@@ -75,10 +79,17 @@ class BranchMoE(nn.Module):
 
 def gate(logits_SE: Tensor, top_k: int,
          chosen_SK: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """(balance loss, weights [S, E, C] of each token's row in each slot) as the branch's gates.
+    """Return (balance loss, weights [S, E, C] of each token's row in each slot) as the branch's
+    gates do.
 
-    C is ceil(S/E) times top_k; what finds no slot is dropped, first choices before second ones;
-    weights of two choices are normalised after that. chosen_SK: experts in place of the largest.
+    The number of slots C is ceil(S/E) times top_k. Choices without a free slot are dropped, and
+    first
+    choices are placed before second choices. The weights of two choices are normalised afterwards.
+
+    Args:
+        logits_SE: logits of the gate.
+        top_k: number of experts per token.
+        chosen_SK: experts to use instead of those with the largest logits.
     """
     gates_SE = F.softmax(logits_SE, dim=1)
     tokens, experts = gates_SE.shape
@@ -124,5 +135,7 @@ class _AllToAll(torch.autograd.Function):
 
 
 def exchange(rows_VD: Tensor, comm: Comm) -> Tensor:
-    """Differentiable all-to-all of equal pieces by torch itself; comm: a `TorchComm`, or of one."""
+    """Exchange equal pieces by torch's all-to-all, differentiably. A group of one rank returns its
+    rows.
+    """
     return rows_VD if comm.size == 1 else _AllToAll.apply(rows_VD, comm.group)

@@ -1,4 +1,4 @@
-"""torch's own grouped GEMM as a candidate: sorted rows and three lines of torch around it."""
+"""torch's own grouped GEMM as a candidate: sorted rows and a few lines of torch around it."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from scripts.bench.problem import Data, Problem
 
 
 def why_unsupported(problem: Problem) -> str | None:
-    """Why torch cannot run this problem; None where it can."""
+    """Return why torch cannot run this problem, or None if it can."""
     if (missing := strategies.entry("grouped").why_not()) is not None:
         return missing
     device = torch.device("meta" if problem.device == "cuda" else problem.device)
     rows, w = (torch.empty(shape, dtype=problem.torch_dtype, device=device)
                for shape in ((1, problem.model_dim), (1, problem.model_dim, problem.hidden_dim)))
     if problem.device == "cuda" and problem.dtype != "bfloat16":
-        return f"torch's grouped_mm takes bfloat16 on a GPU, not {problem.dtype}"
+        return f"torch's grouped_mm supports only bfloat16 on a GPU, not {problem.dtype}"
     return None if (why := grouped_refusal(rows, w)) is None else f"torch's grouped_mm: {why}"
 
 
 @register_peer("grouped_mm", refuses=why_unsupported, alone=True)
 def build(problem: Problem, data: Data) -> Iterator[Candidate]:
-    """torch.nn.functional.grouped_mm over sorted rows; nothing is read by the host."""
+    """torch.nn.functional.grouped_mm over sorted rows. The host reads no values from the device."""
     p = {name: nn.Parameter(value.clone()) for name, value in data.weights().items()}
     act, k = activation(problem), problem.top_k
 

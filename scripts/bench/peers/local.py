@@ -1,4 +1,5 @@
-"""Our layer, and the two peers that are written here: the dense one-hot form and a dense FFN."""
+"""Our layer, and the two peers that are implemented here: the dense one-hot form and a dense FFN.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +19,14 @@ from scripts.bench.problem import Data, Problem
 
 
 def ours(problem: Problem, data: Data, compute: str = "auto") -> Candidate:
-    """`MoELayer` with the default config of this package, over the ranks of `expert_group`."""
+    """Return `MoELayer` with the default settings of this package, on the ranks of `expert_group`.
+    """
     kind = {"kind": "gated_ffn", "activation": "silu"} if problem.gated else {}
     config = from_dict({
         "model_dim": problem.model_dim,
         "num_experts": problem.experts,
         "router": {"top_k": problem.top_k},
-        # no bias, as the peers
+        # no bias, because the peers have none
         "experts": {"hidden_dim": problem.hidden_dim, "compute": compute, "bias": False, **kind}
     })
     group = expert_group()
@@ -73,19 +75,19 @@ def einsum(problem: Problem, data: Data) -> Iterator[Candidate]:
 
 
 def _to_experts(rows_ND: Tensor, ranks: int, slots: int) -> Tensor:
-    """Rows by (rank, local expert, slot) as [L, W*C, D]."""
+    """Reorder rows from (rank, local expert, slot) to [L, W*C, D]."""
     rows_WLCD = rows_ND.view(ranks, -1, slots, rows_ND.shape[1])
     return rows_WLCD.transpose(0, 1).flatten(1, 2)
 
 
 def _to_ranks(rows_LRD: Tensor, ranks: int) -> Tensor:
-    """The inverse of `_to_experts`, [N, D]."""
+    """Undo `_to_experts`; the result is [N, D]."""
     local, _, width = rows_LRD.shape
     return rows_LRD.view(local, ranks, -1, width).transpose(0, 1).reshape(-1, width)
 
 
 def _one_hot(ids_TK: Tensor, weights_TK: Tensor, experts: int, group: Comm) -> Tensor:
-    """combine_TEC: the weight of each token's row in its expert's slot."""
+    """Return combine_TEC, the weight of each token's row in the slot of its expert."""
     chosen_KTE = F.one_hot(ids_TK.t(), experts)
     slot_KTE = (chosen_KTE.flatten(0, 1).cumsum(0) - 1).view_as(chosen_KTE)
     most = (slot_KTE * chosen_KTE).max()
@@ -99,9 +101,9 @@ def _one_hot(ids_TK: Tensor, weights_TK: Tensor, experts: int, group: Comm) -> T
 @peers.register("dense")
 @contextlib.contextmanager
 def dense(problem: Problem, data: Data) -> Iterator[Candidate]:
-    """A dense FFN of the same active FLOPs: inner width K * F, no router.
+    """A dense FFN with the same active FLOPs: inner width K * F, no router.
 
-    It computes another function, so its output is not compared.
+    The FFN computes a different function, so its output is not compared.
     """
     wide, k = problem.top_k * problem.hidden_dim, problem.top_k
     first = [
@@ -115,5 +117,5 @@ def dense(problem: Problem, data: Data) -> Iterator[Candidate]:
         inner = act(x @ first[-1])
         return (inner * (x @ first[0]) if problem.gated else inner) @ second, []
 
-    yield Candidate(forward, [*first, second], "dense: no routing, other function",
+    yield Candidate(forward, [*first, second], "dense: no routing, a different function",
                     compared=False)

@@ -1,7 +1,7 @@
-"""Megatron-core's own MoE layer as two candidates, by the experts that it is built with.
+"""Megatron-core's own MoE layer as two candidates, with different experts.
 
-`megatron` is what its layer specs give without `moe_grouped_gemm`: one matmul per expert. The other
-is what its users run on GPUs.
+`megatron` is the layer that Megatron's layer specs build without `moe_grouped_gemm`: one matmul per
+expert. `megatron_te` uses Transformer Engine's grouped GEMM, which is what users of GPUs run.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from scripts.bench.problem import Data, Problem
 
 
 def why_not_engine(problem: Problem) -> str | None:
-    """Why `TEGroupedMLP` cannot run this problem; None where it can."""
+    """Return why `TEGroupedMLP` cannot run this problem, or None if it can."""
     return None if problem.device == "cuda" else "Transformer Engine needs a GPU"
 
 
@@ -48,7 +48,7 @@ def _candidate(problem: Problem, data: Data, experts: str) -> Iterator[Candidate
         group = expert_group()
         with _building(problem.device):
             layer = _layer(problem, experts, group.size)
-        # what the layer spec gives decides, not what was asked of it
+        # the layer spec may build other experts than those that the settings ask for
         if type(layer.experts).__name__ != experts:
             raise UnsupportedProblem(
                 f"this Megatron-core builds {type(layer.experts).__name__}, not {experts}")
@@ -68,7 +68,9 @@ def _building(device: str) -> contextlib.AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def _groups(device: str) -> Iterator[None]:
-    """Megatron's groups for the time of the block; candidates of one run share them."""
+    """Create Megatron's groups for the duration of the block. Candidates of one run share the
+    groups.
+    """
     from megatron.core import parallel_state
 
     from moe_plugin.hosts.megatron.compat import core
@@ -103,7 +105,7 @@ def _layer(problem: Problem, experts: str, ranks: int) -> Any:
         "moe_aux_loss_coeff": 0.01, "params_dtype": problem.torch_dtype,
         "bf16": problem.dtype == "bfloat16", "gated_linear_unit": problem.gated,
         "moe_grouped_gemm": experts != "SequentialMLP",
-        # its fastest settings: fused SwiGLU, and Transformer Engine's permutation and router
+        # the fastest settings: fused SwiGLU, and Transformer Engine's permutation and router
         "bias_activation_fusion": on_gpu and problem.gated,
         "moe_permute_fusion": with_engine, "moe_router_fusion": with_engine,
         "expert_model_parallel_size": ranks,
@@ -115,14 +117,17 @@ def _layer(problem: Problem, experts: str, ranks: int) -> Any:
 
 
 def native_layer(config: Any, with_engine: bool = False, grouped: bool = False) -> Any:
-    """Megatron-core's own MoE layer, as its GPT layer specs build it.
+    """Build Megatron-core's own MoE layer, as its GPT layer specs do.
 
-    grouped: with `moe_grouped_gemm`.
+    Args:
+        config: Megatron's configuration.
+        with_engine: whether to use Transformer Engine.
+        grouped: whether to use `moe_grouped_gemm`.
     """
     from moe_plugin.hosts.megatron.compat import core
 
     spec = core.gpt_moe_layer_spec(with_engine, grouped=grouped)
-    # megatron-core gives a ModuleSpec or, from 0.18 on, a functools.partial
+    # megatron-core returns a ModuleSpec, and since 0.18 a functools.partial
     submodules = spec.keywords["submodules"] if isinstance(spec, partial) else spec.submodules
     layer = (submodules.mlp(config=config) if isinstance(submodules.mlp, partial) else
              core.build_module(submodules.mlp, config=config))
@@ -131,7 +136,9 @@ def native_layer(config: Any, with_engine: bool = False, grouped: bool = False) 
 
 
 def load(layer: Any, data: Data) -> None:
-    """Copy the weights into a layer with either experts; gate before the other half."""
+    """Copy the weights into a layer with either kind of experts. The gate half precedes the other
+    half.
+    """
     copy(layer.router.weight, data.router_ED)
     first_LDF = torch.cat([w for w in (data.w_gate_LDF, data.w_in_LDF) if w is not None], 2)
     _LOADERS[type(layer.experts).__name__](layer.experts, first_LDF, data.w_out_LFD)

@@ -1,4 +1,4 @@
-"""OLMo-core's dropless MoE layer as a candidate; written for ai2-olmo-core 3.0.0."""
+"""OLMo-core's dropless MoE layer as a candidate, written for ai2-olmo-core 3.0.0."""
 
 from __future__ import annotations
 
@@ -12,20 +12,22 @@ from scripts.bench.problem import Data, Problem
 
 
 def why_unsupported(problem: Problem) -> str | None:
-    """Why OLMo-core cannot run this problem; None where it can."""
+    """Return why OLMo-core cannot run this problem, or None if it can."""
     if problem.device != "cuda":
         return "OLMo-core gathers and scatters rows by Triton kernels, which need a GPU"
-    return None if problem.gated else "its experts are gated: --gated"
+    return None if problem.gated else "its experts are gated; use --gated"
 
 
 @register_peer("olmo_core", "olmo_core", refuses=why_unsupported, alone=True)
 def build(problem: Problem, data: Data) -> Iterator[Candidate]:
-    """OLMo-core's DroplessMoE; needs a GPU. Not yet run on one: tests cover its weights only."""
+    """OLMo-core's DroplessMoE. It needs a GPU, and has not been run on one: tests cover its weights
+    only.
+    """
     from olmo_core.config import DType
     from olmo_core.nn.moe import MoEConfig, MoERouterConfig, MoEType
 
     router = MoERouterConfig(top_k=problem.top_k,
-                             # one choice keeps its probability, as in our layer
+                             # a single choice is weighted by its probability, as in our layer
                              normalize_expert_weights=1.0 if problem.top_k > 1 else None)
     layer = MoEConfig(name=MoEType.dropless, num_experts=problem.experts, router=router,
                       hidden_size=problem.hidden_dim, dtype=DType(problem.dtype)).build(
@@ -33,14 +35,15 @@ def build(problem: Problem, data: Data) -> Iterator[Candidate]:
     load(layer, data)
 
     def forward(x: Tensor) -> tuple[Tensor, list[Tensor]]:
-        return layer(x[None])[0], []  # its balance loss has its gradient by the output
+        # no separate loss, because the layer attaches its balance loss to the output's gradient
+        return layer(x[None])[0], []
 
     yield Candidate(forward, list(layer.parameters()), "DroplessMoE" + (
         "" if layer.experts.mlp._gmm else ", without grouped_gemm: a matmul per expert"))
 
 
 def load(layer: Any, data: Data) -> None:
-    """Copy the weights. w1, w3 and w2 are [E * F, D]: y = (silu(x w1^T) * (x w3^T)) w2."""
+    """Copy the weights. w1, w3 and w2 are [E * F, D], and y = (silu(x w1^T) * (x w3^T)) w2."""
     mlp = layer.experts.mlp
     assert data.w_gate_LDF is not None
     copy(layer.router.weight, data.router_ED.flatten())

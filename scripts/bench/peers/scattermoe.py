@@ -1,4 +1,4 @@
-"""ScatterMoE's experts (`scattermoe.mlp`) as a candidate, with a plain top-k router before them."""
+"""ScatterMoE's experts (`scattermoe.mlp`) as a candidate, after a plain top-k router."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from scripts.bench.problem import Data, Problem
 
 
 def why_unsupported(problem: Problem) -> str | None:
-    """Why ScatterMoE cannot run this problem; None where it can."""
+    """Return why ScatterMoE cannot run this problem, or None if it can."""
     return None if problem.device == "cuda" else "ScatterMoE needs a GPU"
 
 
 @register_peer("scattermoe", "scattermoe", refuses=why_unsupported, alone=True)
 def build(problem: Problem, data: Data) -> Iterator[Candidate]:
-    """ScatterMoE's experts behind a plain router; needs a GPU."""
+    """ScatterMoE's experts after a plain router. Needs a GPU."""
     from scattermoe.mlp import GLUMLP, MLP
 
     kind = GLUMLP if problem.gated else MLP
@@ -37,7 +37,9 @@ def build(problem: Problem, data: Data) -> Iterator[Candidate]:
 
 
 def load(mlp: Any, problem: Problem, data: Data) -> None:
-    """Copy the weights, [E, out, in]. Gated: y = h * act(g) with [h, g] the first product."""
+    """Copy the weights, [E, out, in]. For gated experts, y = h * act(g), and [h, g] is the first
+    product.
+    """
     halves = [data.w_in_LDF, data.w_gate_LDF] if problem.gated else [data.w_in_LDF]
     copy(mlp.experts.weight, torch.cat([w.transpose(1, 2) for w in halves], 1))  # type: ignore[union-attr]
     copy(mlp.output_experts.weight, data.w_out_LFD.transpose(1, 2))

@@ -1,4 +1,4 @@
-"""SonicMoE's experts (`sonicmoe.functional`, package sonic-moe) behind a plain top-k router."""
+"""SonicMoE's experts (`sonicmoe.functional`, package sonic-moe) after a plain top-k router."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from scripts.bench.problem import Data, Problem
 
 
 def why_unsupported(problem: Problem) -> str | None:
-    """Why SonicMoE cannot run this problem; None where it can."""
+    """Return why SonicMoE cannot run this problem, or None if it can."""
     if problem.device != "cuda":
         return "SonicMoE needs a GPU"
     if torch.cuda.get_device_capability()[0] < 9:
         return "SonicMoE needs compute capability 9.0"
     if problem.dtype not in ("bfloat16", "float16"):
-        return f"SonicMoE takes 16-bit values, not {problem.dtype}"
+        return f"SonicMoE supports only 16-bit values, not {problem.dtype}"
     if not problem.gated:
         return "SonicMoE 0.1.2 has gated experts only"
     return None
@@ -26,9 +26,9 @@ def why_unsupported(problem: Problem) -> str | None:
 
 @register_peer("sonicmoe", "sonicmoe", refuses=why_unsupported, alone=True)
 def build(problem: Problem, data: Data) -> Iterator[Candidate]:
-    """SonicMoE's experts behind a plain router; needs a Hopper GPU or a later one.
+    """SonicMoE's experts after a plain router. Needs a Hopper GPU or a later one.
 
-    Its first call compiles for minutes (on an H100 more than 200 s for one problem).
+    The first call compiles for minutes (more than 200 s for one problem on an H100).
     """
     from sonicmoe.enums import ActivationType
     from sonicmoe.functional import moe_general_routing_inputs
@@ -53,7 +53,12 @@ def build(problem: Problem, data: Data) -> Iterator[Candidate]:
 
 
 def weights(data: Data) -> tuple[nn.Parameter, nn.Parameter]:
-    """([E, I, D], [E, D, F]): I = F, or 2 F with gate and other half row by row."""
+    """Return the weights ([E, I, D], [E, D, F]).
+
+    I is F for plain experts. For gated experts I is 2 F, and rows of the gate alternate with rows
+    of the
+    other half.
+    """
     first_EFD = data.w_in_LDF.transpose(1, 2)
     if data.w_gate_LDF is not None:
         halves = torch.stack([data.w_gate_LDF.transpose(1, 2), first_EFD], 2)

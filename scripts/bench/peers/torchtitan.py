@@ -12,9 +12,9 @@ from scripts.bench.problem import Data, Problem
 
 
 def why_unsupported(problem: Problem) -> str | None:
-    """Why torchtitan cannot run this problem; None where it can."""
+    """Return why torchtitan cannot run this problem, or None if it can."""
     if not problem.gated:
-        return "its experts are gated: --gated"
+        return "its experts are gated; use --gated"
     if problem.dtype != "bfloat16":
         return f"its experts compute in bfloat16, not {problem.dtype}"
     return None
@@ -48,10 +48,10 @@ def build(problem: Problem, data: Data) -> Iterator[Candidate]:
         losses[:] = [switch_loss(scores_TE, scores_TE.argmax(1, keepdim=True))]
 
     layer.router.register_forward_hook(balance)
-    if problem.device == "cpu":  # where its autocast to float32 does nothing
+    if problem.device == "cpu":  # the layer's autocast to float32 has no effect on CPU
         layer.router.gate.float().register_forward_pre_hook(lambda gate, given: given[0].float())
 
     def forward(x: Tensor) -> tuple[Tensor, list[Tensor]]:
         return layer(x[None])[0], list(losses)
 
-    yield Candidate(forward, list(layer.parameters()), "with the balance loss of the others")
+    yield Candidate(forward, list(layer.parameters()), "with the balance loss of the other peers")

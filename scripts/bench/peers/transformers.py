@@ -1,4 +1,5 @@
-"""The experts of transformers' Mixtral as candidates, by what computes them there."""
+"""The experts of transformers' Mixtral as candidates, one for each implementation of the experts.
+"""
 
 from __future__ import annotations
 
@@ -21,18 +22,18 @@ from scripts.bench.peers.base import (
 )
 from scripts.bench.problem import Data, Problem
 
-COPIES = 4 << 30  # bytes of weights that `batched_mm` may copy here
+COPIES = 4 << 30  # maximum number of bytes of weights that `batched_mm` may copy
 
 
 def _why_not(problem: Problem, implementation: str) -> str | None:
     if not problem.gated:
-        return "Mixtral's experts are gated: --gated"
+        return "Mixtral's experts are gated; use --gated"
     if expert_group().size > 1 and not_installed("transformers.distributed.expert_parallel"):
         return "this transformers has no expert parallelism"
     copied = (3 * problem.rows * problem.model_dim * problem.hidden_dim
               * problem.torch_dtype.itemsize)
     if implementation == "batched_mm" and copied > COPIES:
-        return f"it copies the weights for each row, {show_size(copied)} here"
+        return f"it would copy {show_size(copied)} of weights"
     return None
 
 
@@ -45,7 +46,7 @@ def _candidate(problem: Problem, data: Data, implementation: str) -> Iterator[Ca
     config = MixtralConfig(
         hidden_size=problem.model_dim, intermediate_size=problem.hidden_dim, hidden_act="silu",
         num_local_experts=problem.experts // group.size, num_experts_per_tok=problem.top_k)
-    config._experts_implementation = implementation  # what `from_pretrained` sets
+    config._experts_implementation = implementation  # `from_pretrained` sets this attribute
     experts = MixtralExperts(config).to(problem.device, problem.torch_dtype)
     assert data.w_gate_LDF is not None
     copy(experts.gate_up_proj, torch.cat([data.w_gate_LDF, data.w_in_LDF], 2).transpose(1, 2))
@@ -61,7 +62,7 @@ def _candidate(problem: Problem, data: Data, implementation: str) -> Iterator[Ca
 
 
 def _over(group: Comm, experts: nn.Module, device: str) -> Callable[..., Tensor]:
-    """The experts, or those of all ranks by transformers' all-to-alls."""
+    """Return the experts, exchanged over several ranks by transformers' all-to-alls."""
     if group.size == 1:
         return experts
     from torch.distributed import init_device_mesh

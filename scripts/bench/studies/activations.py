@@ -1,8 +1,11 @@
-"""Time and memory of a training step that keeps, recomputes, swaps, or chooses by block.
+"""Measure time and memory of a training step that keeps, recomputes or swaps activations, or
+chooses
+one of these for each block.
 
-Steps of all policies are timed by turns, so that all see the same machine. Memory is measured in a
-process for each, because the resident set of a process rarely shrinks. The tier is a file, whose
-bandwidth a throttle states. On two cores this takes about two minutes.
+The policies run alternately, so that all of them run under the same conditions. Memory is measured
+in a separate process for each policy, because the resident set of a process rarely shrinks.
+Activations are swapped to a file, whose bandwidth is limited by an option. Takes about two minutes
+on two cores.
 """
 
 from __future__ import annotations
@@ -29,25 +32,31 @@ from moe_plugin.planner.units import show_size, show_time
 from moe_plugin.utils.machine import cpu_name
 from scripts.bench.child import call
 from scripts.bench.memory_limit import status_bytes
+from scripts.bench.report import bullets
 from scripts.bench.study import Option
 from scripts.bench.toy import ToyBlock
 
-TITLE = "Activations kept, recomputed, swapped"
+TITLE = "Activations kept, recomputed or swapped"
 DIM, HIDDEN, EXPERTS, TOKENS = 256, 1024, 4, 512
 WAYS = ("keep", "recompute", "swap", "auto")
 MIB, WARM_UP = 1 << 20, len(MEASURING) + Steady.most
-# freed tensors go back to the system, so that the resident set is what is in use
+# lets malloc return freed tensors to the system, so that the resident set contains only used memory
 RETURNS = {"MALLOC_MMAP_THRESHOLD_": "65536"}
 OPTIONS = {
-    "blocks": Option(8, "of the model", quick=4),
-    "throttle": Option(200.0, "MB/s of the tier", quick=2000.0),
+    "blocks": Option(8, "number of blocks of the model", quick=4),
+    "throttle": Option(200.0, "bandwidth of the file in MB/s", quick=2000.0),
     "steps": Option(7, "timed steps of each policy", quick=2),
-    "folder": Option("", "on a disk; left out: that for temporary files"),
+    "folder": Option("", "folder on a disk for the file (default: the folder of temporary files)"),
 }
 
 
 class AliveBytes(TorchDispatchMode):
-    """Bytes of the storages that operators make while this is on, now and at most."""
+    """Counts the bytes of all storages that operators create while this mode is active.
+
+    Attributes:
+        now: current number of bytes.
+        peak: largest number of bytes so far.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,7 +65,7 @@ class AliveBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (),
                            kwargs: Any = None) -> Any:
-        """Count what an operator returns."""
+        """Count the storages of an operator's results."""
         result = func(*args, **(kwargs or {}))
         for x in result if isinstance(result, (tuple, list)) else [result]:
             if isinstance(x, Tensor):
@@ -64,7 +73,7 @@ class AliveBytes(TorchDispatchMode):
         return result
 
     def leave_out(self, tensors: Iterable[Tensor]) -> None:
-        """Do not count these, which are there all the time."""
+        """Exclude these tensors, which exist all the time."""
         self._seen |= {x.untyped_storage()._cdata for x in tensors}
 
     def _add(self, storage: Any) -> None:
@@ -107,7 +116,7 @@ class PolicyRun:
 
 
 def times(args: argparse.Namespace, memory: int, folder: str) -> dict[str, Any]:
-    """Median seconds of a step by policy; what auto chose."""
+    """Return the median seconds of a step of each policy, and the choices of auto."""
     runs = {way: PolicyRun(args, way, memory, folder) for way in WAYS}
     for number in range(WARM_UP + args.steps):
         for run in runs.values():
@@ -116,7 +125,7 @@ def times(args: argparse.Namespace, memory: int, folder: str) -> dict[str, Any]:
             run.step()
     auto = runs["auto"].activations
     if any(run.losses != runs["keep"].losses for run in runs.values()):
-        raise SystemExit("losses differ between policies")
+        raise SystemExit("The losses of the policies differ, but they must be equal bit for bit.")
     return {
         "seconds": {way: median(run.seconds) for way, run in runs.items()},
         "all_seconds": {way: run.seconds for way, run in runs.items()},
@@ -130,7 +139,8 @@ def memory(args: argparse.Namespace, way: str, most: int, folder: str) -> dict[s
     before = status_bytes("VmRSS")
     for _ in range(WARM_UP + 1):
         run.step()
-    # of all steps: allocators keep what was freed, so that later peaks are hidden by the first
+    # The peak is that of all steps: allocators retain freed memory, so the first peak would hide
+    # later ones.
     found = {"ledger_bytes": run.peak, "resident_bytes": status_bytes("VmHWM") - before}
     with AliveBytes() as alive:
         alive.leave_out(run.model.parameters())
@@ -140,7 +150,7 @@ def memory(args: argparse.Namespace, way: str, most: int, folder: str) -> dict[s
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    # auto has half of what keeping everything takes
+    # auto gets half of the memory that keeping all activations needs
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(dir=args.folder or None) as folder:
         probe = PolicyRun(args, "auto", 1 << 40, folder)
@@ -163,29 +173,36 @@ def body(result: dict[str, Any]) -> list[str]:
     chosen = Counter(result["policies"])
     names = {"keep": "keep all", "recompute": "recompute all", "swap": "swap all",
              "auto": "auto: " + ", ".join(f"{n} {name}" for name, n in sorted(chosen.items()))}
-    # what is kept and recomputed is counted from a profile, which auto alone has
+    # The ledger counts only swapped activations and those of auto. The bytes of `keep` come from
+    # the profile of auto, and for `recompute` there is no number.
     ledger = {"keep": result["keep_bytes"], "recompute": None,
               **{way: memory[way]["ledger_bytes"] for way in ("swap", "auto")}}
     return [
-        f"{result['blocks']} blocks (attention and {result['experts']} experts, width "
-        f"{result['model_dim']}, inner width {result['hidden_dim']}, k = 2), "
-        f"{result['tokens']:,} tokens, float32, one thread of {result['machine']}, torch "
-        f"{result['torch']}. The tier is a file, throttled to {result['throttle_MB_s']:g} MB/s. "
-        f"Median of {result['steps']} steps, all policies by turns. Losses of all policies are "
-        "equal, bit for bit.",
+        "This page compares training steps that keep all activations in memory, recompute them, "
+        "swap them to a file, or choose one of these ways for each block (`auto`). The model has "
+        f"{result['blocks']} blocks of attention and {result['experts']} experts with width "
+        f"{result['model_dim']}, inner width {result['hidden_dim']} and k = 2. A step has "
+        f"{result['tokens']:,} tokens in float32 and runs on one thread of {result['machine']} "
+        f"with torch {result['torch']}. The bandwidth of the file is limited to "
+        f"{result['throttle_MB_s']:g} MB/s. Times are medians of {result['steps']} steps; the "
+        "policies run alternately. The losses of all policies are equal, bit for bit.",
         columns(WAYS, {
             "policy": names.get, "step, ms": lambda way: f"{1e3 * seconds[way]:.0f}",
             "activations, MiB": lambda way: (
                 "" if ledger[way] is None else f"{ledger[way] / MIB:.1f}"),
             "tensors alive, MiB": lambda way: f"{memory[way]['alive_bytes'] / MIB:.0f}",
             "resident, MiB": lambda way: f"{memory[way]['resident_bytes'] / MIB:.0f}"}),
-        "Activations: the most that the ledger counted. Tensors alive: the most of all tensors "
-        "that forward and backward make, temporary ones and gradients included, without the "
-        "weights and the gradients that they add to. Resident: the peak of the process's resident "
-        "set over all its steps, those that measure included, above what it was before the first "
-        "one; gradients of the weights are in it. Both hold what the expert layers keep on a CPU "
-        "for the next call, which is one set for all layers.",
-        f"Auto may take {show_size(result['limit_bytes'])}, half of keeping all. Its step was "
-        f"predicted to take {show_time(result['predicted_s'])}. It takes "
-        f"{seconds['auto'] / others[0]:.2f} times as long as the better of recomputing all and "
-        f"swapping all, and the other takes {others[1] / seconds['auto']:.2f} times as long as it."]
+        bullets(
+            "*Activations*: the peak of the activations that the policy counted.",
+            """*Tensors alive*: the peak of all tensors that forward and backward create, including
+            temporary ones and gradients, without the weights and their accumulated gradients.""",
+            """*Resident*: the peak of the process's resident set over all steps, including the
+            steps in which `auto` measures, minus the resident set before the first step. This
+            number includes the gradients of the weights.""",
+            """Both of the last numbers include buffers that the expert layers keep on a CPU for the
+            next call. All layers share one set of these buffers."""),
+        f"`auto` may use {show_size(result['limit_bytes'])}, which is half of the memory of "
+        f"keeping all. Its step was predicted to take {show_time(result['predicted_s'])}. It takes "
+        f"{seconds['auto'] / others[0]:.2f} times as long as the faster one of recomputing all and "
+        f"swapping all. The slower one takes {others[1] / seconds['auto']:.2f} times as long as "
+        "`auto`."]

@@ -1,6 +1,6 @@
-"""`parallel: auto` against every fixed layout on an emulated cluster.
+"""Compare `parallel: auto` with every fixed layout on an emulated cluster.
 
-Needs Linux and root, and about 20 minutes on an idle machine.
+Needs Linux and root, and takes about 20 minutes on an idle machine.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ from moe_plugin.cli.figures import columns
 from moe_plugin.config import from_dict
 from moe_plugin.planner.choice import LayoutChoice, legal_choices
 from scripts.bench.layouts import one_step, slowest
+from scripts.bench.report import bullets, layout_in_words
 from scripts.bench.study import Option
 from scripts.emulate import EmulatedCluster
 
 TITLE = "Adaptive layouts on an emulated cluster"
 NODES, EXPERTS, WIDTH = 4, 2, 256
-EVERY = 6  # steps from one measurement of the fixed layouts to the next
+EVERY = 6  # number of steps between two measurements of the fixed layouts
 REGIMES: dict[str, dict[str, Any]] = {
     "few tokens, big experts": {"hidden": 2048, "tokens": [64]},
     "many tokens, small experts": {"hidden": 64, "tokens": [2048]},
@@ -28,24 +29,27 @@ REGIMES: dict[str, dict[str, Any]] = {
     "load drifts, 2,000 steps": {"hidden": 256, "tokens": [64, 2048], "steps": 2000, "every": 100},
 }
 OPTIONS = {
-    "steps": Option(120, "steps of each run with auto", quick=30),
-    "most-steps": Option(2000, "leave out runs that are longer", quick=100),
-    "rate": Option(200e6, "bit/s of a node's link", quick=1e9),
+    "steps": Option(120, "number of steps of each run with auto", quick=30),
+    "most-steps": Option(2000, "leave out runs with more steps than this", quick=100),
+    "rate": Option(200e6, "rate of a node's link in bit/s", quick=1e9),
 }
 
 
 def tokens_at(regime: dict[str, Any], step: int, steps: int) -> int:
-    """Tokens of a rank: constant, or alternating between two loads, twice."""
+    """Return the tokens of a rank: a constant, or one of two loads that alternate twice."""
     loads = regime["tokens"]
     return loads[step * 2 * len(loads) // steps % len(loads)]
 
 
 def run_regime(hidden: int, loads: list[int], steps: int, every: int,
                choices: list[dict[str, Any]]) -> dict[str, Any]:
-    """One rank: forward and backward with `auto`, and at intervals also in each fixed layout.
+    """Run forward and backward with `auto` on one rank, and at intervals also in each fixed layout.
 
-    A fixed layout runs two steps and the second one counts: the first one warms up its buffers and
-    connections, which are always warm for `auto`. None is measured in the first step of a load.
+    A fixed layout runs two steps, of which only the second is timed. The first step warms up the
+    buffers
+    and connections, which are always warm for `auto`. No fixed layout is measured in the first step
+    of
+    a load.
     """
     tree: dict[str, Any] = {
         "model_dim": WIDTH, "num_experts": EXPERTS, "router": {"top_k": 1},
@@ -66,14 +70,14 @@ def run_regime(hidden: int, loads: list[int], steps: int, every: int,
             one_step(fixed, tokens, choice)
             seconds.setdefault(choice.label, []).append(one_step(fixed, tokens, choice)[0])
     return {
-        "seconds": seconds, "labels": labels, "explored": auto.layouts.tuner.tuner.explored,
-        "decisions": [d.as_dict() for d in auto.layouts.tuner.tuner.log]
+        "seconds": seconds, "labels": labels, "explored": auto.routed_experts.tuner.tuner.explored,
+        "decisions": [d.as_dict() for d in auto.routed_experts.tuner.tuner.log]
     }
 
 
 def mean_over_loads(seconds: list[float], loads: list[int],
                     counted: list[bool] | None = None) -> float:
-    """Mean of the means of each load."""
+    """Return the mean over the loads of the mean time at each load."""
     counted = counted or [True] * len(seconds)
     by_load: dict[int, list[float]] = {}
     for found, load, ok in zip(seconds, loads, counted, strict=True):
@@ -83,9 +87,10 @@ def mean_over_loads(seconds: list[float], loads: list[int],
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """Every fixed layout and auto: mean over the steps of each load, with equal weight.
+    """Measure every fixed layout and `auto`: the mean over the steps of each load, with equal
+    weights.
 
-    For auto over all its steps, and over those outside exploration.
+    For `auto`, the mean is computed over all steps, and over the steps outside exploration.
     """
     report: dict[str, Any] = {"rate": args.rate}
     choices = [c.as_dict() for c in legal_choices(EXPERTS, NODES, degrees=(1, 2))]
@@ -114,7 +119,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _settled(rank: dict[str, Any], steps: int) -> list[bool]:
-    """Which steps lie outside exploration."""
+    """Return for each step whether it lies outside exploration."""
     settled, exploring = [], False
     events = {d["call"]: d["event"] for d in rank["decisions"]}
     for step in range(1, steps + 1):
@@ -125,16 +130,27 @@ def _settled(rank: dict[str, Any], steps: int) -> list[bool]:
 
 
 def body(report: dict[str, Any]) -> Iterator[str]:
-    yield ("Fixed layouts and `auto` run alternately in the same processes, so that all see the "
-           "same machine; times are of the slowest rank, forward and backward. "
-           f"{NODES} emulated nodes of one rank, {report['rate'] / 1e6:.0f} Mbit/s.")
+    yield ("This page compares `parallel: auto`, which chooses the layout of a layer during "
+           "training, with every fixed layout. All of them run alternately in the same processes, "
+           "so that they run under the same conditions. Times are those of the slowest rank, "
+           f"forward and backward. The machine emulates {NODES} nodes with one rank each and links "
+           f"of {report['rate'] / 1e6:.0f} Mbit/s.")
+    yield (f"The layer has width {WIDTH} and {EXPERTS} experts, and selects one expert per token. "
+           "Inner width and tokens differ between the sections:")
+    yield bullets(*(
+        f"*{name}*: inner width {regime['hidden']:,}; "
+        f"{' and '.join(f'{tokens:,}' for tokens in regime['tokens'])} tokens per rank"
+        + (", which alternate twice during the run." if len(regime["tokens"]) > 1 else ".")
+        for name, regime in REGIMES.items() if name in report))
     for name in [n for n in REGIMES if n in report]:
         found = report[name]
         times = [*sorted(found["fixed"].items(), key=lambda item: item[1]),
                  ("auto, exploring included", found["auto"]),
                  ("auto, after exploring", found["auto_settled"])]
-        yield f"## {name}"
-        yield columns(times, {"layout": "{0[0]}",
-                              "ms per step": lambda item: f"{1e3 * item[1]:.1f}"})
-        yield (f"Explored {found['explored']} of {found['steps']} steps "
-               f"({found['explored'] / found['steps']:.1%}).")
+        yield f"## {name[0].upper()}{name[1:]}"
+        yield columns(times, {
+            "layout": lambda item: (layout_in_words(item[0]) if item[0] in found["fixed"]
+                                    else item[0]),
+            "ms per step": lambda item: f"{1e3 * item[1]:.1f}"})
+        yield (f"`auto` used {found['explored']} of {found['steps']} steps "
+               f"({found['explored'] / found['steps']:.1%}) to explore layouts.")

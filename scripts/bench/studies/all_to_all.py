@@ -1,5 +1,7 @@
-"""Time of each all-to-all algorithm by message size. On your own ranks: start it with torchrun (or
-Slurm), on each node. With --emulate: on a cluster of network namespaces on this machine.
+"""Measure each all-to-all algorithm by message size. To measure your own ranks, start the command
+with
+torchrun (or Slurm) on each node. With --emulate, the command measures a cluster of network
+namespaces on this machine.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from moe_plugin.config import CommConfig
 from moe_plugin.planner.units import parse_size
 from scripts.bench.all_to_all import as_dicts
 from scripts.bench.all_to_all_report import parts, plot
-from scripts.bench.measure import said
+from scripts.bench.report import versions_in_words
 
 TITLE = "All-to-all by size"
 SIZES = "16KiB,64KiB,256KiB,1MiB,4MiB,8MiB"
@@ -29,12 +31,14 @@ SIZES = "16KiB,64KiB,256KiB,1MiB,4MiB,8MiB"
 def add_arguments(p: argparse.ArgumentParser) -> None:
     add_exchange_sizes(p, SIZES)
     p.add_argument("--algorithms", default=NAMES, metavar="LIST",
-                   help="by registered name (default: %(default)s)")
+                   help="registered names, separated by commas (default: %(default)s)")
     p.add_argument("--topology", default="detect",
                    help="detect, a number of ranks per node, or a YAML file (default: %(default)s)")
     p.add_argument("--cluster", metavar="FILE",
-                   help="cluster file by which auto chooses; without, it measures")
-    p.add_argument("--plot", metavar="FILE", help="also draw time by size into FILE (.png or .svg)")
+                   help="cluster file from which auto predicts the fastest algorithm. Without this "
+                        "file, auto measures")
+    p.add_argument("--plot", metavar="FILE",
+                   help="also draw time by size to this .png or .svg file")
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any] | None:
@@ -53,4 +57,4 @@ def measure(args: argparse.Namespace) -> dict[str, Any] | None:
 
 def body(found: dict[str, Any]) -> list[str]:
     about = {name: str(value) for name, value in found.items() if name not in ("rows", "load")}
-    return [said(about), *parts([ExchangeRow(**row) for row in found["rows"]])]
+    return [versions_in_words(about), *parts([ExchangeRow(**row) for row in found["rows"]])]

@@ -1,6 +1,8 @@
-"""Every algorithm by size on an emulated cluster, and a model that is fitted to a part of them.
+"""Measure every all-to-all algorithm by size on an emulated cluster, and fit a model to a part of
+the
+measurements.
 
-Needs Linux and root, and about 15 minutes. Run it on an idle machine.
+Needs Linux and root, and takes about 15 minutes on an idle machine.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from moe_plugin.planner.units import show_size, show_time
 from moe_plugin.utils.regular_files import write_regular
 from scripts.bench.all_to_all import as_dicts, measure_emulated
 from scripts.bench.all_to_all_report import parts, plot
+from scripts.bench.report import bullets
 from scripts.bench.study import ROOT, Option
 from scripts.emulate import EmulatedCluster
 
@@ -44,19 +47,19 @@ ROUNDS, REPEATS_PER_ROUND = 4, 3
 RATE, DELAY, MESSAGE = 200e6, 1e-3, 1e-3
 ENOUGH = 0.08
 NOTE = ("Fitted to emulated grids of 2x2 to 4x4 ranks, 200 Mbit/s, 1 ms: see "
-        "docs/benchmarks/all_to_all.md")
+        "docs/benchmarks/all_to_all.md")  # the text of the committed cluster file
 log = logging.getLogger(__name__)
 OPTIONS = {
-    "tries": Option(2, "attempts for a cell that other programs disturbed", quick=1),
+    "tries": Option(2, "attempts per measurement if other programs use the CPU", quick=1),
     "keep-fit": Option(False, "write the fitted model to configs/clusters/emulated.yaml"),
 }
 
 
 class Quiet:
-    """Measures cell by cell; again those that other programs disturbed.
+    """Measures sizes one after the other, and repeats those that other programs disturbed.
 
     Attributes:
-        shares: of the CPU that other programs used, by cell.
+        shares: for each measurement, the share of the CPU that other programs used.
     """
 
     def __init__(self, tries: int) -> None:
@@ -64,12 +67,12 @@ class Quiet:
 
     def measure(self, grids: Sequence[tuple[int, int]], names: Sequence[str], sizes: Sequence[int],
                 repeats: int, message_s: float = 0.0) -> list[ExchangeRow]:
-        """Rows of several grids."""
+        """Return the rows of several grids."""
         return [row for grid, size in itertools.product(grids, sizes)
                 for row in self._cell(grid, Plan(tuple(names), (size,), repeats), message_s)]
 
     def _cell(self, grid: tuple[int, int], plan: Plan, message_s: float) -> list[ExchangeRow]:
-        """Of the attempt with the least disturbance."""
+        """Return the rows of the attempt with the least disturbance."""
         found: list[tuple[float, list[ExchangeRow]]] = []
         while len(found) < self.tries and not any(share <= ENOUGH for share, _ in found):
             found.append(_measure_once(grid, plan, message_s))
@@ -81,10 +84,11 @@ class Quiet:
 
 
 def in_rounds(quiet: Quiet, sizes: Sequence[int], rounds: int) -> list[ExchangeRow]:
-    """Cells of the model: the grids of the fit and the one that tests it.
+    """Measure the grids of the fit and the grid that tests the fit.
 
-    All cells are measured in several rounds, because the speed of a machine varies over time; a
-    row is the median of the medians, and the minimum of the minima.
+    All grids and sizes are measured in several rounds, because the speed of a machine varies over
+    time.
+    A row has the median of the medians and the minimum of the minima.
     """
     found = [quiet.measure((*SMALL_GRIDS, GRIDS[1]), MODELLED, sizes, REPEATS_PER_ROUND)
              for _ in range(rounds)]
@@ -96,7 +100,7 @@ def in_rounds(quiet: Quiet, sizes: Sequence[int], rounds: int) -> list[ExchangeR
 
 def _measure_once(grid: tuple[int, int], plan: Plan,
                   message_s: float) -> tuple[float, list[ExchangeRow]]:
-    """(share of the CPU that other programs used, rows)."""
+    """Return (share of the CPU that other programs used, rows)."""
     busy, own, begun = _busy_s(), _own_s(), time.monotonic()
     with EmulatedCluster(*grid, rate_bit_s=RATE, delay_s=DELAY, message_s=message_s) as cluster:
         rows = measure_emulated(cluster, plan)
@@ -105,20 +109,22 @@ def _measure_once(grid: tuple[int, int], plan: Plan,
 
 
 def _busy_s() -> float:
-    """CPU seconds used by all programs."""
+    """Return the CPU seconds used by all programs."""
     fields = Path("/proc/stat").read_text(encoding="ascii").split("\n")[0].split()[1:]
     return sum(int(fields[i]) for i in (0, 1, 2, 5, 6)) / os.sysconf("SC_CLK_TCK")
 
 
 def _own_s() -> float:
-    """CPU seconds of this process and its children that ended: ranks and switch."""
+    """Return the CPU seconds of this process and of its children that have ended (ranks and
+    switch).
+    """
     return sum(
         usage.ru_utime + usage.ru_stime
         for usage in map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)))
 
 
 def compare(fitted: Fit, rows: Sequence[ExchangeRow]) -> list[dict[str, Any]]:
-    """Predicted and measured times of the algorithms with a cost model."""
+    """Return predicted and measured times of the algorithms that have a cost model."""
     found = []
     for m in measurements_of(rows):
         seconds = predict(fitted.cluster.resized(m.nodes, m.ranks_per_node), m.algorithm,
@@ -132,7 +138,7 @@ def compare(fitted: Fit, rows: Sequence[ExchangeRow]) -> list[dict[str, Any]]:
 
 
 def predicted_cluster() -> list[dict[str, Any]]:
-    """Predictions for a cluster of GPUs, up to 4,096 ranks."""
+    """Return predictions for a cluster of GPUs with up to 4,096 ranks."""
     return predict_table(load_cluster(ROOT / "configs" / "clusters" / "a100_ib.yaml"),
                          [16 * 2**i for i in range(9)], [MIB, 32 * MIB, 128 * MIB, 256 * MIB])
 
@@ -172,38 +178,51 @@ def body(about: dict[str, Any]) -> list[str]:
     errors, others = about["prediction_8x4"], about["share_of_other_programs_by_cell"]
     mean = statistics.mean(abs(e["error"]) for e in errors)
     return [
-        "All numbers are in `docs/benchmarks/data/all_to_all.json`. An emulated cluster on "
-        f"{about['cores']} cores: every node is a network namespace, links of {RATE / 1e6:g} "
-        f"Mbit/s and {show_time(DELAY)} one way, gloo, torch {about['torch']}. Other programs used "
-        f"{statistics.mean(others):.0%} of the CPU on average over the cells, {max(others):.0%} in "
-        "the worst. *Wire floor*: least time of the bytes on one node's link. *Own CPU*: CPU time "
-        "of the exchange, divided by the number of cores; where it is close to the measured time, "
-        "the machine limits the exchange and not the link. A time is the median of several "
-        "repeats, each from the first rank's begin to the last one's end.",
-        *parts(rows), "![time by size](all_to_all.png)",
-        "`auto` against the best of the others, and the best against the wire floor:",
+        "This page compares the all-to-all algorithms by message size. It then compares the times "
+        "with a cost model that was fitted to smaller clusters. The machine emulates a cluster on "
+        f"{about['cores']} cores: every node is a network namespace with a link of {RATE / 1e6:g} "
+        f"Mbit/s and {show_time(DELAY)} delay in each direction. The exchanges use gloo of torch "
+        f"{about['torch']}. Other programs used {statistics.mean(others):.0%} of the CPU on "
+        f"average over the measurements, and {max(others):.0%} in the worst one. All numbers are "
+        "in `docs/benchmarks/data/all_to_all.json`.",
+        bullets(
+            """*Time*: the median of several repeats, each from the start of the first rank to the
+            end of the last rank.""",
+            "*Wire floor*: the least time that the bytes need on the link of one node.",
+            """*CPU time*: the CPU time of the exchange, divided by the number of cores. If it is
+            close to the measured time, the exchange is limited by the machine and not by the
+            link."""),
+        *parts(rows), "![Time of an exchange by message size](all_to_all.png)",
+        "The next table compares `auto` with the best of the other algorithms, and the best "
+        "algorithm with the wire floor:",
         auto_table(rows),
         "## With a cost per message",
-        f"The same with {show_time(MESSAGE)} on a node's card for every message that leaves it:",
-        *parts(costly), "Better linear / hierarchical, 8x4:", gain_table(rows, costly),
+        "Here every message that leaves a node also occupies the network card of the node for "
+        f"{show_time(MESSAGE)}:",
+        *parts(costly),
+        "The next table shows the time of the faster one of linear and native all-to-all, divided "
+        "by that of each hierarchical algorithm, on 8 nodes of 4 ranks. Above 1, the hierarchical "
+        "algorithm is faster.",
+        gain_table(rows, costly),
         "## The fitted model",
-        "Fitted to 2x2, 2x4, 4x2 and 4x4 ranks (mean error "
-        f"{about['model_mean_error']:.1%}), tested on 8x4: mean error {mean:.1%}, largest "
-        f"{max(abs(e['error']) for e in errors):.1%}. All these cells were measured in {ROUNDS} "
-        "rounds; the fit and this comparison use medians.",
+        "The model was fitted to grids of 2x2, 2x4, 4x2 and 4x4 nodes x ranks, with a mean error "
+        f"of {about['model_mean_error']:.1%}. It was tested on 8x4, with a mean error of "
+        f"{mean:.1%} and a largest error of {max(abs(e['error']) for e in errors):.1%}. All these "
+        f"grids were measured in {ROUNDS} rounds; the fit and this comparison use medians.",
         columns(errors, {
             "algorithm (8x4)": "{algorithm}", "bytes per rank": lambda e: show_size(e["bytes"]),
             "measured ms": "{measured_ms:.1f}", "predicted ms": "{predicted_ms:.1f}",
             "error": "{error:+.0%}"}),
         "## A cluster of GPUs, predicted",
-        "`configs/clusters/a100_ib.yaml` (8 GPUs per node with a card each; 5 us and 22 GB/s "
-        "between nodes, 3 us and 250 GB/s inside, copies at 1.3 TB/s), by formula:",
+        "These times were not measured. They are predicted from `configs/clusters/a100_ib.yaml`, "
+        "which has 8 GPUs per node with a network card each, 5 us and 22 GB/s between nodes, 3 us "
+        "and 250 GB/s inside a node, and copies at 1.3 TB/s.",
         *predicted_parts(predicted_cluster()),
-        "![predicted time by ranks](all_to_all_model.png)"]
+        "![Predicted time by number of ranks](all_to_all_model.png)"]
 
 
 def auto_table(rows: Sequence[ExchangeRow]) -> str:
-    """Ratio of auto to the best algorithm, by cell."""
+    """Return a table with the ratio of auto to the best algorithm, by grid and size."""
     cells = []
     for key in dict.fromkeys((r.nodes, r.ranks_per_node, r.bytes) for r in rows):
         times = {r.algorithm: r for r in rows if (r.nodes, r.ranks_per_node, r.bytes) == key}
@@ -218,7 +237,8 @@ def auto_table(rows: Sequence[ExchangeRow]) -> str:
 
 
 def gain_table(rows: Sequence[ExchangeRow], costly: Sequence[ExchangeRow]) -> str:
-    """Linear over hierarchical, without and with the message cost."""
+    """Return a table of linear over hierarchical algorithms, without and with the cost per message.
+    """
     cells = []
     for what, some in (("no message cost", rows), (f"{show_time(MESSAGE)} per message", costly)):
         for size in dict.fromkeys(r.bytes for r in costly):
@@ -227,7 +247,7 @@ def gain_table(rows: Sequence[ExchangeRow], costly: Sequence[ExchangeRow]) -> st
             better = min(times["linear"], times["native"])
             cells.append({"what": what, "size": show_size(size),
                           **{name: better / times[name] for name in ("2dh", "leader")}})
-    return columns(cells, {"": "{what}", "bytes per rank": "{size}", "2dh": "{2dh:.2f}",
+    return columns(cells, {"network": "{what}", "bytes per rank": "{size}", "2dh": "{2dh:.2f}",
                            "leader": "{leader:.2f}"})
 
 

@@ -1,10 +1,10 @@
-"""Collectives along planned trees on emulated networks with unequal links.
+"""Measure collectives along planned trees on emulated networks with unequal links.
 
-Against torch's own on gloo and a ring, for each network and size, with the ratio that the links
-alone predict; then fairseq and Megatron, training with gathered parameters (r = 0) on a ring of
-nodes, natively and along trees.
+The study compares trees with torch's own collectives on gloo and with a ring, for each network and
+size, and with the ratio that the links alone predict. Then fairseq and Megatron train with gathered
+parameters (r = 0) on a ring of nodes, with native collectives and along trees.
 
-Needs Linux and root, and about 25 minutes on an idle machine.
+Needs Linux and root, and takes about 25 minutes on an idle machine.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from moe_plugin.utils.messages import tracked
 from scripts.bench.child import call
 from scripts.bench.collectives import WIRE, ring_bound_s
 from scripts.bench.collectives import measure as measure_network
+from scripts.bench.report import bullets
 from scripts.bench.study import Option
 from scripts.bench.train.host_sides import TrainShape
 from scripts.bench.train.host_steps import write_text
@@ -37,8 +38,8 @@ TITLE = "Collectives along planned trees"
 NODES, RATE = 8, 40e6
 KIB, MIB = 1 << 10, 1 << 20
 SIZES = (256 * KIB, MIB, 4 * MIB, 8 * MIB)
-NEAR = 0.15  # of the predicted ratio
-# the hosts: a ring of few nodes, because two processors compute for all of them
+NEAR = 0.15  # largest relative difference from the predicted ratio
+# The hosts train on a ring of few nodes, because two processors compute for all nodes.
 HOSTS, HOST_NODES, HOST_RATE, WARM_UP = ("fairseq", "megatron"), 4, 80e6, 3
 MODEL = TrainShape(name="gathered", width=64, inner=1024, experts=8, top_k=2, length=64,
                    tokens=64 * 4 * HOST_NODES)
@@ -46,8 +47,9 @@ GATHERED = {"parallel.mode": "fixed", "parallel.r": 0, "comm.all_to_all": "linea
 
 
 def train(host: str, steps: int) -> dict[str, Any]:
-    """A host's training steps on every node of an emulated ring, experts gathered (r = 0), natively
-    and along trees, in turn; in a process of its own.
+    """Train a host on every node of an emulated ring with gathered experts (r = 0).
+
+    The collectives are alternately native and along trees. Runs in a separate process.
     """
     network = SHAPES["ring"](HOST_NODES, HOST_RATE)
     with (tempfile.TemporaryDirectory() as folder,
@@ -67,10 +69,11 @@ def train(host: str, steps: int) -> dict[str, Any]:
 
 
 def saved_s(host: str) -> float:
-    """Seconds of a step that the links alone predict to be saved: each layer gathers its experts
-    and scatters their gradients.
+    """Return the seconds per step that trees save, predicted from the links alone.
+
+    Each layer gathers its experts and scatters their gradients.
     """
-    # float32, two matrices each, in fairseq with biases
+    # each expert has two matrices in float32, and in fairseq also biases
     biases = MODEL.inner + MODEL.width if host == "fairseq" else 0
     size = 4 * MODEL.experts * (2 * MODEL.width * MODEL.inner + biases) / WIRE
     network = SHAPES["ring"](HOST_NODES, HOST_RATE)
@@ -90,40 +93,49 @@ def body(report: dict[str, Any]) -> Iterator[str]:
         return lambda cell: f"{1e3 * cell[key]:.0f}"
 
     yield (
-        f"{NODES} emulated nodes of one rank on one machine of {report['cpus']} processors; an "
-        f"ordinary link has {RATE / 1e6:.0f} Mbit/s in each direction. Times in milliseconds, "
-        "medians of the slowest rank. gloo: torch's own. ring: messages around all ranks. native, "
-        "forest: what `comm.collectives` chooses between, as `auto` measured it. bound: of the "
-        "trees, by the links alone. predicted: times that a ring takes as long as the trees, by "
-        "the links alone; measured: the same for the faster one of gloo and ring.")
+        "This page compares collectives along planned trees with other collectives, on networks "
+        f"with unequal links. The machine has {report['cpus']} processors and emulates {NODES} "
+        f"nodes with one rank each. An ordinary link has {RATE / 1e6:.0f} Mbit/s in each "
+        "direction. Times are milliseconds, medians of the slowest rank.")
+    yield bullets(
+        "*gloo*: torch's own collective on gloo.",
+        "*ring*: messages that travel around all ranks.",
+        """*native* and *forest*: the two choices of `comm.collectives`, as `auto` measured them.
+        `forest` uses planned trees.""",
+        "*bound*: the time of the trees that the links alone allow.",
+        """*predicted*: the time of a ring divided by that of the trees, predicted from the links
+        alone.""",
+        """*measured*: the time of the faster one of gloo and ring divided by that of the trees.""",
+        "*auto*: the choice of `auto`.")
     yield columns(cells, {
         "network": "{network}", "collective": "{kind}", "bytes": lambda c: show_size(c["bytes"]),
         **{name: ms(f"{name}_s") for name in ("gloo", "ring", "native", "forest", "bound")},
         "predicted": "{predicted:.2f}", "measured": "{ratio:.2f}", "auto": "{chosen}"})
     yield (
-        f"Of the {len(large)} cells of the largest size, {len(near)} are within {NEAR:.0%} of the "
-        f"predicted ratio. In {len(right)} of {len(cells)} cells `auto` took the faster one, or "
-        "one that is less than 5 % slower.")
+        f"For {len(near)} of the {len(large)} collectives of the largest size, the measured ratio "
+        f"is within {NEAR:.0%} of the predicted one. In {len(right)} of {len(cells)} rows, `auto` "
+        "chose the faster one, or one that is less than 5 % slower.")
     if report["hosts"]:
         yield "## Training with gathered parameters"
         yield (
-            f"fairseq and Megatron on a ring of {HOST_NODES} nodes, {HOST_RATE / 1e6:.0f} Mbit/s, "
-            f"r = 0, {MODEL.experts} experts in each of {MODEL.layers} layers. Median of a step in "
-            "milliseconds; saved: by the links alone, and as measured; losses: the largest "
-            "difference of any step.")
+            f"fairseq and Megatron train on a ring of {HOST_NODES} nodes with "
+            f"{HOST_RATE / 1e6:.0f} Mbit/s. The models have {MODEL.experts} experts in each of "
+            f"{MODEL.layers} layers, and every rank gathers all experts (r = 0). Times are medians "
+            "of a step in milliseconds. The predicted saving comes from the links alone. The last "
+            "column is the largest difference between the losses of any step.")
         yield columns(report["hosts"], {
             "host": "{host}", "native": ms("native_s"), "forest": ms("forest_s"),
-            "predicted saved": ms("predicted_saved_s"),
-            "saved": lambda h: f"{1e3 * (h['native_s'] - h['forest_s']):.0f}",
-            "losses differ by": "{apart:.1g}"})
+            "predicted saving": ms("predicted_saved_s"),
+            "measured saving": lambda h: f"{1e3 * (h['native_s'] - h['forest_s']):.0f}",
+            "difference of losses": "{apart:.1g}"})
 
 
 OPTIONS = {
     "networks": Option(tuple(SHAPES), "networks to measure", quick=("ring",), choices=SHAPES),
-    "sizes": Option(SIZES, "bytes of the whole", quick=(65536,)),
-    "repeats": Option(3, "timed calls of each", quick=1),
+    "sizes": Option(SIZES, "sizes of the whole tensor in bytes", quick=(65536,)),
+    "repeats": Option(3, "timed calls of each collective", quick=1),
     "hosts": Option(HOSTS, "hosts that train", choices=HOSTS),
-    "steps": Option(12, "training steps of a host", quick=5),
+    "steps": Option(12, "training steps of each host", quick=5),
 }
 
 

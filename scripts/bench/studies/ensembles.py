@@ -1,10 +1,12 @@
-"""An ensemble of five under the confident oracle loss against independent members, and against
-multiple choice learning, whose members learn nothing from the images of others.
+"""Compare an ensemble of five members under the confident oracle loss (CMCL) with independent
+members,
+and optionally with multiple choice learning (MCL), in which a member learns nothing from images of
+the other members.
 
-On noisy digits every member is a SwinV2-MoE; with `--data cifar10` it is a dense SwinV2, as in the
-experiment of Lee et al. 2017, on all 50,000 images. All rows have the same images, sizes, steps and
-seeds. Only errors are measured, so that the machine need not be quiet. Digits take about 15 minutes
-on two cores, CIFAR-10 hours; a second start continues what was stopped.
+On noisy digits, every member is a SwinV2-MoE. With `--data cifar10`, every member is a dense SwinV2
+on all 50,000 images, similar to the experiment of Lee et al. 2017. All rows have the same images,
+sizes, steps and seeds. Only errors are measured, so the machine need not be idle. Digits take about
+15 minutes on two cores and CIFAR-10 takes hours. A second start continues an interrupted one.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from scripts.bench.images import (
     spread,
     train_images,
 )
+from scripts.bench.report import bullets
 from scripts.bench.study import Option
 
 log = logging.getLogger(__name__)
@@ -37,7 +40,7 @@ COMMON = ["--lr", "3e-3", "--clip", "20", "--ensemble-heads", str(MEMBERS), "--e
           "patch_embed"]
 SIZES = {EXAMPLE: ["--image", "8", "--batch-size", "64"], CIFAR: [*CIFAR_OPTIONS, "--dense"]}
 SHARING = ["--ensemble-sharing", "0.7", "--ensemble-share-after", "layers.0.blocks.0"]
-# settings of the paper's code: k = 4 of 5, beta = 0.75, sharing with probability 0.7 in a low layer
+# settings of CMCL's code: k = 4 of 5, beta = 0.75, sharing with probability 0.7 in a low layer
 CMCL = ["--oracle-k", "4", "--oracle-beta", "0.75"]
 INDEPENDENT = "independent (k = 5)"
 ROWS = {
@@ -54,7 +57,7 @@ ERRORS = {"top1_error": "top-1 error, %", "oracle_error": "oracle error, %",
 
 
 def train(folder: Path, data: str, row: str, seed: int, epochs: int) -> dict[str, Any]:
-    """The last evaluation of a run."""
+    """Return the last evaluation of a run."""
     found = train_images(folder / f"{list(ROWS).index(row)} {seed}", "--data",
                          str(folder / "images"), "--epochs", str(epochs), "--seed", str(seed),
                          *COMMON, *SIZES[data], *ROWS[row])[-1]
@@ -63,19 +66,19 @@ def train(folder: Path, data: str, row: str, seed: int, epochs: int) -> dict[str
 
 
 def sure(results: Sequence[dict[str, Any]], kind: str) -> str:
-    """Share of predictions in the highest tenth of confidence."""
+    """Return the share of predictions in the highest tenth of confidence."""
     counts = [sum(column) for column in zip(*(r["confidence"][kind] for r in results), strict=True)]
     return f"{counts[-1] / max(1, sum(counts)):.0%}"
 
 
 def uncertainty(results: dict[str, list[dict[str, Any]]], images: int) -> float:
-    """Standard error of the independent members' top-1 error, for independent images."""
+    """Return the standard error of the independent members' top-1 error, for independent images."""
     rate = statistics.mean(r["top1_error"] for r in results[INDEPENDENT])
     return float((rate * (1 - rate) / images) ** 0.5)
 
 
 def verdict(results: dict[str, list[dict[str, Any]]]) -> str:
-    """Relative change of the errors against independent members, with the seeds' own."""
+    """Return the relative changes of the errors against independent members, as a list."""
     lines = []
     base = results[INDEPENDENT]
     for row, found in results.items():
@@ -85,8 +88,9 @@ def verdict(results: dict[str, list[dict[str, Any]]]) -> str:
         for name, text in list(ERRORS.items())[:2]:
             mine, theirs = (statistics.mean(r[name] for r in them) for them in (found, base))
             better = sum(r[name] < b[name] for r, b in zip(found, base, strict=True))
-            change = f"{(mine - theirs) / theirs:+.0%}" if theirs else "none to compare"
-            parts.append(f"{text.removesuffix(', %')} {change}, lower in {better} of "
+            change = (f"changed by {(mine - theirs) / theirs:+.0%}" if theirs
+                      else "cannot be compared")
+            parts.append(f"{text.removesuffix(', %')} {change} and was lower in {better} of "
                          f"{len(base)} seeds")
         lines.append(textwrap.fill(f"* {row}: {'; '.join(parts)}.", 100, subsequent_indent="  "))
     return "\n".join(lines)
@@ -99,39 +103,42 @@ def body(found: dict[str, Any]) -> list[str]:
     count = f"{found.get('images') or 50_000:,} images to train on"
     network = "dense SwinV2 (`cifar`)" if cifar else "SwinV2-MoE (`tiny`)"
     return [
-        (f"CIFAR-10 (`--example {CIFAR}`, {count}, 32 by 32 pixels)" if cifar else
-         f"Noisy digits (`--example {EXAMPLE}`, 8 by 8 pixels)") +
-        f", {MEMBERS} members, each a {network} of its own, {found['epochs']} epochs: mean of "
-        f"{seeds} seeds "
-        f"(smallest to largest), {images} validation images, one of which is "
-        f"{100 / images:.2f} %. Top-1: the mean of the members is wrong; oracle: all members are. "
-        "All rows that were trained are shown; the settings are those of CMCL's published code "
-        "(k = 4 of 5, beta = 0.75, sharing with probability 0.7 after a low layer), none was "
-        "searched for.",
+        f"This page compares ensembles of {MEMBERS} members that are trained in different ways. "
+        f"Each member is a separate {network}. The images are " +
+        (f"those of CIFAR-10 (`--example {CIFAR}`, {count}, 32 by 32 pixels)" if cifar else
+         f"noisy digits (`--example {EXAMPLE}`, 8 by 8 pixels)") +
+        f". A run has {found['epochs']} epochs. The table shows means over {seeds} seeds, with the "
+        f"smallest and the largest value in parentheses. There are {images} validation images, so "
+        f"that one image is {100 / images:.2f} %. All trained rows are shown. Confident multiple "
+        "choice learning (CMCL) uses the settings of its published code: k = 4 of 5, beta = 0.75, "
+        "and sharing with probability 0.7 after a low layer. No setting was searched for.",
+        bullets(
+            "*Top-1 error*: the share of images for which the mean of the members is wrong.",
+            "*Oracle error*: the share of images for which all members are wrong.",
+            """*Confident*: the share of predictions with a largest probability above 0.9. The
+            responsible members of an image are the k members with the smallest losses."""),
         columns(results, {
-            "trained as": str,
+            "training": str,
             **{text: lambda row, name=name: spread([r[name] for r in results[row]], 100)
                for name, text in ERRORS.items()},
-            "sure: responsible members": lambda row: sure(results[row], "responsible"),
-            "the others": lambda row: (
+            "confident, responsible members": lambda row: sure(results[row], "responsible"),
+            "confident, other members": lambda row: (
                 "-" if "independent" in row else sure(results[row], "other"))}),
-        "*Sure*: predictions whose largest probability is above 0.9, of members that are "
-        "responsible for the image (k smallest losses) and of the others.",
-        "Against independent members:", verdict(results),
-        "Seeds differ in weights, order and crops; all are judged on the same images" +
-        ("" if cifar else ", noisy copies of the same digits") +
-        ". An error rate e of N independent images has a standard "
-        f"error of sqrt(e (1 - e) / N), here {100 * uncertainty(results, images):.2f} points "
-        "at least for the first row's top-1 error: smaller differences between rows may be of "
-        "these images alone."]
+        "Relative to independent members:", verdict(results),
+        "The seeds differ in weights, order and crops. All runs are evaluated on the same images" +
+        ("" if cifar else ", which are noisy copies of the same digits") +
+        ". An error rate e on N independent images has a standard error of sqrt(e (1 - e) / N). "
+        "For the top-1 error of the first row, this is at least "
+        f"{100 * uncertainty(results, images):.2f} percentage points. Smaller differences between "
+        "rows may be due to the choice of images."]
 
 
 OPTIONS = {
-    "seeds": Option(3, "runs of each row", quick=1),
-    "epochs": Option(12, "of a run", quick=1),
+    "seeds": Option(3, "number of runs of each row", quick=1),
+    "epochs": Option(12, "number of epochs of a run", quick=1),
     **run_options("ensembles", EXAMPLE),
-    "jobs": Option(2, "runs at once"),
-    "rows": Option((0, 3, 5), "which of: " + "; ".join(
+    "jobs": Option(2, "number of runs at the same time"),
+    "rows": Option((0, 3, 5), "numbers of the rows to train: " + "; ".join(
         f"{i} {row}" for i, row in enumerate(ROWS))),
 }
 
@@ -139,8 +146,9 @@ OPTIONS = {
 def check(args: argparse.Namespace) -> None:
     check_counts(args)
     if args.rows[0] != 0 or not all(0 <= i < len(ROWS) for i in args.rows):
-        raise ValueError(f"--rows {args.rows} must begin with 0, with which the others are "
-                         f"compared, and go on with numbers up to {len(ROWS) - 1}; e.g. 0 3")
+        raise ValueError(f"--rows {args.rows} must start with 0, because the other rows are "
+                         f"compared with this row. The other numbers must be at most "
+                         f"{len(ROWS) - 1}. Use, for example, 0 3")
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:

@@ -1,7 +1,8 @@
-"""Time and memory of planning trees (ForestColl), by network and number of GPUs.
+"""Measure time and memory of planning trees (ForestColl), by network and number of GPUs.
 
-Needs Linux and about three minutes. Plans each network in a process of its own, on one core. Exit
-status 1 if a time is above its limit.
+Needs Linux and takes about three minutes. Each network is planned in a separate process on one
+core.
+The exit status is 1 if a time is above its limit.
 """
 
 from __future__ import annotations
@@ -21,20 +22,20 @@ from scripts.bench.study import Option
 log = logging.getLogger(__name__)
 TITLE, MIB = "Planning trees", 2**20
 
-# networks, and whether equal parts are planned once
+# by name: networks, and whether equal parts of a network are planned only once
 SERIES = {
     "DGX A100": ([f"dgx-a100:{n}" for n in (1, 2, 4, 8, 16, 32, 64, 128)], True),
     "DGX A100, all parts": ([f"dgx-a100:{n}" for n in (1, 2, 4, 8, 12)], False),
     "MI250": ([f"mi250:{n}" for n in (1, 2, 4, 8, 16, 32, 64)], True),
     "torus": ([f"torus:{n}x{n}" for n in (4, 6, 8, 10)], True),
 }
-# most seconds of processor time
+# largest acceptable processor time in seconds
 LIMITS = {"dgx-a100:2": 0.5, "dgx-a100:8": 5, "dgx-a100:128": 120}
 
 
 def plan_one(name: str, symmetry: bool) -> dict[str, Any]:
     begin = time.process_time()
-    import igraph  # noqa: F401  what is measured apart from planning
+    import igraph  # noqa: F401  imported here to time the import separately from planning
 
     from moe_plugin.planner.forest import plan
     from moe_plugin.planner.forest.presets import preset
@@ -50,7 +51,7 @@ def plan_one(name: str, symmetry: bool) -> dict[str, Any]:
             "algorithmic_bandwidth": float(schedule.algorithmic_bandwidth)}
 
 
-OPTIONS = {"most": Option(1024, "most GPUs of a network", quick=64)}
+OPTIONS = {"most": Option(1024, "maximum number of GPUs of a network", quick=64)}
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
@@ -76,25 +77,28 @@ def body(found: dict[str, Any]) -> list[str]:
              for cell in cells]
     imports = [c["import_s"] for c in cells]
     return [
-        "`plan(network)` of `moe_plugin.planner.forest`, for an all-gather: each network in a "
-        "process of its own, on one core, seconds of processor time (the machine ran other "
-        "programs, too). Memory is the peak of the process, of which about "
-        f"{statistics.median(c['before_mib'] for c in cells):.0f} MiB are there before it plans; "
-        f"importing igraph and the package, {min(imports):.1f} to {max(imports):.1f} s, is not "
-        "counted. Every schedule reaches the bound 1/x* (seconds per GB of a shard) of the cut "
-        "that it comes with, and is checked wire by wire, which is counted.",
-        "Limits: " + "; ".join(
-            f"{cell['network']} ({cell['gpus']} GPUs) {cell['seconds']:.3f} s of at most "
+        "This page shows the time and the memory that `plan(network)` of "
+        "`moe_plugin.planner.forest` needs for an all-gather. Each network is planned in a "
+        "separate process on one core. Times are seconds of processor time, because the machine "
+        "also ran other programs. They include the check of every wire, but not the import of "
+        f"igraph and the package, which takes {min(imports):.1f} to {max(imports):.1f} s. Memory "
+        "is the peak of the process, including about "
+        f"{statistics.median(c['before_mib'] for c in cells):.0f} MiB before planning starts.",
+        "Every schedule reaches the lower bound 1/x* of its network, in seconds per GB of a shard. "
+        "The planner returns the cut that proves this bound.",
+        "Some networks have a time limit: " + "; ".join(
+            f"{cell['network']} ({cell['gpus']} GPUs) took {cell['seconds']:.3f} s of at most "
             f"{LIMITS[cell['network']]:g} s" for cell in found["series"].get("DGX A100", [])
             if cell["network"] in LIMITS) + ".",
         columns(cells, {
-            "": "{series}", "network": "{network}", "GPUs": "{gpus}", "1/x*": "{inverse_rate}",
-            "k": "{k}", "trees": "{trees}", "seconds": "{seconds:.3f}",
+            "series": "{series}", "network": "{network}", "GPUs": "{gpus}",
+            "1/x*": "{inverse_rate}", "k": "{k}", "trees": "{trees}", "seconds": "{seconds:.3f}",
             "peak MiB": "{peak_mib:.0f}"}),
-        "Clusters of equal parts are planned by one part, where its trees reach the bound; \"all "
-        "parts\" is the general algorithm on the same networks, as is the torus, which has no "
-        "switches between parts. The general one grows with the third to fifth power of the number "
-        "of GPUs.",
+        "In a cluster of equal parts, the planner plans only one part if the trees of the part "
+        "reach the bound. The series \"all parts\" uses the general algorithm on the same "
+        "networks. The torus also uses the general algorithm, because it has no switches between "
+        "parts. The time of the general algorithm grows with the third to fifth power of the "
+        "number of GPUs.",
         "![Seconds and peak memory over the number of GPUs](forest.png)"]
 
 

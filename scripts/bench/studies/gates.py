@@ -1,9 +1,9 @@
-"""Train the quick start's model with every router through both hosts, and write a table.
+"""Train the quick start's model with every router in both hosts.
 
-Takes about 15 minutes; run `bash scripts/setup.sh` first. Exit
-status 1 if a loss does not fall or, after 100 steps or more, a router exceeds its bound of
-imbalance: `--quick` does not judge balance. A second run trains only what is missing (runs/gates;
---fresh starts again).
+Takes about 15 minutes. Run `bash scripts/setup.sh` first. The exit status is 1 if a loss does not
+decrease or, after 100 steps or more, a router exceeds its bound of imbalance. `--quick` does not
+check the balance. A second run trains only the missing models (in runs/gates); --fresh starts
+again.
 """
 
 from __future__ import annotations
@@ -23,21 +23,24 @@ from scripts.bench.quickstart import HOSTS, begin, quickstart, settings
 from scripts.bench.study import Option
 
 log = logging.getLogger(__name__)
-TITLE = "Every gate, trained"
-VOCABULARY = 512  # more than any of the hosts' ids
-# steps after which bounds of balance hold: before, balance is that of the first weights
+TITLE = "Training with every router"
+VOCABULARY = 512  # larger than any token id of the hosts
+# The bounds of balance apply after this number of steps. Before, the initial weights determine it.
 BALANCED_AFTER = 100
 SWITCH = {"switch": 0.01}
 
 
 @dataclass(frozen=True)
 class Gate:
-    """How a router is trained here.
+    """Settings with which a router is trained.
 
     Attributes:
-        most: bound of the largest expert load over the mean load at the end.
-        capacity: of the padded dispatcher; None: dropless.
-        apart: every rank counts as a node.
+        most: bound of the largest expert load relative to the mean load at the end.
+        router: settings of the section `router`.
+        losses: weights of the balance losses.
+        capacity: capacity factor of the padded dispatcher. None drops no tokens.
+        top_k: number of experts per token.
+        apart: whether every rank counts as a node.
     """
 
     most: float
@@ -48,8 +51,9 @@ class Gate:
     apart: bool = False
 
 
-# Bound 3: routers that send equal tokens to equal experts; a third of the text is spaces.
-# topology_quota, ta_moe: with one node they would do nothing, so each rank counts as a node.
+# The bound is 3 for routers that send equal tokens to equal experts, because a third of the text
+# consists of spaces. topology_quota and ta_moe have no effect on one node, so each rank counts as a
+# node.
 GATES = {
     "topk": Gate(2.0, losses=SWITCH),
     "switch": Gate(2.0, losses=SWITCH, top_k=1),
@@ -75,14 +79,19 @@ GATES = {
 
 @dataclass(frozen=True)
 class GateRow:
-    """Result of one run.
-
-    Losses are in nats per byte.
+    """The result of one run. Losses are in nats per byte.
 
     Attributes:
-        busiest: largest expert load over the mean, worst layer, last record.
-        drops: share of choices without a slot, likewise.
-        step_ms: median.
+        gate: name of the router.
+        host: name of the host.
+        steps: number of steps.
+        first_loss: loss of the first step.
+        last_loss: loss of the last step.
+        valid_loss: validation loss, or None.
+        busiest: largest expert load relative to the mean, in the worst layer of the last record.
+        most: bound of `busiest`.
+        drops: share of choices without a slot, in the worst layer of the last record.
+        step_ms: median time of a step in milliseconds.
     """
 
     gate: str
@@ -98,28 +107,29 @@ class GateRow:
 
     @property
     def faults(self) -> list[str]:
-        """Which bounds the run exceeds."""
+        """The bounds that the run exceeds, in words."""
         found = [] if self.last_loss < 0.8 * self.first_loss else [
-            f"loss {self.first_loss:.3f} -> {self.last_loss:.3f}"]
+            f"the loss changed only from {self.first_loss:.3f} to {self.last_loss:.3f}"]
         if self.steps >= BALANCED_AFTER and self.busiest > self.most:
-            found.append(f"busiest expert {self.busiest:.2f} times the mean, bound {self.most}")
+            found.append(f"the busiest expert has {self.busiest:.2f} times the mean load; the "
+                         f"bound is {self.most}")
         return found
 
 
 def counts(host: str, corpus: Path) -> list[int]:
-    """How often each token id of a host occurs in the training text."""
+    """Return how often each token id of a host occurs in the training text."""
     found = [0] * VOCABULARY
     if host == "megatron":
         for byte in (corpus / "train.txt").read_bytes():
             found[byte] += 1
         return found
     for i, line in enumerate((corpus / "dict.txt").read_text(encoding="utf-8").splitlines()):
-        found[i + 4] = int(line.rsplit(" ", 1)[1])  # after fairseq's own four symbols
+        found[i + 4] = int(line.rsplit(" ", 1)[1])  # fairseq has four special symbols before
     return found
 
 
 def settings_file(name: str, host: str, corpus: Path, folder: Path) -> Path:
-    """The router's settings as YAML, in a folder next to the run's."""
+    """Write the router's settings as YAML to a folder next to the run's folder."""
     gate, home = GATES[name], folder.with_name(f"{folder.name}.settings")
     make_folder(home)
     router = {"name": name, "top_k": gate.top_k, **gate.router}
@@ -142,7 +152,7 @@ def run(name: str, host: str, s: dict[str, Any], data: Path, corpus: Path, folde
     if host == "fairseq":
         command = quickstart().fairseq_command(s, data, folder, False)
         i = command.index("--moe-capacity-factor")
-        del command[i : i + 2]  # it would override the file
+        del command[i : i + 2]  # the flag would override the settings file
         command += [*extra, "--moe-gate-loss-wt", "1", "--moe-gate-loss-combine-method", "sum"]
     else:
         command = [
@@ -153,7 +163,7 @@ def run(name: str, host: str, s: dict[str, Any], data: Path, corpus: Path, folde
         if name == "sigmoid_bias":
             command += ["--moe-router-score-function", "sigmoid"]
         if GATES[name].top_k == 1:
-            command += ["--moe-router-pre-softmax"]  # Megatron requires it
+            command += ["--moe-router-pre-softmax"]  # Megatron requires this flag for k = 1
     result, _ = quickstart().train(quickstart().Run(host, folder, command, s["steps"]))
     last = last_records(folder)
     return GateRow(gate=name, host=host, steps=result["steps"], first_loss=result["first_loss"],
@@ -164,7 +174,7 @@ def run(name: str, host: str, s: dict[str, Any], data: Path, corpus: Path, folde
 
 
 def last_records(folder: Path) -> list[dict[str, Any]]:
-    """The statistics of the last step that has some, a row per layer."""
+    """Return the statistics of the last step that has any, one record per layer."""
     rows = [
         json.loads(line)
         for line in (folder / "stats.jsonl").read_text(encoding="utf-8").splitlines()
@@ -177,23 +187,25 @@ def body(found: dict[str, Any]) -> list[str]:
     rows = [GateRow(**row) for row in found["rows"]]
     s = settings(rows[0].steps)
     return [
-        f"Numbers in `docs/benchmarks/data/gates.json`. {s['steps']} steps of the quick start's "
-        f"model ({s['layers']} layers, every second with {s['experts']} experts, width "
-        f"{s['width']}) on its corpus, {s['ranks']} ranks on CPU, torch {found['torch']}.",
-        "Losses are nats per byte without the balance loss; the corpus' unigram entropy is "
-        f"{found['unigram_entropy']:.3f}. Balance and drops are the worst layer's in the last "
-        "record (both steps of it); *bound* is the limit of the balance. So few steps do not rank "
-        "the routers: they show that each one learns and stays balanced."
-        f"{found.get('note', '')}",
+        "This page shows that a model learns with every router in both hosts, and that the load of "
+        f"its experts stays balanced. The model of the quick start trains {s['steps']} steps on "
+        f"its corpus. It has {s['layers']} layers of width {s['width']}, and every second layer "
+        f"has {s['experts']} experts. It trains on {s['ranks']} ranks on CPU with torch "
+        f"{found['torch']}. All numbers are in `docs/benchmarks/data/gates.json`.",
+        "Losses are nats per byte without the balance loss. The unigram entropy of the corpus is "
+        f"{found['unigram_entropy']:.3f}. The load of the busiest expert and the share of dropped "
+        "choices are those of the worst layer in the last record, which covers two steps. *Bound* "
+        "is the limit of the busiest expert's load relative to the mean. These runs are too short "
+        f"to rank the routers.{found.get('note', '')}",
         columns(rows, {
-            "gate": "{0.gate}", "host": "{0.host}", "first loss": "{0.first_loss:.3f}",
+            "router": "{0.gate}", "host": "{0.host}", "first loss": "{0.first_loss:.3f}",
             "last loss": "{0.last_loss:.3f}",
-            "valid loss": lambda r: "-" if r.valid_loss is None else f"{r.valid_loss:.3f}",
+            "validation loss": lambda r: "-" if r.valid_loss is None else f"{r.valid_loss:.3f}",
             "busiest expert / mean": "{0.busiest:.2f}", "bound": "{0.most:g}",
-            "drops": "{0.drops:.1%}", "ms per step": "{0.step_ms:.0f}"}),
-        "How each was set:",
+            "dropped choices": "{0.drops:.1%}", "ms per step": "{0.step_ms:.0f}"}),
+        "The next table shows the settings of each router.",
         columns(GATES, {
-            "gate": str, "top_k": lambda name: str(GATES[name].top_k),
+            "router": str, "top_k": lambda name: str(GATES[name].top_k),
             "capacity factor": lambda name: (
                 "dropless" if GATES[name].capacity is None else f"{GATES[name].capacity:g}"),
             "losses": lambda name: ", ".join(
@@ -203,10 +215,10 @@ def body(found: dict[str, Any]) -> list[str]:
 
 
 OPTIONS = {
-    "steps": Option(100, "of each run", quick=20),
-    "gates": Option(tuple(GATES), "routers", quick=("topk",), choices=GATES),
-    "hosts": Option(HOSTS, "trainers", choices=HOSTS),
-    "runs": Option("runs/gates", "folder of corpus and runs"),
+    "steps": Option(100, "number of steps of each run", quick=20),
+    "gates": Option(tuple(GATES), "routers to train", quick=("topk",), choices=GATES),
+    "hosts": Option(HOSTS, "hosts that train", choices=HOSTS),
+    "runs": Option("runs/gates", "folder of the corpus and the runs"),
     "fresh": Option(False, "discard earlier runs"),
 }
 
@@ -219,9 +231,10 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         for name in args.gates:
             rows.append(run(name, host, settings(args.steps), data, corpus,
                             place / f"{name}-{host}"))
-            log.info("%s in %s: %s", name, host, rows[-1].faults or "as it should be")
+            log.info("%s in %s: %s", name, host, rows[-1].faults or "within its bounds")
     if args.steps < BALANCED_AFTER:
-        log.info("balance is not judged: its bounds hold after %d steps", BALANCED_AFTER)
+        log.info("The balance is not checked, because its bounds apply after %d steps.",
+                 BALANCED_AFTER)
     rows.sort(key=lambda r: list(GATES).index(r.gate))
     return {**about, "rows": [asdict(r) for r in rows]}
 

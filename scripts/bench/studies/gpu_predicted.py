@@ -1,7 +1,7 @@
-"""What the benchmark's three layers can reach on a GPU, predicted from the launches of a step, from
-what the compiler makes of them, and from published rates; before and after a change.
+"""Predict how fast the benchmark's three layers can be on a GPU, from the launches of a step, the
+compiled kernels and published rates, before and after a change of the code.
 
-Bytes, FLOPs, tiles and launches are counted from a step on torch's meta device.
+Bytes, FLOPs, tiles and launches are counted in a step on torch's meta device.
 """
 
 from __future__ import annotations
@@ -21,26 +21,27 @@ from scripts.bench.studies.layers import LAYERS
 from scripts.bench.study import Option
 
 TITLE = "One GPU, predicted"
-OPTIONS = {"state": Option("after", "of the code: a heading of the page"),
-           "target": Option("sm_90", "the GPU", choices=GPUS),
-           "code": Option("", "what is compiled, e.g. a commit: it is on the page"),
-           "problems": Option(len(LAYERS["cuda"]), "of the benchmark's layers, from the first",
+OPTIONS = {"state": Option("after", "name of this state of the code, a heading of the page"),
+           "target": Option("sm_90", "GPU to compile for", choices=GPUS),
+           "code": Option("", "identifier of the compiled code for the page, such as a commit"),
+           "problems": Option(len(LAYERS["cuda"]), "number of the benchmark's layers to predict",
                               quick=1)}
 AIM = (0.85, 0.70, 0.70)
 READ = (
-    "Predicted, not measured. A kernel takes at least its FLOPs at the data sheet's dense rate "
-    "over the share of its last wave and of its tiles that works, and at least its bytes at the "
-    "data sheet's bandwidth: each tensor that it is given, buffers of parts in full, once. Kernels "
-    "follow each other, nothing overlaps, loads are even. The bound is the time of the products' "
-    "FLOPs at the dense rate over the sum of these times: what no measurement will exceed, with "
-    "launches themselves and all that the rates leave out (latencies, clocks under load, bank "
-    "conflicts, gathered rows that are read again) still to be subtracted. `code`: git's tree of a "
-    "folder, whose launches these are."
+    "These numbers are predicted, not measured. The prediction computes a lower bound of the time "
+    "of each kernel. The bound is the larger of two times. The first one is the kernel's FLOPs at "
+    "the dense rate, divided by the share of the last wave and of the tiles that does useful work. "
+    "The second one is the kernel's bytes at the memory bandwidth, with each argument counted "
+    "once. Kernels run one after the other without overlap, and all experts have equal loads. The "
+    "*bound of the dense rate* is the time of all matmuls at the dense rate divided by the sum of "
+    "these times. A measurement cannot exceed this bound. A measurement will be lower, because the "
+    "prediction leaves out the launches, latencies, clocks under load, bank conflicts and gathered "
+    "rows that are read again. *Code* is the identifier of the compiled source tree in git."
 )
 
 
 def flops(call: Call) -> int:
-    """Of a product; 0 for other kernels."""
+    """Return the FLOPs of a matmul, or 0 for other kernels."""
     fixed, shapes = dict(call.launch.constants), call.shapes
     pair = 2 if fixed.get("PAIR") not in (None, False, "none") else 1
     if "K" in fixed and "w" in shapes:
@@ -52,13 +53,16 @@ def flops(call: Call) -> int:
 
 
 def _rows(call: Call) -> int:
-    """Of all experts: of the operand of a weight gradient that is not gathered."""
+    """Return the rows of all experts, from the operand of a weight gradient that is not gathered.
+    """
     fixed = dict(call.launch.constants)
     return call.shapes["grad" if fixed["X_GATHER"] else "x"][0]
 
 
 def used(call: Call, gpu: GPU, blocks: int) -> float:
-    """Share of a product's time and tiles that works: the last wave, rows and columns."""
+    """Return the share of a matmul's time that does useful work, from its last wave, rows and
+    columns.
+    """
     fixed, groups = dict(call.launch.constants), call.shapes["ends"][0]
     if call.launch.kernel == "weight_kernel":
         tile_i, tile_o = (math.ceil(fixed[n] / fixed[f"B{n}"]) for n in ("I", "O"))
@@ -100,12 +104,12 @@ def _layer(problem: Any, target: str) -> dict[str, Any]:
 
 
 def merge(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
-    """States are kept by name."""
+    """Merge states by name."""
     return {**new, "states": old["states"] | new["states"]}
 
 
 def bound(layer: Mapping[str, Any], gpu: GPU) -> float:
-    """Share of the dense rate that is not excluded."""
+    """Return the share of the dense rate that a layer can reach at most."""
     dense = sum(row["flops"] for row in layer["rows"]) / (gpu.tflops * 1e12)
     return dense / (sum(row["seconds"] for row in layer["rows"]) + layer["operation_seconds"])
 
@@ -117,9 +121,10 @@ def _moved(layer: Mapping[str, Any]) -> int:
 def body(found: dict[str, Any]) -> Iterator[str]:
     states = found["states"]
     gpu = GPUS[next(iter(states.values()))["target"]]
-    yield (f"{gpu.name}: {gpu.tflops:g} TFLOP/s dense bf16 and {gpu.tbytes:g} TB/s, from the data "
-           f"sheet; {gpu.processors} multiprocessors. Triton "
-           f"{', '.join(sorted({one['triton'] for one in states.values()}))}.")
+    yield (f"This page predicts how fast the layers of the benchmark can be on an {gpu.name}. Its "
+           f"data sheet states {gpu.tflops:g} TFLOP/s for dense bf16 matmuls, {gpu.tbytes:g} TB/s "
+           f"of memory bandwidth and {gpu.processors} multiprocessors. The kernels were compiled "
+           f"by Triton {', '.join(sorted({one['triton'] for one in states.values()}))}.")
     yield READ
     labels = list(dict.fromkeys(one["label"] for state in states.values()
                                 for one in state["layers"]))
@@ -135,6 +140,9 @@ def body(found: dict[str, Any]) -> Iterator[str]:
         "GB": lambda c: f"{_moved(c[2]) / 1e9:.1f}",
         "predicted bound of the dense rate": lambda c: f"{bound(c[2], gpu):.0%}",
         "aim": lambda c: f"{AIM[labels.index(c[0])]:.0%}"})
+    yield ("The following tables list the kernels of each layer. *Useful* is the share of a "
+           "matmul's tiles and last wave that does useful work. *At least* is the lower bound of "
+           "the time.")
     for label, name, layer in cells:
         yield f"## {label}, {name}"
         yield figures.columns([*layer["rows"], {
@@ -147,5 +155,5 @@ def body(found: dict[str, Any]) -> Iterator[str]:
                     ("programs", "programs"), ("registers", "registers"),
                     ("shared bytes", "shared"))},
                 "occupancy": lambda r: f"{r['occupancy']:.0%}" if "occupancy" in r else "",
-                "used": lambda r: f"{r['used']:.0%}" if r["flops"] else "",
+                "useful": lambda r: f"{r['used']:.0%}" if r["flops"] else "",
                 "at least": lambda r: show_time(r["seconds"])})

@@ -1,8 +1,8 @@
-"""Published results next to what the planner predicts for them, and what was measured here.
+"""Compare published results with the planner's predictions and with measurements of this project.
 
-Takes some seconds: predictions are computed, measurements read from the committed numbers of the
-other studies. With `--measure` also what no other study has, in about three minutes on an idle
-machine: needs Linux, root and timm.
+Takes a few seconds: predictions are computed, and measurements are read from the committed numbers
+of the other studies. With --measure, the study also measures results that no other study covers.
+This takes about three minutes on an idle machine and needs Linux, root and timm.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ from moe_plugin.kernels.choices import running_count
 from moe_plugin.planner.choice import LayoutChoice
 from scripts.bench import layer
 from scripts.bench.layouts import one_step, slowest
-from scripts.bench.measure import interleaved, said
+from scripts.bench.measure import interleaved
 from scripts.bench.peers.fairseq_branch import BranchMoE
 from scripts.bench.problem import Problem
+from scripts.bench.report import bullets, load_in_words, versions_in_words
 from scripts.bench.studies.vision import forward_of, step_of
 from scripts.bench.study import DATA, ROOT, Option, check_needs, read_numbers, with_machine
 from scripts.emulate import EmulatedCluster
@@ -38,10 +39,10 @@ TITLE = "Published results, predicted and measured"
 QUARTER = 0.25
 NUMBERS = ROOT / "docs" / "benchmarks" / DATA
 OPTIONS = {
-    "measure": Option(False, "also what no other study measures"),
-    "rounds": Option(15, "of what is measured", quick=2),
+    "measure": Option(False, "also measure the results that no other study covers"),
+    "rounds": Option(15, "number of timed rounds with --measure", quick=2),
 }
-CHOICES, IMAGES, CLASSES, RATE = 16384, 8, 10, 200e6  # RATE: bit/s of a node's link
+CHOICES, IMAGES, CLASSES, RATE = 16384, 8, 10, 200e6  # RATE: rate of a node's link in bit/s
 FIVE_BLOCKS = replace(PRESETS["swin_s"], depths=(1, 1, 2, 1), moe_blocks=((), (), (1,), (0,)))
 SWITCH = {"router.name": "topk", "router.top_k": 1, "router.normalize": "none",
           "dispatch.capacity_factor": 1.0, "losses": {"switch": 0.01}}
@@ -50,7 +51,7 @@ PARM = {"plain": {}, "s1": {"replicas": 2, "schedule": "s1"},
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    from scripts.bench.headline_rows import rows  # reads configs of a checkout
+    from scripts.bench.headline_rows import rows  # imported here, as it reads files of a checkout
 
     here, committed = None, NUMBERS / "headlines.json"
     if args.measure:
@@ -63,7 +64,12 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 # -- rows
 
 def plain(row: Any, here: Mapping[str, Any] | None) -> dict[str, Any]:
-    """A row as plain values. here: what this study has measured."""
+    """Return a row as plain values.
+
+    Args:
+        row: a `Headline`.
+        here: the numbers that this study has measured, or None.
+    """
     found = {key: getattr(row, key) for key in (
         "system", "result", "said", "value", "percent", "hardware", "source", "model", "why")}
     found["predicted"] = None if row.predict is None else _range(row.predict())
@@ -82,10 +88,11 @@ def _range(values: Any) -> list[float]:
 
 
 def ratios(row: Mapping[str, Any]) -> list[float] | None:
-    """Predicted over published, least and most; None: one of them is not there.
+    """Return the smallest and the largest ratio of predicted to published, or None if one is
+    missing.
 
-    Of a factor, what counts is the gain: 1.05 x predicted of 1.32 x published is 0.16. A share
-    (`percent`) is taken as it is.
+    For a factor, the ratio compares the gains: a predicted 1.05 x of a published 1.32 x is 0.16. A
+    share (`percent`) is compared directly.
     """
     if row["predicted"] is None or row["value"] is None:
         return None
@@ -94,28 +101,36 @@ def ratios(row: Mapping[str, Any]) -> list[float] | None:
 
 
 def misses(row: Mapping[str, Any]) -> bool:
-    """Whether some of the prediction is off by more than a quarter."""
+    """Return whether any part of the prediction differs by more than a quarter."""
     return any(abs(ratio - 1) > QUARTER for ratio in ratios(row) or ())
 
 
 def checked(row: dict[str, Any]) -> dict[str, Any]:
-    """The row. `ValueError`: it lacks what a reader needs to judge it."""
+    """Return the row.
+
+    Raises:
+        ValueError: if the row lacks a field that a reader needs to judge it.
+    """
     wanted = {key: True for key in ("source", "hardware", "model")}
     wanted |= {"why": misses(row), "what": True, "value": row["predicted"] is not None}
     for key in (key for key, needed in wanted.items() if needed and not row[key]):
-        raise ValueError(f"headline {row['system']}, {row['result']}: {key} is missing; a row "
-                         "names source, hardware, model, what was measured or takes measuring, "
-                         "and why it is off by more than a quarter")
+        raise ValueError(f"headline {row['system']}, {row['result']}: {key} is missing. A row "
+                         "must state source, hardware, model and what was measured (or what a "
+                         "measurement needs), and the reason for an error above a quarter")
     if (row["predicted"] is None) != row["model"].startswith("not modelled: "):
         raise ValueError(f"headline {row['system']}, {row['result']}: model must begin with 'not "
-                         "modelled: ' where there is no prediction, and only there")
+                         "modelled: ' if and only if the row has no prediction")
     return row
 
 
-# -- what no other study measures
+# -- measurements that no other study covers
 
 class BranchBlock(nn.Module):
-    """The layer of fairseq's branch in the place of a `MoEBlock`. loss: of its last call."""
+    """The layer of fairseq's moe branch in the place of a `MoEBlock`.
+
+    Attributes:
+        loss: balance loss of the last call.
+    """
 
     def __init__(self, width: int, inner: int, experts: int) -> None:
         super().__init__()
@@ -128,14 +143,15 @@ class BranchBlock(nn.Module):
 
 
 def measured_here(rounds: int, swin: SwinMoE) -> dict[str, Any]:
-    check_needs("--measure, which may be left out,", ("nodes", "timm"))
+    check_needs("--measure (which can be left out)", ("nodes", "timm"))
     return with_machine(lambda: {
         "counts": counts(4 * rounds), "switch": switch(rounds), "parm": parm(rounds),
         "swin": swin_steps(swin, 1 + rounds // 3)})
 
 
 def counts(rounds: int) -> list[dict[str, float]]:
-    """fairseq's `cumsum(mask, 0) - 1`, its mask given, over our count from the choices."""
+    """Return the time of fairseq's `cumsum(mask, 0) - 1`, for a given mask, over that of our count.
+    """
     found = []
     for experts in (8, 64, 256):
         ids_N = torch.randint(experts, (CHOICES,), generator=torch.Generator().manual_seed(0))
@@ -149,14 +165,19 @@ def counts(rounds: int) -> list[dict[str, float]]:
 
 
 def switch(rounds: int) -> dict[str, float]:
-    """Peers over our layer with a switch gate, 32 sequences of 128 tokens."""
+    """Return the times of peers over that of our layer with a switch gate, 32 sequences of 128
+    tokens.
+    """
     report = layer.run(Problem(tokens=32 * 128, model_dim=256, hidden_dim=1024, experts=16,
                                top_k=1), ["einsum"], rounds)
     return {one.name: one.min_ms / report.results[0].min_ms for one in report.results}
 
 
 def swin_steps(size: SwinMoE, rounds: int) -> dict[str, float]:
-    """SwinV2-MoE with the branch's layers over the same with ours, a plain top-1 gate in both."""
+    """Return the time of SwinV2-MoE with the branch's layers over the time with ours.
+
+    Both models use a plain top-1 gate.
+    """
     drawn = torch.Generator().manual_seed(1)
     ours, theirs = (build(replace(size, settings=SWITCH), CLASSES) for _ in range(2))
     branches = []
@@ -179,14 +200,16 @@ def swin_steps(size: SwinMoE, rounds: int) -> dict[str, float]:
 
 
 def parm(rounds: int) -> dict[str, float]:
-    """Seconds of each schedule's fastest round, slowest rank, forward and backward."""
+    """Return the seconds of each schedule's fastest round, forward and backward, on the slowest
+    rank.
+    """
     with EmulatedCluster(2, 2, rate_bit_s=RATE) as cluster:
         ranks = cluster.run(parm_rank, rounds, timeout_s=300)
     return {name: min(slowest(ranks, name)[1:]) for name in PARM}
 
 
 def parm_rank(rounds: int) -> dict[str, Any]:
-    """One rank; the two of a node have equal tokens, and half of each expert."""
+    """Measure on one rank. The two ranks of a node have equal tokens, and half of each expert."""
     comm, layers = TorchComm(), {}
     for name, schedule in PARM.items():
         layers[name] = MoELayer(from_dict({
@@ -210,28 +233,32 @@ def body(found: dict[str, Any]) -> Iterator[str]:
     near = sum(not misses(row) for row in modelled)
     seen = sum(row["measured"] is not None for row in every)
     yield (
-        f"{len(every)} results of the systems that this project builds on. Our model predicts "
-        f"{len(modelled)} of them, {near} within a quarter; {len(modelled) - near} are off, with "
-        f"what is known of why; {len(every) - len(modelled)} are not modelled. {seen} have a "
-        "measurement of ours, on processors and emulated networks: it shows the same mechanism, "
-        "never the same hardware, and its number is not comparable with theirs.")
-    yield (
-        "*Published* is a factor, or as it is said. *Predicted*: constants are estimates after "
-        "data sheets (`configs/devices`, `configs/clusters`, by name below) and those that a note "
-        "names; none is fitted to a result. A range is over what the abstract, or what else is "
-        "public, leaves open (*not stated*). "
-        "*Ratio*: the predicted gain over the published one, where a factor of 1.3 is a gain of "
-        "0.3; of a share, the share. Sources, models and reasons are below the table; "
-        "measured numbers are those of the pages named there.")
+        f"This page lists {len(every)} published results of the systems that this project builds "
+        f"on. Our cost model predicts {len(modelled)} of them, {near} within a quarter. "
+        f"{len(modelled) - near} predictions differ by more than a quarter; the notes below the "
+        f"table state the reasons as far as they are known. {len(every) - len(modelled)} results "
+        f"are not modelled. For {seen} results we measured the same mechanism ourselves, on "
+        "processors and emulated networks. The hardware is never the same, so our measured numbers "
+        "are not comparable with the published ones.")
+    yield bullets(
+        "*Published*: a factor, or the number as published.",
+        """*Predicted*: the constants are estimates from data sheets (`configs/devices` and
+        `configs/clusters`; the notes name the files), and constants that a note names. No constant
+        is fitted to a result. A range covers the values that the publication leaves open (*not
+        stated*).""",
+        """*Ratio*: the predicted gain divided by the published gain. A factor of 1.3 is a gain of
+        0.3. For a share, the ratio is that of the shares.""",
+        "*Measured*: numbers from the page that the note names.")
     if found["here"]:
         here = found["here"]
-        yield ("*This page*: measured by `moe-plugin bench headlines --measure`, fastest rounds, "
-               f"{said(here['versions'])}, load average {here['load'][0]} before and "
-               f"{here['load'][1]} after.")
+        yield ("Numbers of \"this page\" come from `moe-plugin bench headlines --measure` and are "
+               f"those of the fastest rounds. {versions_in_words(here['versions'])} "
+               f"{load_in_words(here['load'])}")
     yield table(["", "system", "result", "published", "hardware", "predicted", "ratio", "measured"],
                 [_cells(number, row) for number, row in enumerate(every, 1)])
-    yield "## Sources, models, reasons"
-    yield "By number of the row. What a note leaves out is as in the one before."
+    yield "## Sources, models and reasons"
+    yield ("The numbers are those of the rows. A note leaves out the source, the model or the "
+           "measurement if it is the same as in the note before.")
     yield "\n".join(_notes(every))
 
 
@@ -255,18 +282,21 @@ def _span(ends: Sequence[str]) -> str:
 
 
 def _notes(every: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """A bullet for each row, or several that say the same: source, model, why it is off, what was
-    measured; each only where it is another one than in the row before.
+    """Yield a bullet for each row, or for several rows with the same notes.
+
+    A bullet has the source, the model, the reason for an error, and the measurement. Each of them
+    is
+    left out if it is the same as in the row before.
     """
     made: list[tuple[list[str], list[str]]] = []  # numbers, sentences
     before: list[str] = [""] * 3
     for number, row in enumerate(every, 1):
         page = f"[{row['page']}]({row['page']}.md)" if row["page"] else "this page"
-        now = [f"{row['source']}.", row["model"][:1].upper() + row["model"][1:], (
+        now = [f"Source: {row['source']}.", row["model"][:1].upper() + row["model"][1:], (
             f"Measured: {row['what']} ({page})." if row["measured"] else
-            f"Not measured: needs {row['what']}.")]
+            f"Not measured: this needs {row['what']}.")]
         source, model, how = ("" if a == b else a for a, b in zip(now, before, strict=True))
-        parts = [source, model, "Off: " * misses(row) + row["why"], how]
+        parts = [source, model, "Reason for the error: " * misses(row) + row["why"], how]
         if any(parts) or not made:
             made.append(([], parts))
         made[-1][0].append(str(number))

@@ -1,5 +1,5 @@
-"""Processor time and ATen operations of one layer call on tiny tensors, ours beside Megatron-core's
-own layer, the einsum form and a dense FFN. Starts its ranks itself.
+"""Measure processor time and ATen operations of one layer call on tiny tensors, for our layer,
+Megatron-core's own layer and other peers. Starts its ranks itself.
 """
 
 from __future__ import annotations
@@ -10,24 +10,29 @@ from dataclasses import replace
 from typing import Any
 
 from scripts.bench import host
-from scripts.bench.measure import said
 from scripts.bench.options import add_problem, problem_of
+from scripts.bench.report import versions_in_words
 
-TITLE = "What a layer costs the host"
-ABOUT = """Processor time of one call on tiny tensors, forward, and forward and backward, and the
-ATen operations that it launches, views included: what a layer costs the host on any device
-computes. Equal weights and tokens, outputs compared; candidates alternate, ten calls at a time, in
-the same process. Times are medians of the rounds on rank 0, `least` is the smallest; with several
-ranks they hold the work of gloo's threads, and no waiting. Megatron-core's layer runs on a CPU
-with patches, of which the one that looks at every call of torch is off while calls are measured.
-`dense` has no router and computes something else."""
+TITLE = "Host cost of a layer"
+ABOUT = """This page shows how much work a layer call causes on the host. On tiny tensors, nearly
+all time is spent in Python, dispatch and autograd, and a host needs the same time to launch a layer
+on any device. The tables show the processor time of a forward pass and of forward and backward, and
+the number of ATen operations, including views. All layers have equal weights and equal tokens, and
+their outputs are checked to agree. The layers alternate in the same process, with ten calls each.
+Times are medians over rounds on rank 0, and *minimum* is the fastest round of forward and backward.
+With several ranks, the processor time includes the work of gloo's threads but no waiting.
+Megatron-core's layer runs on a CPU with patches. The patch that intercepts every call of torch is
+disabled while calls are measured. `dense` has no router and computes a different function. A layer
+is described by T tokens of width D, the inner width F of an expert, E experts and k experts per
+token."""
 
 
 def add_arguments(p: argparse.ArgumentParser) -> None:
     add_problem(p)
     p.set_defaults(tokens=16, model_dim=32, hidden_dim=64, threads=1, rounds=40)
     p.add_argument("--ranks", default="1,2", metavar="LIST",
-                   help="expert-parallel ranks, with commas (default: %(default)s)")
+                   help="numbers of expert-parallel ranks, separated by commas (default: "
+                        "%(default)s)")
 
 
 def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -37,8 +42,8 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def body(found: list[dict[str, Any]]) -> Iterator[str]:
-    yield said(found[0]["versions"])
     yield ABOUT
+    yield versions_in_words(found[0]["versions"])
     for one in found:
         yield from host.parts(one)
 
@@ -47,7 +52,9 @@ def _ranks(text: str) -> list[int]:
     try:
         found = [int(word) for word in text.split(",")]
     except ValueError as error:
-        raise ValueError(f"--ranks {text[:40]!r} must be numbers with commas, e.g. 1,2") from error
+        raise ValueError(f"--ranks {text[:40]!r} must be numbers separated by commas, such as "
+                         "1,2") from error
     if any(not 1 <= ranks <= 64 for ranks in found):
-        raise ValueError(f"--ranks {text[:40]!r} is out of bounds: must be from 1 to 64; e.g. 1,2")
+        raise ValueError(f"--ranks {text[:40]!r} is out of bounds: must be from 1 to 64, such as "
+                         "1,2")
     return found

@@ -1,10 +1,10 @@
-"""Studies of a layer, its peers and its operations: on one problem, and on all those of a page."""
+"""Studies of a layer, its peers and its operations, on one problem and on all problems of a page.
+"""
 
 from __future__ import annotations
 
 import argparse
 import logging
-import re
 from collections.abc import Iterator
 from dataclasses import fields, replace
 from functools import partial
@@ -17,16 +17,17 @@ from moe_plugin.cli import figures
 from moe_plugin.planner.units import show_size, show_time
 from scripts.bench import kernels, layer, plots
 from scripts.bench.layer import LayerReport
-from scripts.bench.measure import said
 from scripts.bench.options import add_problem, problem_of
 from scripts.bench.peers import peers
 from scripts.bench.problem import Problem
+from scripts.bench.report import load_in_words, versions_in_words
 from scripts.bench.study import Option, with_machine
 
 log = logging.getLogger(__name__)
 FEW = Problem(tokens=4096, model_dim=512, hidden_dim=2048, experts=8, top_k=2)
 MANY = Problem(tokens=4096, model_dim=256, hidden_dim=512, experts=64, top_k=2)
-# gated experts of as much work: two thirds of the inner width, in multiples of 32
+# Gated experts have three matrices instead of two. With two thirds of the inner width (rounded to a
+# multiple of 32) they do as much work as the layers above.
 GATED = [replace(FEW, gated=True, hidden_dim=1376), replace(MANY, gated=True, hidden_dim=352)]
 LAYERS = {
     "cpu": [replace(one, dtype=dtype) for kind in (GATED, [FEW, MANY])
@@ -43,21 +44,25 @@ LAYERS = {
 AXES = {
     "tokens": [512, 1024, 2048, 4096, 8192], "experts": [4, 8, 16, 32, 64], "top_k": [1, 2, 4, 8]
 }
-TOO_LARGE_FOR_EINSUM = 1 << 31  # elements of T x E x C
-GENERATED = 64  # tokens of a decoding batch
-MOST_MIB = 20.0  # aim for the layer's memory beside its inputs
+TOO_LARGE_FOR_EINSUM = 1 << 31  # number of elements of the T x E x C mask
+GENERATED = 64  # number of tokens in a decoding batch
+MOST_MIB = 20.0  # the layer should need at most this memory in addition to its inputs
 SMALL = {"tokens": 64, "model_dim": 16, "hidden_dim": 32, "experts": 4, "top_k": 1}
 QUICK = {"tokens": 256, "model_dim": 64, "hidden_dim": 128}
 QUICK_ROUNDS = 3
 PROBLEMS = {
-    "device": Option("cuda" if torch.cuda.is_available() else "cpu", "where", choices=LAYERS),
-    "threads": Option(2, "CPU threads"), "rounds": Option(25, "timed rounds", quick=1),
+    "device": Option("cuda" if torch.cuda.is_available() else "cpu", "device to measure on",
+                     choices=LAYERS),
+    "threads": Option(2, "number of CPU threads"),
+    "rounds": Option(25, "number of timed rounds", quick=1),
 }
-ATTEMPTS = {"attempts": Option(3, "most attempts of a noisy measurement", quick=1)}
+ATTEMPTS = {"attempts": Option(3, "maximum number of attempts if a measurement is noisy", quick=1)}
 
 
 def problems(args: argparse.Namespace) -> list[Problem]:
-    """All problems of a device; with `--quick` a small one. Sets the number of threads."""
+    """Set the number of threads, and return all problems of a device, or one small problem with
+    --quick.
+    """
     torch.set_num_threads(args.threads)
     every = LAYERS[args.device]
     return [replace(every[0], **SMALL)] if args.quick else every
@@ -65,8 +70,15 @@ def problems(args: argparse.Namespace) -> list[Problem]:
 
 def quietest(problem: Problem, args: argparse.Namespace, ranks: int = 1,
              forward_only: bool = False) -> dict[str, Any]:
-    """Our layer and its peers, by the attempt with the least noise: median and minimum of the bound
-    closest to each other. ranks: that share the experts and the threads.
+    """Measure our layer and its peers, and return the attempt with the least noise.
+
+    The noise is the ratio of the bound's median to its minimum.
+
+    Args:
+        problem: sizes of the layer.
+        args: options of the study.
+        ranks: number of ranks that share the experts and the threads.
+        forward_only: whether to leave out the backward pass.
     """
     slots = problem.tokens * problem.experts * (problem.rows // problem.experts)
     names = [n for n in peers.names()
@@ -81,9 +93,11 @@ def quietest(problem: Problem, args: argparse.Namespace, ranks: int = 1,
 
 
 class OneLayer:
-    """Forward and backward of one MoE layer and of every peer that is installed, with the same
-    weights and input; outputs are checked to agree. The bound is the time of the experts' matmuls
-    alone, in the same run.
+    """Measure forward and backward of one MoE layer and of every installed peer, with equal weights
+    and
+    equal input. The outputs are checked to agree. The bound is the time of the experts' matmuls
+    alone,
+    in the same run.
     """
 
     TITLE = "One layer and its peers"
@@ -92,15 +106,16 @@ class OneLayer:
     def add_arguments(p: argparse.ArgumentParser) -> None:
         add_problem(p)
         p.add_argument("--peers", default="all",
-                       help=f"all, none, or names with commas: {', '.join(peers.names())} "
-                            "(default: all)")
+                       help="all, none, or names separated by commas from: "
+                            f"{', '.join(peers.names())} (default: all)")
         p.add_argument("--plot", metavar="FILE",
-                       help="also draw time and memory of each candidate into FILE (.png or .svg)")
+                       help="also draw the time and memory of each candidate to this .png or .svg "
+                            "file")
 
     @staticmethod
     def measure(args: argparse.Namespace) -> dict[str, Any]:
         problem, rounds = problem_of(args), args.rounds
-        if args.quick:  # no larger than these
+        if args.quick:  # reduces sizes that are larger than these
             sizes = {name: min(most, getattr(problem, name)) for name, most in QUICK.items()}
             problem, rounds = replace(problem, **sizes), min(QUICK_ROUNDS, rounds)
         if args.plot:
@@ -113,12 +128,11 @@ class OneLayer:
 
     @staticmethod
     def body(found: dict[str, Any]) -> list[str]:
-        return ["Our layer and its peers.", *layer.parts(found)]
+        return ["The table compares our layer with other implementations of the same layer.",
+                *layer.parts(found)]
 
 
-# what Triton's bindings print at the end of a process that failed
-LEAKS = re.compile(r"nanobind: |See https://nanobind\.| - (leaked |\.\.\. skipped)")
-DRAWN = 4  # of the problems
+DRAWN = 4  # number of problems with a plot
 
 
 def _draw(number: int, found: dict[str, Any], path: Path) -> None:
@@ -132,7 +146,9 @@ def _one_rank(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def _two_ranks(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Gated layers, which all peers of several ranks have; of a GPU, or with `--quick`, none."""
+    """Measure gated layers, which all peers on several ranks support; only on CPU and without
+    `--quick`.
+    """
     return [with_machine(quietest, problem, args, 2) for problem in problems(args)
             if problem.gated and problem.device == "cpu" and not args.quick]
 
@@ -144,7 +160,7 @@ def _generated(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def aim_of(one: dict[str, Any]) -> float | None:
-    """The ratio to the bound that is aimed at on one rank; None: there is no aim for this layer."""
+    """Return the aim for the ratio to the bound on one rank, or None if this layer has no aim."""
     problem = Problem(**{f.name: one[f.name] for f in fields(Problem)})
     if problem not in LAYERS["cpu"]:
         return None
@@ -155,31 +171,38 @@ def aim_of(one: dict[str, Any]) -> float | None:
 
 
 def aims(found: list[dict[str, Any]]) -> Iterator[str]:
-    """What is aimed at on one rank, and which of it is reached."""
+    """Yield the aims on one rank, and whether they are reached."""
     rows = [one for one in found if aim_of(one) is not None]
     if not rows:
         return
     def met(reached: bool) -> str:
         return "yes" if reached else "no"
 
-    yield (f"Aims on one rank: a ratio to the bound for each layer, and at most {MOST_MIB:g} MiB "
-           "beside its inputs.")
+    yield ("Each layer has two aims on one rank: a ratio to the bound, and a peak memory of at "
+           f"most {MOST_MIB:g} MiB in addition to its inputs.")
     yield figures.columns(rows, {
         "layer": lambda one: LayerReport.from_dict(one).problem.label(),
         "ratio": "{ratio_to_bound:.2f}", "aim": lambda one: f"{aim_of(one):.2f}",
-        "met": lambda one: met(round(one["ratio_to_bound"], 2) <= (aim_of(one) or 0)),
-        "MiB": "{peak_extra_mib:.1f}", "of MiB met": lambda one: met(
+        "ratio reached": lambda one: met(round(one["ratio_to_bound"], 2) <= (aim_of(one) or 0)),
+        "peak MiB": "{peak_extra_mib:.1f}", "memory reached": lambda one: met(
             one["peak_extra_mib"] <= MOST_MIB)})
 
 
 def _each_layer(found: list[dict[str, Any]]) -> Iterator[str]:
     if not found:
         return
-    yield said(found[0]["versions"])
+    yield ("This page compares the time and the memory of one MoE layer with other implementations "
+           "of the same layer. All of them have equal weights and equal input, run alternately in "
+           "the same process, and their outputs are checked to agree. The *GEMM bound* is the time "
+           "of the experts' matmuls alone; a ratio is a time divided by that of the bound. "
+           "[Benchmarks](../benchmarks.md#one-layer-and-its-peers) explains the columns and the "
+           "names of the peers. A layer is described by T tokens of width D, the inner width F of "
+           "an expert, E experts and k experts per token.")
+    yield versions_in_words(found[0]["versions"])
     yield from aims(found)
     for number, one in enumerate(found):
         label, shown, _ = layer.parts(one)
-        yield f"{label}. Load average {one['load'][0]:g}, {one['load'][1]:g}."
+        yield f"{label}. {load_in_words(one['load'])}"
         yield shown
         if number < DRAWN:
             yield f"![Time and memory of every candidate](layer_{number}.svg)"
@@ -196,16 +219,17 @@ def _not_measured(found: list[dict[str, Any]]) -> str:
 
 
 def _one_table(title: str, found: list[dict[str, Any]]) -> Iterator[str]:
-    """A row for each candidate, a column for each layer."""
+    """Yield a table with a row for each candidate and a column for each layer."""
     if not found:
         return
     layers = [LayerReport.from_dict(one) for one in found]
     loads = ", ".join(f"{one['load'][0]:g}" for one in found)
     names = dict.fromkeys(result.name for one in layers for result in one.results)
     yield f"## {title[0].upper()}{title[1:]}"
-    yield said(found[0]["versions"])
-    yield ("Median, its ratio to the bound, peak memory without the input. Threads of each rank: "
-           f"{layers[0].threads}. Load average {loads}.")
+    threads = f"{layers[0].threads} thread{'s' * (layers[0].threads > 1)}"
+    yield (f"A cell shows the median time, its ratio to the bound, and the peak memory without the "
+           f"input. Every rank has {threads}. {versions_in_words(found[0]['versions'])} The load "
+           f"averages of the machine before each layer were {loads}.")
     yield figures.columns(names, {title: "{0}"} | {
         one.problem.label(): partial(_cell, {r.name: r for r in one.results}) for one in layers})
     yield _not_measured(found)
@@ -220,10 +244,13 @@ def _cell(results: dict[str, layer.Result], name: str) -> str:
 
 
 class AllLayers:
-    """Our layer and every peer that is installed, on all problems of the page: forward and backward
-    on one rank and on two, and a forward pass of 64 tokens, as text is generated. The bound is the
-    time of the experts' matmuls alone, one after the other, in the same run; several at a time, as
-    ours compute in float32, may take less.
+    """Measure our layer and every installed peer on all problems of the page: forward and backward
+    on one
+    rank and on two ranks, and a forward pass of 64 tokens, as in text generation. The bound is the
+    time
+    of the experts' matmuls alone, one after the other, in the same run. A layer that computes
+    several
+    matmuls at the same time, as ours does in float32, may be faster than the bound.
     """
 
     TITLE = "The layer and its peers"
@@ -236,9 +263,11 @@ class AllLayers:
 
 
 class OneProblemsOperations:
-    """Every operation of the layer at one layer's sizes: time of each implementation that runs
-    here, and its bound, the larger of bytes over the measured copy bandwidth and FLOPs over the
-    measured rate of one large matmul.
+    """Measure every operation of the layer at one layer's sizes: the time of each implementation
+    that runs
+    here, and its bound. The bound is the larger of bytes over the measured copy bandwidth and FLOPs
+    over
+    the measured rate of one large matmul.
     """
 
     TITLE = "Operations of one layer"
@@ -250,12 +279,15 @@ class OneProblemsOperations:
 
     @staticmethod
     def body(found: dict[str, Any]) -> list[str]:
-        return ["Operations, each with its bound.", *kernels.parts(found)]
+        return ["The table compares the time of each operation with its bound.",
+                *kernels.parts(found)]
 
 
 class AllOperations(OneProblemsOperations):
-    """Every operation of the layer on the first three problems of the page: time of each
-    implementation that runs here, and its bound, the larger of bytes over the measured copy
+    """Measure every operation of the layer on the first three problems of the page: the time of
+    each
+    implementation that runs here, and its bound. The bound is the larger of bytes over the measured
+    copy
     bandwidth and FLOPs over the measured rate of one large matmul.
     """
 
@@ -269,77 +301,26 @@ class AllOperations(OneProblemsOperations):
 
     @staticmethod
     def body(found: list[dict[str, Any]]) -> Iterator[str]:
-        yield said(found[0]["versions"])
+        yield ("This page shows the time of every operation of a layer. The *bound* is the larger "
+               "of two times: the bytes that the operation must move over the bandwidth of a copy, "
+               "and its FLOPs over the rate of a large matmul. Both rates are measured in the same "
+               "run. A * marks the implementation that the layer chooses. A layer is described by "
+               "T tokens of width D, the inner width F of an expert, E experts and k experts per "
+               "token.")
+        yield versions_in_words(found[0]["versions"])
         for one in found:
             yield from kernels.parts(one)
 
 
-class OneGPU:
-    """Layers, alone and with every installed peer, and operations, on one GPU and one page. Each
-    part may be measured in a process of its own: `bash scripts/bench_gpu.sh` does so.
+class Scaling:
+    """Measure the time and memory of our layer over the numbers of tokens, of experts and of
+    experts per
+    token, around one problem.
     """
 
-    TITLE, MADE_BY = "One GPU", "bash scripts/bench_gpu.sh"
-    OPTIONS = AllLayers.OPTIONS
-
-    @staticmethod
-    def layer(number: int, args: argparse.Namespace) -> dict[str, Any]:
-        return layer.run(_numbered(number, args), [], args.rounds).as_dict()
-
-    @staticmethod
-    def peers(number: int, args: argparse.Namespace) -> dict[str, Any]:
-        return quietest(_numbered(number, args), args)
-
-    @staticmethod
-    def operations(number: int, args: argparse.Namespace) -> dict[str, Any]:
-        return kernels.run(_numbered(number, args), args.rounds).as_dict()
-
-    @staticmethod
-    def steps(args: argparse.Namespace) -> list[dict[str, str]]:
-        """What the script says of its steps, with the last lines of those that failed."""
-        logs = Path(args.out or ".") / "gpu_logs"
-        told = logs / "steps.txt"
-        lines = told.read_text("utf-8").splitlines() if told.exists() else []
-        return [{"said": line, "end": "" if line.endswith(": passed") else _end(
-            logs / f"{line.partition(':')[0]}.log")} for line in sorted(lines)]
-
-    @staticmethod
-    def write_steps(found: list[dict[str, str]]) -> Iterator[str]:
-        yield "Steps of the script, each a process with a limit, and what was checked."
-        yield "\n".join(["```text", *(one["said"] for one in found), "```"])
-        for one in found:
-            if one["end"]:
-                yield f"The end of what it printed: {one['said']}"
-                yield f"```text\n{one['end']}\n```"
-
-
-def _numbered(number: int, args: argparse.Namespace) -> Problem:
-    every = problems(args)
-    return every[min(number, len(every) - 1)]
-
-
-def _end(path: Path) -> str:
-    try:
-        lines = path.read_text("utf-8", errors="replace").splitlines()
-    except OSError:
-        return ""
-    lines = [line for line in lines if not LEAKS.match(line)]
-    return "\n".join(line[:200].replace("`", "'") for line in lines[-12:])
-
-
-OneGPU.PARTS = {  # type: ignore[attr-defined]
-    **{f"{name}_{n}": (partial(measure, n), write) for name, measure, write in (
-        ("layer", OneGPU.layer, OneLayer.body), ("peers", OneGPU.peers, OneLayer.body),
-        ("operations", OneGPU.operations, OneProblemsOperations.body)) for n in range(3)},
-    "steps": (OneGPU.steps, OneGPU.write_steps)}
-
-
-class Scaling:
-    """Time and memory of our layer along tokens, experts and choices, around one problem."""
-
     TITLE = "How the layer scales"
-    OPTIONS = PROBLEMS | {"points": Option(max(map(len, AXES.values())), "of an axis, at most",
-                                           quick=1)}
+    OPTIONS = PROBLEMS | {"points": Option(max(map(len, AXES.values())),
+                                           "maximum number of points of an axis", quick=1)}
 
     @staticmethod
     def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -356,7 +337,14 @@ class Scaling:
 
     @staticmethod
     def body(found: list[dict[str, Any]]) -> list[str]:
-        return [said(found[0]["versions"]), "![Time and memory along each axis](scaling.svg)",
+        fixed = LayerReport.from_dict(found[0]).problem
+        return [("This page shows how the time and memory of forward and backward grow with the "
+                 "number of tokens, of experts, and of experts per token (top_k). One of them "
+                 "changes, and the others stay at 4,096 tokens, 64 experts and 2 experts per "
+                 f"token. The width is {fixed.model_dim} and the inner width {fixed.hidden_dim}. "
+                 "The bound is the time of the experts' matmuls alone."),
+                versions_in_words(found[0]["versions"]),
+                "![Time and memory along each axis](scaling.svg)",
                 figures.columns(found, {
                     "axis": "{axis}", "value": lambda one: str(one[one["axis"]]),
                     "median ms": "{median_ms:.1f}", "bound ms": "{bound_ms:.1f}",

@@ -1,7 +1,8 @@
-"""Steps whose tokens follow the costs of links (TA-MoE) against the plain router, on emulated nodes
-of one rank with unequal links: a layer alone, and whole steps in Megatron and fairseq.
+"""Compare a router whose tokens follow the costs of links (TA-MoE) with the plain router, on
+emulated
+nodes of one rank with unequal links: a layer alone, and whole steps in Megatron and fairseq.
 
-Needs Linux and root, and about 15 minutes on an idle machine with two processors.
+Needs Linux and root, and takes about 15 minutes on an idle machine with two processors.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ HOSTS = ("megatron", "fairseq")
 
 
 def flows(network: Network) -> dict[tuple[int, int], list[tuple[str, str]]]:
-    """The wires between each two ranks, by which emulated frames go."""
+    """Return the wires on the path between each pair of ranks, as emulated frames use them."""
     number = {name: i for i, name in enumerate(network.ranks)}
     return {(i, number[path[-1]]): list(pairwise(path)) for source, i in number.items()
             for path in shortest_paths(network, source).values()
@@ -47,9 +48,11 @@ def flows(network: Network) -> dict[tuple[int, int], list[tuple[str, str]]]:
 
 
 def costs_of(network: Network, own: float) -> np.ndarray:
-    """Cost of a byte from rank to rank [W, W] while all ranks send to all others.
+    """Return the cost of a byte from rank to rank, [W, W], while all ranks send to all ranks.
 
-    own: of a byte that stays on its rank, over that of the cheapest link.
+    Args:
+        network: the network.
+        own: cost of a byte that stays on its rank, relative to that of the cheapest link.
     """
     paths = flows(network)
     shared = Counter(hop for path in paths.values() for hop in path)
@@ -62,7 +65,11 @@ def costs_of(network: Network, own: float) -> np.ndarray:
 
 
 def sides(costs: str) -> dict[str, Settings]:
-    """Settings of both sides; `costs`: file of the links' costs."""
+    """Return the settings of both sides.
+
+    Args:
+        costs: file of the links' costs.
+    """
     fixed = {"parallel.mode": "fixed", "comm.all_to_all": "linear"}
     return {PLAIN: {**fixed, "router.name": "topk"}, FOLLOWS: {
         **fixed, "router.name": "ta_moe", "router.links.costs": costs,
@@ -71,8 +78,9 @@ def sides(costs: str) -> dict[str, Settings]:
 
 def run_rank(tree: dict[str, Any], asked: dict[str, Settings], tokens: int,
              rounds: int) -> dict[str, Any]:
-    """One rank: seconds of a step by side and round, of which the first does not count; the shares
-    of its choices by rank, and of those that found no room.
+    """Measure one rank: seconds of a step by side and round, without the first round, and shares.
+
+    The shares are those of this rank's choices by destination rank, and that of dropped choices.
     """
     comm, seconds, shares, dropped = TorchComm(), {}, {}, {}
     layers = {}
@@ -86,7 +94,7 @@ def run_rank(tree: dict[str, Any], asked: dict[str, Settings], tokens: int,
         for name, layer in layers.items():
             seconds.setdefault(name, []).append(timed_step(layer, x_TD, None, grad_TD)[0])
             layer.zero_grad(set_to_none=True)
-            x_TD.grad = None  # or the next side would add to it
+            x_TD.grad = None  # otherwise the next side would add to this gradient
     for name, layer in layers.items():
         ids = layer.router(x_TD.detach()).ids_TK
         load_E = torch.bincount(ids[ids >= 0], minlength=tree["num_experts"])
@@ -145,27 +153,30 @@ def _gain(row: dict[str, Any]) -> str:
 
 def body(found: dict[str, Any]) -> Iterator[str]:
     yield (
-        f"`router.name: ta_moe` with `pair_capacity: 1` and `overflow: next` ({FOLLOWS}: each rank "
-        "sends its shares by the costs of links) against `router.name: topk`, alternately in the "
-        f"same processes. {found['nodes']} nodes of one rank; links of {found['rate'] / 1e6:.0f} "
-        "Mbit/s, some of which are slower. A byte that stays on its rank counts "
-        f"{found['own']:g} of the cheapest link's cost. The routers are not trained.")
+        f"With {FOLLOWS} (`router.name: ta_moe`, `pair_capacity: 1`, `overflow: next`), each rank "
+        "sends more tokens over cheap links and fewer over expensive ones. This page compares it "
+        "with the plain router (`router.name: topk`). Both run alternately in the same processes. "
+        f"The machine emulates {found['nodes']} nodes with one rank each. The links have "
+        f"{found['rate'] / 1e6:.0f} Mbit/s, and some links of each network are slower. A byte that "
+        f"stays on its rank costs {found['own']:g} times as much as a byte on the cheapest link. "
+        "The routers are not trained.")
     yield "## A layer alone"
-    yield (f"Forward and backward, {found['tokens']} tokens of each rank, width {found['width']}, "
-           "k = 2, milliseconds of the slowest rank, medians. Slowest link: its cost times its "
-           "share, over the optimum of the linear program.")
+    yield (f"Times are milliseconds of forward and backward on the slowest rank, medians. Each "
+           f"rank has {found['tokens']:,} tokens of width {found['width']}, and k = 2. *Slowest "
+           "link* is the largest product of a link's cost and its share of the choices, relative "
+           "to the optimum of the linear program.")
     of = (PLAIN, FOLLOWS)
     yield columns(found["layers"], {
         "network": "{network}",
         **{f"slowest link, {s}": lambda r, s=s: f"{r['slowest'][s] / r['optimum']:.2f}"
            for s in of},
-        **{f"choices that stay, {s}": lambda r, s=s: f"{r['stays'][s]:.0%}" for s in of},
-        f"dropped, {FOLLOWS}": "{dropped:.1%}",
+        **{f"choices on the same rank, {s}": lambda r, s=s: f"{r['stays'][s]:.0%}" for s in of},
+        f"dropped choices, {FOLLOWS}": "{dropped:.1%}",
         **{f"{s}, ms": lambda r, s=s: f"{1e3 * r['seconds'][s]:.0f}" for s in of},
         "gain": _gain})
     yield "## Whole training steps"
-    yield ("Models of two layers with equal weights and data, whose steps alternate; the loss "
-           "is of the last step.")
+    yield ("Two models of two layers with equal weights and equal data train alternately. The "
+           "loss is that of the last step.")
     yield columns(found["steps"], {
         "network": "{network}", "host": "{host}", "shape": "{shape}",
         **{f"{s}, ms": lambda r, s=s: f"{1e3 * r['seconds'][s]:.0f}" for s in of},
@@ -175,15 +186,15 @@ def body(found: dict[str, Any]) -> Iterator[str]:
 OPTIONS = {
     "networks": Option(tuple(SHAPES), "shapes of the network", quick=("slow-node",),
                        choices=tuple(SHAPES)),
-    "hosts": Option(HOSTS, "trainers of whole steps", quick=("megatron",), choices=HOSTS),
-    "nodes": Option(4, "of one rank"),
-    "rate": Option(100e6, "bit/s of an ordinary link", quick=1e9),
-    "own": Option(0.25, "cost of a byte that stays, over the cheapest link's"),
-    "tokens": Option(1024, "of a rank, of the layer alone", quick=64),
-    "width": Option(256, "of the layer alone", quick=16),
-    "rounds": Option(9, "measurements of the layer alone", quick=1),
-    "shape": Option("128x512x8x2x1024", "of whole steps, as `bench train --shapes`",
+    "hosts": Option(HOSTS, "hosts of the whole steps", quick=("megatron",), choices=HOSTS),
+    "nodes": Option(4, "number of nodes, with one rank each"),
+    "rate": Option(100e6, "rate of an ordinary link in bit/s", quick=1e9),
+    "own": Option(0.25, "cost of a byte that stays on its rank, relative to the cheapest link"),
+    "tokens": Option(1024, "tokens per rank for the layer alone", quick=64),
+    "width": Option(256, "width of the layer alone", quick=16),
+    "rounds": Option(9, "timed rounds of the layer alone", quick=1),
+    "shape": Option("128x512x8x2x1024", "shape of the whole steps, as in `bench train --shapes`",
                     quick="16x16x8x2x128"),
     "steps": Option(7, "timed steps of each side", quick=1),
-    "warm-up": Option(2, "steps before", quick=1),
+    "warm-up": Option(2, "untimed steps before the timed ones", quick=1),
 }

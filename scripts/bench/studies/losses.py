@@ -1,9 +1,10 @@
-"""Losses of `bench train` traced token by token: why sides of equal weights and data part.
+"""Trace the losses of `bench train` token by token, to show why models with equal weights and equal
+data get different losses.
 
-Every side trains on the same steps twice. First each makes its own choices of experts. Then the
-choices of the first side are written down, and the others take them in place of their own: what is
-left of the difference is rounding. Where another side would have chosen another expert, the first
-such token is reported, with the two experts between which it stood.
+Every side trains on the same steps twice. First, each side chooses its own experts. Then the
+choices of the first side are recorded, and all other sides use them. The remaining difference is
+rounding. If a side would have chosen another expert, the study reports the first such token, with
+the two experts.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from torch import Tensor
 from moe_plugin.cli.figures import columns
 from moe_plugin.planner.units import parse_grid
 from scripts.bench.ranks import on_processes
+from scripts.bench.report import bullets
 from scripts.bench.train import host_steps
 from scripts.bench.train import run as runs
 from scripts.bench.train.host_sides import Settings, Side, TrainShape
@@ -31,32 +33,49 @@ from scripts.bench.train.shapes import SHAPES, for_host, parse_shapes
 from scripts.bench.train.sides import our_settings
 from scripts.emulate import EmulatedCluster
 
-TITLE = "Losses of the sides of a benchmark, traced token by token"
-ABOUT = """The sides of [whole training steps](train.md) begin with equal weights and train on equal
-data, two layers of experts each, Adam, float32. *Own choices*: the largest difference between the
-first side's loss and any other's, over all steps, where each chooses its own experts, and the
-first step in which it is above 1e-5. *Same choices*: the same, where all others take the experts
-that the first side has chosen, each with its own weights for them. Then the sides differ by the
-order of their sums alone, and training makes such differences larger from step to step. How much
-larger says *one rounding*: the same for the first side next to itself with each weight changed by
-its last bit at the beginning. *First token*: the first one for which a side would have chosen
-another expert than the first side did, although all choices before it were the same; with a
-capacity (fairseq) also for which another of its two experts would have come first. *Margin*: by how
-much the first side's logit of the expert that it took is above that of the expert which the other
-side would have taken. *Rounding*: by how much the two sides' differences of these two logits
-differ. A token can part where rounding is larger than its margin."""
-SAME = 1e-5  # losses that differ by less are the same
-CHANGED = "one rounding"  # the first side, each weight changed by its last bit
+TITLE = "Differences of losses in training steps, traced to single tokens"
+ABOUT = """The models ("sides") of the [page of training steps](train.md) start with equal weights
+and train on equal data, but their losses differ slightly. This page shows that the differences come
+from rounding: sums in a different order round differently, and when two router scores are nearly
+equal, rounding decides which expert a token gets. The models have two layers of experts, Adam and
+float32 weights."""
+TERMS = (
+    """*Own choices*: the largest difference between the loss of the first side and that of any
+    other side over all steps, when every side chooses its own experts.""",
+    "*From step*: the first step in which this difference is larger than 1e-5.",
+    """*Same choices*: the same difference when all sides use the experts that the first side has
+    chosen, with their own weights for these experts. The sides then differ only in the order of
+    their sums. Training increases such differences from step to step.""",
+    """*One rounding*: the difference between the first side and a copy of the first side in which
+    each weight was changed by its last bit before the first step. This number shows how much
+    training increases a single rounding.""")
+FIRST_TOKEN = (
+    """The next table shows the first token for which a side would have chosen another expert than
+    the first side, although all choices before this token were equal. With a capacity (fairseq),
+    the order of a token's two experts counts too.""",
+    """*Experts*: the expert chosen by the first side, and the expert that the other side would have
+    chosen.""",
+    """*Margin*: the first side's logit of its expert minus its logit of the other expert.""",
+    """*Rounding*: the difference between the margins of the two sides. The two sides can choose
+    different experts if this number is larger than the margin.""")
+SAME = 1e-5  # losses that differ by less count as equal
+CHANGED = "one rounding"  # the first side, with each weight changed by its last bit
 
 
 @dataclass
 class Parted:
-    """The first token for which a side would have chosen otherwise than the first side.
+    """The first token for which a side would have chosen another expert than the first side.
 
     Attributes:
-        took, other: the expert of the first side, and the one that this side would have taken.
-        margin: of the first side's logits, that of `took` less that of `other`; at least 0.
-        rounding: by how much this difference is another one in this side.
+        side: name of the side.
+        step: number of the step.
+        layer: number of the layer.
+        rank: rank that has the token.
+        token: number of the token on this rank.
+        took: expert chosen by the first side.
+        other: expert that this side would have chosen.
+        margin: the first side's logit of `took` minus that of `other`, at least 0.
+        rounding: difference between this margin and that of the other side.
     """
 
     side: str
@@ -71,10 +90,12 @@ class Parted:
 
 
 class Tracer:
-    """The choices of the first side in a step, which the others take.
+    """Records the choices of the first side in a step, which all other sides use.
 
     Args:
-        ordered: with a capacity it matters which of a token's experts is the first.
+        top_k: number of experts per token.
+        rank: this rank.
+        ordered: whether the order of a token's experts matters, as it does with a capacity.
     """
 
     def __init__(self, top_k: int, rank: int, ordered: bool = False) -> None:
@@ -83,13 +104,14 @@ class Tracer:
         self.parted: list[Parted] = []
 
     def first(self, layer: int, logits_TE: Tensor) -> Tensor:
-        """The experts [T, K] of the first side, largest first."""
+        """Return the experts of the first side, [T, K], with the largest logit first."""
         ids_TK = logits_TE.detach().topk(self.top_k, dim=1).indices
         self.kept[layer] = logits_TE.detach().clone(), ids_TK
         return ids_TK
 
     def other(self, side: str, layer: int, logits_TE: Tensor) -> Tensor:
-        """Those of the first side; the first token that parts is noted."""
+        """Return the experts of the first side, and record the first token with a different choice.
+        """
         theirs_TE, ids_TK = self.kept[layer]
         own_TK = logits_TE.detach().topk(self.top_k, dim=1).indices
         both = (own_TK, ids_TK) if self.ordered else (own_TK.sort(1).values, ids_TK.sort(1).values)
@@ -108,27 +130,29 @@ class Tracer:
 
 
 def add_arguments(p: argparse.ArgumentParser) -> None:
-    p.add_argument("--host", required=True, choices=("megatron", "fairseq"), help="the framework")
+    p.add_argument("--host", required=True, choices=("megatron", "fairseq"),
+                   help="the framework to train in")
     p.add_argument("--shapes", default="all", metavar="LIST",
-                   help=f"as of `bench train`: all, or names ({', '.join(SHAPES)})")
+                   help=f"shapes as in `bench train`: all, or names ({', '.join(SHAPES)})")
     p.add_argument("--emulate", metavar="NxP",
                    help="nodes x ranks per node of an emulated cluster (default: two processes of "
                         "this machine)")
-    p.add_argument("--steps", type=int, default=25, help="of each model (default: %(default)s)")
+    p.add_argument("--steps", type=int, default=25,
+                   help="number of steps of each model (default: %(default)s)")
 
 
 def check(args: argparse.Namespace) -> None:
     args.steps = 2 if args.quick else args.steps
     if args.steps < 1:
-        raise ValueError(f"--steps {args.steps} must be >= 1; e.g. 25")
+        raise ValueError(f"--steps {args.steps} must be >= 1. Use, for example, 25")
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """Losses and the tokens that part, by host, place and shape."""
+    """Return the losses and the tokens with different choices, by host, place and shape."""
     grid = parse_grid(args.emulate) if args.emulate else None
     shapes = [one for one in for_host(parse_shapes(args.shapes), args.host) if not one.bf16]
     ours = {name: value for name, value in our_settings(grid is not None and grid[0] > 1).items()
-            if not name.endswith("auto")}  # whose layout changes with what is measured
+            if not name.endswith("auto")}  # the layout of `auto` depends on measured times
     with ExitStack() as stack:
         text = host_steps.write_text(Path(stack.enter_context(tempfile.TemporaryDirectory())))
         work = args.host, shapes, text, ours, args.steps
@@ -145,7 +169,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 def traced(host: str, shapes: list[TrainShape], text: str, ours: Mapping[str, Settings],
            steps: int) -> list[dict[str, Any]]:
-    """All shapes, one after the other; every rank calls it, and all get the same result."""
+    """Trace all shapes in sequence. Every rank calls this and gets the same result."""
     return [_traced(host, shape, text, ours, steps) for shape in shapes]
 
 
@@ -178,7 +202,7 @@ def _traced(host: str, shape: TrainShape, text: str, ours: Mapping[str, Settings
 
 @torch.no_grad()
 def change_last_bits(parameters: Iterable[Tensor]) -> None:
-    """Make each number larger or smaller by about its last bit; alike on all ranks."""
+    """Multiply each number by 1 plus or minus the dtype's epsilon, equally on all ranks."""
     drawn = torch.Generator().manual_seed(0)
     for parameter in parameters:
         up = torch.randint(2, parameter.shape, generator=drawn).to(parameter.dtype)
@@ -192,36 +216,43 @@ def _chooser(tracer: Tracer, place: int, name: str, layer: int) -> Callable[[Ten
 
 
 def merge(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
-    """Those of the same host, place and shape are replaced."""
+    """Replace the old results of the same host, place and shape."""
     return {**new, "shapes": {**old["shapes"], **new["shapes"]}}
 
 
 def gap(losses: list[list[float]]) -> float:
-    """The largest difference between the first side's loss and another's in a step."""
+    """Return the largest difference between the loss of the first side and that of another side in
+    a step.
+    """
     return max(abs(one - row[0]) for row in losses for one in row[1:])
 
 
 def gaps(one: Mapping[str, Any]) -> tuple[float, float]:
-    """With the same choices, of the other sides, and of the first one with its last bits changed.
+    """Return two gaps with the same choices: of the other sides, and of the first side with changed
+    bits.
     """
     return gap([row[:-1] for row in one["same"]]), gap([[row[0], row[-1]] for row in one["same"]])
 
 
 def first_apart(losses: list[list[float]]) -> int | None:
-    """The first step, from 0, whose losses are not the same; None: there is none."""
+    """Return the number of the first step with different losses, counted from 0, or None."""
     return next((n for n, row in enumerate(losses) if gap([row]) > SAME), None)
 
 
 def body(found: dict[str, Any]) -> Iterator[str]:
     yield ABOUT
+    yield bullets(*TERMS)
     rows = [{"where": where, **one} for where, one in found["shapes"].items()]
     yield columns(rows, {
-        "host, place, shape": lambda r: r["where"], "sides": lambda r: str(len(r["sides"]) - 1),
+        "host, place, shape": lambda r: r["where"],
+        "number of sides": lambda r: str(len(r["sides"]) - 1),
         "own choices": lambda r: f"{gap(r['own']):.1e}",
         "from step": lambda r: "" if (n := first_apart(r["own"])) is None else str(n + 1),
         "same choices": lambda r: f"{gaps(r)[0]:.1e}",
         "one rounding": lambda r: f"{gaps(r)[1]:.1e}"})
-    yield "## The first token that parts"
+    yield "## The first token with a different choice"
+    yield FIRST_TOKEN[0]
+    yield bullets(*FIRST_TOKEN[1:])
     yield columns([{"where": row["where"], **row["parted"][0]} for row in rows if row["parted"]], {
         "host, place, shape": lambda r: r["where"], "side": lambda r: r["side"],
         "step": lambda r: str(r["step"] + 1), "layer": lambda r: str(r["layer"] + 1),

@@ -1,7 +1,8 @@
-"""Text from a model whose experts are ten times its memory limit: four ways to fetch them.
+"""Generate text with a model whose experts are ten times as large as its memory limit, and compare
+four ways to load the experts.
 
-Needs version 1 or 2 of cgroups with a writable memory controller, 6 GiB of disk and about 3
-minutes.
+Needs cgroups (version 1 or 2) with a writable memory controller and 6 GiB of disk, and takes about
+3 minutes.
 """
 
 from __future__ import annotations
@@ -24,17 +25,18 @@ from moe_plugin.comm.placement import HostContext
 from moe_plugin.memory.experts.stored import StoredExperts
 from moe_plugin.routing.pregate import link
 from scripts.bench.memory_limit import AnonymousPeak, call_limited
+from scripts.bench.report import bullets
 from scripts.bench.study import Option
 from scripts.bench.toy import ToyBlock
 
-TITLE = "Text from a model larger than its memory"
+TITLE = "Text generation with a model larger than its memory"
 VOCABULARY, WIDTH, HEADS, MIB = 256, 512, 8, 1 << 20
 MODES = ("resident", "on demand", "prefetch all", "pre-gated")
 TEXT = b"The experts of a layer are many, and a token needs few of them. "
 
 
 def block(number: int, args: argparse.Namespace, mode: str, store: dict[str, Any]) -> ToyBlock:
-    """With a dense map as wide as `shared`, too."""
+    """Return a block with experts and a shared expert of inner width `shared`."""
     moe = MoELayer(
         WIDTH, num_experts=args.experts, losses={}, host=HostContext(number, training=False),
         router={"name": "topk", "top_k": 1, "normalize": "none",
@@ -60,7 +62,7 @@ class WritingModel(nn.Module):
         self.all = range(args.experts) if mode == MODES[2] else None
 
     def forward(self, ids_BS: Tensor) -> Tensor:
-        """Logits [B, V] of the token after the last."""
+        """Return the logits [B, V] of the next token."""
         x_BSD = self.embed(ids_BS)
         for block, after in zip(self.blocks, [*self.blocks[1:], self.blocks[0]], strict=True):
             if self.all is not None:
@@ -70,7 +72,7 @@ class WritingModel(nn.Module):
 
 
 def write_experts(path: Path, args: argparse.Namespace) -> int:
-    """The file of all layers' experts, one tensor after the other; returns its bytes."""
+    """Write the experts of all layers to a safetensors file, and return the number of bytes."""
     shapes = {"w_in_LDF": (WIDTH, args.hidden), "w_out_LFD": (args.hidden, WIDTH)}
     header: dict[str, Any] = {}
     end = 0
@@ -104,7 +106,7 @@ def load_experts(model: WritingModel, path: str) -> None:
 
 @torch.no_grad()
 def child(args: argparse.Namespace, mode: str, file: str) -> dict[str, Any]:
-    """Write text in this process; what was seen."""
+    """Generate text in this process, and return the text, times, memory and counters."""
     peak, model = AnonymousPeak(), WritingModel(args, mode, file).eval()
     if mode == MODES[0]:
         load_experts(model, file)
@@ -128,7 +130,8 @@ def child(args: argparse.Namespace, mode: str, file: str) -> dict[str, Any]:
 
 
 def counts(model: WritingModel) -> dict[str, float]:
-    """What the stores of all blocks have done so far; {}: there are none."""
+    """Return the sums of all stores' counters, or an empty dictionary if the experts are resident.
+    """
     stores = [block.moe.experts.store for block in model.blocks
               if isinstance(block.moe.experts, StoredExperts)]
     if not stores:
@@ -139,7 +142,7 @@ def counts(model: WritingModel) -> dict[str, float]:
 
 
 def compare(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """All modes; the text of all is the same, but for the pre-gated model's, which is another."""
+    """Run all modes, and check that they generate equal text (except for the pre-gated model)."""
     limit, file = args.limit_mib * MIB or None, folder / "experts.safetensors"
     size = write_experts(file, args)
 
@@ -148,15 +151,16 @@ def compare(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
     rows = [{**run(MODES[0], None), "limit": None}]
     if limit is not None and run(MODES[0], limit) is not None:
-        raise ValueError("the resident model fits the limit: give a smaller one")
+        raise ValueError("the resident model fits into the memory limit. Use a smaller --limit-mib")
     for mode in MODES[1:]:
-        # two whole layers are more than the limit
+        # prefetching all experts needs memory for two whole layers, which is more than the limit
         own = None if mode == MODES[2] else limit
         seen = run(mode, own)
         if seen is None:
-            raise ValueError(f"{mode}: killed under the limit; give a larger one")
+            raise ValueError(f"{mode}: the process was killed under the memory limit. Use a larger "
+                             "--limit-mib")
         if mode != MODES[3] and seen["text"] != rows[0]["text"]:
-            raise ValueError(f"{mode}: other tokens than those of the resident model")
+            raise ValueError(f"{mode}: the tokens differ from those of the resident model")
         rows.append({**seen, "limit": own})
     return {"limit": limit, "experts_bytes": size, "rows": rows, **{
         name: getattr(args, name) for name in ("layers", "experts", "hidden", "shared", "batch",
@@ -170,40 +174,49 @@ def body(seen: dict[str, Any]) -> list[str]:
         return lambda row: show(row["counters"]) if "counters" in row else ""
 
     return [
-        f"A language model of {seen['layers']} blocks with {seen['experts']} experts of {WIDTH} x "
-        f"{seen['hidden']} each, {seen['experts_bytes'] / MIB:,.0f} MiB of float32 weights, writes "
-        f"{seen['tokens']} tokens in each of {seen['batch']} sequences, one expert a token. "
-        "Each process runs in a cgroup whose limit counts all of its memory, torch and pages "
-        "of files included; the resident model was killed under it and ran without one. "
-        "Experts lie in a safetensors file, read at "
-        f"{seen['throttle']:g} MB/s at most (`experts.store_throttle`). *on demand*: experts "
-        "are read when a block needs them. *prefetch all*: all of the next block's while one "
-        "computes, in a cache of two whole layers, without a limit. *pre-gated*: each block "
-        "chooses the experts of the next one, which are read while it computes. The first "
-        "three write the same tokens; the pre-gated model is another one, with the same "
-        "weights. *found*: experts that a call found, or on their way. One thread computes, "
-        "another reads.",
+        "This page compares ways to load experts from disk while a model generates text. The "
+        f"language model has {seen['layers']} blocks with {seen['experts']} experts of {WIDTH} x "
+        f"{seen['hidden']} each, which are {seen['experts_bytes'] / MIB:,.0f} MiB of float32 "
+        f"weights. It selects one expert per token, and generates {seen['tokens']} tokens in each "
+        f"of {seen['batch']} sequences. Each process runs in a cgroup, whose limit counts all "
+        "memory, including torch and pages of files. The resident model was killed under the "
+        "limit, and ran without a limit for this comparison. Experts are read from a safetensors "
+        f"file at {seen['throttle']:g} MB/s at most (`experts.store_throttle`). One thread "
+        "computes and another thread reads.",
+        bullets(
+            "*on demand*: experts are read when a block needs them.",
+            """*prefetch all*: all experts of the next block are read while a block computes, into a
+            cache of two whole layers. This needs more memory than the limit, so the process ran
+            without a limit.""",
+            """*pre-gated*: each block selects the experts of the next block, which are read while
+            the block computes. A pre-gated model with the same weights is a different function, so
+            its text differs. The other three generate the same tokens.""",
+            """*hit rate*: the share of experts that were in memory, or being read, when a call
+            needed them."""),
         columns(seen["rows"], {
             "experts": "{mode}",
-            "limit MiB": lambda row: f"{row['limit'] / MIB:.0f}" if row["limit"] else "none",
-            "peak of the process MiB": lambda row: f"{row['anonymous_bytes'] / MIB:.0f}",
+            "memory limit, MiB": lambda row: (
+                f"{row['limit'] / MIB:.0f}" if row["limit"] else "none"),
+            "peak of the process, MiB": lambda row: f"{row['anonymous_bytes'] / MIB:.0f}",
             "tokens/s": "{tokens_s:.1f}",
-            "of the resident model": lambda row: f"{row['tokens_s'] / rate[MODES[0]]:.2f}",
-            "of on demand": lambda row: f"{row['tokens_s'] / rate[MODES[1]]:.2f}",
-            "found": counted(lambda c: f"{100 * c['hits'] / (c['hits'] + c['misses']):.0f} %"),
-            "MiB read a call": counted(lambda c: f"{c['bytes'] / MIB / seen['tokens']:.0f}"),
-            "waited s": counted(lambda c: f"{c['stalled_s']:.1f}")})]
+            "relative to resident": lambda row: f"{row['tokens_s'] / rate[MODES[0]]:.2f}",
+            "relative to on demand": lambda row: f"{row['tokens_s'] / rate[MODES[1]]:.2f}",
+            "hit rate": counted(lambda c: f"{100 * c['hits'] / (c['hits'] + c['misses']):.0f} %"),
+            "MiB read per call": counted(lambda c: f"{c['bytes'] / MIB / seen['tokens']:.0f}"),
+            "seconds waiting": counted(lambda c: f"{c['stalled_s']:.1f}")})]
 
 
 OPTIONS = {
-    "layers": Option(8, "blocks", quick=2), "experts": Option(160, "of a layer", quick=4),
-    "hidden": Option(1024, "of an expert", quick=64),
-    "shared": Option(8192, "inner width of the expert of every token", quick=128),
-    "batch": Option(4, "sequences", quick=2), "prompt": Option(8, "tokens that are given"),
-    "tokens": Option(16, "written in each sequence", quick=3),
-    "limit-mib": Option(500, "memory limit; 0: none", quick=0),
-    "throttle": Option(2500.0, "MB/s of the file"),
-    "scratch": Option("", "folder for the file (default: a new one here)"),
+    "layers": Option(8, "number of blocks", quick=2),
+    "experts": Option(160, "experts per layer", quick=4),
+    "hidden": Option(1024, "inner width of an expert", quick=64),
+    "shared": Option(8192, "inner width of the shared expert", quick=128),
+    "batch": Option(4, "number of sequences", quick=2),
+    "prompt": Option(8, "tokens of the prompt"),
+    "tokens": Option(16, "tokens to generate in each sequence", quick=3),
+    "limit-mib": Option(500, "memory limit in MiB; 0 sets no limit", quick=0),
+    "throttle": Option(2500.0, "maximum rate of reading the file in MB/s"),
+    "scratch": Option("", "folder for the file of experts (default: a new one here)"),
 }
 
 

@@ -1,6 +1,8 @@
-"""Peers that stream a whole model against a pipeline of them, by the bandwidth between them.
+"""Compare peers that stream a whole model with a pipeline of the same peers, by the bandwidth of
+their
+links.
 
-Computes, measures nothing; takes some seconds on one core.
+Computes and measures nothing. Takes a few seconds on one core.
 """
 
 from __future__ import annotations
@@ -19,13 +21,15 @@ from moe_plugin.planner.units import show_time
 TITLE = "Streaming peers against a pipeline"
 TOKENS, FLOPS, BYTES_S, LIMIT, BATCHES, PEERS = 2048, 50e12, 12e9, 11 * 2**30, 8, 4
 MODELS = {"24 layers of width 2,048": (24, 2048), "32 layers of width 4,096": (32, 4096)}
-EVERY = (1, 50, 500)  # steps between averages
+EVERY = (1, 50, 500)  # numbers of steps between two averages of the weights
 RATES = (10_000, 3_000, 1_000, 300, 100, 50, 30, 10, 3, 1)  # Mbit/s
 DELAY_S = 0.01
 
 
 def layers_of_gpt(count: int, width: int) -> list[Layer]:
-    """Layers of a GPT in 16 bits, one sequence a micro-batch: products alone, at `FLOPS`."""
+    """Return the layers of a GPT in 16 bits, with one sequence per micro-batch and matmuls at
+    `FLOPS`.
+    """
     weights = 12 * width**2
     forward = (2 * weights * TOKENS + 4 * TOKENS**2 * width) / FLOPS
     return [Layer(name=str(j), forward_s=forward, backward_s=3 * forward,
@@ -36,7 +40,7 @@ def layers_of_gpt(count: int, width: int) -> list[Layer]:
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """Step times of both, by model, interval of averages and bandwidth."""
+    """Compute the step times of both, by model, interval of averages and bandwidth."""
     found: dict[str, Any] = {}
     for name, (count, width) in MODELS.items():
         made = plan(layers_of_gpt(count, width), BATCHES, LIMIT)
@@ -49,7 +53,13 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def cells(made: StreamPlan, size: int, every: int) -> list[dict[str, float]]:
-    """One interval of averages over all bandwidths. size: bytes that are averaged."""
+    """Compute one interval of averages for all bandwidths.
+
+    Args:
+        made: plan of the streaming peers.
+        size: number of bytes that are averaged.
+        every: number of steps between two averages.
+    """
     peers = Peers(count=PEERS, bytes_s=1.0, delay_s=DELAY_S, average_every=every,
                   averaged_bytes=size)
     found = []
@@ -62,27 +72,32 @@ def cells(made: StreamPlan, size: int, every: int) -> list[dict[str, float]]:
 
 def body(found: dict[str, Any]) -> Iterator[str]:
     yield (
-        "Computed by `moe_plugin.planner.offload`, not measured. "
-        f"{PEERS} peers of {FLOPS / 1e12:.0f} TFLOP/s, {BYTES_S / 1e9:.0f} GB/s to and from host "
-        f"memory, {LIMIT / 2**30:.0f} GiB; a GPT in 16 bits, sequences of {TOKENS:,} tokens, one a "
-        f"micro-batch, {BATCHES} micro-batches of each peer in a step, {show_time(DELAY_S)} of "
-        "delay. Each peer streams the whole model (ATOM) and averages weights with the others "
-        "every so many steps, by a ring that nothing hides; or the peers are a pipeline (the best "
-        "of blocking, overlapped and eager 1F1B) over the same links for the same micro-batches. "
-        "The pipeline has enough memory, equal stages, the thinnest cuts, no average, and computes "
-        "no forward twice. A number is how many times longer the pipeline takes.")
+        "This page compares two ways to train one model on several peers. In the first way, every "
+        "peer streams the whole model from its host memory (ATOM), and all peers average their "
+        "weights at intervals, by a ring that is not overlapped with computation. In the second "
+        "way, the peers form a pipeline. Each number tells how many times longer a step of the "
+        "pipeline takes. All numbers are computed by `moe_plugin.planner.offload`; nothing was "
+        "measured.")
+    yield (
+        f"There are {PEERS} peers with {FLOPS / 1e12:.0f} TFLOP/s, {LIMIT / 2**30:.0f} GiB of "
+        f"memory and {BYTES_S / 1e9:.0f} GB/s to and from host memory. The model is a GPT in 16 "
+        f"bits. A micro-batch is one sequence of {TOKENS:,} tokens, and a step has {BATCHES} "
+        f"micro-batches per peer. The links have a delay of {show_time(DELAY_S)}. The pipeline is "
+        "the best of blocking, overlapped and eager 1F1B over the same links and micro-batches. "
+        "The assumptions favour the pipeline: it has enough memory, equal stages and minimal data "
+        "between stages, averages nothing, and recomputes no forward pass.")
     for name, model in found["models"].items():
         ratio = {(cell["every"], cell["mbit_s"]): cell["ratio"] for cell in model["cells"]}
-        hides = "all copies but the first load" if model["hides"] else "not all copies"
+        hides = "all copies except the first load" if model["hides"] else "not all copies"
         yield f"## {name}"
-        yield (f"Segments of {', '.join(map(str, model['segments']))} layers; a step takes "
-               f"{model['step_s']:.2f} s, and computing hides {hides}; "
-               f"{model['peak_bytes'] / 2**30:.1f} GiB on the device at most.")
+        yield (f"The model is streamed in segments of {', '.join(map(str, model['segments']))} "
+               f"layers. A step takes {model['step_s']:.2f} s; computation overlaps with {hides}. "
+               f"The device needs at most {model['peak_bytes'] / 2**30:.1f} GiB.")
         yield columns(EVERY, {
-            "average": lambda every: f"every {every} steps" if every > 1 else "every step",
+            "weights averaged": lambda every: f"every {every} steps" if every > 1 else "every step",
             **{f"{rate:,} Mbit/s": lambda every, rate=rate, ratio=ratio: (
                 f"{ratio[every, rate]:.2f}") for rate in RATES}})
-    yield "![Times longer, over bandwidth](offload_plans.svg)"
+    yield "![Step time of the pipeline over that of streaming, by bandwidth](offload_plans.svg)"
 
 
 def draw(found: dict[str, Any], path: Path) -> None:

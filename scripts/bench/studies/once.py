@@ -1,9 +1,11 @@
-"""A token once to each rank, or to each node, against once to each of its experts, on emulated
-nodes: the exchange alone, and whole steps in Megatron and fairseq, forward and backward; and the
-bytes that the planner predicts for larger clusters.
+"""Compare sending a token once to each rank, or once to each node, with sending it once to each of
+its
+experts, on emulated nodes: the exchange alone, and whole steps in Megatron and fairseq. The study
+also predicts the bytes on larger clusters.
 
-Needs Linux and root. Without `--parts` about 15 minutes on an idle machine with two processors; the
-parts of 8x4 nodes and of slower links, about half an hour more, are measured where they are named.
+Needs Linux and root. Without --parts it takes about 15 minutes on an idle machine with two
+processors. The parts with 8x4 nodes and with slower links take about half an hour more, and are
+measured only if --parts names them.
 """
 
 from __future__ import annotations
@@ -28,24 +30,26 @@ from moe_plugin.planner.cluster import Cluster
 from moe_plugin.planner.once import Limits, TokenBytes, bytes_of_token, rows_of_token
 from moe_plugin.planner.units import parse_grid
 from scripts.bench.layouts import slowest, timed_step
+from scripts.bench.report import layout_in_words
 from scripts.bench.study import Option
 from scripts.bench.train import host_steps
 from scripts.bench.train import run as runs
 from scripts.bench.train.host_sides import Settings, TrainShape
+from scripts.bench.train.results import HOSTS
 from scripts.bench.train.shapes import parse_shapes
 from scripts.emulate import EmulatedCluster
 
 TITLE = "A token once to each rank or node"
-EXPERTS, RATE = 64, 200e6  # bit/s of a node's link
+EXPERTS, RATE = 64, 200e6  # RATE: rate of a node's link in bit/s
 GRIDS = ("2x2", "4x2", "8x4")
 AUTO, TODAY = "auto", "rows, auto"
 IN_PIECES = {f"{send}, d=2": LayoutChoice(r=1, d=2, send=send) for send in SENDS[1:]}
-SLOWER = 4.0  # so that links, not the processors that emulate them, are what 32 ranks wait for
-LONGEST_WARM_UP = 40  # calls in which a tuner may settle
+SLOWER = 4.0  # factor with which 32 ranks wait for the links and not for the emulating processors
+LONGEST_WARM_UP = 40  # number of calls in which a tuner can choose
 
 
-class Same(nn.Module):
-    """An expert that gives what it gets; with a parameter, so that backward comes by it."""
+class IdentityExpert(nn.Module):
+    """An expert that returns its input. It has a parameter, so that backward reaches it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,17 +63,25 @@ class Same(nn.Module):
 
 
 def make_layer(width: int, k: int, mode: str) -> MoELayer:
-    """Of experts that compute nothing. mode: of `parallel`; `auto` leaves `dispatch.send` open."""
+    """Return a layer whose experts compute nothing.
+
+    Args:
+        width: width of a token.
+        k: number of experts per token.
+        mode: value of `parallel.mode`. With `auto`, `dispatch.send` is chosen too.
+    """
     return MoELayer(from_dict({
         "model_dim": width, "num_experts": EXPERTS, "router": {"top_k": k}, "losses": {},
         "comm": {"all_to_all": "linear"}, "parallel": {"mode": mode, "r": 1},
         **({"dispatch": {"send": "auto"}, "tuner": {"max_d": 2}} if mode == "auto" else {}),
-    }), TorchComm(), experts=lambda index: Same())
+    }), TorchComm(), experts=lambda index: IdentityExpert())
 
 
 def run_rank(width: int, k: int, tokens: int, rounds: int) -> dict[str, Any]:
-    """One rank: seconds of a call and its backward pass by column and round, of which the first
-    does not count; rows of a token; the layout that `auto` took.
+    """Measure one rank: seconds of a call with backward by column and round, without the first
+    round.
+
+    The result also has the rows per token, and the layout that `auto` chose.
     """
     torch.manual_seed(0)
     fixed, tuned = make_layer(width, k, "fixed"), make_layer(width, k, "auto")
@@ -88,7 +100,7 @@ def run_rank(width: int, k: int, tokens: int, rounds: int) -> dict[str, Any]:
     columns_ = {**{name: (fixed, choice) for name, choice in fixed_.items()}, AUTO: (tuned, None)}
     for number in range(LONGEST_WARM_UP):
         step(tuned, None)
-        if number and not tuned.layouts.tuner.exploring:
+        if number and not tuned.routed_experts.tuner.exploring:
             break
     seconds: dict[str, list[float]] = {name: [] for name in columns_}
     rows: dict[str, float] = {}
@@ -98,23 +110,25 @@ def run_rank(width: int, k: int, tokens: int, rounds: int) -> dict[str, Any]:
             seconds[name].append(taken)
             rows[name] = stats.rows_sent / tokens
     return {"seconds": {name: found[1:] for name, found in seconds.items()}, "rows": rows,
-            "layout": tuned.layouts.tuner.current.label}
+            "layout": tuned.routed_experts.tuner.current.label}
 
 
 def medians(ranks: list[dict[str, Any]]) -> dict[str, float]:
-    """Median seconds of the slowest rank, by column."""
+    """Return the median seconds of the slowest rank, by column."""
     return {name: statistics.median(slowest(ranks, name)) for name in ranks[0]["seconds"]}
 
 
 def formula(grid: str, k: int) -> tuple[float, float]:
-    """Of rows between nodes, those that `ranks` and `nodes` send of what `rows` sends."""
+    """Return the rows between nodes that `ranks` and `nodes` send, relative to those of `rows`."""
     nodes, per_node = parse_grid(grid)
     rows = rows_of_token(Cluster(nodes=nodes, ranks_per_node=per_node), k)
     return rows.ranks / k, rows.nodes / k
 
 
 def floor(grid: str, cell: dict[str, Any]) -> float:
-    """Of the bytes between nodes those that must cross, pairs included, over those of `rows`."""
+    """Return the bytes that must be sent between nodes, including pairs, relative to those of
+    `rows`.
+    """
     nodes, per_node = parse_grid(grid)
     cluster = Cluster(nodes=nodes, ranks_per_node=per_node)
     rows, *once = (bytes_of_token(cluster, send, cell["k"], 4 * cell["width"]).between
@@ -123,8 +137,14 @@ def floor(grid: str, cell: dict[str, Any]) -> float:
 
 
 def measure_exchange(grid: str, args: argparse.Namespace, slower: float = 1.0) -> dict[str, Any]:
-    """slower: links than those of the other parts; then only the first width, as bytes are what
-    counts.
+    """Measure the exchange alone.
+
+    Args:
+        grid: nodes x ranks per node.
+        args: options of the study.
+        slower: factor by which the links are slower than in the other parts. If it is not 1, only
+            the
+            first width is measured, because the result depends on the number of bytes.
     """
     cells, rate = [], args.rate / slower
     widths = args.widths if slower == 1 else args.widths[:1]
@@ -138,7 +158,9 @@ def measure_exchange(grid: str, args: argparse.Namespace, slower: float = 1.0) -
 
 
 def over(name: str, base: str) -> Callable[[dict[str, Any]], str]:
-    """A cell's milliseconds of a column, and in brackets over another's."""
+    """Return a function that shows a column's milliseconds, and in parentheses its ratio to another
+    one.
+    """
     def text(cell: dict[str, Any]) -> str:
         seconds = cell["seconds"]
         return f"{1e3 * seconds[name]:.0f} ({seconds[name] / seconds[base]:.2f})"
@@ -149,25 +171,28 @@ def over(name: str, base: str) -> Callable[[dict[str, Any]], str]:
 def exchange_part(found: dict[str, Any]) -> Iterator[str]:
     grid = found["grid"]
     slow = f", links of {found['rate'] / 1e6:.0f} Mbit/s" * (found["rate"] < RATE)
-    yield f"## The exchange alone, {grid}{slow}"
-    yield (f"{EXPERTS} experts, {found['tokens']} tokens of each rank, fp32, links of "
-           f"{found['rate'] / 1e6:.0f} Mbit/s, one thread a rank, {found['rounds']} rounds.")
+    yield f"## The exchange alone, {grid} nodes x ranks{slow}"
+    yield (f"The layer has {EXPERTS} experts. Each rank has {found['tokens']:,} tokens in float32 "
+           f"and one thread. The links have {found['rate'] / 1e6:.0f} Mbit/s. Times are medians of "
+           f"{found['rounds']} rounds.")
     fixed = [name for name in found["cells"][0]["seconds"] if name != AUTO]
-    whole = set(fixed) >= set(IN_PIECES)  # older numbers have d = 1 alone
+    whole = set(fixed) >= set(IN_PIECES)  # older numbers were measured only with d = 1
     if whole:
-        yield ("d=2: in two pieces; `auto` may take two, too. Floor: bytes between nodes that must "
-               "cross, pairs included, over those of `rows`, by the planner.")
+        yield ("Columns with d=2 send the rows in two pieces, which `auto` may choose too. *Floor* "
+               "is the number of bytes that must be sent between nodes, including the (token, "
+               "expert) pairs, relative to that of `rows`, as computed by the planner.")
     yield columns(found["cells"], {
-        "D": "{width}", "k": "{k}",
+        "width": "{width}", "k": "{k}",
         **{f"`{name}`": over(name, "rows") for name in (*fixed, AUTO)},
-        "`auto` / best": lambda cell: f"{best_ratio(cell, fixed):.2f}", "`auto` took": "{layout}",
+        "`auto` / best": lambda cell: f"{best_ratio(cell, fixed):.2f}",
+        "layout of `auto`": lambda cell: layout_in_words(cell["layout"]),
         "formula, `ranks`": lambda cell: f"{formula(grid, cell['k'])[0]:.2f}",
         "formula, `nodes`": lambda cell: f"{formula(grid, cell['k'])[1]:.2f}",
         **({"floor": lambda cell: f"{floor(grid, cell):.2f}"} if whole else {})})
 
 
 def best_ratio(cell: dict[str, Any], names: Sequence[str]) -> float:
-    """`auto` over the best of these columns."""
+    """Return the time of `auto` divided by that of the best of these columns."""
     return cell["seconds"][AUTO] / min(cell["seconds"][name] for name in names)
 
 
@@ -183,7 +208,10 @@ SIDES: dict[str, Settings] = {
 
 
 def plan_of(host: str, shape: TrainShape, text: str, args: argparse.Namespace) -> runs.TrainPlan:
-    """Every side of ours; in fairseq k is a setting of our layer, and its slots are not made."""
+    """Return the plan of all sides.
+
+    In fairseq, k is a setting of our layer, and the ragged dispatcher creates no slots.
+    """
     more = {"router.top_k": shape.top_k, "dispatch.name": "ragged"} if host == "fairseq" else {}
     return runs.TrainPlan(host, shape, text, args.steps, args.warm_up,
                           {name: {**side, **more} for name, side in SIDES.items()}, others=False)
@@ -204,21 +232,23 @@ def measure_steps(host: str, grid: str, args: argparse.Namespace) -> dict[str, A
 
 
 def steps_part(found: dict[str, Any]) -> Iterator[str]:
-    yield f"## Whole steps in {found['host'].capitalize()}, {found['grid']}"
+    yield f"## Whole steps in {HOSTS[found['host']]}, {found['grid']} nodes x ranks"
     yield (
-        "Milliseconds of a training step of a model of two layers (forward, backward, reduction, "
-        f"optimizer), of the slowest rank, medians of {found['steps']} steps; models with equal "
-        "weights and data train in the same processes, one step of each in turn, links of "
-        f"{found['rate'] / 1e6:.0f} Mbit/s. `{TODAY}`: layout and all-to-all chosen while "
-        "training, gathered weights and tokens among them, and each choice sent as a row; it is "
-        "what the others are compared with in brackets. `rows`, `ranks`, `nodes`: r = 1, "
-        "all-to-all `linear`. `auto`: everything is chosen.")
+        "Times are milliseconds of a training step (forward, backward, reduction of gradients and "
+        f"optimizer) on the slowest rank, medians of {found['steps']} steps. The models have two "
+        "layers, equal weights and equal data. They train in the same processes, one step of each "
+        f"model after the other. The links have {found['rate'] / 1e6:.0f} Mbit/s. `{TODAY}` "
+        "chooses layout and all-to-all during training, including layouts that gather weights or "
+        "tokens, and sends each choice as a row. The number in parentheses is the time relative to "
+        f"`{TODAY}`. `rows`, `ranks` and `nodes` use r = 1 and the all-to-all `linear`. `auto` "
+        "chooses everything.")
     for cell in found["cells"]:
         yield f"### {cell['shape'][0].upper()}{cell['shape'][1:]}"
         sides = [(name, cell) for name in cell["seconds"]]
         yield columns(sides, {
-            "side": "`{0[0]}`", f"ms (over `{TODAY}`)": lambda side: over(side[0], TODAY)(side[1]),
-            "layout": lambda side: side[1]["layouts"][side[0]],
+            "side": "`{0[0]}`",
+            f"ms (relative to `{TODAY}`)": lambda side: over(side[0], TODAY)(side[1]),
+            "layout": lambda side: layout_in_words(side[1]["layouts"][side[0]]),
             "loss of the last step": lambda side: f"{side[1]['losses'][side[0]]:.4f}"})
 
 
@@ -227,12 +257,12 @@ def steps_part(found: dict[str, Any]) -> Iterator[str]:
 MODEL_DIM, TOKENS, CHOICES, GROUPS = 7168, 4096, 8, 4  # as DeepSeek-V3, in bfloat16
 ROW_BYTES = 2 * MODEL_DIM
 NODES = (2, 4, 8, 16, 32, 64, 128, 256, 512)
-# GB/s over RDMA, dispatch and combine, by GPUs: DeepEP's README (V1, H800)
+# by number of GPUs: GB/s over RDMA of dispatch and combine, from DeepEP's README (V1, H800)
 PUBLISHED = {16: (43, 43), 32: (58, 57), 64: (51, 50)}
 
 
 def predict(nodes: int) -> dict[str, TokenBytes]:
-    """Bytes of a token by how it is sent, on nodes of eight GPUs."""
+    """Return the bytes of a token by how it is sent, on nodes of eight GPUs."""
     cluster = Cluster(nodes=nodes, ranks_per_node=8)
     free = {send: bytes_of_token(cluster, send, CHOICES, ROW_BYTES) for send in SENDS}
     four = bytes_of_token(cluster, "nodes", CHOICES, ROW_BYTES,
@@ -243,13 +273,15 @@ def predict(nodes: int) -> dict[str, TokenBytes]:
 def predicted_part(found: list[int]) -> Iterator[str]:
     yield "## Predicted: DeepSeek-V3's routing on nodes of eight GPUs"
     yield (
-        "Computed by `moe_plugin.planner.once.bytes_of_token`, not measured: KiB of a token that "
-        f"cross between nodes on the way to its experts, for even routing of {CHOICES} of 256 "
-        f"experts, rows of {MODEL_DIM:,} numbers in bfloat16, their pairs included; back travel "
-        "the rows alone. Four groups: a token's experts are on at most four nodes. In the last "
-        "columns the milliseconds in which DeepEP's published bandwidth over RDMA (its README, V1 "
-        f"on H800, {TOKENS:,} tokens of a GPU, eight experts in four groups, dispatch) would move "
-        "these bytes; it was measured with fp8 rows, of half the size.")
+        "These numbers are computed by `moe_plugin.planner.once.bytes_of_token`, not measured. "
+        "They are KiB that one token sends between nodes on the way to its experts, for even "
+        f"routing to {CHOICES} of 256 experts. A row has {MODEL_DIM:,} numbers in bfloat16, and "
+        "its (token, expert) pairs are included. On the way back only rows are sent. With four "
+        "groups, the experts of a token are on at most four nodes. The last columns show the "
+        "milliseconds that these bytes would need at DeepEP's published bandwidth over RDMA. "
+        "DeepEP's README (V1) measured this bandwidth on H800 GPUs in dispatch, with "
+        f"{TOKENS:,} tokens per GPU, eight experts in four groups and fp8 rows, which have half "
+        "the size.")
     kib = {name: lambda row, name=name: f"{row[1][name].between / 1024:.1f}"
            for name in predict(2)}
     yield columns([(nodes, predict(nodes)) for nodes in found], {
@@ -257,25 +289,28 @@ def predicted_part(found: list[int]) -> Iterator[str]:
         "`nodes, four groups` / `rows`":
             lambda row: f"{row[1]['nodes, four groups'].between / row[1]['rows'].between:.2f}",
         "DeepEP, GB/s": lambda row: str(PUBLISHED.get(8 * row[0], ("",))[0]),
-        "`rows` at it": lambda row: published_ms(row, "rows"),
-        "`nodes, four groups` at it": lambda row: published_ms(row, "nodes, four groups")})
+        "`rows`, ms": lambda row: published_ms(row, "rows"),
+        "`nodes, four groups`, ms": lambda row: published_ms(row, "nodes, four groups")})
 
 
 def published_ms(row: tuple[int, dict[str, TokenBytes]], name: str) -> str:
-    """Milliseconds of all tokens of a GPU at the bandwidth that DeepEP has published."""
+    """Return the milliseconds of all tokens of a GPU at DeepEP's published bandwidth."""
     if 8 * row[0] not in PUBLISHED:
         return ""
     return f"{1e3 * TOKENS * row[1][name].between / (1e9 * PUBLISHED[8 * row[0]][0]):.1f}"
 
 
 def first_part(found: list[str]) -> Iterator[str]:
-    yield ("How `dispatch.send` compares ([what it does](../once.md)): `rows`, `ranks`, `nodes`, "
-           "and `auto`, which chooses.")
-    yield ("The exchange alone: milliseconds of one call of a layer and its backward pass, of the "
-           "slowest rank, medians; all columns are measured alternately in the same processes. "
-           "Experts give what they get. In brackets: over `rows`. Formula: rows between nodes, "
-           "over those of `rows`, for even routing; it depends on the nodes: with k = 8 it is 0.25 "
-           "on two, 0.45 on four, 0.66 on eight.")
+    yield ("This page compares the values of `dispatch.send`: a token's row is sent once per "
+           "selected expert (`rows`), once per rank (`ranks`) or once per node (`nodes`). `auto` "
+           "chooses one of them. The page about [sending a token once](../once.md) explains the "
+           "setting.")
+    yield ("In the tables of the exchange alone, times are milliseconds of one layer call and its "
+           "backward pass on the slowest rank. All columns are measured alternately in the same "
+           "processes. The experts return their input unchanged. The number in parentheses is the "
+           "time relative to `rows`. *Formula* is the number of rows between nodes relative to "
+           "that of `rows`, for even routing. It depends on the number of nodes: with k = 8 and "
+           "`nodes`, it is 0.25 on two nodes, 0.45 on four and 0.66 on eight.")
 
 
 PARTS = {
@@ -290,18 +325,20 @@ PARTS = {
 COMMITTED = ("about", "exchange-2x2", "exchange-4x2", "megatron-2x2", "megatron-4x2",
              "fairseq-2x2", "predicted")
 OPTIONS = {
-    "parts": Option(COMMITTED, "of the page; the others stay",
+    "parts": Option(COMMITTED, "parts of the page to measure; the other parts are kept",
                     quick=("about", "exchange-2x2", "megatron-2x2", "predicted"),
                     choices=tuple(PARTS)),
-    "widths": Option((128, 512), "D of the exchange alone", quick=(16,)),
-    "choices": Option((2, 4, 8), "experts of a token, of the exchange alone", quick=(4,)),
-    "tokens": Option(1024, "of a rank, of the exchange alone", quick=16),
-    "rounds": Option(4, "measurements of each column of the exchange alone", quick=1),
+    "widths": Option((128, 512), "widths of a token in the exchange alone", quick=(16,)),
+    "choices": Option((2, 4, 8), "experts per token in the exchange alone", quick=(4,)),
+    "tokens": Option(1024, "tokens per rank in the exchange alone", quick=16),
+    "rounds": Option(4, "timed rounds of the exchange alone", quick=1),
     "megatron": Option("fine,128x512x64x2x2048,128x512x64x8x2048",
-                       "shapes of whole steps, as `bench train --shapes`",
+                       "shapes of Megatron's whole steps, as in `bench train --shapes`",
                        quick="16x16x8x4x128"),
-    "fairseq": Option("128x512x64x8x2048", "the same", quick="16x16x8x4x128"),
+    "fairseq": Option("128x512x64x8x2048", "shapes of fairseq's whole steps",
+                      quick="16x16x8x4x128"),
     "steps": Option(5, "timed steps of each side", quick=1),
-    "warm-up": Option(2, "steps before; tuners that have not chosen get more", quick=1),
-    "rate": Option(RATE, "bit/s of a node's link", quick=1e9),
+    "warm-up": Option(2, "untimed steps before the timed ones; tuners that have not chosen by "
+                      "then get more", quick=1),
+    "rate": Option(RATE, "rate of a node's link in bit/s", quick=1e9),
 }

@@ -1,11 +1,12 @@
-"""What overlap gains: emulated nodes of one rank, exchange and products alone and together.
+"""Measure the gain of overlap on emulated nodes with one rank each: exchange and matmuls are timed
+separately and together.
 
-With products on the processor, and with products that only take their time, as on an accelerator:
-there the host's processors are free to carry the packets, as two busy cores are not. Then many
-small experts, whose products suffer from being cut by rows, and Parm's S2, in which ranks that hold
-the same tokens gather each piece while the next one travels.
+The matmuls run on the processor, or only wait for their time, as on an accelerator. While they
+wait, the host's processors are free to transfer the packets, which two busy cores are not. Two
+further cases are many small experts, whose matmuls become slower when rows are divided, and Parm's
+S2, in which ranks with the same tokens gather each piece while the next piece is sent.
 
-Needs Linux and root, and about nine minutes on an idle machine with two processors or more.
+Needs Linux and root, and takes about nine minutes on an idle machine with two processors or more.
 """
 
 from __future__ import annotations
@@ -34,20 +35,22 @@ from scripts.emulate import EmulatedCluster
 TITLE = "Overlap on emulated nodes"
 WIDTH = 256
 TOKENS = 1024
-RATES = (25e6, 50e6, 100e6)  # bit/s of a node's link
-AIM = 1.10  # times the larger of exchange and products
-ROW_S = 100e-6  # forward matmuls of a row, where they only take their time; backward twice that
+RATES = (25e6, 50e6, 100e6)  # rates of a node's link in bit/s
+AIM = 1.10  # largest acceptable time, relative to the longer one of exchange and matmuls
+ROW_S = 100e-6  # time of a row's forward matmuls if they only wait; backward waits twice as long
 
 
 class Kind(NamedTuple):
-    """What one table is of.
+    """The setup of one table.
 
     Attributes:
-        nodes: of one rank.
+        title: title of the section.
+        nodes: number of nodes, each with one rank.
+        experts: number of experts.
         hidden: inner width of an expert.
-        waits: products only take time.
-        cuts: ways to cut the rows.
-        replicas: ranks with the same tokens, under Parm's S2.
+        waits: whether the matmuls only wait for their time.
+        cuts: ways to divide the rows into pieces.
+        replicas: number of ranks with the same tokens, under Parm's S2.
     """
 
     title: str
@@ -60,11 +63,11 @@ class Kind(NamedTuple):
 
 
 KINDS = {
-    "cpu": Kind("Products on the processor"),
-    "wait": Kind("Products that take only time", waits=True),
-    "many": Kind("Many small experts, products on the processor", experts=32, hidden=512,
+    "cpu": Kind("Matmuls on the processor"),
+    "wait": Kind("Matmuls that only wait", waits=True),
+    "many": Kind("Many small experts, matmuls on the processor", experts=32, hidden=512,
                  cuts=CUTS),
-    "s2": Kind("Parm's S2 with two replicas, products that take only time", nodes=4, experts=8,
+    "s2": Kind("Parm's S2 with two replicas, matmuls that only wait", nodes=4, experts=8,
                waits=True, cuts=("rows",), replicas=2),
 }
 
@@ -82,7 +85,7 @@ class _Wait(torch.autograd.Function):
 
 
 class WaitingExpert(nn.Module):
-    """An expert whose matmuls take `ROW_S` per row, and no processor."""
+    """An expert whose matmuls wait `ROW_S` per row and use no processor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,7 +96,7 @@ class WaitingExpert(nn.Module):
 
 
 def layouts(degrees: Iterable[int], cuts: Iterable[str]) -> dict[str, LayoutChoice]:
-    """The layouts measured, by their column's name, without overlap first."""
+    """Return the measured layouts by name. The first one has no overlap."""
     found = {"d=1": LayoutChoice(r=1)}
     for cut in cuts:
         found |= {f"d={d} {cut}": LayoutChoice(r=1, d=d, piece_axis=cut) for d in degrees}
@@ -101,17 +104,17 @@ def layouts(degrees: Iterable[int], cuts: Iterable[str]) -> dict[str, LayoutChoi
 
 
 class Alone:
-    """Exchange and matmuls of one call of a layer, each alone.
+    """The exchange and the matmuls of one layer call, which can be run separately.
 
     Args:
-        layer: runs with r = 1 in one piece.
-        x_TD: [T, D] tokens of this rank.
+        layer: the layer, which runs with r = 1 in one piece.
+        x_TD: tokens of this rank, [T, D].
     """
 
     def __init__(self, layer: MoELayer, x_TD: Tensor) -> None:
-        tokens = layer.tokens.enter(x_TD, None, None, layer.experts.dtype)
+        tokens = layer.token_entry.enter(x_TD, None, None, layer.experts.dtype)
         routing = layer.router(tokens.x_TD, tokens.mask_T, None, tokens.info)
-        place = layer.layouts.available.at(LayoutChoice(r=1)).dispatcher
+        place = layer.routed_experts.layouts.at(LayoutChoice(r=1)).dispatcher
         plan = place.plan(layer.capacity(routing, True))
         self.layer, self.place, (self.piece,) = layer, place, plan.pieces
         self.rows_ND = torch.randn(sum(self.piece.send), WIDTH)
@@ -119,7 +122,9 @@ class Alone:
         self.y_RD = self.here_RD
 
     def exchange(self) -> None:
-        """Rows there and back, and gathered by replicas; backward sends as many."""
+        """Send rows to the experts and back, and gather them on replicas. Backward sends as many
+        rows.
+        """
         algorithm = self.place.placement.algorithm
         there_RD = algorithm(self.layer.comm, self.rows_ND, self.piece.send, self.piece.recv)
         back_ND = algorithm(self.layer.comm, there_RD, self.piece.recv, self.piece.send)
@@ -128,11 +133,11 @@ class Alone:
             gather(back_ND, replicas)
 
     def products(self) -> None:
-        """The experts on the rows that reach this rank."""
+        """Run the experts on the rows that this rank receives."""
         self.y_RD = self.layer.experts(ExpertRows(self.here_RD, self.piece.counts))
 
     def products_backward(self) -> None:
-        """Gradients of the rows and of the weights."""
+        """Compute the gradients of the rows and of the weights."""
         self.y_RD.backward(torch.ones_like(self.y_RD))
 
 
@@ -148,7 +153,7 @@ def settings(kind: Kind) -> dict[str, Any]:
 
 def run_rank(kind: Kind, tokens: int, choices: dict[str, LayoutChoice],
              rounds: int) -> dict[str, list[float]]:
-    """One rank: seconds of each measurement by name and round; the first round does not count."""
+    """Measure on one rank; return the seconds by name and round, without the first round."""
     torch.manual_seed(0)
     layer = MoELayer(from_dict(settings(kind)), TorchComm(),
                      experts=(lambda index: WaitingExpert()) if kind.waits else None)
@@ -170,16 +175,16 @@ def run_rank(kind: Kind, tokens: int, choices: dict[str, LayoutChoice],
         timed("products backward", alone.products_backward)
         layer.zero_grad(set_to_none=True)
         for name, choice in choices.items():
-            # bound, or it would look at the next choice
+            # default arguments bind the current values; a plain closure would use later ones
             y_TD = timed(f"{name} forward", lambda choice=choice: layer(x_TD, choice=choice)).output
             timed(f"{name} backward", lambda y_TD=y_TD: y_TD.backward(grad_TD))
             layer.zero_grad(set_to_none=True)
-            x_TD.grad = None  # or the next choice would add to it
+            x_TD.grad = None  # otherwise the next choice would add to this gradient
     return {name: found[1:] for name, found in seconds.items()}
 
 
 def summary(ranks: list[dict[str, list[float]]], names: Iterable[str]) -> dict[str, Any]:
-    """Medians in seconds of the slowest rank, by direction."""
+    """Return the median seconds of the slowest rank for each direction."""
     def median(name: str) -> float:
         return statistics.median(slowest([{"seconds": rank} for rank in ranks], name))
 
@@ -193,18 +198,31 @@ def summary(ranks: list[dict[str, list[float]]], names: Iterable[str]) -> dict[s
 
 def body(report: dict[str, Any]) -> Iterator[str]:
     yield (
-        "Milliseconds of the slowest rank, "
-        f"medians of {report['rounds']} rounds; all columns are measured alternately in the "
-        "same processes. In brackets: over the larger of exchange and products, below which no "
-        "overlap can go. Totals are of whole layer calls, with routing and copies. Nodes of "
-        f"one rank and one thread, {report['tokens']} tokens per rank, width {WIDTH}, k = 1, fp32.")
+        "A layer can send one piece of its rows while it computes another one. This page compares "
+        "the time of whole layer calls, including routing and copies, with the time of the "
+        "exchange alone and of the experts' matmuls alone. Overlap cannot make a call faster than "
+        "the longer one of the two. The number in parentheses is the time of the call divided by "
+        "this limit. Times are milliseconds of the slowest rank, medians of "
+        f"{report['rounds']} rounds. All columns are measured alternately in the same processes. "
+        "The machine emulates nodes with one rank and one thread each. Every rank has "
+        f"{report['tokens']:,} tokens of width {WIDTH} in float32 and selects one expert per "
+        "token.")
+    yield ("A call is divided into 2, 4 or 8 pieces along rows, along experts or along peers (the "
+           "ranks that exchange rows); see `parallel.piece_axis`. Matmuls that only wait imitate "
+           "an accelerator: the host's processors are then free to transfer packets.")
     for name, cells in report["cells"].items():
         kind = KINDS[name]
         yield f"## {kind.title}"
-        yield f"{kind.nodes} nodes, {kind.experts} experts" + (
-            "" if kind.waits else f" of inner width {kind.hidden}") + (
-            "; the exchange is all-to-all and all-gather." if kind.replicas > 1 else ".")
+        yield f"{kind.nodes} nodes and {kind.experts} experts" + (
+            "." if kind.waits else f" of inner width {kind.hidden:,}.") + (
+            " The exchange consists of an all-to-all and an all-gather."
+            if kind.replicas > 1 else "")
         yield from _table(cells)
+
+
+def _pieces_in_words(name: str) -> str:
+    d, _, cut = name.removeprefix("d=").partition(" ")
+    return f"{d} pieces, {cut}" if cut else "one piece"
 
 
 def _table(cells: list[dict[str, Any]]) -> list[str]:
@@ -218,12 +236,14 @@ def _table(cells: list[dict[str, Any]]) -> list[str]:
     kept = sum(row["ratios"][row["best"]] <= AIM for row in rows)
     return [columns(rows, {
         "Mbit/s": lambda row: f"{row['rate'] / 1e6:.0f}", "direction": "{direction}",
-        **{of: lambda row, of=of: f"{1e3 * row[of]:.0f}" for of in ("exchange", "products")},
-        **{name: lambda row, name=name: (
+        **{head: lambda row, part=part: f"{1e3 * row[part]:.0f}"
+           for head, part in (("exchange", "exchange"), ("matmuls", "products"))},
+        **{_pieces_in_words(name): lambda row, name=name: (
             f"{1e3 * row['total'][name]:.0f} ({row['ratios'][name]:.2f})")
            for name in rows[0]["total"]},
-        "best": lambda row: f"{row['ratios'][row['best']]:.2f} ({row['best']})"}),
-        f"Within {AIM:.2f} of the larger one: {kept} of {len(rows)} lines."]
+        "best ratio": lambda row: (
+            f"{row['ratios'][row['best']]:.2f} ({_pieces_in_words(row['best'])})")}),
+        f"The best time is at most {AIM:.2f} times the limit in {kept} of {len(rows)} rows."]
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
@@ -240,9 +260,9 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 OPTIONS = {
-    "kinds": Option(tuple(KINDS), "tables to make", choices=KINDS),
-    "rounds": Option(9, "measurements of each column", quick=1),
-    "rates": Option(RATES, "bit/s of a node's link", quick=(1e9,)),
-    "degrees": Option((2, 4, 8), "values of d, besides 1", quick=(2,)),
-    "tokens": Option(TOKENS, "of a rank", quick=16),
+    "kinds": Option(tuple(KINDS), "tables to measure", choices=KINDS),
+    "rounds": Option(9, "number of timed rounds", quick=1),
+    "rates": Option(RATES, "rates of a node's link in bit/s", quick=(1e9,)),
+    "degrees": Option((2, 4, 8), "numbers of pieces, in addition to one", quick=(2,)),
+    "tokens": Option(TOKENS, "tokens per rank", quick=16),
 }

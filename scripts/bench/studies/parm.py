@@ -1,7 +1,8 @@
-"""Parm's schedules S1 and S2 against what `parallel.schedule: auto` takes, in 12 shapes of a layer
-whose ranks have the same tokens in pairs, on emulated nodes.
+"""Compare Parm's schedules S1 and S2 with the choice of `parallel.schedule: auto`, for 12 shapes of
+a
+layer in which pairs of ranks have the same tokens, on emulated nodes.
 
-Needs Linux and root, and about six minutes on an idle machine with two processors.
+Needs Linux and root, and takes about six minutes on an idle machine with two processors.
 """
 
 from __future__ import annotations
@@ -26,19 +27,19 @@ from scripts.emulate import EmulatedCluster
 
 TITLE = "Schedules of ranks with the same tokens"
 AUTO, NAMES = "auto", ("s1", "s2")
-AIM = 1.05  # times the better schedule
+AIM = 1.05  # largest acceptable time of auto, relative to the better schedule
 EXPERTS, REPLICAS = 8, 2
 
 
 class Shape(NamedTuple):
-    """A layer whose ranks have the same tokens in pairs.
+    """A layer in which pairs of ranks have the same tokens.
 
     Attributes:
-        grid: nodes x ranks.
-        k: experts of a token.
+        grid: nodes x ranks per node.
+        k: number of experts per token.
         f: capacity factor.
-        d: pieces.
-        tokens: of a pair of ranks.
+        d: number of pieces.
+        tokens: number of tokens of a pair of ranks.
     """
 
     grid: str
@@ -48,7 +49,8 @@ class Shape(NamedTuple):
     tokens: int
 
 
-# a pair on one node gathers by its memory, a pair on two nodes by the slow links
+# near: both ranks of a pair are on one node and gather through memory. far: the ranks are on two
+# nodes and gather over the slow links.
 SHAPES = {
     "a quarter, near": Shape("2x2", 1, 0.25, 1, 2048),
     "a half, near": Shape("2x2", 1, 0.5, 1, 1024),
@@ -63,7 +65,14 @@ SHAPES = {
 
 
 def settings(shape: Shape, schedule: str, width: int, links: dict[str, Any]) -> dict[str, Any]:
-    """Of a layer; links: `comm.cluster` for those that `auto` is to know."""
+    """Return the settings of a layer.
+
+    Args:
+        shape: sizes of the layer.
+        schedule: value of `parallel.schedule`.
+        width: width of a token.
+        links: `cluster`, the file of the links that `auto` may use, or an empty dictionary.
+    """
     return {
         "model_dim": width, "num_experts": EXPERTS, "experts": {"hidden_dim": 8},
         "router": {"top_k": shape.k},
@@ -73,15 +82,15 @@ def settings(shape: Shape, schedule: str, width: int, links: dict[str, Any]) -> 
 
 
 def run_rank(shape: Shape, width: int, links: dict[str, Any], rounds: int) -> dict[str, Any]:
-    """One rank: seconds of a step by schedule and round, of which the first does not count; what
-    `auto` took.
+    """Measure one rank: seconds of a step by schedule and round, without the first round, and the
+    schedule that `auto` chose.
     """
     comm = TorchComm()
     layers = {}
     for name in (*NAMES, AUTO):
         torch.manual_seed(0)
         layers[name] = MoELayer(from_dict(settings(shape, name, width, links)), comm)
-    torch.manual_seed(1 + comm.rank // REPLICAS)  # a pair has the same tokens
+    torch.manual_seed(1 + comm.rank // REPLICAS)  # both ranks of a pair have the same tokens
     x_TD = torch.randn(shape.tokens, width, requires_grad=True)
     grad_TD = torch.randn_like(x_TD)
     seconds: dict[str, list[float]] = {name: [] for name in layers}
@@ -89,7 +98,7 @@ def run_rank(shape: Shape, width: int, links: dict[str, Any], rounds: int) -> di
         for name, layer in layers.items():
             seconds[name].append(timed_step(layer, x_TD, None, grad_TD)[0])
             layer.zero_grad(set_to_none=True)
-            x_TD.grad = None  # or the next one would add to it
+            x_TD.grad = None  # otherwise the next layer would add to this gradient
     return {"seconds": {name: found[1:] for name, found in seconds.items()},
             "took": "s2" if layers[AUTO].config.dispatch.name == "parm_s2" else "s1"}
 
@@ -111,7 +120,7 @@ def _cell(name: str, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def over_best(cell: dict[str, Any]) -> float:
-    """The time of `auto` over that of the better schedule."""
+    """Return the time of `auto` divided by that of the better schedule."""
     return cell["seconds"][AUTO] / min(cell["seconds"][name] for name in NAMES)
 
 
@@ -120,28 +129,31 @@ def body(found: dict[str, Any]) -> Iterator[str]:
     good = sum(over_best(cell) <= AIM for cell in cells)
     taken = sorted({cell["took"] for cell in cells})
     yield (
-        "Milliseconds of a call of a layer and its backward pass, of the slowest rank, medians of "
-        f"{found['rounds']} rounds; the three layers run alternately in the same processes. Two "
-        "ranks each have the same tokens: of one node (near), or of two (far). Emulated links of "
-        f"{found['rate'] / 1e6:.0f} Mbit/s, of which `auto` knows "
-        + ("the times by a file (`comm.cluster`)" if found["calibrated"] else "nothing")
-        + f". {EXPERTS} experts, width {found['width']}, fp32. S1 gathers tokens, S2 k f times as "
-        "much, during the exchange of the next piece where there are several (d).")
-    yield (f"`auto` within {AIM:.2f} of the better schedule: {good} of {len(cells)} shapes; it "
-           f"took {' and '.join(taken)}.")
+        "If several ranks have the same tokens, a layer can use one of Parm's schedules. S1 "
+        "gathers tokens. S2 gathers k f times as much data, but with several pieces (d) it gathers "
+        "one piece during the exchange of the next one. This page compares both schedules with the "
+        "choice of `parallel.schedule: auto`. Times are milliseconds of a layer call and its "
+        f"backward pass on the slowest rank, medians of {found['rounds']} rounds. The three layers "
+        "run alternately in the same processes. Pairs of ranks have the same tokens. A pair is on "
+        f"one node (near) or on two nodes (far). The emulated links have {found['rate'] / 1e6:.0f} "
+        "Mbit/s. " + ("`auto` knows the times of the links from a file (`comm.cluster`)."
+                      if found["calibrated"] else "`auto` knows nothing about the links.")
+        + f" The layer has {EXPERTS} experts and width {found['width']} in float32.")
+    yield (f"In {good} of {len(cells)} shapes, the time of `auto` is at most {AIM:.2f} times that "
+           f"of the better schedule. `auto` chose {' and '.join(taken)}.")
     yield columns(cells, {
         "shape": "{shape}", **{field: lambda cell, field=field: str(
             getattr(SHAPES[cell["shape"]], field)) for field in Shape._fields},
         **{name: lambda cell, name=name: f"{1e3 * cell['seconds'][name]:.0f}"
            for name in (*NAMES, AUTO)},
-        "`auto` took": "{took}", "`auto` / better": lambda cell: f"{over_best(cell):.2f}"})
+        "choice of `auto`": "{took}", "`auto` / better": lambda cell: f"{over_best(cell):.2f}"})
 
 
 OPTIONS = {
-    "shapes": Option(tuple(SHAPES), "of the layer", quick=("a half, near", "one, far"),
+    "shapes": Option(tuple(SHAPES), "shapes of the layer", quick=("a half, near", "one, far"),
                      choices=tuple(SHAPES)),
-    "rounds": Option(9, "measurements of each schedule", quick=1),
-    "rate": Option(50e6, "bit/s of a node's link", quick=1e9),
-    "width": Option(256, "of a token", quick=16),
-    "calibrated": Option(False, "auto knows the links' times from a cluster file"),
+    "rounds": Option(9, "timed rounds of each schedule", quick=1),
+    "rate": Option(50e6, "rate of a node's link in bit/s", quick=1e9),
+    "width": Option(256, "width of a token", quick=16),
+    "calibrated": Option(False, "let auto read the links' times from a cluster file"),
 }

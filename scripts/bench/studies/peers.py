@@ -1,4 +1,5 @@
-"""Two peers that each train the whole model, next to a pipeline of two stages, over a slow link.
+"""Compare two peers that each train the whole model with a pipeline of two stages, over a slow
+link.
 
 Takes about 4 minutes.
 """
@@ -27,7 +28,7 @@ from scripts.bench.study import Option
 from scripts.bench.toy import batches, loss_of, makers, through
 from scripts.emulate import EmulatedCluster
 
-TITLE = "Whole models on two peers, or a pipeline over the same link"
+TITLE = "Whole models on two peers, compared with a pipeline over the same link"
 VOCABULARY, WIDTH, EXPERTS, SEQUENCES, LENGTH = 32, 32, 4, 16, 128
 TOKENS, BLOCKS, BATCHES, PORT = SEQUENCES * LENGTH, 2, 4, 29510
 OPTIMIZER = partial(torch.optim.SGD, lr=0.01)
@@ -37,14 +38,15 @@ loss = partial(loss_of, BATCHES)
 
 
 def peer(lighthouse: str, addresses: list[str], every: int, folder: str) -> dict[str, float]:
-    """One rank: a peer of two; seconds of `every` steps and of the average that ends them."""
+    """Run one of two peers on this rank; return the seconds of `every` steps and of their average.
+    """
     rank = int(os.environ["RANK"])
-    # torchft finds its node by the host's name, which no server resolves here
+    # torchft finds its node by the host name, which no name server resolves in the emulation
     socket.sethostname(addresses[rank])
     torch.manual_seed(0)
     trainer = StreamedTrainer(MODEL, loss, OPTIMIZER, DiskTier(Path(folder, str(rank))))
     working = StreamedPeer(trainer, lighthouse, rank, every, timeout_s=120)
-    working.step(batches(rank, **DATA))  # joins, and warms up
+    working.step(batches(rank, **DATA))  # joins the other peer and warms up
     while not working.average() or working.replica.members < 2:
         pass
     trainer.steps, began = 0, time.perf_counter()
@@ -55,7 +57,7 @@ def peer(lighthouse: str, addresses: list[str], every: int, folder: str) -> dict
     ended = time.perf_counter()
     members, size = working.replica.members, sum(b.layout.nbytes for b in trainer.blocks)
     step_s = (trained - began) / (every - 1)
-    time.sleep(0.5)  # the other one has what it needs
+    time.sleep(0.5)  # lets the other peer finish its transfers before this one closes
     working.close()
     trainer.close()
     return {"seconds": ended - began, "step_s": step_s, "members": members, "bytes": size,
@@ -63,7 +65,8 @@ def peer(lighthouse: str, addresses: list[str], every: int, folder: str) -> dict
 
 
 def stage(steps: int) -> dict[str, float]:
-    """One rank: a stage of two, all its weights in memory; seconds of these steps."""
+    """Run one of two pipeline stages on this rank, with all weights in memory; return the seconds.
+    """
     rank, half = dist.get_rank(), BLOCKS // 2 + 1
     torch.manual_seed(0)
     made = [make() for make in MODEL]
@@ -127,12 +130,13 @@ def measure_rate(rate: float, every: int, steps: int) -> dict[str, Any]:
         raise RuntimeError(failed[0])
     peers = [end.value for end in ends]
     if {end["members"] for end in peers} != {2}:
-        raise RuntimeError("a peer was not in the average: run again on a machine less busy")
+        raise RuntimeError("a peer did not take part in the average. Run the command again on a "
+                           "machine that is less busy")
     pipeline = steps * BATCHES * TOKENS / max(end["seconds"] for end in stages)
     whole = 2 * every * BATCHES * TOKENS / max(end["seconds"] for end in peers)
     wire, edge = rate / 8, 4 * TOKENS * WIDTH
     step_s, size = max(end["step_s"] for end in peers), peers[0]["bytes"]
-    # one direction of the pipeline waits for all outputs, the other for the last gradient
+    # The pipeline waits for all outputs in one direction and for the last gradient in the other.
     piped_s = max((BATCHES + 1) * edge / wire + max(s["compute_s"] for s in stages) / BATCHES,
                   max(s["compute_s"] for s in stages))
     predicted = 2 * BATCHES * TOKENS / (step_s + size / wire / every)
@@ -145,25 +149,29 @@ def measure_rate(rate: float, every: int, steps: int) -> dict[str, Any]:
 def body(seen: dict[str, Any]) -> list[str]:
     rows = seen["rows"]
     return [
-        "Two emulated nodes of one rank, a link "
-        f"with 5 ms. The model: {BLOCKS} blocks of width {WIDTH} with {EXPERTS} experts, "
-        f"{rows[0]['model_bytes'] / 2**10:.0f} KiB; a step has {BATCHES} micro-batches of "
-        f"{SEQUENCES} x {LENGTH} tokens, float32. The pipeline has two stages whose weights "
-        "stay in memory, sends activations and gradients in the background, and each micro-"
-        "batch as soon as it is there. The peers have weights in files, stream them block by "
-        f"block, train on data of their own, and average all weights every {seen['every']} "
-        "steps with torchft (local SGD): they do the pipeline's work per token, but not the "
-        "same optimization. Tokens/s count both peers. Predicted: the factor by the bytes on "
-        "the link and measured times of computation. The model is small, so that the link and "
-        "not two processors are what a pipeline waits for; more computation for each byte "
-        "on the link makes the factor smaller, a larger model makes averages longer. The rates "
-        "were measured one after another on a machine that was shared.",
+        "This page compares two ways to train a model on two machines with a slow link. In the "
+        "first way, the machines form a pipeline of two stages. The weights of both stages stay in "
+        "memory. Activations and gradients are sent in the background, each micro-batch as soon as "
+        "it is ready. In the second way, each machine is a peer that trains the whole model on "
+        "different data. The weights are in files, from which the peer streams them block by "
+        f"block. The peers average all weights every {seen['every']} steps with torchft (local "
+        "SGD). They do the same work per token as the pipeline, but not the same optimization.",
+        "The machine emulates two nodes with one rank each and a link with 5 ms of delay. The "
+        f"model has {BLOCKS} blocks of width {WIDTH} with {EXPERTS} experts each, and "
+        f"{rows[0]['model_bytes'] / 2**10:.0f} KiB of weights. A step has {BATCHES} micro-batches "
+        f"of {SEQUENCES} x {LENGTH} tokens in float32. Tokens/s are those of both peers together. "
+        "*Factor* is the speed of the peers relative to that of the pipeline. *Predicted* is this "
+        "factor computed from the bytes on the link and measured computation times.",
         columns(rows, {
-            "Mbit/s": "{rate_mbit_s:.0f}", "pipeline tokens/s": "{pipeline_tokens_s:.0f}",
-            "peers tokens/s": "{peers_tokens_s:.0f}", "factor": "{factor:.2f}",
-            "predicted": "{predicted:.2f}", "peer's step s": "{step_s:.2f}",
-            "average s": "{average_s:.2f}"}),
-        "![Factor](peers.png)"]
+            "Mbit/s": "{rate_mbit_s:.0f}", "pipeline, tokens/s": "{pipeline_tokens_s:.0f}",
+            "peers, tokens/s": "{peers_tokens_s:.0f}", "factor": "{factor:.2f}",
+            "predicted": "{predicted:.2f}", "peer's step, s": "{step_s:.2f}",
+            "average, s": "{average_s:.2f}"}),
+        "![Speed of the peers relative to the pipeline, by link rate](peers.png)",
+        "The model is small, so that the pipeline waits for the link and not for the two "
+        "processors. With more computation per byte on the link, the factor is smaller. With a "
+        "larger model, averages take longer. The rates were measured one after the other on a "
+        "machine that other programs used too."]
 
 
 def plot(seen: dict[str, Any], path: Path) -> None:
@@ -182,9 +190,9 @@ def plot(seen: dict[str, Any], path: Path) -> None:
 
 PLOTS = {"peers.png": plot}
 OPTIONS = {
-    "rates": Option((50.0, 20.0, 10.0), "of the link, Mbit/s", quick=(50.0,)),
-    "every": Option(30, "steps between averages", quick=3),
-    "steps": Option(6, "of the pipeline", quick=2),
+    "rates": Option((50.0, 20.0, 10.0), "rates of the link in Mbit/s", quick=(50.0,)),
+    "every": Option(30, "number of steps between two averages", quick=3),
+    "steps": Option(6, "number of timed steps of the pipeline", quick=2),
 }
 
 

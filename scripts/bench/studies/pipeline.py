@@ -1,7 +1,7 @@
-"""Pipeline schedules on emulated stages with slow links: measured steps against simulated ones.
+"""Compare measured with simulated steps of pipeline schedules, on emulated stages with slow links.
 
-Takes about 4 minutes. A pass waits for its time in place of computing, so that the stages need no
-processors of their own; transfers are real.
+Takes about 4 minutes. A pass waits for its time instead of computing, so that the stages need no
+processors. Transfers are real.
 """
 
 from __future__ import annotations
@@ -23,31 +23,35 @@ from moe_plugin.kernels.weight_grads import LaterGrads
 from moe_plugin.planner.pipeline.schedules import Pipeline
 from moe_plugin.planner.pipeline.slices import cut, slice_seconds
 from moe_plugin.planner.units import show_time
+from scripts.bench.report import bullets
 from scripts.bench.study import Option
 from scripts.emulate import EmulatedCluster
 from scripts.emulate.networks import chain
 
 TITLE = "Pipeline schedules over slow links"
-STAGES, FORWARD_S, SMALL = 4, 0.1, 64  # SMALL: tokens of a transfer
+STAGES, FORWARD_S, SMALL = 4, 0.1, 64  # SMALL: number of tokens of a small transfer
 OVERLAPPED = "1f1b, transfers behind compute"
 DELAYED = "eager-1f1b, weights delayed"
-# the planner's mode of what is measured
+# the simulator's mode by measured schedule
 MODES = {"1f1b": "paired", OVERLAPPED: "overlapped", "eager-1f1b": "eager", DELAYED: "eager"}
 OWN = {"eager-1f1b": {"schedule": "eager-1f1b"},
        DELAYED: {"schedule": "eager-1f1b", "delay_weights": True}}
 
 
 def slice_s(length: int, context: int) -> float:
-    """Seconds of a slice's forward pass; backward takes twice as long."""
+    """Return the seconds of a slice's forward pass. The backward pass takes twice as long."""
     return 4e-3 + 1.2e-4 * max(length, 64) + 8e-8 * length * (context + length / 2)
 
 
 class Load(NamedTuple):
-    """Micro-batches of a step.
+    """The micro-batches of a step.
 
     Attributes:
-        length, width: of a sequence's activations, 1.25 MiB.
-        forward_s: seconds of a slice's forward pass, by its tokens and those before it.
+        batches: number of micro-batches.
+        length: number of tokens of a sequence.
+        width: width of the activations; a sequence's activations have 1.25 MiB.
+        forward_s: seconds of a slice's forward pass, by its number of tokens and of those before
+            it.
     """
 
     batches: int
@@ -61,7 +65,8 @@ LOADS = {"schedules": Load(16, 1024, 320, lambda length, context: FORWARD_S),
 
 
 class WaitFunction(torch.autograd.Function):
-    """Waits as long as a stage would compute; half of backward is the weights' gradients."""
+    """Waits as long as a stage would compute. Half of backward belongs to the weights' gradients.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, seconds: float, stage: WaitingStage) -> Tensor:
@@ -85,7 +90,7 @@ class WaitFunction(torch.autograd.Function):
 
 
 class WaitingStage(nn.Module):
-    """What Megatron's schedules need of a stage."""
+    """The attributes and methods of a stage that Megatron's schedules use."""
 
     position_embedding_type, model_type = "none", None
     later: LaterGrads | None = None
@@ -99,7 +104,12 @@ class WaitingStage(nn.Module):
         [self.taken] = tensors
 
     def forward(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
-        """Output [l, 1, D] of input_ids and position_ids [1, l]; on the last stage [1, l]."""
+        """Return the output [l, 1, D], or [1, l] on the last stage.
+
+        Args:
+            input_ids: token ids, [1, l].
+            position_ids: positions, [1, l].
+        """
         length, start = input_ids.shape[1], int(position_ids[0, 0])
         x = torch.zeros(length, 1, self.load.width) if dist.get_rank() == 0 else self.taken
         y = WaitFunction.apply(x + self.weight, self.load.forward_s(length, start), self)
@@ -113,7 +123,9 @@ def forward_step(data: Iterator[Any], model: nn.Module) -> tuple[Tensor, Callabl
 
 
 def one_way_s(length: int, width: int) -> float:
-    """Seconds of a transfer between neighbours: clocks of one machine are one clock."""
+    """Return the seconds of a transfer between neighbours. All ranks share the clock of one
+    machine.
+    """
     rank, sizes, tries = dist.get_rank(), torch.empty(length, 1, width), 5
     sent = torch.zeros(tries, dtype=torch.float64)
     got = torch.zeros(tries, dtype=torch.float64)
@@ -135,7 +147,8 @@ def one_way_s(length: int, width: int) -> float:
 
 def measure_stages(part: str, schedules: Mapping[str, dict[str, Any] | None],
                    rounds: int) -> dict[str, Any]:
-    """On each rank: seconds of transfers of all tokens and of few; when steps began and ended."""
+    """Measure on each rank the transfers of all tokens and of few, and the start and end of steps.
+    """
     from megatron.core import parallel_state as ps
 
     from moe_plugin.config import PipelineConfig
@@ -166,7 +179,7 @@ def measure_stages(part: str, schedules: Mapping[str, dict[str, Any] | None],
 
 
 def _overlapped(**passes: Any) -> None:
-    # the order of 1F1B, by our transfers: what eager's order adds to them
+    # runs the order of 1F1B with our transfers, to separate their gain from that of eager's order
     from megatron.core import parallel_state as ps
 
     from moe_plugin.hosts.megatron.pipeline.executor import Step
@@ -176,7 +189,7 @@ def _overlapped(**passes: Any) -> None:
 
 
 def slices_of(part: str) -> dict[str, tuple[int, ...]]:
-    """Of a long sequence: the best ones, and as many equal ones."""
+    """Return the best slices of a long sequence, and the same number of equal slices."""
     if part == "schedules":
         return {}
     load = LOADS[part]
@@ -185,7 +198,7 @@ def slices_of(part: str) -> dict[str, tuple[int, ...]]:
 
 
 def row(part: str, rate_mbit_s: float, rounds: int) -> dict[str, Any]:
-    """All schedules over links of one rate, measured and predicted."""
+    """Measure and predict all schedules over links of one rate."""
     load, slices = LOADS[part], slices_of(part)
     names = ["1f1b", *slices] if slices else list(MODES)
     settings = {name: {"schedule": "terapipe", "slices": ",".join(map(str, slices[name]))}
@@ -219,34 +232,40 @@ def row(part: str, rate_mbit_s: float, rounds: int) -> dict[str, Any]:
 
 
 def table_of(rows: list[dict[str, Any]], names: list[str]) -> str:
-    """A row per rate and schedule."""
+    """Return a table with one row per rate and schedule."""
     cells = [{**rates, **rates[name], "name": name, "base": rates["1f1b"]}
              for rates in rows for name in names]
     return columns(cells, {
-        "Mbit/s": "{rate_mbit_s:g}", "transfer ms": lambda c: f"{1e3 * c['send_s']:.0f}",
-        "schedule": "{name}", "step s": "{measured_s:.2f}", "predicted s": "{predicted_s:.2f}",
+        "Mbit/s": "{rate_mbit_s:g}", "transfer, ms": lambda c: f"{1e3 * c['send_s']:.0f}",
+        "schedule": "{name}", "step, s": "{measured_s:.2f}", "predicted, s": "{predicted_s:.2f}",
         "difference": lambda c: f"{c['measured_s'] / c['predicted_s'] - 1:+.1%}",
         **{head: lambda c, of=of: f"{c['base'][of] / c[of]:.2f}" for head, of in (
-            ("1f1b / this", "measured_s"), ("predicted", "predicted_s"))}})
+            ("speed over 1f1b", "measured_s"), ("predicted speed over 1f1b", "predicted_s"))}})
 
 
 def schedules_part(seen: dict[str, Any]) -> list[str]:
     load = LOADS["schedules"]
     return [
-        f"{STAGES} stages on emulated nodes in a chain, {load.batches} micro-batches a step, "
-        f"activations of {4 * load.length * load.width / 2**20:.2f} MiB. The schedules are "
-        "Megatron's own function and ours, transfers are real (gloo over the emulated links); a "
-        f"pass waits in place of computing ({show_time(FORWARD_S)} forward, "
-        f"{show_time(2 * FORWARD_S)} backward), because four stages do not compute at a time on "
-        f"{seen['cores']} cores. Predicted: the event simulator (`moe_plugin/planner/pipeline`) "
-        "with the measured time of one transfer; of Megatron's 1F1B it knows that both stages wait "
-        "for a transfer, and that what crosses between two stages goes in turn over gloo (over "
-        "NCCL it need not: `transport` in a file of `moe-plugin plan --pipeline`). The second "
-        "schedule is 1F1B's order with the transfers of eager 1F1B; in the last one a backward "
-        "pass sends its input's gradient when half of its time is over "
-        "(`--pipeline-delay-weights`). Median of "
-        f"{seen['rounds']} steps. Without transfers a step takes "
+        f"This page compares pipeline schedules over slow links. The {STAGES} stages run on "
+        f"emulated nodes in a chain. A step has {load.batches} micro-batches with activations of "
+        f"{4 * load.length * load.width / 2**20:.2f} MiB. The schedules are those of Megatron's "
+        "own function and of ours. Transfers are real (gloo over the emulated links). A pass waits "
+        f"instead of computing, {show_time(FORWARD_S)} in forward and {show_time(2 * FORWARD_S)} "
+        f"in backward, because four stages cannot compute at the same time on {seen['cores']} "
+        f"cores. Times are medians of {seen['rounds']} steps. Without transfers, a step takes "
         f"{seen['rows'][0]['ideal_s']:.2f} s.",
+        bullets(
+            "`1f1b`: Megatron's own schedule.",
+            f"`{OVERLAPPED}`: the order of 1F1B with the transfers of eager 1F1B.",
+            """`eager-1f1b`: our schedule, which computes more forward passes first, so that
+            transfers overlap with computation.""",
+            f"""`{DELAYED}`: the same with `--pipeline-delay-weights`. A backward pass sends the
+            gradient of its input after half of its time.""",
+            """*predicted*: the result of the event simulator (`moe_plugin/planner/pipeline`) with
+            the measured time of one transfer. In Megatron's 1F1B, the simulator lets both stages
+            wait for a transfer. Transfers between two stages use gloo one after the other. Over
+            NCCL they can be simultaneous; see `transport` in a file of `moe-plugin plan
+            --pipeline`."""),
         table_of(seen["rows"], list(MODES))]
 
 
@@ -255,12 +274,13 @@ def slices_part(seen: dict[str, Any]) -> list[str]:
     best = ", ".join(map(str, slices["terapipe"]))
     return [
         "## Slices of a long sequence",
-        f"The same stages and links, with {load.batches} micro-batches a step of one sequence of "
-        f"{load.length} tokens each. A forward pass of a slice of l tokens after c others waits "
-        "4 ms + 0.12 ms max(l, 64) + 80 ns l (c + l / 2), a backward pass twice as long. TeraPipe "
-        f"runs slices of {best} tokens, which its dynamic program finds best. Predicted: the "
-        "event simulator, with the measured times of a transfer of all tokens and of 64. "
-        f"Median of {seen['rounds']} steps.",
+        "TeraPipe divides a long sequence into slices that follow each other through the pipeline. "
+        f"The stages and links are the same. A step has {load.batches} micro-batches of one "
+        f"sequence with {load.length:,} tokens each. The forward pass of a slice of l tokens after "
+        "c other tokens waits 4 ms + 0.12 ms max(l, 64) + 80 ns l (c + l / 2). The backward pass "
+        f"waits twice as long. TeraPipe's dynamic program finds that slices of {best} tokens are "
+        "the best. The prediction uses the event simulator and the measured times of two "
+        f"transfers, of all tokens and of 64 tokens. Times are medians of {seen['rounds']} steps.",
         table_of(seen["rows"], ["1f1b", *slices])]
 
 
@@ -271,6 +291,6 @@ def measure_part(part: str, args: argparse.Namespace) -> dict[str, Any]:
 PARTS = {"schedules": (partial(measure_part, "schedules"), schedules_part),
          "slices": (partial(measure_part, "slices"), slices_part)}
 OPTIONS = {
-    "rates": Option((200.0, 100.0), "of the links, Mbit/s", quick=(200.0,)),
-    "rounds": Option(3, "steps of each schedule", quick=1),
+    "rates": Option((200.0, 100.0), "rates of the links in Mbit/s", quick=(200.0,)),
+    "rounds": Option(3, "timed steps of each schedule", quick=1),
 }

@@ -1,11 +1,11 @@
-"""The planner's layout against the measured best on an emulated cluster.
+"""Compare the planner's layout with the best measured layout on an emulated cluster.
 
-Needs Linux and root, and about five minutes on an idle machine. For each grid, expert size and load
-it measures every layout and asks the planner, which knows only the cluster file
-(configs/clusters/emulated.yaml, fitted to all-to-alls) and a profile of one rank's processor while
-all ranks are busy.
-Exit status 1 if the planner's layout takes more
-than `--most` longer than the best.
+Needs Linux and root, and takes about five minutes on an idle machine. For each grid, expert size
+and
+load, the study measures every layout and asks the planner. The planner uses only the cluster file
+(configs/clusters/emulated.yaml, fitted to all-to-alls) and a profile of one rank's processor,
+measured while all ranks are busy. The exit status is 1 if the planner's layout is slower than the
+best layout by more than --most.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from moe_plugin.planner.choice import LayoutChoice, legal_choices
 from moe_plugin.planner.cluster import Device
 from moe_plugin.planner.layer_cost import LayerShape, rank_choices
 from scripts.bench.layouts import one_step, slowest
+from scripts.bench.report import layout_in_words
 from scripts.bench.study import ROOT, Option
 from scripts.emulate import EmulatedCluster
 
@@ -42,14 +43,15 @@ def choices_of(grid: tuple[int, int]) -> list[LayoutChoice]:
 
 
 def profile_rank() -> Device:
-    """One rank's processor while all ranks measure theirs."""
+    """Profile one rank's processor while all ranks measure theirs."""
     TorchComm().barrier()
     return measure_device(width=WIDTH, inner=512, repeats=15)
 
 
 def measure_rank(experts: int, hidden: int, tokens: int, steps: int,
                  choices: list[dict[str, Any]]) -> dict[str, Any]:
-    """One rank: every layout in every step, so all see the same machine."""
+    """Measure one rank: every layout runs in every step, so that all run under the same conditions.
+    """
     tree = {
         "model_dim": WIDTH, "num_experts": experts, "router": {"top_k": TOP_K},
         "experts": {"hidden_dim": hidden}
@@ -90,7 +92,7 @@ def measure_grid(grid: tuple[int, int], args: argparse.Namespace,
 
 def cell(grid: tuple[int, int], hidden: int, tokens: int, times: dict[str, float],
          planned: dict[str, float]) -> dict[str, Any]:
-    """One row: the planned layout, the best one, and their ratio."""
+    """Return one row: the planned layout, the best layout, and their ratio."""
     chosen, best = min(planned, key=planned.get), min(times, key=times.get)
     return {
         "grid": f"{grid[0]}x{grid[1]}", "hidden": hidden, "tokens": tokens, "planned": chosen,
@@ -105,25 +107,30 @@ def body(found: dict[str, Any]) -> list[str]:
     cells, steps, most = found["cells"], found["steps"], found["most"]
     within = sum(c["ratio"] <= 1 + most for c in cells)
     return [
-        f"{len(cells)} cells on emulated clusters, links of 200 Mbit/s and 1 ms, width {WIDTH}, "
-        f"top-{TOP_K}; grid 4x1 has 2 experts, 2x2 has 8. All layouts run alternately in the same "
-        f"processes, forward and backward; a time is the median of {steps} steps on the slowest "
-        "rank. The planner knows `configs/clusters/emulated.yaml`, which was fitted to "
-        "all-to-alls, and a profile of one rank's processor (matmuls and copies); it measured none "
-        f"of these cells. Within {most:.0%} of the measured best: {within} of {len(cells)} cells. "
-        "All times, predicted ones too: `data/plan.json`.",
+        "This page compares the layout that the planner chooses for a layer with the fastest "
+        "measured layout. The machine emulates clusters with links of 200 Mbit/s and 1 ms. The "
+        f"layer has width {WIDTH} and selects {TOP_K} expert per token. It has 2 experts on the "
+        "grid of 4x1 nodes x ranks, and 8 experts on 2x2. All layouts run alternately in the same "
+        f"processes, forward and backward. A time is the median of {steps} steps on the slowest "
+        "rank. The planner uses `configs/clusters/emulated.yaml`, which was fitted to all-to-alls, "
+        "and a profile of one rank's processor (matmuls and copies). The planner measured none of "
+        "these layers.",
+        f"The planned layout is within {most:.0%} of the measured best in {within} of {len(cells)} "
+        "rows. All measured and predicted times are in `data/plan.json`.",
         columns(cells, {
             "grid": "{grid}", "inner width": "{hidden}", "tokens per rank": "{tokens}",
-            "planned": "{planned}", "its ms": lambda c: f"{c['measured_ms'][c['planned']]:.1f}",
-            "measured best": "{best}", "ms": lambda c: f"{c['measured_ms'][c['best']]:.1f}",
-            "planned / best": "{ratio:.2f}", "worst / best": "{worst_ratio:.1f}"})]
+            "planned layout": lambda c: layout_in_words(c["planned"]),
+            "its ms": lambda c: f"{c['measured_ms'][c['planned']]:.1f}",
+            "fastest layout": lambda c: layout_in_words(c["best"]),
+            "ms": lambda c: f"{c['measured_ms'][c['best']]:.1f}",
+            "planned / fastest": "{ratio:.2f}", "slowest / fastest": "{worst_ratio:.1f}"})]
 
 
 OPTIONS = {
     "steps": Option(15, "timed steps of each layout", quick=2),
-    "most": Option(0.1, "allowed loss against the best", quick=100.0),
-    "hidden": Option(HIDDEN, "inner widths", quick=HIDDEN[:1]),
-    "tokens": Option(TOKENS, "of a rank", quick=TOKENS[:1]),
+    "most": Option(0.1, "largest accepted slowdown relative to the fastest layout", quick=100.0),
+    "hidden": Option(HIDDEN, "inner widths of an expert", quick=HIDDEN[:1]),
+    "tokens": Option(TOKENS, "tokens per rank", quick=TOKENS[:1]),
 }
 
 
@@ -134,5 +141,6 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def failures(found: dict[str, Any]) -> list[str]:
-    return ["{grid}, inner width {hidden}, {tokens} tokens: {ratio:.2f} times the best".format(**c)
+    return [("The planned layout takes {ratio:.2f} times as long as the fastest one: grid {grid}, "
+             "inner width {hidden}, {tokens} tokens").format(**c)
             for c in found["cells"] if c["ratio"] > 1 + found["most"]]

@@ -1,9 +1,9 @@
-"""How far predicted steps are off: whole training steps of both hosts over shapes, layouts and
-networks, each predicted from the fits that `moe-plugin recommend` makes, and measured.
+"""Compare predicted with measured training steps of both hosts, over shapes, layouts and networks.
+Each step is predicted from the same fits that `moe-plugin recommend` computes.
 
-Needs Linux and root, and about 15 minutes on an idle machine. On each network it measures the
-exchanges and for each shape the processors, and fits; then it predicts each layout, and trains.
-Exit status 1 where fewer pairs of layouts than `RIGHT` come in the predicted order.
+Needs Linux and root, and takes about 15 minutes on an idle machine. The study measures the
+exchanges of each network and the processors for each shape, fits both, predicts every layout, and
+trains. The exit status is 1 if fewer than 95 % of the pairs of layouts are in the predicted order.
 """
 
 from __future__ import annotations
@@ -37,13 +37,16 @@ from scripts.bench.train.steps import measure as measure_steps
 from scripts.emulate import EmulatedCluster
 
 log = logging.getLogger(__name__)
-TITLE = "How far predicted steps are off"
-RIGHT, APART = 0.95, 0.05  # plans whose measured steps differ by less are about equal
-SKIPPED, MEASURED = 5, 10  # steps
+TITLE = "Error of predicted steps"
+# RIGHT: required share of pairs in the predicted order. APART: layouts whose measured steps differ
+# by less than this share count as equally fast.
+RIGHT, APART = 0.95, 0.05
+SKIPPED, MEASURED = 5, 10  # numbers of steps
 HOSTS, TOKENS, LAYERS, MEMORY, TIMEOUT_S = ("megatron", "fairseq"), 1024, 4, 8e9, 600.0
-# as plans are; fairseq's own flags set a capacity unless none is said
+# The planner assumes layers without dropped tokens. The capacity must be set to None explicitly,
+# because fairseq's own flags set one otherwise.
 DROPLESS: Settings = {"dispatch.name": "ragged", "dispatch.capacity_factor": None}
-# (nodes, ranks per node), bits a second and seconds of a node's link
+# (nodes, ranks per node), rate in bit/s and delay in seconds of a node's link
 PLACES = {
     "one node": ((1, 2), 200e6, 1e-3), "200 Mbit/s, 1 ms": ((2, 1), 200e6, 1e-3),
     "1 Gbit/s, 0.1 ms": ((2, 1), 1e9, 1e-4)}
@@ -51,11 +54,12 @@ LAYOUTS: dict[str, tuple[LayoutChoice, Settings]] = {
     "r=1": (LayoutChoice(r=1), FIXED["linear"]),
     "r=1 d=2": (LayoutChoice(r=1, d=2), {**FIXED["linear"], "parallel.d": 2}),
     "r=0": (LayoutChoice(r=0), FIXED["r=0"])}
-VOCABULARY = {"megatron": 384, "fairseq": 260}  # as the hosts' models have it
+VOCABULARY = {"megatron": 384, "fairseq": 260}  # vocabulary sizes of the hosts' models
 
 
 def model_of(shape: TrainShape, host: str) -> ModelShape:
-    """The planner's record of a model that trains. Weights are their own masters in float32."""
+    """Return the planner's record of a trained model, whose weights are its float32 master weights.
+    """
     return ModelShape(
         layers=shape.layers, model_dim=shape.width, ffn_dim=shape.inner, heads=4,
         vocab=VOCABULARY[host], sequence=shape.length, global_batch=shape.tokens // shape.length,
@@ -64,20 +68,20 @@ def model_of(shape: TrainShape, host: str) -> ModelShape:
 
 
 def network_rank(model: ModelShape, repeats: int) -> MeasuredNetwork:
-    """On every rank."""
+    """Measure the network. Every rank calls this."""
     torch.set_num_threads(1)
     comm = TorchComm()
     return measure_network(model, comm, grid_of(comm), {}, 1, repeats)
 
 
 def processor_rank(model: ModelShape, repeats: int) -> Processor:
-    """On every rank."""
+    """Measure the processor. Every rank calls this."""
     torch.set_num_threads(1)
     return measure_processor(model, TorchComm(), torch.device("cpu"), MEMORY, {}, repeats)
 
 
 def train_rank(host: str, shape: TrainShape, text: str, settings: Settings) -> float:
-    """Train on every rank, and return the median seconds of a step on the slowest one."""
+    """Train on every rank, and return the median seconds of a step on the slowest rank."""
     side = train_side(host, shape, read_text(text), settings)
     [times] = measure_steps([side], TorchComm(), MEASURED, SKIPPED)
     return median(times.seconds)
@@ -85,7 +89,7 @@ def train_rank(host: str, shape: TrainShape, text: str, settings: Settings) -> f
 
 def predicted_s(host: str, shape: TrainShape, layout: str, cluster: Cluster,
                 device: Device) -> float:
-    """Seconds of a step by the cost model."""
+    """Return the seconds of a step that the cost model predicts."""
     model, ranks = model_of(shape, host), cluster.ranks
     plan = ModelPlan(tp=1, pp=1, dp=ranks, ep=ranks, etp=1, layout=LAYOUTS[layout][0],
                      micro_batch=shape.sentences(ranks))
@@ -120,10 +124,11 @@ def cells(args: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]]:
 
 
 OPTIONS = {
-    "places": Option(tuple(PLACES), "networks", quick=tuple(PLACES)[:1], choices=tuple(PLACES)),
-    "shapes": Option(("few", "wide", "mixture"), "of the models", quick=("few",),
+    "places": Option(tuple(PLACES), "networks to emulate", quick=tuple(PLACES)[:1],
+                     choices=tuple(PLACES)),
+    "shapes": Option(("few", "wide", "mixture"), "shapes of the models", quick=("few",),
                      choices=tuple(SHAPES)),
-    "hosts": Option(HOSTS, "that train", quick=HOSTS[:1], choices=HOSTS),
+    "hosts": Option(HOSTS, "hosts that train", quick=HOSTS[:1], choices=HOSTS),
     "repeats": Option(9, "timed repeats of each measurement", quick=2),
 }
 
@@ -134,13 +139,16 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def error(row: dict[str, Any]) -> float:
-    """Predicted over measured, less 1."""
+    """Return the predicted time divided by the measured time, minus 1."""
     return row["predicted"] / row["measured"] - 1
 
 
 def pairs(rows: Sequence[dict[str, Any]], apart: float = 0.0) -> tuple[int, int]:
-    """(pairs whose faster one was predicted to be faster, all pairs) of two layouts of one shape on
-    one network and in one host, whose measured steps differ by at least the part `apart`.
+    """Return (number of pairs in the predicted order, number of all pairs).
+
+    A pair consists of two layouts of one shape on one network in one host. Only pairs whose
+    measured
+    steps differ by at least the share `apart` are counted.
     """
     right = total = 0
     for one, other in combinations(rows, 2):
@@ -153,9 +161,14 @@ def pairs(rows: Sequence[dict[str, Any]], apart: float = 0.0) -> tuple[int, int]
     return right, total
 
 
+def _layout_words(name: str) -> str:
+    """Return a layout in words; names that are not in `LAYOUTS` are returned unchanged."""
+    return LAYOUTS[name][0].words if name in LAYOUTS else name
+
+
 def _means(name: str, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     errors = list(map(error, rows))
-    return {"cells": name, "number": len(rows), "error": mean(map(abs, errors)),
+    return {"cells": _layout_words(name), "number": len(rows), "error": mean(map(abs, errors)),
             "bias": mean(errors), "order": "{} of {}".format(*pairs(rows, APART))}
 
 
@@ -166,32 +179,36 @@ def body(found: dict[str, Any]) -> list[str]:
         (name, [row for row in rows if row[key] == name]) for key in ("host", "place", "layout")
         for name in dict.fromkeys(row[key] for row in rows)]
     return [
-        f"{len(rows)} cells: whole training steps of two ranks on one machine, as one node or as "
-        "two with an emulated network between them, forward, backward, reduction of gradients, "
-        f"clipping and optimizer; models of {LAYERS} layers with experts, {TOKENS:,} tokens of a "
-        "rank in a step. Exchanges and processors are measured and fitted as by `moe-plugin "
-        "recommend`; the step is predicted from the fits alone, without the optimizer and what a "
-        "host does besides layers; then the host trains (median of "
-        f"{MEASURED} steps after {SKIPPED}). No constant is fitted to a step."
-        + found.get("about", ""),
-        f"**The step is off by {mean(abs(error(row)) for row in rows):.1%} on average.** Of two "
-        "layouts on one network and in one host (other pairs say nothing of layouts) the faster "
-        f"one was predicted to be faster in {right} of {total} pairs, and in {apart} of {of_apart} "
-        f"whose steps differ by {APART:.0%} or more; the aim is {RIGHT:.0%}.",
-        "Mean of the errors' amounts, and their mean (*bias*), predicted over measured; below 0: "
-        "it took longer than predicted. *Order*: of pairs that differ.",
+        f"This page compares the predicted and the measured time of {len(rows)} training steps. "
+        "A measured step consists of forward, backward, reduction of gradients, clipping and "
+        "optimizer. Two ranks train on one machine, as one node or as two nodes with an emulated "
+        f"network between them. The models have {LAYERS} layers with experts, and every rank has "
+        f"{TOKENS:,} tokens per step. Exchanges and processors are measured and fitted as in "
+        "`moe-plugin recommend`. The prediction uses only these fits; no constant is fitted to a "
+        "step. The prediction does not include the optimizer and the work of the host outside of "
+        f"layers. The measured time is the median of {MEASURED} steps after {SKIPPED} steps of "
+        "warm-up." + found.get("about", ""),
+        f"**The predicted time differs from the measured time by "
+        f"{mean(abs(error(row)) for row in rows):.1%} on average.** For two layouts on one network "
+        f"and in one host, the faster one was predicted to be faster in {right} of {total} pairs. "
+        f"Of the pairs whose steps differ by {APART:.0%} or more, this holds for {apart} of "
+        f"{of_apart}. The aim is {RIGHT:.0%}.",
+        "*Error* is the mean of the absolute errors. *Bias* is the mean of the signed errors, "
+        "predicted over measured minus 1; below 0, the step took longer than predicted. *Pairs in "
+        f"order* counts the pairs that differ by {APART:.0%} or more.",
         columns([_means(*group) for group in groups], {
-            "cells": "{cells}", "number": "{number}", "error": "{error:.1%}", "bias": "{bias:+.1%}",
-            "order": "{order}"}),
-        "Each cell.",
+            "measurements": "{cells}", "number": "{number}", "error": "{error:.1%}",
+            "bias": "{bias:+.1%}", "pairs in order": "{order}"}),
+        "The table below shows each measurement.",
         columns(rows, {
-            "network": "{place}", "host": "{host}", "shape": "{shape}", "layout": "{layout}",
+            "network": "{place}", "host": "{host}", "shape": "{shape}",
+            "layout": lambda row: _layout_words(row["layout"]),
             "measured, ms": lambda row: f"{1e3 * row['measured']:.0f}",
-            "predicted": lambda row: f"{1e3 * row['predicted']:.0f}",
+            "predicted, ms": lambda row: f"{1e3 * row['predicted']:.0f}",
             "error": lambda row: f"{error(row):+.0%}"})]
 
 
 def failures(found: dict[str, Any]) -> list[str]:
     right, total = pairs(found["cells"], APART)
-    return [f"{right} of {total} pairs came in the predicted order, fewer than "
+    return [f"{right} of {total} pairs of layouts are in the predicted order, fewer than "
             f"{RIGHT:.0%}"] if right < RIGHT * total else []

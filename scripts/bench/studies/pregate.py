@@ -1,10 +1,10 @@
-"""Fine-tune the quick start's model with pre-gates in both hosts, and with the gates it has.
+"""Fine-tune the quick start's model in both hosts, with pre-gates and with its ordinary gates.
 
-Takes about 5 minutes on two cores; run `bash scripts/setup.sh` first. Each host trains a model
-with ordinary gates, and goes on from its checkpoint twice: with the same gates, and with pre-gates.
-Exit status 1 if a loss at the end is more than 1 %
-above the one of ordinary gates. A second run trains only what is missing (runs/pregate; --fresh
-starts again).
+Takes about 5 minutes on two cores. Run `bash scripts/setup.sh` first. Each host trains a model with
+ordinary gates, and continues from its checkpoint twice: with the same gates, and with pre-gates.
+The
+exit status is 1 if the final loss with pre-gates is more than 1 % above that with ordinary gates. A
+second run trains only the missing models (in runs/pregate); --fresh starts again.
 """
 
 from __future__ import annotations
@@ -20,18 +20,20 @@ from moe_plugin.utils.regular_files import make_folder
 from scripts.bench.quickstart import HOSTS, begin, quickstart, settings
 from scripts.bench.study import Option
 
-TITLE = "Pre-gates, fine-tuned"
+TITLE = "Fine-tuning with pre-gates"
 BOUND = 0.01
 GATES = {"ordinary": [], "pre-gates": ["--moe-pre-gate", "1"]}
 
 
 @dataclass(frozen=True)
 class FineTuning:
-    """One way to go on in one host; losses in nats per byte.
+    """One continued training in one host. Losses are in nats per byte.
 
     Attributes:
-        valid: (step, loss).
-        before: of the checkpoint, with ordinary gates.
+        host: name of the host.
+        gates: a key of `GATES`.
+        before: validation loss of the checkpoint, with ordinary gates.
+        valid: pairs (step, validation loss).
     """
 
     host: str
@@ -45,7 +47,7 @@ class FineTuning:
 
 
 def command_of(host: str, s: dict[str, Any], data: Path, folder: Path) -> list[str]:
-    """The quick start's command; all of the valid loss that it may ask for, every 10th part."""
+    """Return the quick start's command with more frequent validation."""
     made = quickstart().HOST_STEPS[host][1](s, data, folder, False)
     every = str(s["valid_every"])
     return [*made, "--validate-interval-updates", every] if host == "fairseq" else [
@@ -53,14 +55,14 @@ def command_of(host: str, s: dict[str, Any], data: Path, folder: Path) -> list[s
 
 
 def run(host: str, s: dict[str, Any], command: list[str], folder: Path) -> list[tuple[int, float]]:
-    """Valid losses by step."""
+    """Train, and return pairs (step, validation loss)."""
     quickstart().train(quickstart().Run(host, folder, command, s["steps"]))
     return [(r.step, r.valid_loss) for r in quickstart().steps_of(folder)
             if r.valid_loss is not None]
 
 
 def rows_of(host: str, args: argparse.Namespace, place: Path, corpus: Path) -> list[FineTuning]:
-    """Train, and go on in each way."""
+    """Train a host's model, and continue it with each kind of gates."""
     data = quickstart().HOST_STEPS[host][0](corpus)
     s = {**settings(args.steps), "valid_every": max(1, args.more // 5)}
     base = place / f"{host}-base"
@@ -82,7 +84,7 @@ def rows_from(report: dict[str, Any]) -> list[FineTuning]:
 
 
 def excess(rows: list[FineTuning]) -> dict[str, float]:
-    """By host, how much larger the loss with pre-gates is in the end, as a share."""
+    """Return by host how much larger the final loss with pre-gates is, as a share."""
     last = {(r.host, r.gates): r.last for r in rows}
     return {host: last[host, "pre-gates"] / last[host, "ordinary"] - 1
             for host in dict.fromkeys(r.host for r in rows)}
@@ -92,25 +94,27 @@ def body(report: dict[str, Any]) -> list[str]:
     rows, steps = rows_from(report), report["steps"]
     s, found = settings(steps), excess(rows)
     return [
-        "Numbers in `docs/benchmarks/data/pregate.json`. Valid loss (nats per byte, without the "
-        "balance loss) of the quick start's model whose blocks choose the experts of the "
-        "[next block](../own_routers.md#pre-gates), and of the same model with ordinary gates. "
-        f"Both go on from one checkpoint, with ordinary gates, of {steps} steps, for "
-        f"{report['more']} more, with the same batches and learning rates. {s['layers']} "
-        f"layers, every second with {s['experts']} experts, width {s['width']}, {s['ranks']} "
-        f"ranks on CPU, torch {report['torch']}; the corpus' unigram entropy is "
-        f"{report['unigram_entropy']:.3f}. The bound is {BOUND:.0%} more than ordinary gates "
-        "in the end.",
+        "A pre-gate of a block selects the experts of the [next block]"
+        "(../own_routers.md#pre-gates). This page compares fine-tuning with pre-gates and with "
+        "ordinary gates. Both trainings continue from the same checkpoint, which was trained with "
+        f"ordinary gates for {steps} steps. They train {report['more']} more steps with the same "
+        "batches and learning rates. The model is that of the quick start: it has "
+        f"{s['layers']} layers of width {s['width']}, and every second layer has {s['experts']} "
+        f"experts. It trains on {s['ranks']} ranks on CPU with torch {report['torch']}. The "
+        "table shows the validation loss in nats per byte, without the balance loss. The unigram "
+        f"entropy of the corpus is {report['unigram_entropy']:.3f}. The final loss with pre-gates "
+        f"may be at most {BOUND:.0%} larger than that with ordinary gates. All numbers are in "
+        "`docs/benchmarks/data/pregate.json`.",
         columns(rows, {
-            "host": "{0.host}", "gates": "{0.gates}", "at the checkpoint": "{0.before:.4f}",
-            f"after {rows[0].valid[0][0] - steps} steps": "{0.valid[0][1]:.4f}",
-            "in the end": "{0.last:.4f}", "against ordinary gates": lambda r: (
+            "host": "{0.host}", "gates": "{0.gates}", "loss of the checkpoint": "{0.before:.4f}",
+            f"loss after {rows[0].valid[0][0] - steps} steps": "{0.valid[0][1]:.4f}",
+            "final loss": "{0.last:.4f}", "relative to ordinary gates": lambda r: (
                 f"{found[r.host]:+.2%}" if r.gates == "pre-gates" else "")}),
-        "![Valid loss over steps in both hosts, with ordinary gates and with pre-gates]"
+        "![Validation loss over steps in both hosts, with ordinary gates and with pre-gates]"
         "(pregate.png)",
-        "The first block with experts keeps its gate: of two, one has a pre-gate. This shows that "
-        "fine-tuning from ordinary gates works; it says nothing of large models, for which see the "
-        "paper."]
+        "The model has two layers with experts. The first one keeps its ordinary gate, so only one "
+        "layer has a pre-gate. The result shows that fine-tuning from ordinary gates works. Large "
+        "models were not measured; see the paper."]
 
 
 def draw(report: dict[str, Any], path: Path) -> None:
@@ -130,10 +134,10 @@ def draw(report: dict[str, Any], path: Path) -> None:
 
 PLOTS = {"pregate.png": draw}
 OPTIONS = {
-    "steps": Option(60, "with ordinary gates", quick=10),
-    "more": Option(60, "from there, in each way", quick=10),
-    "hosts": Option(HOSTS, "trainers", choices=HOSTS),
-    "runs": Option("runs/pregate", "folder of corpus and runs"),
+    "steps": Option(60, "number of steps before the checkpoint, with ordinary gates", quick=10),
+    "more": Option(60, "number of steps after the checkpoint, with each kind of gates", quick=10),
+    "hosts": Option(HOSTS, "hosts that train", choices=HOSTS),
+    "runs": Option("runs/pregate", "folder of the corpus and the runs"),
     "fresh": Option(False, "discard earlier runs"),
 }
 
@@ -146,5 +150,5 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def failures(found: dict[str, Any]) -> list[str]:
-    return [f"{host}: {share:+.2%} above ordinary gates"
+    return [f"{host}: the final loss with pre-gates is {share:+.2%} relative to ordinary gates"
             for host, share in found["excess"].items() if share > BOUND]

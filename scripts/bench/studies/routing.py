@@ -1,8 +1,9 @@
-"""Routing traces through the layer on emulated nodes: each policy for overloaded experts over the
-same run with forced balance, measured and predicted, as `moe-plugin simulate routing --emulate`.
+"""Replay routing traces through the layer on emulated nodes, as `moe-plugin simulate routing
+--emulate` does. Every policy for overloaded experts is measured and predicted, and compared with
+the same run under forced balance.
 
-Needs Linux and root, and about 10 minutes on an idle machine with two processors. The quick start's
-models are trained first, and so is one of 64 experts: they write the traces.
+Needs Linux and root, and takes about 10 minutes on an idle machine with two processors. The models
+that write the traces are trained first: those of the quick start, and one with 64 experts.
 """
 
 from __future__ import annotations
@@ -33,18 +34,24 @@ from scripts.bench.replayed import (
     rows_of,
     times_of,
 )
+from scripts.bench.report import bullets
 from scripts.bench.study import ROOT, Option
 
-TITLE = "Share of the balanced ideal"
-AIM = 0.94  # UltraEP's figure
-# what decides whether a call spills
+TITLE = "Throughput relative to perfectly balanced experts"
+AIM = 0.94  # the share that UltraEP publishes
+# descriptions by which a layer decides whether a call spills
 CLUSTER, DEVICE = "configs/clusters/emulated.yaml", "configs/devices/cpu_core.yaml"
 WIDTH, TOP_K, REPLAN, DELAY_S = 256, 2, 2, 1e-3
-SYNTHETIC = (4, 64, 512)  # ranks, steps, tokens of a rank
+SYNTHETIC = (4, 64, 512)  # number of ranks, steps, and tokens per rank
 
 
 def recorded(host: str, sizes: Mapping[str, Any], args: argparse.Namespace) -> list[Trace]:
-    """Traces of the quick start's model in a host, all steps of its run; sizes: of it that differ.
+    """Train the quick start's model in a host and return the traces of all steps.
+
+    Args:
+        host: "fairseq" or "megatron".
+        sizes: sizes of the model that differ from the quick start.
+        args: options of the study.
     """
     place, corpus, _ = begin(args)
     s = {**settings(args.steps), **sizes}
@@ -57,8 +64,12 @@ def recorded(host: str, sizes: Mapping[str, Any], args: argparse.Namespace) -> l
 
 
 def synthetic(popularity: Callable[[float], Tensor], args: argparse.Namespace) -> list[Trace]:
-    """Traces of one layer whose tokens choose at random. popularity: of each expert, [E], by the
-    part of the steps that is over.
+    """Return traces of one layer whose tokens choose experts at random.
+
+    Args:
+        popularity: a function from the fraction of the steps that is over to the popularity of each
+            expert, [E].
+        args: options of the study, not used.
     """
     ranks, steps, tokens = SYNTHETIC
     made: list[Trace] = []
@@ -71,17 +82,20 @@ def synthetic(popularity: Callable[[float], Tensor], args: argparse.Namespace) -
 
 
 def drifting(over: float, experts: int = 8) -> Tensor:
-    """A wave that goes once around: the most popular expert has 3.2 times the mean."""
+    """Return the popularity under a wave that moves once around the experts.
+
+    The most popular expert has 3.2 times the mean.
+    """
     angle_E = torch.arange(experts) / experts - over
     return (2 * torch.cos(2 * math.pi * angle_E)).exp()
 
 
 def hot(over: float, experts: int = 8) -> Tensor:
-    """One expert is a choice of nearly all tokens, the others are alike."""
+    """Return the popularity with one expert that nearly all tokens choose; all others are equal."""
     return torch.tensor([3.0 * (experts - 1), *[1.0] * (experts - 1)])
 
 
-# experts, and what makes the traces
+# by name: the number of experts, and a function that returns the traces
 TRACES: dict[str, tuple[int, Callable[[argparse.Namespace], list[Trace]]]] = {
     "quick start, fairseq": (8, partial(recorded, "fairseq", {})),
     "quick start, Megatron": (8, partial(recorded, "megatron", {})),
@@ -90,21 +104,22 @@ TRACES: dict[str, tuple[int, Callable[[argparse.Namespace], list[Trace]]]] = {
     "a hot expert": (8, partial(synthetic, hot)),
 }
 OPTIONS = {
-    "traces": Option(tuple(TRACES), "that are replayed", quick=("drifting", "a hot expert"),
+    "traces": Option(tuple(TRACES), "traces to replay", quick=("drifting", "a hot expert"),
                      choices=tuple(TRACES)),
     "grid": Option("4x1", "nodes x ranks per node", quick="2x1"),
-    "rate": Option(200e6, "bit/s of a node's link", quick=1e9),
-    "tokens": Option(1024, "of a rank in a call", quick=64),
-    "replayed": Option(12, "steps of a trace that are replayed, a third each from its beginning, "
-                       "middle and end", quick=3),
-    "steps": Option(200, "of each model's training", quick=20),
-    "runs": Option("runs/routing", "folder of corpus and runs"),
+    "rate": Option(200e6, "rate of a node's link in bit/s", quick=1e9),
+    "tokens": Option(1024, "tokens per rank and call", quick=64),
+    "replayed": Option(12, "number of steps of a trace that are replayed, one third each from the "
+                       "beginning, the middle and the end", quick=3),
+    "steps": Option(200, "number of training steps of each model", quick=20),
+    "runs": Option("runs/routing", "folder of the corpus and the runs"),
     "fresh": Option(False, "discard earlier runs"),
 }
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    traces = {name: TRACES[name][1](args) for name in args.traces}  # before anything is timed
+    # models are trained before anything is timed
+    traces = {name: TRACES[name][1](args) for name in args.traces}
     found = {}
     for name, made in traces.items():
         experts = TRACES[name][0]
@@ -118,8 +133,12 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def summary(found: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Of every trace: the policy that the planner takes and the fastest, with their shares, and the
-    slowest but `never`, with its throughput over the plain layer's.
+    """Return a row for each trace: the policy that the planner chooses, the fastest and the
+    slowest.
+
+    Each row has the shares of these policies. The slowest policy, `never` excluded, has its
+    throughput
+    relative to the plain layer.
     """
     rows = []
     for name, one in found["traces"].items():
@@ -137,7 +156,10 @@ def summary(found: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def noise(found: Mapping[str, Any]) -> list[float]:
-    """Quartiles of `never` over a policy, of the calls in which nothing was lent: both do the same.
+    """Return the quartiles of the time of `never` over that of a policy, in calls without a lent
+    expert.
+
+    In these calls both do the same work, so the ratios show the noise of the measurement.
     """
     ratios = [plain / mine for one in found["traces"].values()
               for name, policy in one["policies"].items() if name != "never"
@@ -152,42 +174,58 @@ def verdict(rows: list[dict[str, Any]]) -> str:
     below = [f"{row['trace']} {row['over']:.3f}" for row in rows if row["over"] < 1]
     lowest = min(rows, key=lambda row: row["least"])
     return (
-        f"**Aim: {AIM:.0%} with the policy that the planner takes, "
-        + (f"missed: {', '.join(missed)}" if missed else "reached in every trace")
-        + "; never below the plain layer, "
-        + (f"missed: {', '.join(below)}" if below else "reached") + ".** "
-        + f"The slowest of all policies is at {lowest['least']:.3f} of the plain layer "
-        f"(`{lowest['slowest']}`, {lowest['trace']}).")
+        f"**The policy that the planner chooses should reach {AIM:.0%} of the balanced throughput. "
+        + (f"This aim was missed in these traces: {', '.join(missed)}." if missed else
+           "This aim was reached in every trace.")
+        + " The policy should never be slower than the plain layer. "
+        + (f"This aim was missed in these traces: {', '.join(below)}." if below else
+           "This aim was reached in every trace.")
+        + f"** The slowest of all policies has {lowest['least']:.3f} times the throughput of the "
+        f"plain layer (`{lowest['slowest']}` in the trace \"{lowest['trace']}\").")
 
 
 def body(found: dict[str, Any]) -> Iterator[str]:
     rows, quartiles = summary(found), noise(found)
     yield (
-        "Routing traces are replayed through one layer: each call, forward and backward, has the "
-        "choices that the trace has, under every value of `parallel.spill`, and once as many "
-        "tokens under `router.force: balance`; all alternate in the same processes. "
-        f"{found['grid']} emulated nodes, {found['rate'] / 1e6:.0f} Mbit/s; width and inner width "
-        f"{WIDTH}, {found['tokens']:,} tokens of a rank, k = {TOP_K}, float32; times of the "
-        f"slowest rank. Predicted by `moe-plugin simulate routing` with `{CLUSTER}` and "
-        f"`{DEVICE}`, by which calls also decide whether they spill.")
+        "Recorded routing decisions (traces) are replayed through one layer. Every call, forward "
+        "and backward, runs once under each policy for overloaded experts (`parallel.spill`), with "
+        "the experts that the trace selected. The same number of tokens also runs under "
+        "`router.force: balance`, which gives every expert the same load. All variants alternate "
+        f"in the same processes. The machine emulates a cluster of {found['grid']} (nodes x ranks "
+        f"per node) with links of {found['rate'] / 1e6:.0f} Mbit/s. The layer has width and inner "
+        f"width {WIDTH}, k = "
+        f"{TOP_K}, {found['tokens']:,} tokens per rank and float32 weights. Times are those of the "
+        f"slowest rank. Predictions are those of `moe-plugin simulate routing` with `{CLUSTER}` "
+        f"and `{DEVICE}`. The layer uses the same files to decide whether a call spills.")
     yield verdict(rows)
     if quartiles:
-        yield ("Noise: in calls in which a policy lends nothing it does what `never` does; there "
-               f"`never` over it has the quartiles {quartiles[0]:.2f} and {quartiles[2]:.2f}.")
+        yield ("The noise of the measurement can be estimated from calls in which a policy lends "
+               "no expert: there it does the same work as `never`. The time of `never` over that "
+               f"of the policy has the quartiles {quartiles[0]:.2f} and {quartiles[2]:.2f} in "
+               "these calls.")
     yield columns(rows, {
-        "trace": "{trace}", "share of `never`": "{never:.1%}", "the planner takes": "`{taken}`",
-        "its share": "{share:.1%}", "predicted": "{predicted:.1%}", "over `never`": "{over:.2f}",
-        "fastest": "`{fastest}`", "share of the fastest": "{most:.1%}"})
-    yield (f"The quick start's models have 8 experts and train for {found['steps']} steps; the "
-           "third has 64 of inner width 128. Ranks of a trace are split for those here, and "
-           "tokens repeated. `drifting`: popularity is a wave that goes once around the experts, "
-           "at most 3.2 times the mean. `a hot expert`: nearly all tokens choose it, and another "
-           "one. "
-           f"`standing` places replicas every {REPLAN} steps, by those before; at the end of each "
-           "third its loads are of another part of the run. Shares above 100 %: rows of a lent "
-           "expert need not travel, which those of the balanced run do. Layouts other than r = 1 "
-           "are not compared. Ranks share the processors of this machine, so an uneven load of "
-           "matmuls is felt less than on ranks with processors of their own.")
+        "trace": "{trace}", "share of `never`": "{never:.1%}",
+        "chosen by the planner": "`{taken}`", "share of the chosen policy": "{share:.1%}",
+        "predicted share": "{predicted:.1%}", "speed over `never`": "{over:.2f}",
+        "fastest policy": "`{fastest}`", "share of the fastest": "{most:.1%}"})
+    yield bullets(
+        """*Share*: the throughput relative to that of the same calls under forced balance. Shares
+        can exceed 100 %, because rows of a lent expert need not be sent, while those of the
+        balanced run must be.""",
+        f"""*quick start* and *64 experts*: traces recorded in training runs of {found['steps']}
+        steps. The models of the quick start have 8 experts. The third model has 64 experts of inner
+        width 128. The tokens of a recorded rank are divided among several ranks here, and repeated
+        until each rank has the stated number.""",
+        """*drifting*: random choices. The popularity of the experts is a wave that moves once
+        around the experts. The most popular expert has at most 3.2 times the mean.""",
+        "*a hot expert*: random choices. Nearly all tokens choose the same expert and another one.",
+        f"""`standing`: places replicas of experts every {REPLAN} steps, according to the loads of
+        the previous steps. At the beginning of a new third of the trace, these loads come from
+        another part of the run.""")
+    yield ("Layouts other than r = 1 were not measured. All ranks share the processors of one "
+           "machine, so an uneven load costs less time here than on ranks with separate "
+           "processors.")
+    yield "The tables below show every policy for each trace."
     yield MEANING
     for name, one in found["traces"].items():
         yield f"## {name[0].upper()}{name[1:]}, {len(one['third'])} calls"

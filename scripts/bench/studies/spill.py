@@ -1,6 +1,8 @@
-"""Overloaded experts on an emulated cluster: rows spilled to other ranks against the plain layer.
+"""Measure overloaded experts on an emulated cluster: rows that spill to other ranks, compared with
+the
+plain layer.
 
-Needs Linux and root, and about 8 minutes on an idle machine.
+Needs Linux and root, and takes about 8 minutes on an idle machine.
 """
 
 from __future__ import annotations
@@ -24,23 +26,26 @@ from scripts.emulate import EmulatedCluster
 
 TITLE = "Overloaded experts on an emulated cluster"
 NODES, EXPERTS, WIDTH, HIDDEN = 4, 8, 256, 256
-# what decides whether a call spills
+# descriptions by which a layer decides whether a call spills
 CLUSTER, DEVICE = "configs/clusters/emulated.yaml", "configs/devices/cpu_core.yaml"
-# tokens of a rank, and the part of them that goes to the first expert; the others share the rest
+# number of tokens per rank, and the share of tokens for the first expert; the other experts divide
+# the rest equally
 LOADS: dict[str, tuple[int, float]] = {
     "half of the tokens to one expert": (2048, 0.5), "a quarter to one expert": (2048, 0.25),
     "even": (2048, 1 / EXPERTS), "few tokens, half to one expert": (64, 0.5),
 }
 HOT = next(iter(LOADS))
-STANDING = "standing"  # has a memory of earlier calls, and so a layer of its own for each load
+STANDING = "standing"  # depends on earlier calls, so it needs a separate layer for each load
 POLICIES = tuple(policy for policy in ALL_POLICIES if policy != STANDING)
-BESIDE = ("never", "least_loaded")  # `standing` is measured next to these
-WARM_UP = REPLAN = 2  # rounds that do not count; steps from one placement to the next
+BESIDE = ("never", "least_loaded")  # policies that are measured together with `standing`
+WARM_UP = REPLAN = 2  # untimed rounds; steps between two placements
 
 
 def make_layer(**parallel: Any) -> MoELayer:
-    """A layer whose router sends a token to the expert that its first elements name. parallel:
-    settings of this section.
+    """Return a layer whose router sends a token to the expert that its first elements select.
+
+    Args:
+        parallel: settings of the section `parallel`.
     """
     layer = MoELayer(from_dict({
         "model_dim": WIDTH, "num_experts": EXPERTS, "router": {"top_k": 1},
@@ -53,7 +58,7 @@ def make_layer(**parallel: Any) -> MoELayer:
 
 
 def make_tokens(rank: int, round_: int, load: str) -> torch.Tensor:
-    """Tokens [T, D] of a rank for one round; the same for every policy."""
+    """Return the tokens [T, D] of a rank for one round, which are equal for all policies."""
     tokens, share = LOADS[load]
     generator = torch.Generator().manual_seed(1000 * round_ + rank)
     parts = torch.full((EXPERTS,), (1 - share) / (EXPERTS - 1))
@@ -65,16 +70,20 @@ def make_tokens(rank: int, round_: int, load: str) -> torch.Tensor:
 
 
 def step(layer: MoELayer, x_TD: torch.Tensor, policy: str) -> tuple[float, int]:
-    """Seconds of forward and backward, which all ranks begin together; rows computed here."""
+    """Run forward and backward, which all ranks start together; return seconds and rows computed
+    here.
+    """
     seconds, stats = timed_step(layer, x_TD, LayoutChoice(r=1, spill=policy))
     layer.zero_grad(set_to_none=True)
-    x_TD.grad = None  # or the next policy would add to it
+    x_TD.grad = None  # otherwise the next policy would add to this gradient
     return seconds, stats.rows
 
 
 def run_times(policies: tuple[str, ...], rounds: int) -> dict[str, dict[str, list[Any]]]:
-    """One rank: policies alternately in every round, by load; (seconds, rows) of each step, and as
-    "place" (seconds, experts with replicas) of each placement of replicas that stand.
+    """Measure one rank with alternating policies in every round, for each load.
+
+    The result has (seconds, rows) of each step by load and policy. The policy "place" has (seconds,
+    experts with replicas) of each placement of replicas.
     """
     plain, stands = make_layer(), STANDING in policies
     stand = {load: make_layer(spill=STANDING, replan=REPLAN) for load in LOADS if stands}
@@ -83,7 +92,7 @@ def run_times(policies: tuple[str, ...], rounds: int) -> dict[str, dict[str, lis
     for round_ in range(WARM_UP + rounds):
         for load, by_policy in found.items():
             x_TD = make_tokens(plain.comm.rank, round_, load)
-            # each policy comes first, second and last equally often
+            # rotates the order, so that each policy is first, second and last equally often
             turn = round_ % len(policies)
             for policy in (*policies[turn:], *policies[:turn]):
                 one = step(stand[load] if policy == STANDING else plain, x_TD, policy)
@@ -91,14 +100,14 @@ def run_times(policies: tuple[str, ...], rounds: int) -> dict[str, dict[str, lis
                     by_policy[policy].append(one)
             if stands:
                 one = timed_end(stand[load]), len(
-                    stand[load].layouts.available.replicas.standing.shares)
+                    stand[load].routed_experts.layouts.replicas.standing.shares)
                 if round_ >= WARM_UP and (round_ + 1) % REPLAN == 0:
                     by_policy["place"].append(one)
     return found
 
 
 def run_memory(policy: str, steps: int = 5) -> float:
-    """One rank: bytes by which its memory grows at most in a step under the hot load."""
+    """Return the bytes by which this rank's memory grows at most in a step under the hot load."""
     layer = make_layer()
     step(layer, make_tokens(layer.comm.rank, 0, "even"), policy)
     inputs = [make_tokens(layer.comm.rank, number, HOT) for number in range(steps)]
@@ -110,8 +119,13 @@ def run_memory(policy: str, steps: int = 5) -> float:
 
 
 def summary(ranks: list[dict[str, Any]], load: str) -> dict[str, dict[str, float]]:
-    """By policy: median seconds of the slowest rank, plain over it in the same rounds (median and
-    quartiles), and rows of the busiest rank. Of "place" seconds and experts.
+    """Return statistics by policy.
+
+    They are the median seconds of the slowest rank, the plain layer's time divided by the policy's
+    time
+    in the same rounds (median and quartiles), and the rows of the busiest rank. "place" has seconds
+    and
+    the number of experts.
     """
     def most(policy: str, part: int) -> list[float]:
         return [max(one[part] for one in at)
@@ -137,7 +151,7 @@ def times_of(policies: tuple[str, ...], args: argparse.Namespace) -> dict[str, A
 
 
 def measure_others(args: argparse.Namespace) -> dict[str, Any]:
-    """Of all policies but `standing`: times, and memory."""
+    """Measure times and memory of all policies except `standing`."""
     found, peaks = times_of(POLICIES, args), {}
     for policy in POLICIES:
         with EmulatedCluster(NODES, 1, rate_bit_s=args.rate) as cluster:
@@ -150,13 +164,15 @@ def measure_standing(args: argparse.Namespace) -> dict[str, Any]:
 
 
 CELLS = {"ms": lambda c: f"{1e3 * c['seconds']:.1f}",
-         "plain / this (quartiles)": "{speedup:.3f} ({lower_quartile:.3f} to {upper_quartile:.3f})",
-         "of the even load": "{share}",
+         "speed over `never` (quartiles)":
+             "{speedup:.3f} ({lower_quartile:.3f} to {upper_quartile:.3f})",
+         "share of the even load": "{share}",
          "rows of the busiest rank": "{rows:.0f}"}
 
 
 def _rows(found: dict[str, Any]) -> list[dict[str, Any]]:
-    """All cells, each with its throughput over that of the even load without a policy."""
+    """Return all rows, each with its throughput relative to that of the even load without a policy.
+    """
     even = found["times"]["even"]["never"]["seconds"]
     return [{"load": load, "policy": policy, **one,
              "share": f"{even / one['seconds']:.0%}" if LOADS[load][0] == LOADS["even"][0] else ""}
@@ -165,37 +181,43 @@ def _rows(found: dict[str, Any]) -> list[dict[str, Any]]:
 
 def others_part(found: dict[str, Any]) -> Iterator[str]:
     yield (
-        "One layer runs forward and backward with each value of `parallel.spill` alternately, in "
-        "the same processes and on the same tokens, so that all see the same machine; times are of "
-        "the slowest rank. See [overloaded experts](../overload.md) for what the values mean. "
-        f"{NODES} emulated nodes of one rank, {found['rate'] / 1e6:.0f} Mbit/s; {EXPERTS} "
-        f"experts, width {WIDTH}, inner width {HIDDEN}, k = 1, float32; median of "
-        f"{found['rounds']} rounds. Whether a call spills is decided from its own load by "
-        f"`{CLUSTER}` and `{DEVICE}`. `of the even load`: throughput over that of as many rows "
-        "that are spread evenly; above it where rows of the hot expert need not travel.")
+        "If one expert gets more tokens than the others, its rows can be computed on other ranks "
+        "(`parallel.spill`). This page compares the policies; the page about [overloaded experts]"
+        "(../overload.md) explains them. `never` is the plain layer. One layer runs forward and "
+        "backward with each policy alternately, in the same processes and on the same tokens, so "
+        "that all policies run under the same conditions. Times are those of the slowest rank, "
+        f"medians of {found['rounds']} rounds. The machine emulates {NODES} nodes with one rank "
+        f"each and links of {found['rate'] / 1e6:.0f} Mbit/s. The layer has {EXPERTS} experts, "
+        f"width {WIDTH}, inner width {HIDDEN} and k = 1 in float32. The layer decides for each "
+        f"call whether rows spill, from the load of the call and from `{CLUSTER}` and `{DEVICE}`.")
+    yield ("*Share of the even load* is the throughput relative to that of an even load with the "
+           "same number of rows. It can exceed 100 %, because rows of the overloaded expert need "
+           "not be sent.")
     for load in found["times"]:
-        yield f"## {load[0].upper()}{load[1:]}, {LOADS[load][0]} tokens on each rank"
+        yield f"## {load[0].upper()}{load[1:]}, {LOADS[load][0]:,} tokens on each rank"
         yield columns([row for row in _rows(found) if row["load"] == load],
-                      {"spill": "`{policy}`", **CELLS})
+                      {"policy": "`{policy}`", **CELLS})
     yield "## Memory"
-    yield ("What a step under the first load adds to the memory of the busiest rank, at most. An "
-           f"expert's weights are {2 * WIDTH * HIDDEN * 4 / 2**20:.1f} MiB here.")
+    yield ("The table shows how much memory a step under the first load adds on the busiest rank "
+           f"at most. The weights of an expert are {2 * WIDTH * HIDDEN * 4 / 2**20:.1f} MiB here.")
     yield columns(found["memory"].items(), {
-        "spill": "`{0[0]}`", "MiB": lambda item: f"{item[1] / 2**20:.1f}"})
+        "policy": "`{0[0]}`", "MiB": lambda item: f"{item[1] / 2**20:.1f}"})
 
 
 def standing_part(found: dict[str, Any]) -> Iterator[str]:
     rows = _rows(found)
-    yield "## Replicas that stand"
+    yield "## Replicas placed for several steps"
     yield (
-        f"`standing` places replicas every {REPLAN} steps here, by the loads of these steps. "
-        "Measured by itself (`--parts standing`), alternately with two of the others: "
-        f"{found['rounds']} rounds. Times of different parts of this page are of other runs.")
+        f"`standing` places replicas every {REPLAN} steps here, according to the loads of the "
+        "previous steps. The command for this part is `moe-plugin bench spill --parts standing`. "
+        f"`standing` ran alternately with two other policies in {found['rounds']} rounds. These "
+        "times come from a different run than those above, so they should not be compared with "
+        "them.")
     yield columns([row for row in rows if row["policy"] != "place"],
-                  {"load": "{load}", "spill": "`{policy}`", **CELLS})
-    yield ("A placement, at the end of a step: how long it takes, and how many experts then "
-           "have replicas. It moves no weights: they are lent in the next call, whose time "
-           "is part of the table above.")
+                  {"load": "{load}", "policy": "`{policy}`", **CELLS})
+    yield ("The next table shows how long a placement at the end of a step takes, and how many "
+           "experts have replicas afterwards. A placement moves no weights. The weights are lent "
+           "in the next call, whose time is part of the table above.")
     yield columns([row for row in rows if row["policy"] == "place"], {
         "load": "{load}", "ms": lambda c: f"{1e3 * c['seconds']:.2f}",
         "experts with replicas": "{rows:.0f}"})
@@ -203,6 +225,6 @@ def standing_part(found: dict[str, Any]) -> Iterator[str]:
 
 PARTS = {"others": (measure_others, others_part), STANDING: (measure_standing, standing_part)}
 OPTIONS = {
-    "rounds": Option(40, "measured steps of each cell", quick=2),
-    "rate": Option(200e6, "bit/s of a node's link", quick=1e9),
+    "rounds": Option(40, "timed steps of each policy and load", quick=2),
+    "rate": Option(200e6, "rate of a node's link in bit/s", quick=1e9),
 }

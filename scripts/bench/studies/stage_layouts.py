@@ -1,7 +1,7 @@
-"""Activations between stages of unequal layout: slices that cross to a node once, against a message
-to each receiver.
+"""Measure the transfer of activations between pipeline stages of different layout: slices that are
+sent to a node once, compared with a separate message to each receiver.
 
-Takes a minute.
+Takes about a minute.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ from moe_plugin.cli.figures import columns
 from moe_plugin.comm import TorchComm
 from moe_plugin.comm.resharding import Resharding
 from moe_plugin.planner.resharding import CHUNKS, Hop, TensorLayout, relays, unique_slices
+from scripts.bench.report import bullets
 from scripts.bench.study import Option
 from scripts.emulate import EmulatedCluster
 
 TITLE = "Activations between stages of unequal layout"
 PER_NODE = 2
-SHAPE = (512, 4, 512)  # [sequence, batch, width] float32: 4 MiB
-# name, nodes of the sending and of the receiving stage, (data, tensor) sizes of both
+SHAPE = (512, 4, 512)  # [sequence, batch, width] in float32, which is 4 MiB
+# name, numbers of nodes of the sending and of the receiving stage, (data, tensor) sizes of both
 CASES = (("tp=2 to tp=1", 1, 1, (1, 2), (2, 1)), ("tp=1 to tp=2", 1, 1, (2, 1), (1, 2)),
          ("tp=2 to tp=2", 1, 1, (1, 2), (1, 2)),
          ("tp=2 to tp=4 on two nodes", 1, 2, (1, 2), (1, 4)),
@@ -33,7 +34,8 @@ CASES = (("tp=2 to tp=1", 1, 1, (1, 2), (2, 1)), ("tp=1 to tp=2", 1, 1, (2, 1), 
 
 
 def layouts(case: Sequence[Any]) -> tuple[TensorLayout, TensorLayout]:
-    """Activations at both stages; tensor parallelism copies them."""
+    """Return the layouts of the activations at both stages. Tensor parallelism copies activations.
+    """
     _, first, second, before, after = case
     spec: list[list[str]] = [[], ["data"], []]
 
@@ -50,13 +52,13 @@ def _case(name: str) -> Sequence[Any]:
 
 
 def nodes_of(case: Sequence[Any], once: bool) -> list[int]:
-    """By rank, the node; all on one where every receiver gets a message of its own."""
+    """Return the node of each rank. With separate messages, all ranks count as one node."""
     ranks = (case[1] + case[2]) * PER_NODE
     return [rank // PER_NODE if once else 0 for rank in range(ranks)]
 
 
 def moved(case: Sequence[Any], once: bool) -> tuple[int, int]:
-    """Bytes between nodes: all, and of the busiest link in one direction."""
+    """Return the bytes sent between nodes: in total, and over the busiest link in one direction."""
     hops: list[Hop] = relays(unique_slices(*layouts(case)), nodes_of(case, once))
     load: Counter[tuple[str, int]] = Counter()
     for hop in hops:
@@ -68,14 +70,16 @@ def moved(case: Sequence[Any], once: bool) -> tuple[int, int]:
 
 
 def predicted_s(case: Sequence[Any], once: bool, bytes_per_s: float) -> float:
-    """What the busiest link carries in one direction, and the first chunk's further nodes."""
+    """Predict the seconds of a move: bytes over the busiest link, and the first chunk's further
+    hops.
+    """
     chained = once and case[2] > 1
     return moved(case, once)[1] / bytes_per_s * (1 + (case[2] - 1) / CHUNKS if chained else 1)
 
 
 def measure_case(number: int, rounds: int) -> list[list[float]]:
-    """On each rank: seconds of a move, with a message to each receiver and with slices that cross
-    once, alternately.
+    """Measure a move on each rank alternately with separate messages and with slices that are sent
+    once.
     """
     comm, case = TorchComm(), CASES[number]
     source, target = layouts(case)
@@ -94,7 +98,7 @@ def measure_case(number: int, rounds: int) -> list[list[float]]:
 
 
 def row(number: int, rate_mbit_s: float, rounds: int) -> dict[str, Any]:
-    """A case, measured and predicted."""
+    """Measure and predict one case."""
     case = CASES[number]
     with EmulatedCluster(case[1] + case[2], PER_NODE, rate_mbit_s * 1e6) as cluster:
         ranks = cluster.run(measure_case, number, rounds, timeout_s=300)
@@ -106,14 +110,19 @@ def row(number: int, rate_mbit_s: float, rounds: int) -> dict[str, Any]:
 
 def body(found: dict[str, Any]) -> list[str]:
     return [
-        "A micro-batch's activations [512, 4, 512] (4 MiB) go from one stage to the next "
-        f"(`comm/resharding.py`), on emulated nodes of {PER_NODE} ranks with links of "
-        f"{found['rate_mbit_s']:g} Mbit/s. A message each: every receiver gets all it needs from "
-        "the stage before. Once: what several ranks of a node need crosses to it once, in parts "
-        "that they exchange, and goes on from node to node in chunks. Predicted: the bytes over "
-        "the busiest link. Moved: the bytes between nodes, a message each and once. Difference: "
-        "measured against predicted. Median of "
+        "This page compares two ways to send the activations of a micro-batch from one pipeline "
+        "stage to the next, if the stages have different layouts (`comm/resharding.py`). The "
+        "activations are [512, 4, 512] in float32, which is 4 MiB. The machine emulates nodes of "
+        f"{PER_NODE} ranks with links of {found['rate_mbit_s']:g} Mbit/s. Times are medians of "
         f"{found['rounds']} moves of each kind, measured alternately.",
+        bullets(
+            "*each*: every receiver gets all of its data in separate messages.",
+            """*once*: data that several ranks of a node need are sent to the node once, in parts
+            that the ranks exchange. The data are forwarded from node to node in chunks.""",
+            """*moved*: the bytes sent between nodes with separate messages, and those sent
+            once.""",
+            "*predicted*: the ratio predicted from the bytes over the busiest link.",
+            "*difference*: the measured time relative to the predicted time."),
         columns(found["rows"], {
             "stages": "{case}", "moved, MiB": lambda r: " / ".join(
                 f"{moved(_case(r['case']), once)[0] / 2**20:g}" for once in (False, True)),
@@ -126,8 +135,8 @@ def body(found: dict[str, Any]) -> list[str]:
                for way in ("each", "once")}})]
 
 
-OPTIONS = {"rate": Option(200.0, "of the links, Mbit/s", quick=1000.0),
-           "rounds": Option(5, "moves of each kind", quick=1)}
+OPTIONS = {"rate": Option(200.0, "rate of the links in Mbit/s", quick=1000.0),
+           "rounds": Option(5, "timed moves of each kind", quick=1)}
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:

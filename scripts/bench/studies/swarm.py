@@ -1,14 +1,14 @@
-"""A pipeline of peers of unequal speed behind slow links, some of which vanish and come back, on
-emulated nodes: each micro-batch by the peers that are free (SWARM), against the best fixed pipeline
-of the same peers, and against one process. Part `peers` needs Linux and root, and about six minutes
-on an idle machine with two processors. Part `rebalancing` is computed: days of many peers that
-vanish and come back.
+"""Measure a pipeline of peers with unequal speed behind slow links, some of which leave and return,
+on
+emulated nodes. Each micro-batch is sent to the peers that are free (SWARM). The study compares this
+with the best fixed pipeline of the same peers, and with one process. The part `peers` needs Linux
+and root, and takes about six minutes on an idle machine with two processors. The part `rebalancing`
+is computed: it simulates days of many peers that leave and return.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import itertools
 import logging
 import os
@@ -30,22 +30,24 @@ from moe_plugin.output import weighted_loss
 from moe_plugin.planner.peer_choice import BACKWARD
 from moe_plugin.training.resilience.swarm import StagePeer, Swarm, make_stage
 from moe_plugin.training.resilience.swarm.members import Member, SwarmMembers
+from scripts.bench.report import bullets
 from scripts.bench.study import Option
-from scripts.bench.swarm_rebalance import Experiment, simulate
+from scripts.bench.swarm_rebalance import rebalance, rebalancing_body
 from scripts.emulate import EmulatedCluster
 from scripts.emulate.ranks import fork, stop
 
-TITLE = "A pipeline of peers that come and go"
+TITLE = "A pipeline of peers that leave and return"
 STAGES, WIDTH, WORDS, SEED = 3, 64, 50, 0
-BATCHES, SENTENCES, LENGTH = 24, 2, 64  # of a step; of a micro-batch
-SPEEDS = (1.0, 0.9, 0.8, 0.6, 0.5, 0.4, 0.4, 0.3)  # of the peers
-TASK_S = 0.05  # a forward pass of one micro-batch through a stage, at speed 1
+# micro-batches per step, sentences per micro-batch, tokens per sentence
+BATCHES, SENTENCES, LENGTH = 24, 2, 64
+SPEEDS = (1.0, 0.9, 0.8, 0.6, 0.5, 0.4, 0.4, 0.3)  # relative speeds of the peers
+TASK_S = 0.05  # seconds of a micro-batch's forward pass through a stage, at speed 1
 PORT, TIMEOUT_S = 29444, 10.0
-LOAD = 1 + BACKWARD  # of a micro-batch at each stage, in forward passes
+LOAD = 1 + BACKWARD  # cost of a micro-batch at each stage, in forward passes
 
 
-class Takes(torch.autograd.Function):
-    """Passes what it gets, and takes time, as an accelerator of the peer's speed would."""
+class Delay(torch.autograd.Function):
+    """Returns its input after a delay, as an accelerator of the peer's speed would."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:  # noqa: D102
@@ -55,12 +57,14 @@ class Takes(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # noqa: D102
-        time.sleep(ctx.seconds * (BACKWARD - 1))  # the forward pass that comes with it took 1
+        # A backward pass repeats the forward pass, which has already waited once.
+        time.sleep(ctx.seconds * (BACKWARD - 1))
         return grad, None
 
 
 class StagePart(nn.Module):
-    """A residual block of experts; the first stage embeds, the last one predicts."""
+    """A residual block of experts. The first stage also embeds, and the last stage also predicts.
+    """
 
     def __init__(self, stage: int, seconds: float) -> None:
         super().__init__()
@@ -77,12 +81,16 @@ class StagePart(nn.Module):
         out = self.moe(self.norm(x))
         x = self.last(x + out.output)
         if self.seconds:
-            x = Takes.apply(x, self.seconds)
+            x = Delay.apply(x, self.seconds)
         return x, weighted_loss(out.losses, {"gshard": 0.01}) / BATCHES
 
 
 def parts(speed: float | None) -> list[Any]:
-    """Makers of the stages. speed: of a peer; None: they take no time."""
+    """Return functions that build the stages.
+
+    Args:
+        speed: speed of the peer. None builds stages without a delay.
+    """
     return [partial(StagePart, stage, TASK_S / speed if speed else 0.0) for stage in range(STAGES)]
 
 
@@ -91,7 +99,7 @@ def loss(out: Tensor, target: Tensor) -> Tensor:
 
 
 def batches(step: int) -> list[tuple[Tensor, Tensor]]:
-    """Sentences in which a word says the next one, most of the time."""
+    """Return sentences in which a word determines the next word most of the time."""
     dice = torch.Generator().manual_seed(step)
     words = torch.randint(WORDS, (BATCHES, SENTENCES, LENGTH + 1), generator=dice)
     for i in range(1, LENGTH + 1):
@@ -104,7 +112,7 @@ OPTIMIZER = partial(torch.optim.SGD, lr=0.5)
 
 
 def alone(steps: int) -> list[float]:
-    """Losses of one process."""
+    """Return the losses of training in one process."""
     modules = [make_stage(parts(None), number, SEED) for number in range(STAGES)]
     optimizer = OPTIMIZER([p for module in modules for p in module.parameters()])
     found = []
@@ -128,9 +136,11 @@ def alone(steps: int) -> list[float]:
 
 
 def best_fixed(speeds: Sequence[float]) -> tuple[float, tuple[int, ...]]:
-    """(micro-batches per second, stage of each peer) of the fastest pipeline in which the peers of
-    a stage get equal numbers of micro-batches. Stages without peers, and peers without a stage
-    (-1), are tried, too.
+    """Return (micro-batches per second, stage of each peer) of the fastest fixed pipeline.
+
+    The peers of a stage get equal numbers of micro-batches. The search includes pipelines in which
+    peers
+    have no stage (-1).
     """
     def rate(places: tuple[int, ...]) -> float:
         stages = [[s for s, place in zip(speeds, places, strict=True) if place == stage]
@@ -142,10 +152,10 @@ def best_fixed(speeds: Sequence[float]) -> tuple[float, tuple[int, ...]]:
 
 
 class Fixed(SwarmMembers):
-    """Peers whose stage is planned, which take turns.
+    """Members with planned stages, which are used in rotation.
 
     Args:
-        stage_of: by a peer's host.
+        stage_of: stage by the peer's host.
     """
 
     def __init__(self, stage_of: dict[str, int]) -> None:
@@ -165,14 +175,14 @@ class Fixed(SwarmMembers):
 
 
 def trace(args: argparse.Namespace, peer: int) -> Iterator[tuple[float, float]]:
-    """(seconds of life, seconds of absence) of a peer, again and again."""
+    """Yield (seconds of presence, seconds of absence) of a peer without end."""
     dice = random.Random(f"{SEED} {peer}")
     while True:
         yield dice.expovariate(1 / args.lifetime), dice.expovariate(1 / args.absence)
 
 
 def peer_rank(trainer: str, host: str, speed: float, lives: list[tuple[float, float]]) -> None:
-    """Serve, vanish and come back as the trace says, until the trainer is gone."""
+    """Serve, leave and return as planned, until the trainer has ended."""
     def serve() -> None:
         torch.set_num_threads(1)
         StagePeer((trainer, PORT), parts(speed), OPTIMIZER, loss, host=host, throughput=speed,
@@ -191,14 +201,14 @@ def peer_rank(trainer: str, host: str, speed: float, lives: list[tuple[float, fl
 
 
 def train_rank(host: str, seconds: float, way: dict[str, Any]) -> dict[str, Any]:
-    """Train for so long; the numbers of a run."""
+    """Train for the given number of seconds, and return the numbers of the run."""
     torch.set_num_threads(1)
     swarm = Swarm(STAGES, host=host, port=PORT, wire=way["wire"], seed=SEED, timeout_s=TIMEOUT_S,
                   rebalance_s=way["rebalance_s"])
     if way["stage_of"]:
         swarm.members = Fixed(way["stage_of"])
     swarm.wait_for(way["peers"])
-    losses = [sum(swarm.step(batches(0)).losses)]  # connections, throughputs
+    losses = [sum(swarm.step(batches(0)).losses)]  # opens connections and measures throughputs
     found = {"resent": 0, "redone": 0, "gone": 0, "moved": 0}
     start = time.monotonic()
     while (taken := time.monotonic() - start) < seconds:
@@ -212,7 +222,7 @@ def train_rank(host: str, seconds: float, way: dict[str, Any]) -> dict[str, Any]
 
 
 def rank(addresses: list[str], args: argparse.Namespace, way: dict[str, Any]) -> Any:
-    """One node: the trainer, or a peer."""
+    """Run one node: the trainer or a peer."""
     logging.getLogger("moe_plugin").setLevel(logging.ERROR)
     number = int(os.environ["RANK"])
     if number == 0:
@@ -235,8 +245,17 @@ WAYS = {
 }
 
 
+WAY_TEXTS = {  # by the key of `WAYS`, which the file of numbers contains
+    "fixed": "`fixed`",
+    "each to who is free": "each micro-batch to free peers",
+    "the same, boundaries in fp32": "the same, activations sent in float32",
+    "the same, peers vanish": "the same, peers leave and return",
+    "the same, and move": "the same, peers also move between stages",
+}
+
+
 def run(name: str, args: argparse.Namespace) -> dict[str, Any]:
-    """One way to use the peers."""
+    """Measure one way to use the peers."""
     way = {"stage_of": None, "vanish": False, "rebalance_s": None, "peers": len(SPEEDS),
            **WAYS[name]}
     with EmulatedCluster(1 + len(SPEEDS), 1, args.rate, args.delay) as cluster:
@@ -254,7 +273,7 @@ def run(name: str, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def present(args: argparse.Namespace, places: Sequence[int], seconds: float) -> float:
-    """Share of the time in which all peers of a fixed pipeline are there."""
+    """Return the share of the time in which all peers of a fixed pipeline are present."""
     lost: list[tuple[float, float]] = []
     for i, place in enumerate(places):
         now = 0.0
@@ -280,50 +299,6 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
                       "present": present(args, places, args.seconds)}}
 
 
-# -- rebalancing, simulated
-
-LIVES_S = (900.0, 3600.0, 4 * 3600.0)  # means
-PLACES: dict[str, dict[str, Any]] = {  # of newcomers, and how often a peer may move
-    "at random, none moves": {"rebalance_s": None, "random_stage": True},
-    "at random, moves every 300 s": {"rebalance_s": 300.0, "random_stage": True},
-    "at random, moves every 60 s": {"rebalance_s": 60.0, "random_stage": True},
-    "to the slowest stage, none moves": {"rebalance_s": None},
-    "to the slowest stage, moves every 300 s": {"rebalance_s": 300.0},
-    "to the slowest stage, moves every 60 s": {"rebalance_s": 60.0},
-}
-
-
-def rebalance(args: argparse.Namespace) -> list[Any]:
-    about = Experiment()
-    return [dataclasses.asdict(about), [
-        {"places": name, "life": life, **dataclasses.asdict(simulate(
-            dataclasses.replace(about, life_s=life, absence_s=life / 4), **way))}
-        for name, way in PLACES.items() for life in LIVES_S]]
-
-
-def rebalancing_body(found: list[Any]) -> list[str]:
-    about, rows = found
-    table = [{"places": name, **{life: row["share"] for row in rows if row["places"] == name
-                                 for life in [row["life"]]}} for name in PLACES]
-    return [
-        "## Rebalancing, simulated",
-        f"Computed by `moe-plugin bench swarm --parts rebalancing`: {about['peers']} peers of "
-        f"equal speed, four fifths of them present on average, and {about['stages']} stages, for "
-        f"{about['lives']:g} mean lives of a peer. A peer works for a time with an exponential "
-        "distribution, and is gone for a quarter of that time on average. A newcomer, and a peer "
-        f"that moves, loads weights for {about['load_s']:g} s. The decisions are those of the code "
-        "that a trainer runs. Each number is the throughput of the slowest stage, over that of the "
-        "best placement of the peers present at each moment.",
-        columns(table, {"newcomers go": "{places}", **{
-            f"peers work for {life / 60:g} min": lambda row, life=life: f"{row[life]:.1%}"
-            for life in LIVES_S}}),
-        "The paper's shares, quoted from memory, are 82.7 % without rebalancing, 95.8 % with a "
-        "move every 300 s and 97.6 % with one every 60 s, on a trace of preemptible T4 that is not "
-        "here. Newcomers at random are our assumption of its baseline. To send newcomers to the "
-        "slowest stage, as our trainer does, gains most of it already.",
-    ]
-
-
 def per_second(row: dict[str, Any]) -> float:
     return row["steps"] * BATCHES / row["seconds"]
 
@@ -332,46 +307,58 @@ def body(found: dict[str, Any]) -> list[str]:
     fixed = per_second(found["rows"][0])
     ideal = sum(SPEEDS) / STAGES / LOAD / TASK_S
     still = found["fixed"]["present"] * fixed
-    places = ", ".join(f"{s}: {'none' if p < 0 else p}"
+    places = ", ".join(f"{s} at {'no stage' if p < 0 else f'stage {p}'}"
                        for s, p in zip(SPEEDS, found["fixed"]["places"], strict=True))
     return [
-        f"A model of {STAGES} stages, each with an MoE layer, is trained by {len(SPEEDS)} peers "
-        "([how](../swarm.md)), each on an emulated node with a link of "
-        f"{found['rate'] / 1e6:g} Mbit/s and {1e3 * found['delay']:g} ms, by a trainer on another. "
-        f"Products take time alone: a stage {1e3 * TASK_S:g} ms for a micro-batch's forward pass, "
-        f"{BACKWARD} times that for a backward pass, over the peer's speed: "
-        f"{', '.join(map(str, SPEEDS))}. {BATCHES} micro-batches a step. Peers with all their time "
-        f"in use, and no boundary between stages, would do {ideal:.2f} a second.",
-        "`fixed`: the best pipeline of these peers in which the peers of a stage take turns, found "
-        f"by trying all (speed: stage; {places}); predicted {found['fixed']['rate']:.2f} "
-        "micro-batches a second. Peers vanish: each but the "
-        f"{found['steady']} fastest works for {found['lifetime']:g} s and is gone for "
-        f"{found['absence']:g} s, means of exponential distributions, the same times in both "
-        "lines. Gone: peers that the trainer lost. Sent again: tasks. Computed again: backward "
-        "passes that were summed and lost. Moved: peers, at most one every 5 s, in this "
-        "measurement where the slowest stage gained a tenth by it. Difference: the "
-        "largest of a "
-        "step's loss from that of one process, relative.",
+        f"This page compares two ways in which {len(SPEEDS)} peers of unequal speed train a model "
+        f"of {STAGES} stages, each with an MoE layer. In the first way, each micro-batch is sent "
+        "to peers that are free; the page about [swarms](../swarm.md) explains how. In the second "
+        "way, the peers form a fixed pipeline. Each "
+        "peer runs on an emulated node with a link of "
+        f"{found['rate'] / 1e6:g} Mbit/s and {1e3 * found['delay']:g} ms, and the trainer runs on "
+        "another node. Computations are replaced by delays. A stage delays a micro-batch by "
+        f"{1e3 * TASK_S:g} ms in the forward pass and {BACKWARD} times as long in the backward "
+        f"pass, divided by the speed of the peer. The speeds are {', '.join(map(str, SPEEDS))}. A "
+        f"step has {BATCHES} micro-batches. If all peers worked all the time and could divide the "
+        f"stages freely, they would process {ideal:.2f} micro-batches per second (*the ideal*).",
+        bullets(
+            f"""`fixed`: the best pipeline of these peers in which the peers of a stage work in
+            rotation, found by trying all pipelines. The peers with these speeds are placed as
+            follows: {places}. The predicted rate is {found['fixed']['rate']:.2f} micro-batches per
+            second.""",
+            f"""*Peers leave and return*: every peer except the {found['steady']} fastest is present
+            for {found['lifetime']:g} s and absent for {found['absence']:g} s. These are means of
+            exponential distributions; both rows use the same times.""",
+            "*Lost*: the number of peers that the trainer lost.",
+            """*Moved*: the number of peers that moved to another stage. At most one peer moves
+            every 5 s, and only if the slowest stage gains a tenth.""",
+            "*Sent again*: the number of tasks that were sent again.",
+            """*Computed again*: the number of backward passes that were repeated because their
+            gradients were lost with a peer.""",
+            """*Difference*: the largest relative difference of a step's loss from that of one
+            process."""),
         columns(found["rows"], {
-            "peers": "{way}", "micro-batches / s": lambda r: f"{per_second(r):.2f}",
-            "over `fixed`": lambda r: f"{per_second(r) / fixed:.2f}",
-            "of the ideal": lambda r: f"{per_second(r) / ideal:.0%}", "steps": "{steps}",
-            "gone": "{gone}", "moved": "{moved}", "sent again": "{resent}",
+            "peers": lambda r: WAY_TEXTS[r["way"]],
+            "micro-batches / s": lambda r: f"{per_second(r):.2f}",
+            "relative to `fixed`": lambda r: f"{per_second(r) / fixed:.2f}",
+            "share of the ideal": lambda r: f"{per_second(r) / ideal:.0%}", "steps": "{steps}",
+            "lost": "{gone}", "moved": "{moved}", "sent again": "{resent}",
             "computed again": "{redone}", "difference": "{difference:.1e}"}),
-        "A fixed pipeline stands still while one of its peers is gone. In this minute all of them "
-        f"are there for {found['fixed']['present']:.0%} of the time: at most {still:.2f} "
-        "micro-batches a second, if a restart takes no time, of which the peers that vanish did "
+        "A fixed pipeline stops while one of its peers is absent. In this minute, all peers of the "
+        f"fixed pipeline are present for {found['fixed']['present']:.0%} of the time. The fixed "
+        f"pipeline could process at most {still:.2f} micro-batches per second, if a restart took "
+        "no time. The peers that leave and return processed "
         f"{per_second(found['rows'][3]) / still:.2f} times as many.",
     ]
 
 
 OPTIONS = {
-    "seconds": Option(60.0, "of each run", quick=2.0),
-    "rate": Option(50e6, "bit/s of a node's link"),
-    "delay": Option(5e-3, "s of a link, one way"),
-    "lifetime": Option(60.0, "s, mean, of a peer that vanishes"),
-    "absence": Option(15.0, "s, mean, until it is back"),
-    "steady": Option(3, "peers that never vanish, the fastest ones"),
+    "seconds": Option(60.0, "seconds of each run", quick=2.0),
+    "rate": Option(50e6, "rate of a node's link in bit/s"),
+    "delay": Option(5e-3, "delay of a link in one direction, in seconds"),
+    "lifetime": Option(60.0, "mean seconds for which a peer is present"),
+    "absence": Option(15.0, "mean seconds for which a peer is absent"),
+    "steady": Option(3, "number of peers that never leave (the fastest ones)"),
 }
 
 PARTS = {"peers": (measure, body), "rebalancing": (rebalance, rebalancing_body)}

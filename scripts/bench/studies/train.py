@@ -1,7 +1,8 @@
-"""Whole training steps (forward, backward, optimizer) of models with our layer, with the
-framework's own and with dense layers of equal active width: equal weights and data, the same ranks
-and processes, steps alternately; or forward passes of an evaluation, with our pieces by load and
-without. Starts its ranks itself, or runs on those that torchrun started.
+"""Compare whole training steps of models with our layer, with the framework's own layer and with
+dense layers of equal active width. All models have equal weights and equal data and run on the same
+ranks and processes, one step of each model after the other. With --evaluate, compare forward passes
+of an evaluation instead, with and without our pieces by load. The command starts its ranks itself
+or uses the ranks that torchrun started.
 """
 
 from __future__ import annotations
@@ -39,48 +40,49 @@ PLOTS = {curves.FILE: curves.draw}
 
 def add_arguments(p: argparse.ArgumentParser) -> None:
     p.add_argument("--host", required=True, choices=("megatron", "fairseq"),
-                   help="the framework; native with fairseq is the layer of its moe branch, "
-                        "written after its code")
+                   help="the framework to train in. The native layer of fairseq is that of its moe "
+                        "branch, rewritten from the code of that branch")
     p.add_argument("--shapes", default="all", metavar="LIST",
-                   help=f"all, names with commas ({', '.join(SHAPES)}), or "
-                        "width x inner x experts x k x tokens, e.g. 128x128x8x2x4096, measured on "
-                        "one launch of the ranks (default: %(default)s); fairseq: k is at most 2, "
-                        "and none is gated")
+                   help=f"all, names separated by commas ({', '.join(SHAPES)}), or width x inner "
+                        "width x experts x k x tokens, such as 128x128x8x2x4096 (default: "
+                        "%(default)s). With fairseq, k is reduced to 2 and shapes with gated "
+                        "experts are left out")
     p.add_argument("--evaluate", action="store_true",
-                   help="forward passes of an evaluation in place of training steps, with our "
-                        "pieces by load and without")
+                   help="time forward passes of an evaluation instead of training steps, with and "
+                        "without our pieces by load")
     p.add_argument("--emulate", metavar="NxP",
-                   help="nodes x ranks per node of an emulated cluster, e.g. 2x2")
+                   help="nodes x ranks per node of an emulated cluster, such as 2x2")
     add_links(p)
     p.add_argument("--ranks", type=int, metavar="N",
-                   help="processes on this machine, without --emulate (default: 2)")
+                   help="number of processes on this machine, without --emulate (default: 2)")
     p.add_argument("--steps", type=int, default=15,
-                   help="timed steps of each model (default: %(default)s)")
+                   help="number of timed steps of each model (default: %(default)s)")
     p.add_argument("--warm-up", type=int, default=4,
-                   help="steps before; tuners that have not chosen get more (default: %(default)s)")
+                   help="number of untimed steps before the timed ones. A model whose tuners have "
+                        "not chosen by then gets more steps (default: %(default)s)")
 
 
 def check(args: argparse.Namespace) -> None:
     if args.quick:
         args.steps, args.warm_up = 2, 1
     if args.emulate and args.ranks is not None:
-        raise ValueError(f"--emulate {args.emulate} says how many ranks there are, and so does "
-                         f"--ranks {args.ranks}: must be one of them; leave --ranks out")
+        raise ValueError(f"--emulate {args.emulate} and --ranks {args.ranks} both set the number "
+                         "of ranks. Leave out --ranks")
     args.ranks = 2 if args.ranks is None else args.ranks
     for name in ("steps", "warm_up", "ranks"):
         if getattr(args, name) < 1:
-            raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name)} must be >= 1; "
-                             "e.g. 4")
+            raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name)} must be >= 1. Use, "
+                             "for example, 4")
     if not args.emulate:
         refuse_links(args)
 
 
 def measure(args: argparse.Namespace) -> list[dict[str, Any]] | None:
-    """A report of each shape. On ranks of a launcher rank 0 alone returns them."""
+    """Return a report of each shape. On ranks of a launcher, only rank 0 returns the reports."""
     grid = parse_grid(args.emulate) if args.emulate else None
     shapes = for_host(parse_shapes(args.shapes), args.host)
     if "RANK" not in os.environ:
-        for shape in shapes:  # before any process or node is started
+        for shape in shapes:  # raises an error before any process or node is started
             shape.sentences(grid[0] * grid[1] if grid else args.ranks)
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -100,8 +102,11 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]] | None:
 
 
 def hardware(cluster: EmulatedCluster | None, folder: Path) -> Settings:
-    """What is known of links and processors where pieces are chosen: of an emulated cluster the
-    fitted links, at its rate; of one machine nothing.
+    """Return the settings that describe links and processors where pieces are chosen.
+
+    For an emulated cluster, these are the fitted links at the rate of the cluster. For one machine,
+    the
+    result is empty.
     """
     if cluster is None:
         return {}
@@ -113,7 +118,7 @@ def hardware(cluster: EmulatedCluster | None, folder: Path) -> Settings:
 
 
 def merge(old: list[dict[str, Any]], new: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Those of the same host, place and shape are replaced."""
+    """Replace the old reports of the same host, place and shape."""
     return [one.as_dict() for one in merged(reports(old), reports(new))]
 
 

@@ -1,8 +1,7 @@
-"""Training steps of models of `transformers`, whose experts are computed, and reached over ranks,
-by its own implementations and by ours. Models with equal weights train in the same processes, one
-step of each alternately.
+"""Measure training steps of models of `transformers` with its own experts and exchanges, and with
+ours. Models with equal weights train in the same processes, one step of each model after the other.
 
-The part of emulated nodes needs Linux and root. About ten minutes on an idle machine with two
+The part on emulated nodes needs Linux and root. Takes about ten minutes on an idle machine with two
 processors.
 """
 
@@ -31,16 +30,17 @@ from scripts.bench.ranks import on_processes
 from scripts.bench.study import Option
 from scripts.emulate import EmulatedCluster
 
-TITLE = "Models of transformers: its experts and exchanges, and ours"
+TITLE = "Models of transformers, with their own experts and exchanges and with ours"
 OURS, TUNED = "moe_plugin", "moe_plugin, auto"
 EXPERTS = (OURS, "grouped_mm", "batched_mm", "eager")
-# by the mesh: each rank has its own tokens, or all have the same, as `all_reduce` needs it
+# by mesh: with FSDP every rank has different tokens; with tensor parallelism all ranks have equal
+# tokens, which `all_reduce` requires
 EXCHANGES = {"fsdp_size": (OURS, TUNED, "all_to_all"),
              "tp_size": (OURS, TUNED, "all_to_all", "all_reduce")}
 VOCABULARY, LAYERS, HEADS = 1024, 2, 4
 SLOW = 5
-LONGEST_WARM_UP = 30  # steps in which a tuner may settle
-# class of the config, and what it is given: width, inner width, experts, experts of a token
+LONGEST_WARM_UP = 30  # number of steps in which a tuner can choose
+# by name: the class of the config, and its width, inner width, experts and experts per token
 SHAPES: dict[str, tuple[str, dict[str, int]]] = {
     "Mixtral, 8 wide experts": ("Mixtral", {
         "hidden_size": 256, "intermediate_size": 512, "num_local_experts": 8,
@@ -59,7 +59,7 @@ SHAPES: dict[str, tuple[str, dict[str, int]]] = {
 }
 
 
-# widths and experts of published models, for a GPU
+# widths and numbers of experts of published models, for a GPU
 LARGE: dict[str, tuple[str, dict[str, int]]] = {
     "Mixtral 8x7B": ("Mixtral", {
         "hidden_size": 4096, "intermediate_size": 14336, "num_local_experts": 8,
@@ -74,7 +74,7 @@ LARGE: dict[str, tuple[str, dict[str, int]]] = {
 
 
 def build(shape: str, **more: Any) -> Any:
-    """The model of a shape, with random weights."""
+    """Build the model of a shape with random weights."""
     import transformers
 
     kind, sizes = (SHAPES | LARGE)[shape]
@@ -85,7 +85,10 @@ def build(shape: str, **more: Any) -> Any:
 
 
 def stepper(model: Any, tokens: Tensor) -> Callable[[], float]:
-    """One training step by SGD, whose rate of 0 leaves losses comparable; its loss."""
+    """Return a function that runs one training step by SGD and returns the loss.
+
+    The learning rate is 0, so that the losses of all steps and sides are comparable.
+    """
     model.train()
     optimizer = torch.optim.SGD(model.parameters(), 0.0)
 
@@ -101,14 +104,17 @@ def stepper(model: Any, tokens: Tensor) -> Callable[[], float]:
 
 
 def data(sequences: int, length: int, part: int = 0) -> Tensor:
-    """Token ids [B, S] of a rank."""
+    """Return the token ids of a rank, [B, S]."""
     return torch.randint(VOCABULARY, (sequences, length),
                          generator=torch.Generator().manual_seed(part))
 
 
 def timed(sides: dict[str, Callable[[], float]], steps: int) -> dict[str, Any]:
-    """Seconds of steps of each side, alternately, and its last loss. All ranks begin a step
-    together; what takes `SLOW` times as long as ours is timed once.
+    """Return the seconds of each side's steps, one side after the other, and each side's last loss.
+
+    All ranks start a step together. In a single process, a side that takes `SLOW` times as long as
+    ours
+    is timed only once.
     """
     seconds: dict[str, list[float]] = {name: [] for name in sides}
     losses = {}
@@ -154,19 +160,20 @@ def _dtype(args: argparse.Namespace) -> torch.dtype:
 
 
 class OnGPU:
-    """Training steps of models of `transformers` on one GPU, in bfloat16, with the widths and the
-    experts of published models and two layers; experts by its implementations and by ours. Models
-    with equal weights train in one process, one step of each alternately.
+    """Measure training steps of models of `transformers` on one GPU, in bfloat16, with its own
+    experts and
+    with ours. The models have two layers and the widths and numbers of experts of published models.
+    Models with equal weights train in one process, one step of each model after the other.
     """
 
     TITLE = "Models of transformers on one GPU"
     OPTIONS = {
-        "shapes": Option(tuple(LARGE), "models", choices=(*LARGE, *SHAPES),
+        "shapes": Option(tuple(LARGE), "models to train", choices=(*LARGE, *SHAPES),
                          quick=tuple(SHAPES)[:1]),
-        "sequences": Option(4, "of a step", quick=1),
-        "length": Option(4096, "tokens of a sequence", quick=16),
+        "sequences": Option(4, "sequences per step", quick=1),
+        "length": Option(4096, "tokens per sequence", quick=16),
         "steps": Option(10, "timed steps of each side", quick=1),
-        "device": Option("cuda", "where", quick="cpu", choices=("cuda", "cpu")),
+        "device": Option("cuda", "device to train on", quick="cpu", choices=("cuda", "cpu")),
     }
 
     @staticmethod
@@ -177,14 +184,14 @@ class OnGPU:
 
     @staticmethod
     def body(found: dict[str, Any]) -> list[str]:
-        return [*part("Steps", "`experts_implementation`: who computes the experts.", found)][1:]
+        return [*part("Steps", COMPUTED, found)][1:]
 
 
 # -- several ranks
 
 
 def run_rank(folder: str, mesh: str, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """One rank: seconds and losses by shape."""
+    """Return seconds and losses of one rank for each shape."""
     return [_shape_on_rank(Path(folder, str(number)), mesh, args)
             for number in range(len(args.shapes))]
 
@@ -230,7 +237,7 @@ def measure_ranks(grid: str, mesh: str, args: argparse.Namespace) -> dict[str, A
 
 
 def gathered(folder: str, mesh: str, args: argparse.Namespace) -> list[Any]:
-    """What `run_rank` returns on every rank."""
+    """Return the results of `run_rank` of all ranks."""
     mine = run_rank(folder, mesh, args)
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
@@ -239,7 +246,14 @@ def gathered(folder: str, mesh: str, args: argparse.Namespace) -> list[Any]:
 
 def _with_sizes(cells: list[dict[str, Any]], args: argparse.Namespace, parts: int,
                 rate: float | None = None) -> dict[str, Any]:
-    """parts: batches of a step."""
+    """Add the sizes and versions to the cells.
+
+    Args:
+        cells: results by shape.
+        args: options of the study.
+        parts: number of batches per step.
+        rate: rate of the nodes' links in bit/s, or None.
+    """
     return {"cells": cells, "sequences": args.sequences, "length": args.length, "parts": parts,
             "steps": args.steps, "rate": rate, "dtype": args.dtype,
             "versions": {name: version(name) for name in ("torch", "transformers")}}
@@ -251,11 +265,14 @@ def _with_sizes(cells: list[dict[str, Any]], args: argparse.Namespace, parts: in
 def part(title: str, about: str, found: dict[str, Any]) -> Iterator[str]:
     yield f"## {title}"
     tokens = found["parts"] * found["sequences"] * found["length"]
-    network = f", links of {found['rate'] / 1e6:.0f} Mbit/s" if found["rate"] else ""
-    yield (f"{about} Thousand tokens a second of a training step (forward, backward, SGD) of a "
-           f"model of {LAYERS} layers, {found['dtype']}, {found['sequences']} sequences of "
-           f"{found['length']} tokens{network}, {_where(found)}, medians of "
-           f"{found['steps']} steps of the slowest rank. In brackets: ours over it.")
+    network = (f" The links have a rate of {found['rate'] / 1e6:.0f} Mbit/s." if found["rate"]
+               else "")
+    yield (f"{about} The table shows thousands of tokens per second in training steps (forward, "
+           f"backward and SGD) on {_where(found)}. The models have {LAYERS} layers in "
+           f"{found['dtype']}. Every rank has {found['sequences']} sequences of "
+           f"{found['length']:,} tokens.{network} Times are medians of {found['steps']} steps of "
+           "the slowest rank. The number in parentheses is our speed relative to that of the "
+           "column; above 1 ours is faster.")
     cells, names = found["cells"], list(found["cells"][0]["seconds"])
 
     def speed(name: str) -> Callable[[dict[str, Any]], str]:
@@ -268,28 +285,30 @@ def part(title: str, about: str, found: dict[str, Any]) -> Iterator[str]:
 
     yield columns(cells, {
         "model": "{shape}", **{f"`{name}`": speed(name) for name in names},
-        "largest difference of losses": lambda cell: f"{_spread(cell['losses']):.1e}"})
+        "largest relative difference of losses": lambda cell: f"{_spread(cell['losses']):.1e}"})
 
 
 def _where(found: dict[str, Any]) -> str:
-    return "one GPU" if "device" in found["versions"] else "one thread a rank"
+    return "one GPU" if "device" in found["versions"] else "one thread per rank"
 
 
 def _spread(losses: dict[str, float]) -> float:
-    """Of the last step, relative."""
+    """Return the relative difference between the largest and the smallest loss of the last step."""
     return (max(losses.values()) - min(losses.values())) / min(losses.values())
 
 
+COMPUTED = (f"The columns are values of `experts_implementation`. `{OURS}` computes the experts "
+            "with our layer; the other values are those of transformers.")
 CHOSEN = (
-    f"`{OURS}`: its defaults; `{TUNED}`: layout, all-to-all and what travels are chosen while "
-    f"training, in {LONGEST_WARM_UP} steps before. The others are of transformers, which then "
-    "computes experts by `grouped_mm`.")
-OWN_TOKENS = ("`ep_implementation`, with FSDP2 and EP over all ranks, each of which has sequences "
-              f"of its own. {CHOSEN}")
-SAME_TOKENS = f"With TP and EP over both ranks, which have the same sequences. {CHOSEN}"
+    f"`{OURS}` uses our default settings. `{TUNED}` chooses the layout, the all-to-all and how "
+    f"often rows are sent, in {LONGEST_WARM_UP} steps before the timed ones. The other columns are "
+    "exchanges of transformers, which then computes experts by `grouped_mm`.")
+OWN_TOKENS = ("The columns are values of `ep_implementation`. The models use FSDP2 and expert "
+              f"parallelism over all ranks, and every rank has different sequences. {CHOSEN}")
+SAME_TOKENS = ("The columns are values of `ep_implementation`. The models use tensor parallelism "
+               f"and expert parallelism over both ranks, which have the same sequences. {CHOSEN}")
 PARTS = {
-    "one": (measure_one, partial(
-        part, "One process", "`experts_implementation`: who computes the experts.")),
+    "one": (measure_one, partial(part, "One process", COMPUTED)),
     **{name: (partial(measure_ranks, grid, mesh), partial(part, title, about))
        for name, grid, mesh, title, about in (
            ("1x2", "1x2", "fsdp_size", "Two ranks", OWN_TOKENS),
@@ -297,11 +316,12 @@ PARTS = {
            ("2x2", "2x2", "fsdp_size", "2x2 emulated nodes", OWN_TOKENS))},
 }
 OPTIONS = {
-    "shapes": Option(tuple(SHAPES), "models", choices=tuple(SHAPES),
+    "shapes": Option(tuple(SHAPES), "models to train", choices=tuple(SHAPES),
                      quick=tuple(SHAPES)[:1]),
-    "sequences": Option(4, "of a rank", quick=1),
-    "length": Option(128, "tokens of a sequence", quick=16),
+    "sequences": Option(4, "sequences per rank", quick=1),
+    "length": Option(128, "tokens per sequence", quick=16),
     "steps": Option(12, "timed steps of each side", quick=1),
-    "dtype": Option("float32", "of weights and activations", choices=("float32", "bfloat16")),
-    "rate": Option(200e6, "bit/s of a node's link", quick=1e9),
+    "dtype": Option("float32", "dtype of weights and activations",
+                    choices=("float32", "bfloat16")),
+    "rate": Option(200e6, "rate of a node's link in bit/s", quick=1e9),
 }

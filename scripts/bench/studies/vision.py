@@ -1,9 +1,11 @@
-"""Images per second and accuracy of SwinV2-MoE and of the dense SwinV2 of timm.
+"""Compare SwinV2-MoE with the dense SwinV2 of timm: images per second and accuracy.
 
-Both sides have equal active FLOPs: one expert of the dense MLP's width a token. Speed: calls of
-both sides by turns in one process, all threads of the machine. Accuracy: both sides at once, a
-process and a thread each, once a seed. Takes about ten minutes on two cores, with `--data cifar10`
-hours; a second start continues the training. Needs 6 GB of memory.
+Both models have equal active FLOPs: a token uses one expert of the dense MLP's width. Speed is
+measured with alternating calls of both models in one process, on all threads of the machine. For
+the
+accuracy, both models train at the same time, with one process and one thread each, once per seed.
+Takes about ten minutes on two cores, and hours with `--data cifar10`. A second start continues the
+training. Needs 6 GB of memory.
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ from scripts.bench.images import (
     train_images,
 )
 from scripts.bench.measure import interleaved
+from scripts.bench.report import bullets
 from scripts.bench.study import Option
 
 log = logging.getLogger(__name__)
@@ -42,18 +45,20 @@ SIDES = ("dense", "moe")
 KINDS = ("training", "forward")
 CLASSES = {"tiny": 10, "swin_s": 1000, "cifar": 10}
 EXAMPLE = "digits"
-COUNTS = {EXAMPLE: (1_442, 355), CIFAR: (50_000, 10_000)}  # to train on, to validate with
+COUNTS = {EXAMPLE: (1_442, 355), CIFAR: (50_000, 10_000)}  # (training, validation) images
 BATCHES = (2, 8, 16)
 
 
 @dataclass(frozen=True)
 class SpeedCell:
-    """One model at one number of images per call.
+    """Times of both models at one number of images per call.
 
     Attributes:
-        seconds: of all rounds, by kind and side.
-        flops: of a forward pass, per image, by side: products and convolutions.
-        dropped: share of tokens without a slot, worst layer.
+        preset: name of the model's sizes.
+        batch: number of images per call.
+        seconds: seconds of all rounds, by kind and side.
+        flops: FLOPs of a forward pass per image (matmuls and convolutions), by side.
+        dropped: share of tokens without a slot, in the worst layer.
     """
 
     preset: str
@@ -66,18 +71,18 @@ class SpeedCell:
         return self.batch / statistics.median(self.seconds[kind][side])
 
     def overhead(self, kind: str) -> float:
-        """Time of the model with experts over that of the dense one, medians."""
+        """Return the median time of the model with experts relative to that of the dense model."""
         return self.rate(kind, "dense") / self.rate(kind, "moe")
 
     @property
     def active(self) -> float:
-        """Products of the model with experts over those of the dense one."""
+        """FLOPs of the model with experts relative to those of the dense model."""
         return self.flops["moe"] / self.flops["dense"]
 
 
 @dataclass(frozen=True)
 class Accuracy:
-    """Results of the example's training, by side: one number a seed."""
+    """Results of the example's training by side, with one number per seed."""
 
     epochs: int
     data: str = EXAMPLE
@@ -87,7 +92,7 @@ class Accuracy:
 
 
 def step_of(model: nn.Module, x_BCSS: torch.Tensor, y_B: torch.Tensor) -> Callable[[], None]:
-    """Gradients of one batch, into parameters without gradients."""
+    """Return a function that computes the gradients of one batch."""
 
     def run() -> None:
         model.train()
@@ -99,7 +104,7 @@ def step_of(model: nn.Module, x_BCSS: torch.Tensor, y_B: torch.Tensor) -> Callab
 
 
 def forward_of(model: nn.Module, x_BCSS: torch.Tensor) -> Callable[[], None]:
-    """One call in evaluation."""
+    """Return a function that runs one call in evaluation mode."""
 
     @torch.no_grad()
     def run() -> None:
@@ -126,14 +131,17 @@ def cell(preset: str, batch: int, models: dict[str, nn.Module], rounds: int) -> 
 
 
 def flops_of(models: dict[str, nn.Module], x_BCSS: torch.Tensor) -> tuple[dict[str, float], float]:
-    """(FLOPs of a forward pass by side and image, largest share of dropped tokens).
+    """Return (FLOPs of a forward pass by side and image, largest share of dropped tokens).
 
-    torch counts those of the dense model; with experts the tokens without a slot leave out an MLP,
-    and each token's scores are added: a projection and a cosine with every expert's direction.
+    torch counts the FLOPs of the dense model. For the model with experts, tokens without a slot
+    save an
+    MLP, and each token's scores are added: a projection, and a cosine with the direction of every
+    expert.
     """
-    from torch.utils.flop_counter import FlopCounterMode  # loads Triton, which speaks at exit
+    # imported here, because it loads Triton, which prints messages at exit
+    from torch.utils.flop_counter import FlopCounterMode
 
-    # torch does not see the experts' grouped products
+    # only the dense model is counted, because torch does not count the experts' grouped matmuls
     with FlopCounterMode(display=False) as counter:
         forward_of(models["dense"], x_BCSS)()
     forward_of(models["moe"], x_BCSS)()
@@ -188,36 +196,41 @@ def body(found: dict[str, Any]) -> Iterator[str]:
     cells = [SpeedCell(**cell) for cell in found["speed"]]
     trained = Accuracy(**found["accuracy"])
     stated = "; ".join(f"{one.overhead('training'):.2f} times the dense time in training and "
-                       f"{one.overhead('forward'):.2f} forward (`{one.preset}`)"
-                       for one in cells if one.batch == 8)
+                       f"{one.overhead('forward'):.2f} times in the forward pass with "
+                       f"`{one.preset}`" for one in cells if one.batch == 8) + "."
     yield (
-        "Both sides are timm's Swin Transformer V2 of the same sizes. With experts, some "
-        "blocks have a layer of experts in the MLP's place (`tiny`: one of two in both stages, "
-        "4 experts; `cifar`: the same, 8 experts; `swin_s`: every other one of the third stage "
-        "and one of the last, 32 experts), and each token visits one expert of the MLP's width: "
-        "equal active FLOPs.")
-    if stated:
-        yield ("**Overhead of the experts at equal active FLOPs**, 8 images per call: "
-               f"{stated}.")
+        "This page compares timm's Swin Transformer V2 with the same model in which some blocks "
+        "have a layer of experts instead of the MLP (SwinV2-MoE). A token uses one expert of the "
+        "MLP's width, so both models have equal active FLOPs.")
+    yield bullets(
+        "`tiny`: every second block of both stages has 4 experts.",
+        "`cifar`: every second block of both stages has 8 experts.",
+        "`swin_s`: every second block of the third stage and one block of the last stage have 32 "
+        "experts.")
+    if any(one.batch == 8 for one in cells):
+        yield ("**Time of the model with experts at equal active FLOPs and 8 images per call:** "
+               f"{stated}")
     yield "## Images per second"
     yield columns(itertools.product(cells, KINDS), {
-        "model": "`{0[0].preset}`", "images per call": "{0[0].batch}", "what": "{0[1]}",
+        "model": "`{0[0].preset}`", "images per call": "{0[0].batch}", "call": "{0[1]}",
         **{head: lambda row, side=side: f"{row[0].rate(row[1], side):.3g}"
            for head, side in (("dense", "dense"), ("with experts", "moe"))},
         "time, experts / dense": lambda row: f"{row[0].overhead(row[1]):.2f}",
-        "FLOPs, experts / dense": "{0[0].active:.3f}", "dropped": "{0[0].dropped:.1%}"})
+        "FLOPs, experts / dense": "{0[0].active:.3f}",
+        "dropped tokens": "{0[0].dropped:.1%}"})
     yield (
-        f"Median of {len(cells[0].seconds['training']['moe'])} rounds in which both sides take "
-        "turns; random images and initial weights. *Training* is forward and backward without "
-        "the optimizer, whose time grows with all parameters and not with those in use; "
-        "*forward* is evaluation. *FLOPs* counts products of a forward pass: those of the "
-        "dense model, the routers' added, tokens without a slot (*dropped*, worst layer) "
-        "without their MLP.")
+        f"The numbers are medians of {len(cells[0].seconds['training']['moe'])} rounds in which "
+        "both models alternate, with random images and initial weights. *Training* is forward and "
+        "backward without the optimizer, whose time grows with all parameters and not only with "
+        "those in use. *Forward* is a call in evaluation mode. *FLOPs* are those of the matmuls "
+        "and convolutions in a forward pass. For the model with experts, the FLOPs of the routers "
+        "are added, and tokens without a slot are counted without an MLP. *Dropped tokens* is the "
+        "share of tokens without a slot in the worst layer.")
     yield (
-        "Few images per call leave few tokens to each expert, so that reading 32 experts' "
-        "weights (and, in training, writing their gradients) takes the time, not the products: "
-        "`swin_s` has 144 tokens an image in its third stage, 9 of 288 for each expert with "
-        "two images.")
+        "With few images per call, each expert gets few tokens. Most of the time is then used to "
+        "read the weights of 32 experts and, in training, to write their gradients, and not for "
+        "matmuls. In its third stage, `swin_s` has 144 tokens per image; with two images, an "
+        "expert gets 9 of 288 tokens.")
     yield "## Accuracy"
     yield columns(SIDES, {
         "model": {"dense": "dense SwinV2 (timm)", "moe": "SwinV2-MoE"}.get,
@@ -225,20 +238,23 @@ def body(found: dict[str, Any]) -> Iterator[str]:
         "images per second": lambda side: spread(trained.images_per_s[side])})
     train, valid = (min(trained.images or each, each) for each in COUNTS[trained.data])
     yield (
+        f"The models (`{'cifar' if trained.data == CIFAR else 'tiny'}`) train for "
+        f"{trained.epochs} epochs on " +
         (f"{train:,} photographs of CIFAR-10" if trained.data == CIFAR else
-         f"The example's {train:,} digits") +
-        f", {trained.epochs} epochs, `{'cifar' if trained.data == CIFAR else 'tiny'}`, the share "
-        f"of the {valid:,} validation images that is right after the last epoch: mean of "
-        f"{len(trained.accuracy['moe'])} seeds (smallest to largest). One image is "
-        f"{100 / valid:.2f} %. One thread a run, both sides at once; here the optimizer and "
-        "reading images count.")
+         f"the example's {train:,} digits") +
+        f". The accuracy is the share of the {valid:,} validation images that is classified "
+        f"correctly after the last epoch. One image is {100 / valid:.2f} %. The table shows means "
+        f"over {len(trained.accuracy['moe'])} seeds, with the smallest and the largest value in "
+        "parentheses. Both models train at the same time with one thread each. Images per second "
+        "include the optimizer and the reading of images.")
 
 
 OPTIONS = {
-    "rounds": Option(5, "of each cell", quick=1), "seeds": Option(3, "of the accuracy", quick=1),
-    "epochs": Option(12, "of a run", quick=1),
-    "presets": Option(("tiny", "swin_s"), "models", quick=("tiny",), choices=CLASSES),
-    "batches": Option(BATCHES, "images per call", quick=(2,)),
+    "rounds": Option(5, "number of timed rounds", quick=1),
+    "seeds": Option(3, "number of trainings per model", quick=1),
+    "epochs": Option(12, "number of epochs of a training", quick=1),
+    "presets": Option(("tiny", "swin_s"), "models to time", quick=("tiny",), choices=CLASSES),
+    "batches": Option(BATCHES, "numbers of images per call", quick=(2,)),
     **run_options("vision", EXAMPLE),
 }
 check = check_counts

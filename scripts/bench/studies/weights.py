@@ -1,8 +1,9 @@
-"""Memory and speed of training a model larger than its memory limit, in one process: in plain
-PyTorch three times as large, and by the training script of Megatron.
+"""Measure memory and speed of training a model that is larger than its memory limit, in one
+process:
+in plain PyTorch with a model three times as large, and by the training script of Megatron.
 
-Needs version 1 or 2 of cgroups with a writable memory controller, 5 GiB of disk and about 6
-minutes; the second part megatron-core.
+Needs cgroups (version 1 or 2) with a writable memory controller and 5 GiB of disk, and takes about
+6 minutes. The second part needs megatron-core.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ TITLE = "Training a model three times as large as its memory"
 VOCABULARY, WIDTH, EXPERTS, MIB = 256, 512, 8, 2**20
 MODES = ("resident", "streamed", "streamed without overlap")
 LIMIT_MIB = {"plain": 424, "megatron": 832}
-# sizes of Megatron's GPT model; each layer has 16 MiB of weights
+# options of Megatron's GPT model; each layer has 16 MiB of weights
 MEGATRON = ["--num-attention-heads", "8", "--num-experts", str(EXPERTS), "--moe-router-topk", "2",
             "--moe-aux-loss-coeff", "0.01", "--disable-bias-linear", "--moe-fused-adam",
             "--untie-embeddings-and-output-weights", "--hidden-dropout", "0", "--lr", "1e-3",
@@ -40,7 +41,7 @@ OPTIMIZER = partial(torch.optim.AdamW, lr=1e-3, fused=True)
 
 
 def child(args: argparse.Namespace, mode: str, scratch: str, throttle: float) -> dict[str, Any]:
-    """Train in this process; what was seen."""
+    """Train in this process, and return losses, times and memory."""
     torch.use_deterministic_algorithms(True)
     peak, loss = AnonymousPeak(), partial(loss_of, args.micro_batches)
     blocks = makers(VOCABULARY, args.layers, WIDTH, EXPERTS, args.hidden)
@@ -84,7 +85,7 @@ def child(args: argparse.Namespace, mode: str, scratch: str, throttle: float) ->
 
 def megatron_child(args: argparse.Namespace, mode: str, place: str,
                    throttle: float) -> dict[str, Any]:
-    """Train with Megatron's script in this process; what was seen."""
+    """Train with Megatron's script in this process, and return losses, times and memory."""
     from moe_plugin.hosts.megatron.train import main as train
     from moe_plugin.observe.history import read_run
 
@@ -128,7 +129,7 @@ CHILDREN = {"plain": child, "megatron": megatron_child}
 
 
 def compare(part: str, args: argparse.Namespace) -> dict[str, Any]:
-    """All modes; streamed losses are the resident ones, bit for bit."""
+    """Run all modes, and check that streamed losses are equal to resident ones, bit for bit."""
     limit = (LIMIT_MIB[part] if args.limit_mib < 0 else args.limit_mib) * MIB or None
     modes, throttles = (MODES, (0.0, args.throttle)) if part == "plain" else (MODES[:2], (0.0,))
     with tempfile.TemporaryDirectory(dir=args.scratch or Path.cwd()) as scratch:
@@ -140,14 +141,17 @@ def compare(part: str, args: argparse.Namespace) -> dict[str, Any]:
 
         rows = [{"mode": modes[0], "limit": None, **run(modes[0], None)}]
         if limit is not None and run(modes[0], limit) is not None:
-            raise ValueError("the resident model fits the limit: give a smaller one")
+            raise ValueError("the resident model fits into the memory limit. Use a smaller "
+                             "--limit-mib")
         for throttle in dict.fromkeys(throttles):
             for mode in modes[1:]:
                 seen = run(mode, limit, throttle)
                 if seen is None:
-                    raise ValueError(f"{mode}: killed under the limit; give a larger one")
+                    raise ValueError(f"{mode}: the process was killed under the memory limit. Use "
+                                     "a larger --limit-mib")
                 if seen["losses"] != rows[0]["losses"]:
-                    raise RuntimeError(f"{mode}: other losses than those of the resident model")
+                    raise RuntimeError(f"{mode}: the losses differ from those of the resident "
+                                       "model")
                 rows.append({"mode": mode, "limit": limit, "throttle_mb_s": throttle, **seen})
     sizes = ("layers", "hidden", "length", "micro_batches", "steps", "weights_mib")
     return {"limit": limit, "rows": rows, **{name: getattr(args, name) for name in sizes}}
@@ -159,28 +163,31 @@ def table_of(seen: dict[str, Any]) -> str:
 
     return columns(seen["rows"], {
         "weights": "{mode}",
-        "tier": lambda row: f"{row['throttle_mb_s']:.0f} MB/s" if row.get("throttle_mb_s") else (
-            "as it is" if "throttle_mb_s" in row else ""),
-        "limit MiB": lambda row: f"{row['limit'] / MIB:.0f}" if row["limit"] else "none",
-        "peak of the cgroup MiB": there("{:.0f}", "cgroup_peak_bytes", MIB),
-        "peak of the process MiB": there("{:.0f}", "anonymous_bytes", MIB),
-        "tokens/s": "{tokens_s:.1f}", "processor s a step": "{processor_s:.1f}",
-        "stalled s": there("{:.1f}", "stalled_s"),
-        "copied MiB a step": there("{:.0f}", "copied_bytes", MIB * seen["steps"])})
+        "disk": lambda row: f"{row['throttle_mb_s']:.0f} MB/s" if row.get("throttle_mb_s") else (
+            "full speed" if "throttle_mb_s" in row else ""),
+        "memory limit, MiB": lambda row: f"{row['limit'] / MIB:.0f}" if row["limit"] else "none",
+        "peak of the cgroup, MiB": there("{:.0f}", "cgroup_peak_bytes", MIB),
+        "peak of the process, MiB": there("{:.0f}", "anonymous_bytes", MIB),
+        "tokens/s": "{tokens_s:.1f}", "processor seconds per step": "{processor_s:.1f}",
+        "seconds waiting for copies": there("{:.1f}", "stalled_s"),
+        "MiB copied per step": there("{:.0f}", "copied_bytes", MIB * seen["steps"])})
 
 
 def plain_part(seen: dict[str, Any]) -> list[str]:
     return [
-        f"A language model of {seen['layers']} blocks ({EXPERTS} experts of width {WIDTH} x "
-        f"{seen['hidden']}, attention), {seen['rows'][0]['model_bytes'] / MIB:.0f} MiB of float32 "
-        f"weights, trains {seen['steps']} steps of {seen['micro_batches']} micro-batches with "
-        "torch's fused AdamW, whose state is twice as large again. The process runs in a cgroup "
-        "whose limit counts all of its memory, torch, activations and pages of files included; the "
-        "resident model was killed under it, and ran without a limit for comparison. Losses of all "
-        "rows are equal bit for bit. The peak of the cgroup contains pages of files, which the "
-        "kernel takes back where memory is short; memory of the process alone was sampled. "
-        "Tokens/s are of the fastest step, with one thread on a machine that other programs used, "
-        "too: where the load is far above the cores, only processor seconds can be compared.",
+        "This page compares training with all weights in memory (*resident*) and training with "
+        "weights that are streamed from disk (*streamed*), under a memory limit. The language "
+        f"model has {seen['layers']} blocks of attention and {EXPERTS} experts of {WIDTH} x "
+        f"{seen['hidden']}, with {seen['rows'][0]['model_bytes'] / MIB:.0f} MiB of float32 "
+        f"weights. It trains {seen['steps']} steps of {seen['micro_batches']} micro-batches with "
+        "torch's fused AdamW, whose state is twice as large as the weights. Each process runs in a "
+        "cgroup, whose limit counts all memory, including torch, activations and pages of files.",
+        "The resident model was killed under the limit, and ran without a limit for this "
+        "comparison. The losses of all rows are equal, bit for bit. The peak of the cgroup "
+        "includes pages of files, which the kernel frees if memory is short; the peak of the "
+        "process does not include them and was sampled. Tokens/s are those of the fastest step, "
+        "with one thread on a machine that other programs used too. If the load average is far "
+        "above the number of cores, only processor seconds can be compared.",
         table_of(seen)]
 
 
@@ -190,29 +197,32 @@ def megatron_part(seen: dict[str, Any]) -> list[str]:
              for name in ("tokens_s", "processor_s", "cgroup_peak_bytes")}
     return [
         "## In Megatron",
-        "`python -m moe_plugin.hosts.megatron.train` with a GPT model of "
-        f"{seen['layers']} layers, each with 16 MiB of weights in attention and {EXPERTS} experts "
-        f"of {WIDTH} x {seen['hidden']}, {seen['steps']} steps of {seen['micro_batches']} "
-        f"micro-batches of 2 x {seen['length']} tokens; `--moe-fused-adam`. Streamed: "
-        f"`--weights-on host --weights-memory {seen['weights_mib']}MiB`, which holds two segments, "
-        "gradients and the optimizer's state of a block; the rest is what Python, torch and "
-        "Megatron take, and activations. The resident model was killed under the limit, too. "
-        "Losses are equal bit for bit. Processor seconds are of the whole run, imports included, "
-        f"by step. Streamed: {times['tokens_s']:.2f} of the tokens/s and "
-        f"{times['processor_s']:.2f} times the processor seconds in "
-        f"{times['cgroup_peak_bytes']:.2f} of the memory. The same holds as above.",
+        "`python -m moe_plugin.hosts.megatron.train --moe-fused-adam` trains a GPT model with "
+        f"{seen['layers']} layers. Each layer has 16 MiB of weights in attention and {EXPERTS} "
+        f"experts of {WIDTH} x {seen['hidden']}. The run has {seen['steps']} steps of "
+        f"{seen['micro_batches']} micro-batches with 2 x {seen['length']} tokens. The streamed "
+        f"model uses `--weights-on host --weights-memory {seen['weights_mib']}MiB`. This memory "
+        "contains two segments of weights, and the gradients and optimizer state of one block. The "
+        "rest of the process's memory is used by Python, torch, Megatron and activations.",
+        "Here too, the resident model was killed under the limit, and the losses are equal, bit "
+        "for bit. Processor seconds are those of the whole run, including imports, divided by the "
+        f"number of steps. The streamed model reached {times['tokens_s']:.2f} times the tokens/s "
+        f"of the resident one, with {times['processor_s']:.2f} times the processor seconds and "
+        f"{times['cgroup_peak_bytes']:.2f} times the memory.",
         table_of(seen)]
 
 
 PARTS = {"plain": (partial(compare, "plain"), plain_part),
          "megatron": (partial(compare, "megatron"), megatron_part)}
 OPTIONS = {
-    "scratch": Option("", "folder for the tier's file (default: a new one here)"),
-    "steps": Option(2, "training steps"), "layers": Option(80, "blocks", quick=2),
-    "hidden": Option(384, "of experts", quick=64),
-    "length": Option(32, "tokens of a sequence", quick=16),
-    "micro-batches": Option(4, "of a step", quick=2),
-    "limit-mib": Option(-1, "memory limit; -1: of the part, 0: none", quick=0),
-    "weights-mib": Option(144, "--weights-memory of Megatron's script"),
-    "throttle": Option(0.0, "MB/s of a slower tier, measured, too; 0: none"),
+    "scratch": Option("", "folder for the files of weights (default: a new one here)"),
+    "steps": Option(2, "number of training steps"),
+    "layers": Option(80, "number of blocks", quick=2),
+    "hidden": Option(384, "inner width of an expert", quick=64),
+    "length": Option(32, "tokens per sequence", quick=16),
+    "micro-batches": Option(4, "micro-batches per step", quick=2),
+    "limit-mib": Option(-1, "memory limit in MiB; -1 uses that of the part, 0 sets no limit",
+                        quick=0),
+    "weights-mib": Option(144, "--weights-memory of Megatron's script in MiB"),
+    "throttle": Option(0.0, "also measure a disk of this many MB/s; 0 measures none"),
 }

@@ -1,6 +1,7 @@
-"""Loss over the time of training, ours and the host's own layer: the picture of `bench train`.
+"""Plot the loss over training time, for our layer and the host's own: the picture of `bench train`.
 
-A line is the mean of some neighbouring steps; the band around it holds each of their losses.
+A line shows the mean over neighbouring steps. The band around the line shows the smallest and the
+largest of these losses.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ from scripts.bench.train.results import HOSTS, TrainReport, by_place, reports
 from scripts.bench.train.steps import SideTimes
 
 FILE = "train_curves.png"
-POINTS = 20  # of a line
-SHAPE = "few"  # eight experts, two for a token
+POINTS = 20  # number of means that one line shows
+SHAPE = "few"  # eight experts, two experts per token
 NATIVE = {"megatron": "Megatron-core's own layer",
           "fairseq": "the layer of fairseq's moe branch, as rewritten here"}
 
 
 def draw(found: Sequence[dict[str, Any]], path: str) -> None:
-    """A panel for each host, on one machine: the timed steps of `SHAPE`, else of its first shape.
+    """Draw a panel for each host on one machine: the timed steps of `SHAPE`, or of the first shape.
     """
     shown = []
     for (_, place), mine in by_place(reports(found)).items():
@@ -50,17 +51,21 @@ def _panel(axis: Any, report: TrainReport) -> None:
     axis.set_xlabel(f"seconds of training, {report.ranks} ranks on CPU cores")
     axis.spines[["top", "right"]].set_visible(False)
     low, high = axis.get_ylim()
-    axis.set_ylim(low, high + 0.25 * (high - low))  # for the legend
+    axis.set_ylim(low, high + 0.25 * (high - low))  # leaves space for the legend
     axis.legend(frameon=False, fontsize="small", loc="upper right")
 
 
 def curve(side: SideTimes) -> tuple[list[float], list[float]]:
-    """(seconds since the first timed step began, loss) at the end of each timed step."""
+    """Return the seconds since the start of the first timed step, and the loss, for each timed
+    step.
+    """
     return list(accumulate(side.seconds)), list(side.losses[-len(side.seconds):])
 
 
 def smoothed(losses: Sequence[float]) -> list[tuple[float, float, float]]:
-    """(mean, least, largest) of the steps around each one; fewer at both ends."""
+    """Return (mean, minimum, maximum) of the losses around each step, over fewer steps at both
+    ends.
+    """
     reach = len(losses) // (2 * POINTS)
     windows = [losses[max(0, i - reach):i + reach + 1] for i in range(len(losses))]
     return [(sum(near) / len(near), min(near), max(near)) for near in windows]

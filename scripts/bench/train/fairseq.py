@@ -1,5 +1,5 @@
-"""A language model in fairseq's trainer with our layer, with that of fairseq's `moe` branch, and
-without experts.
+"""Language models in fairseq's trainer: with our layer, with the layer of the moe branch, and
+dense.
 """
 
 from __future__ import annotations
@@ -25,13 +25,16 @@ NATIVE = "fairseq's moe branch"
 
 def build(shape: TrainShape, text: Tensor, rank: int, ranks: int,
           ours: Mapping[str, Settings], others: bool, evaluate: bool = False) -> list[Side]:
-    """All models with equal weights; the process group must exist.
+    """Build all models with equal weights. The default process group must exist.
 
     Args:
-        text: uint8 [N], what they train on.
-        ours: settings of our layer by the side's name.
-        others: the branch's layer and a dense one, too.
-        evaluate: steps are forward passes in evaluation.
+        shape: sizes of the models.
+        text: the text that the models train on, uint8 [N].
+        rank: this rank.
+        ranks: number of ranks.
+        ours: settings of our layer by the name of the side.
+        others: whether to build the layer of fairseq's moe branch and a dense model too.
+        evaluate: whether steps are forward passes of an evaluation.
     """
     start()
     make = Models(shape, text, rank, ranks, evaluate)
@@ -43,12 +46,13 @@ def build(shape: TrainShape, text: Tensor, rank: int, ranks: int,
     first = next(iter(models.values())).get_model()
     for made in models.values():
         _copy_weights(first, made.get_model())
-        made.begin_epoch(1)  # builds the optimizer, which in 16 bits copies the weights
+        # builds the optimizer, which copies the weights in 16 bits, so weights must be equal before
+        made.begin_epoch(1)
     return [_side(make, name, kind, made) for (name, kind), made in models.items()]
 
 
 def _side(make: Models, name: str, kind: str, made: Any) -> Side:
-    """With the routers of the branch's layers."""
+    """Build a side that also includes the routers of the branch's layers."""
     side = make.side(name, kind, made)
     return replace(side, routers=[*side.routers, *(
         partial(setattr, m, "choose") for m in made.get_model().modules()
@@ -56,10 +60,12 @@ def _side(make: Models, name: str, kind: str, made: Any) -> Side:
 
 
 class _BranchFFN(nn.Module):
-    """The branch's layer where a model has ours.
+    """The layer of fairseq's moe branch in the place of ours.
 
-    moe, run: what the trainer and the criterion read of a layer. stats: nothing is logged of this
-    one.
+    Attributes:
+        moe: the attributes of a layer that the trainer and the criterion read.
+        run: the run's settings.
+        stats: None, because nothing is logged about this layer.
     """
 
     stats = None
@@ -74,7 +80,7 @@ class _BranchFFN(nn.Module):
                 parameter.register_hook(lambda gradient: gradient * factor)
 
     def forward(self, x_TBD: Tensor, padding_BT: Tensor | None) -> tuple[Tensor, Tensor]:
-        """As `ExpertFFN`; nothing is padded here."""
+        """See `FairseqMoELayer`. No token is padding here."""
         x_BTD = x_TBD.transpose(0, 1)
         y_SD, loss = self.branch(x_BTD.reshape(-1, x_BTD.shape[-1]))
         return y_SD.view(x_BTD.shape).transpose(0, 1), loss
@@ -90,7 +96,9 @@ def _become_branch(model: nn.Module, shape: TrainShape) -> None:
 
 
 def _copy_weights(source: nn.Module, target: nn.Module) -> None:
-    """Equal weights: parameters of one name, and experts, whose names differ."""
+    """Copy all weights: parameters by name, and experts, which have different names in the two
+    layers.
+    """
     from moe_plugin.hosts.fairseq.layers import moe_layers
 
     known = dict(source.named_parameters())

@@ -1,4 +1,4 @@
-"""A language model in fairseq's trainer, with our layer."""
+"""A language model with our layer in fairseq's trainer."""
 
 from __future__ import annotations
 
@@ -30,11 +30,14 @@ _FIXED = ("--task dummy_lm --dict-size 256 --arch transformer_lm --decoder-atten
 
 
 def build(shape: TrainShape, text: Tensor, rank: int, ranks: int, settings: Settings) -> Side:
-    """A model with our layer; the process group must exist.
+    """Build a model with our layer. The default process group must exist.
 
     Args:
-        text: uint8 [N], what it trains on.
-        settings: of our layer.
+        shape: sizes of the model.
+        text: the text that the model trains on, uint8 [N].
+        rank: this rank.
+        ranks: number of ranks.
+        settings: settings of our layer.
     """
     start()
     models = Models(shape, text, rank, ranks)
@@ -44,14 +47,15 @@ def build(shape: TrainShape, text: Tensor, rank: int, ranks: int, settings: Sett
 
 
 def start() -> None:
-    """What comes before the first model in this process."""
+    """Prepare this process for the first model."""
     logging.getLogger("fairseq").setLevel(logging.ERROR)
     from moe_plugin.hosts.fairseq import registered  # noqa: F401
 
 
 def flags_of(settings: Settings) -> list[str]:
-    """The settings as words of fairseq's command line."""
-    # a dispatcher of its own takes the place of the branch's, with its capacity, if none is given
+    """Return the settings as flags of fairseq's command line."""
+    # A dispatcher that is set explicitly replaces the one that the flags of the moe branch select,
+    # and with it the capacity. Set the capacity factor, unless the settings contain one.
     own = {"dispatch.capacity_factor": 1.0} if "dispatch.name" in settings else {}
     found = [word for name, text in flag_texts({**own, **settings}).items()
              for word in ("--" + name.replace("_", "-"), text)]
@@ -59,7 +63,7 @@ def flags_of(settings: Settings) -> list[str]:
 
 
 class Models:
-    """Models of one shape in fairseq's trainer."""
+    """Builds models of one shape in fairseq's trainer."""
 
     def __init__(self, shape: TrainShape, text: Tensor, rank: int, ranks: int,
                  evaluate: bool = False) -> None:
@@ -68,15 +72,15 @@ class Models:
         self.sentences = shape.sentences(ranks)
         self.experts = ["--moe-freq", "1", "--moe-expert-count", str(shape.experts),
                         "--moe-second-expert-policy", "all",
-                        "--moe-eval-capacity-token-fraction", "0"]  # as in training
+                        "--moe-eval-capacity-token-fraction", "0"]  # the capacity of training
         self.experts += ["--moe-top1-expert"] if shape.top_k == 1 else []
 
     def ours(self, settings: Settings) -> Any:
-        """fairseq's trainer of a model with our layer."""
+        """Return fairseq's trainer for a model with our layer."""
         return self.model(self.shape.inner, [*self.experts, *flags_of(settings)])
 
     def model(self, inner: int, flags: list[str], change: Any = None) -> Any:
-        """fairseq's trainer of one model, on `fairseq-train`'s command line."""
+        """Return fairseq's trainer for one model, built from the flags of `fairseq-train`."""
         from omegaconf import open_dict
 
         from moe_plugin.hosts.fairseq.compat.names import (
@@ -114,7 +118,7 @@ class Models:
         loss, reduced = [0.0], made.task.reduce_metrics
 
         def keep_loss(logs: Any, criterion: Any) -> None:
-            # what fairseq returns is rounded to three digits
+            # computed from the sums, because fairseq returns a loss rounded to three digits
             loss[0] = float(sum(log["inner_loss"] for log in logs)) / float(
                 sum(log["sample_size"] for log in logs))
             reduced(logs, criterion)
@@ -136,7 +140,7 @@ class Models:
 
     def _sample(self, number: int) -> dict[str, Any]:
         shape = self.shape
-        first = 4  # symbols before the first byte in fairseq's dictionary
+        first = 4  # number of special symbols before the first byte in fairseq's dictionary
         bytes_BT = batch(self.text, number, self.sentences, shape.length, self.rank) + first
         return {
             "id": torch.arange(self.sentences), "nsentences": self.sentences,

@@ -1,4 +1,4 @@
-"""A GPT in Megatron-core's own training loop, with our layer."""
+"""A GPT with our layer in Megatron-core's own training loop."""
 
 from __future__ import annotations
 
@@ -22,15 +22,18 @@ from scripts.bench.train.host_sides import (
     tuners_settled,
 )
 
-SEED, VOCABULARY = 1234, 384  # bytes, padded as Megatron does
+SEED, VOCABULARY = 1234, 384  # the vocabulary is that of bytes, padded as in Megatron
 
 
 def build(shape: TrainShape, text: Tensor, rank: int, ranks: int, settings: Settings) -> Side:
-    """A model with our layer, in Megatron's groups; the process group must exist.
+    """Build a model with our layer in Megatron's process groups. The default group must exist.
 
     Args:
-        text: uint8 [N], what it trains on.
-        settings: of our layer.
+        shape: sizes of the model.
+        text: the text that the model trains on, uint8 [N].
+        rank: this rank.
+        ranks: number of ranks.
+        settings: settings of our layer.
     """
     start(ranks)
     made = make_ours(shape, config_of(shape, ranks), settings)
@@ -38,7 +41,7 @@ def build(shape: TrainShape, text: Tensor, rank: int, ranks: int, settings: Sett
 
 
 def start(ranks: int) -> None:
-    """What comes before the first model in this process."""
+    """Prepare this process for the first model."""
     from megatron.core import parallel_state
 
     from moe_plugin.hosts.megatron.compat import cpu
@@ -46,12 +49,12 @@ def start(ranks: int) -> None:
 
     cpu.enable(force=True)
     mend_config_warning()
-    if not parallel_state.model_parallel_is_initialized():  # by a shape before this one
+    if not parallel_state.model_parallel_is_initialized():  # an earlier shape may have done so
         parallel_state.initialize_model_parallel(expert_model_parallel_size=ranks)
 
 
 def make_ours(shape: TrainShape, config: Any, settings: Settings) -> Made:
-    """A model with our layer."""
+    """Build a model with our layer."""
     return make(shape, config, {name: value for name, value in settings.items()
                                 if name != FUSED_ADAM}, FUSED_ADAM in settings)
 
@@ -63,7 +66,8 @@ def config_of(shape: TrainShape, ranks: int) -> Any:
         num_layers=shape.layers, hidden_size=shape.width, num_attention_heads=4,
         num_moe_experts=shape.experts, moe_ffn_hidden_size=shape.inner,
         moe_router_topk=shape.top_k, expert_model_parallel_size=ranks, add_bias_linear=False,
-        # Megatron normalises the weights of a single choice to 1 unless it scores before choosing
+        # With one expert per token, Megatron normalises its weight to 1 unless the softmax is
+        # computed before the experts are selected.
         moe_router_pre_softmax=shape.top_k == 1, moe_router_load_balancing_type="aux_loss",
         moe_aux_loss_coeff=0.01, moe_router_dtype="fp32", hidden_dropout=0.0,
         attention_dropout=0.0, use_cpu_initialization=True, gradient_accumulation_fusion=False,
@@ -73,7 +77,7 @@ def config_of(shape: TrainShape, ranks: int) -> Any:
 
 @dataclass
 class Made:
-    """A model, its optimizer and its run."""
+    """A Megatron model with its optimizer and its run."""
 
     config: Any
     chunk: Any
@@ -88,7 +92,14 @@ class Made:
 
 def make(shape: TrainShape, config: Any, settings: Settings | None = None,
           fused: bool = False) -> Made:
-    """settings: of our layer; None: the spec's own."""
+    """Build a model.
+
+    Args:
+        shape: sizes of the model.
+        config: Megatron's configuration.
+        settings: settings of our layer. None (default) builds the layers of Megatron's own spec.
+        fused: whether to use the fused Adam.
+    """
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
     from moe_plugin.comm.host_collectives import comm_of
@@ -102,8 +113,8 @@ def make(shape: TrainShape, config: Any, settings: Settings | None = None,
 
     torch.manual_seed(SEED)
     model_parallel_cuda_manual_seed(SEED)
-    torch.manual_seed(SEED)  # on CPU both share one generator
-    config = replace(config)  # which gets what belongs to this model
+    torch.manual_seed(SEED)  # on CPU, torch and Megatron share one generator
+    config = replace(config)  # a copy, because functions of this model are stored in it below
     spec = core.gpt_block_spec(config, False)
     model = names.GPTModel(
         config, spec if settings is None else swap_moe(spec, dict(settings)),
@@ -131,7 +142,15 @@ def make(shape: TrainShape, config: Any, settings: Settings | None = None,
 
 
 class Batches:
-    """Batches by number: tokens and labels, [B, T]. evaluate: what is done with them."""
+    """Batches by number: tokens and labels, each [B, T].
+
+    Args:
+        shape: sizes of the model.
+        text: the text, uint8 [N].
+        rank: this rank.
+        ranks: number of ranks.
+        evaluate: whether the batches are for evaluation.
+    """
 
     def __init__(self, shape: TrainShape, text: Tensor, rank: int, ranks: int,
                  evaluate: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""A model that a host trains: its sizes, settings, data and steps, and what its tuners do."""
+"""Definitions that both hosts share: sizes of a model, settings of our layer, batches and steps."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from torch import Tensor
 
 from moe_plugin.layer import MoELayer
 from moe_plugin.planner.choice import LayoutChoice
+from moe_plugin.routed_experts import RoutedExperts
 from moe_plugin.tuning.exchange_tuner import ExchangeTuner
-from moe_plugin.tuning.layout_selector import LayoutSelector
 
-Settings = Mapping[str, Any]  # of the layer by path; and `FUSED_ADAM`
+Settings = Mapping[str, Any]  # settings of the layer by path, and optionally `FUSED_ADAM`
 FUSED_ADAM = "--moe-fused-adam"
 OURS, AUTO = "moe-plugin", "moe-plugin, auto"
 _ONE_LAYOUT = {"parallel.mode": "fixed"}
-# what `auto` chooses from, each alone
+# every choice of `auto` as a fixed setting
 FIXED: dict[str, Settings] = {
     "linear": {**_ONE_LAYOUT, "comm.all_to_all": "linear"},
     "native": {**_ONE_LAYOUT, "comm.all_to_all": "native"},
@@ -32,18 +32,23 @@ FIXED: dict[str, Settings] = {
 
 @dataclass(frozen=True, kw_only=True)
 class TrainShape:
-    """A decoder language model whose every layer has experts.
+    """A decoder language model with an MoE layer in every block.
 
     Attributes:
-        width: of a token, D.
-        inner: width inside an expert, F.
-        experts: E.
-        top_k: experts per token.
-        tokens: of one step, over all ranks.
-        layers, length: transformer layers, tokens of a sentence.
-        gated: experts are SwiGLU ones.
-        bf16: parameters and activations are in bfloat16, the optimizer's copies in float32.
-    Raises: ValueError: sizes that do not fit together; it names value, bound and remedy.
+        name: name of the shape.
+        width: width of a token, D.
+        inner: inner width of an expert, F.
+        experts: number of experts, E.
+        top_k: number of experts per token, K.
+        tokens: number of tokens per step, over all ranks.
+        layers: number of transformer layers.
+        length: number of tokens per sentence.
+        gated: whether the experts are SwiGLU experts.
+        bf16: whether parameters and activations are in bfloat16. The optimizer keeps copies of the
+            parameters in float32.
+
+    Raises:
+        ValueError: if a size is smaller than 1, or top_k is larger than the number of experts.
     """
 
     name: str
@@ -60,18 +65,22 @@ class TrainShape:
     def __post_init__(self) -> None:
         for field in ("width", "inner", "experts", "top_k", "tokens", "layers", "length"):
             if getattr(self, field) < 1:
-                raise ValueError(f"{field}={getattr(self, field)} is out of bounds: must be >= 1; "
-                                 "give a positive number")
+                raise ValueError(f"{field}={getattr(self, field)} is out of bounds: must be >= 1. "
+                                 "Use a positive number")
         if self.top_k > self.experts:
             raise ValueError(f"top_k={self.top_k} is out of bounds: must be <= "
-                             f"experts={self.experts}; lower it")
+                             f"experts={self.experts}. Use a smaller top_k")
 
     def sentences(self, ranks: int) -> int:
-        """Sentences of one rank in a step."""
+        """Return the number of sentences of one rank in a step.
+
+        Raises:
+            ValueError: if the tokens of a step cannot be divided equally.
+        """
         if self.tokens % (self.length * ranks):
             raise ValueError(
-                f"tokens={self.tokens} does not fit {ranks} ranks and sentences of {self.length} "
-                f"tokens: must be a multiple of {self.length * ranks}")
+                f"tokens={self.tokens} cannot be divided into sentences of {self.length} tokens on "
+                f"{ranks} ranks. The number of tokens must be a multiple of {self.length * ranks}")
         return self.tokens // (self.length * ranks)
 
     def label(self) -> str:
@@ -84,15 +93,19 @@ class Side:
     """One model in training.
 
     Attributes:
-        kind: ours, native or dense.
-        step: trains (or evaluates) on the step with this number and returns the language
-            model's loss over all ranks, nats per token.
-        optimizers: torch's, timed by themselves.
-        settled: whether its tuners have chosen, the same on all ranks.
-        layout: what runs, for the report.
-        parameters: of the model; in 16 bits the optimizers have copies of them.
-        routers: one function for each MoE layer, in their order. It is given a function from
-            logits [T, E] to experts [T, K], which from then on makes the layer's choices.
+        name: name of the side.
+        kind: "ours", "native" or "dense".
+        step: a function that trains (or evaluates) on the step of the given number and returns the
+            language model's loss over all ranks, in nats per token.
+        optimizers: the torch optimizers, which are timed separately.
+        settled: a function that returns whether the tuners have chosen. All ranks get the same
+            answer.
+        layout: a function that returns the label of the layout in use.
+        parameters: parameters of the model. In 16 bits the optimizers have copies of the
+            parameters.
+        routers: a function for each MoE layer, in the order of the layers. It receives a function
+            from
+            logits [T, E] to experts [T, K], which makes all later choices of the layer.
     """
 
     name: str
@@ -106,44 +119,56 @@ class Side:
 
 
 def tuners_settled(layers: Sequence[MoELayer]) -> Callable[[], bool]:
-    """A function that says whether these layers' tuners have no trials left; alike on all ranks."""
+    """Return a function that returns whether the layers' tuners have no trials left, equal on all
+    ranks.
+    """
     return lambda: not any(_exploring(layer) for layer in layers)
 
 
 def _exploring(layer: MoELayer) -> bool:
-    layouts = layer.layouts
-    if layouts.tuner is not None and layouts.tuner.exploring:
+    routed = layer.routed_experts
+    if routed.tuner is not None and routed.tuner.exploring:
         return True
-    exchanges = layer.comm.size > 1 and layouts.current.r > 0
-    return exchanges and layouts.current.algorithm == "auto" and ExchangeTuner.of(
+    exchanges = layer.comm.size > 1 and routed.current.r > 0
+    return exchanges and routed.current.algorithm == "auto" and ExchangeTuner.of(
         layer.comm).exploring
 
 
 def take_choices(layer: MoELayer, choose: Callable[[Tensor], Tensor]) -> None:
-    """From now on `choose` gives the experts [T, K] of logits [T, E]."""
+    """Let `choose` select the experts [T, K] for logits [T, E] in all later calls of the layer."""
     layer.router.forced = lambda call: choose(call.logits_TE)
 
 
 def layout_of(layers: Sequence[MoELayer], tokens: int) -> str:
-    """The layouts of the latest calls, and how many layers run in each. Collective.
+    """Return the labels of the layouts of the latest calls, with the number of layers in each.
+    Collective.
 
-    tokens: of a rank in a step.
+    Args:
+        layers: the layers.
+        tokens: number of tokens of one rank per step.
     """
-    seen = Counter(_latest(layer.layouts, tokens).label for layer in layers)
+    seen = Counter(_latest(layer.routed_experts, tokens).label for layer in layers)
     return ", ".join(label if count == len(layers) else f"{label} ({count} of {len(layers)})"
                      for label, count in seen.items())
 
 
-def _latest(layouts: LayoutSelector, tokens: int) -> LayoutChoice:
-    if layouts.prefill is None:
-        return layouts.current
-    return layouts.prefill.choice(layouts.current, tokens)
+def _latest(routed: RoutedExperts, tokens: int) -> LayoutChoice:
+    if routed.prefill is None:
+        return routed.current
+    return routed.prefill.choice(routed.current, tokens)
 
 
 def batch(text: Tensor, step: int, sentences: int, length: int, rank: int) -> Tensor:
-    """The token bytes of a rank's sentences in a step, int64 [sentences, length + 1].
+    """Return the bytes of a rank's sentences in a step, int64 [sentences, length + 1].
 
-    text: uint8 [N]. The same step gives every side the same sentences.
+    Every side gets the same sentences in the same step.
+
+    Args:
+        text: the text, uint8 [N].
+        step: number of the step.
+        sentences: number of sentences.
+        length: number of tokens per sentence.
+        rank: this rank.
     """
     source = torch.Generator().manual_seed(1_000_003 * step + rank)
     starts = torch.randint(len(text) - length, (sentences, 1), generator=source)

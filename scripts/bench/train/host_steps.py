@@ -1,4 +1,4 @@
-"""One side of a host's training, on a text: its start on ranks that are there."""
+"""Build one side of a host's training on a text, on ranks that exist already."""
 
 from __future__ import annotations
 
@@ -15,26 +15,32 @@ TEXT_BYTES = 1_000_000
 
 
 def write_text(folder: Path) -> str:
-    """The text to train on, in `folder`; returns its path."""
+    """Write the training text to `folder` and return its path."""
     build_corpus(folder, size=TEXT_BYTES)
     return str(folder / "train.txt")
 
 
 def read_text(path: str) -> Tensor:
-    """What `write_text` wrote, uint8 [N]."""
+    """Read the text that `write_text` wrote, as uint8 [N]."""
     return torch.frombuffer(bytearray(Path(path).read_bytes()), dtype=torch.uint8)
 
 
 def train_side(host: str, shape: TrainShape, text: Tensor, settings: Settings) -> Side:
-    """A model of ours with these settings; every rank calls it in an initialized group.
+    """Build a model with our layer and these settings. Every rank calls this in an initialized
+    group.
 
-    text: what `read_text` gives.
+    Args:
+        host: "megatron" or "fairseq".
+        shape: sizes of the model.
+        text: the text returned by `read_text`.
+        settings: settings of our layer.
     """
     torch.set_num_threads(1)
-    # Megatron compiles some small functions: 15 s in every process, and none of them is a layer's
+    # Megatron compiles some small functions, which costs 15 s in every process. None of these
+    # functions belongs to a layer.
     torch.compiler.set_stance("force_eager")
     comm = TorchComm()
-    # one of them is imported: they import their host
+    # imported here, because each module imports its host
     if host == "megatron":
         from scripts.bench.train import host_megatron as module
     else:

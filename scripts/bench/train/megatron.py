@@ -1,4 +1,4 @@
-"""A GPT in Megatron-core with our layer, with its own in either dispatcher, and without experts."""
+"""GPT models in Megatron-core with our layer, with Megatron's own layer, and without experts."""
 
 from __future__ import annotations
 
@@ -29,13 +29,17 @@ DISPATCHERS = ("alltoall", "allgather")
 
 def build(shape: TrainShape, text: Tensor, rank: int, ranks: int,
           ours: Mapping[str, Settings], others: bool, evaluate: bool = False) -> list[Side]:
-    """All models with equal weights, in Megatron's groups; the process group must exist.
+    """Build all models with equal weights in Megatron's process groups. The default group must
+    exist.
 
     Args:
-        text: uint8 [N], what they train on.
-        ours: settings of our layer by the side's name.
-        others: Megatron's own layer and a dense one, too.
-        evaluate: steps are forward passes in evaluation.
+        shape: sizes of the models.
+        text: the text that the models train on, uint8 [N].
+        rank: this rank.
+        ranks: number of ranks.
+        ours: settings of our layer by the name of the side.
+        others: whether to build Megatron's own layer, with both dispatchers, and a dense model too.
+        evaluate: whether steps are forward passes of an evaluation.
     """
     start(ranks)
     config = config_of(shape, ranks)
@@ -60,14 +64,14 @@ def build(shape: TrainShape, text: Tensor, rank: int, ranks: int,
 
 
 def _side(name: str, kind: str, made: Made, source: Batches) -> Side:
-    """With the routers of Megatron's own layers."""
+    """Build a side that also includes the routers of Megatron's own layers."""
     side = side_of(name, kind, made, source)
     return replace(side, routers=[*side.routers, *(
         partial(_take_choices, m.router) for m in made.chunk.modules() if _is_native(m))])
 
 
 def _take_choices(router: Any, choose: Callable[[Tensor], Tensor]) -> None:
-    """`sides.take_choices` for a router of Megatron's."""
+    """Let `choose` make the choices of one of Megatron's routers; see `host_sides.take_choices`."""
     module = sys.modules[type(router).__module__]
     routing, choice = router.routing, module.topk_routing_with_score_function
 
@@ -81,7 +85,9 @@ def _take_choices(router: Any, choose: Callable[[Tensor], Tensor]) -> None:
 
 
 def _copy_weights(source: Made | None, target: Made) -> None:
-    """Equal weights: parameters of one name, and experts, whose names differ."""
+    """Copy all weights: parameters by name, and experts, which have different names in the two
+    layers.
+    """
     if source is None or source is target:
         return
     mine, theirs = source.chunk.module, target.chunk.module
@@ -92,7 +98,7 @@ def _copy_weights(source: Made | None, target: Made) -> None:
     native = [m for m in theirs.modules() if _is_native(m)]
     for layer, other in zip(source.moe_layers(), native, strict=bool(native)):
         _copy_experts(layer, other)
-    target.optimizer.reload_model_params()  # its copies in float32
+    target.optimizer.reload_model_params()  # updates the optimizer's copies in float32
 
 
 def _is_native(module: nn.Module) -> bool:

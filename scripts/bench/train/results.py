@@ -1,4 +1,4 @@
-"""What `bench train` finds, as JSON and as a page; nothing here measures."""
+"""The results of `bench train`: records, tables and pages. Nothing in this module measures."""
 
 from __future__ import annotations
 
@@ -10,53 +10,71 @@ from typing import Any
 
 from moe_plugin.cli.figures import columns
 from moe_plugin.planner.units import show_time
-from scripts.bench.measure import said
-from scripts.bench.report import document
+from scripts.bench.report import bullets, document, layout_in_words, made_with, versions_in_words
 from scripts.bench.train.host_sides import OURS, TrainShape
 from scripts.bench.train.shapes import SHAPES
 from scripts.bench.train.sides import PIECES
 from scripts.bench.train.steps import SideTimes
 
-LOSS_DIGIT = 1e-5  # losses are written to it
+LOSS_DIGIT = 1e-5  # losses in the file of numbers are rounded to this
 HOSTS = {"megatron": "Megatron-core", "fairseq": "fairseq"}
 
 PACKAGE = {"megatron": "megatron-core", "fairseq": "fairseq"}
 
 MADE_BY = "moe-plugin bench train --host HOST [--emulate 2x2] [--evaluate] --out docs/benchmarks"
-ABOUT = """Whole training steps: forward, backward, reduction of gradients, clipping, optimizer. A
-model with our layer, one with the host's own (Megatron-core's in both of its dispatchers; in
-fairseq, whose release has none, that of its moe branch, written after its code) and one with dense
-layers of equal active width have equal weights and equal data and train in the same processes, one
-step of each in turn. A time is that of the slowest rank, a ratio is native over ours: above 1 ours
-is faster. Native is the side with the lower median; the ratio of minima takes the least step of
-any. `torch.compile` is off on all sides. *Version*: of the host; the newest measured is first."""
-EVALUATION = """The forward passes of an evaluation in place of training steps, by the host's own
-means. *Pieces*: `parallel.prefill`, which cuts a call's rows or experts by its load (EPS-MoE);
-without it a call has one piece. Both know the links and the processor
-(`configs/clusters/emulated.yaml` at the rate of the emulated links,
-`configs/devices/cpu_core.yaml`). Weights stay as they were drawn, so all losses are of one
-model."""
-NOT_YET = """Not measured yet: `moe-plugin bench train --host HOST --evaluate --emulate 2x2 --out
-docs/benchmarks`."""
-TERMS = """*Behind our best*: how much longer a step takes with the defaults than with the fastest
-of all settings measured. *Native / dense*: what *native / ours* would be for an MoE layer that
-costs no more than a dense one, which exchanges nothing. *Optimizer*: its share of a step. *Loss
-gap*: the largest difference between the two losses of any step. Sums in another order round
-differently, and near a tie rounding decides a token's expert: [traced](losses.md), all sides that
-make the same choices have the same losses. (fairseq's losses here are rounded to 7e-04.) *bf16*:
-parameters and activations; the optimizers have copies in float32. *Spread*: the middle half of the
-steps over their median. `auto`: layout and all-to-all chosen while training; the defaults do so
-where a group spans nodes, and take the layout with the least predicted time on one node."""
+ABOUT = ("""This page compares whole training steps: forward, backward, the reduction of gradients,
+clipping and the optimizer. Each host trains three kinds of models. The first has our layer. The
+second has the host's own MoE layer ("native"). The third has dense layers of equal active width.
+All models start with equal weights, receive equal data and train in the same processes, one step of
+each model after the other.""",
+         """Megatron-core's own layer is measured with both of its dispatchers. The release of
+fairseq has no MoE layer. Its native side is the layer of fairseq's `moe` branch, which we rewrote
+from the code of that branch.""",
+         """All times are medians of the slowest rank. *Native / ours* is the median of the faster
+native side divided by the median of our layer, so above 1 our layer is faster. `torch.compile` is
+off for all models.""")
+EVALUATION = """These tables compare forward passes of the host's own evaluation instead of training
+steps. With `parallel.prefill`, our layer divides the rows or experts of a call into pieces
+according to the load of the call (EPS-MoE). Without it, a call has one piece. Both variants use the
+same description of links and processor: `configs/clusters/emulated.yaml` at the rate of the
+emulated links, and `configs/devices/cpu_core.yaml`. No weight changes during an evaluation, so the
+losses of all steps belong to one model."""
+NOT_YET = """Not measured yet. The command is `moe-plugin bench train --host HOST --evaluate
+--emulate 2x2 --out docs/benchmarks`."""
+TERMS = bullets(
+    "*Host version*: the version of the host. The version that was measured last comes first.",
+    """*Ratio of minima*: the fastest step of any native side divided by our fastest step.""",
+    """*Slower than our best*: how much longer a step takes with the default settings than with the
+    fastest of all measured settings of our layer.""",
+    """*Native / dense*: the value that *native / ours* would have if our MoE layer cost no more
+    than a dense layer, which exchanges nothing.""",
+    "*Optimizer's share*: the time in the optimizer divided by the time of the step.",
+    """*Loss gap*: the largest difference between the losses of our layer and of the native layer in
+    any step. Sums in a different order round differently, and when two router scores are nearly
+    equal, rounding decides which expert a token gets. All models that make the same choices have
+    the same losses; see [the page about losses](losses.md). Some losses of fairseq were recorded
+    with a rounding of 7e-04.""",
+    """*bf16*: parameters and activations are in bfloat16. The optimizers keep copies of the
+    parameters in float32.""",
+    "*Spread*: the interquartile range of a side's steps divided by their median.",
+    """`auto`: the layout and the all-to-all algorithm are chosen during training. The default
+    settings do this if a group spans several nodes. On one node, the default settings use the
+    layout with the lowest predicted time.""")
 
 
 @dataclass(frozen=True)
 class TrainReport:
-    """All sides of one shape in one host at one place.
+    """Times of all sides of one shape, in one host and at one place.
 
     Attributes:
-        place: where the ranks were.
-        load: the machine's load average before and after.
-        evaluate: forward passes in evaluation, not training steps.
+        host: name of the host, a key of `HOSTS`.
+        place: where the ranks ran, in words.
+        ranks: number of ranks.
+        shape: sizes of the model.
+        sides: times of every side.
+        load: load average of the machine before and after the measurement.
+        versions: versions of the packages, with the date and the device.
+        evaluate: whether forward passes of an evaluation were timed instead of training steps.
     """
 
     host: str
@@ -70,40 +88,52 @@ class TrainReport:
 
     @property
     def version(self) -> str:
-        """Of the host."""
+        """Version of the host."""
         return self.versions.get(PACKAGE[self.host], "")
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """What a later run of the same replaces."""
+        """Identity of the measurement. A later run with the same key replaces this report."""
         return self.host, self.place, self.evaluate, self.shape.name, self.version
 
     def side(self, name: str) -> SideTimes:
         return next(side for side in self.sides if side.name == name)
 
     def best(self, kind: str) -> SideTimes:
-        """The side of a kind with the lowest median."""
+        """Return the side of this kind (ours, native or dense) with the lowest median."""
         return min((side for side in self.sides if side.kind == kind), key=median_ms)
 
     def ratio(self, name: str = OURS) -> tuple[float, float]:
-        """The best native side over a side of ours: of medians, and of minima (the least of any
-        native side over ours). Above 1 ours is faster.
+        """Return the times of the native sides divided by those of one of our sides.
+
+        Above 1 our side is faster.
+
+        Args:
+            name: name of our side.
+        Returns:
+            (ratio of medians, with the native side of lower median; ratio of minima, with the
+            fastest step
+            of any native side).
         """
         mine = self.side(name)
         least = min(min(s.seconds) for s in self.sides if s.kind == "native")
         return median_ms(self.best("native")) / median_ms(mine), least / min(mine.seconds)
 
     def behind(self, name: str = OURS) -> float:
-        """How much longer a side's median step is than that of our fastest side, 0.03: 3 %."""
+        """Return how much slower a side's median step is than that of our fastest side; 0.03 means
+        3 %.
+        """
         return median_ms(self.side(name)) / median_ms(self.best("ours")) - 1
 
     def loss_gap(self) -> float:
-        """The largest difference between ours and the best native side in any step's loss."""
+        """Return the largest difference between the losses of our side and the best native side in
+        any step.
+        """
         mine, theirs = self.side(OURS).losses, self.best("native").losses
         return max(abs(a - b) for a, b in zip(mine, theirs, strict=False))
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values; times in seconds to a microsecond, losses to 1e-5."""
+        """Return plain values, with times rounded to a microsecond and losses to 1e-5."""
         rounded = {"seconds": 6, "optimizer_s": 6, "losses": 5}
         sides = [{key: [round(v, rounded[key]) for v in value] if key in rounded else value
                   for key, value in asdict(side).items()} for side in self.sides]
@@ -116,12 +146,15 @@ class TrainReport:
 
 
 def median_ms(side: SideTimes) -> float:
-    """Median of a side's steps, ms."""
+    """Return the median time of a side's steps in milliseconds."""
     return 1e3 * statistics.median(side.seconds)
 
 
 def spread(side: SideTimes) -> float:
-    """The middle half of a side's steps over their median; 0 with fewer than four steps."""
+    """Return the interquartile range of a side's steps over their median.
+
+    With fewer than four steps the result is 0.
+    """
     if len(side.seconds) < 4:
         return 0.0
     low, _, high = statistics.quantiles(side.seconds, n=4)
@@ -129,61 +162,71 @@ def spread(side: SideTimes) -> float:
 
 
 def reports(values: Sequence[dict[str, Any]]) -> list[TrainReport]:
-    """The reports of a file.
+    """Read the reports of a file of numbers.
 
-    Raises: ValueError: the values are not of this study.
+    Raises:
+        ValueError: if the values were not written by `bench train`.
     """
     try:
         return [TrainReport.from_dict(one) for one in values]
     except (TypeError, KeyError, ValueError) as error:
-        raise ValueError(f"these numbers are not of `bench train` ({error}); give another "
+        raise ValueError(f"these numbers are not those of `bench train` ({error}). Choose another "
                          "--out") from error
 
 
 def merged(old: Sequence[TrainReport], new: Sequence[TrainReport]) -> list[TrainReport]:
-    """Reports with those of the same host, its version, place and shape replaced by the new ones.
-    """
+    """Merge reports; a new report replaces the old one with the same `TrainReport.key`."""
     return list({report.key: report for report in (*old, *new)}.values())
 
 
 def newest(every: Sequence[TrainReport], evaluate: bool = False) -> list[TrainReport]:
-    """Of training steps (or of evaluation), those of each host's version that was measured last."""
+    """Return the reports of the most recently measured version of each host.
+
+    Args:
+        every: reports of all versions.
+        evaluate: whether to return reports of evaluations instead of training steps.
+    """
     return [one for mine in by_place(every, evaluate).values() for one in mine
             if one.version == mine[0].version]
 
 
 def summary_table(reports: Sequence[TrainReport]) -> str:
-    """A row per shape: ours against the better native side, the dense model, the optimizer."""
+    """Return a table with one row per shape: our layer, the better native side and the dense model.
+    """
     return columns(reports, {
-        "shape": "{0.shape.name}", "sizes": lambda r: r.shape.label(), "version": "{0.version}",
+        "shape": "{0.shape.name}", "sizes": lambda r: r.shape.label(),
+        "host version": "{0.version}",
         "ours": lambda r: _time(r.side(OURS)), "native": lambda r: _time(r.best("native")),
         "native / ours": lambda r: f"{r.ratio()[0]:.2f}",
-        "of minima": lambda r: f"{r.ratio()[1]:.2f}",
-        "behind our best": lambda r: f"{100 * r.behind():.0f} %",
+        "ratio of minima": lambda r: f"{r.ratio()[1]:.2f}",
+        "slower than our best": lambda r: f"{100 * r.behind():.0f} %",
         "dense": lambda r: _time(r.best("dense")),
         "native / dense": lambda r: (
             f"{median_ms(r.best('native')) / median_ms(r.best('dense')):.2f}"),
-        "optimizer, ours / native": lambda r: (
+        "optimizer's share, ours / native": lambda r: (
             f"{_optimizer(r.side(OURS)):.0%} / {_optimizer(r.best('native')):.0%}"),
         "loss gap": lambda r: _gap(r.loss_gap())})
 
 
 def evaluation_table(reports: Sequence[TrainReport]) -> str:
-    """A row per shape: our layer without and with pieces by load against the better native side."""
+    """Return a table with one row per shape: our layer with and without pieces, and the native
+    side.
+    """
     return columns(reports, {
-        "shape": "{0.shape.name}", "sizes": lambda r: r.shape.label(), "version": "{0.version}",
-        "native": lambda r: _time(r.best("native")),
+        "shape": "{0.shape.name}", "sizes": lambda r: r.shape.label(),
+        "host version": "{0.version}", "native": lambda r: _time(r.best("native")),
         **{head: lambda r, name=name: f"{_time(r.side(name))} ({spread(r.side(name)):.0%})"
            for head, name in (("one piece (spread)", OURS), ("pieces (spread)", PIECES))},
         "native / one piece": lambda r: f"{r.ratio()[0]:.2f}",
         "native / pieces": lambda r: f"{r.ratio(PIECES)[0]:.2f}",
         "one piece / pieces": lambda r: (
             f"{median_ms(r.side(OURS)) / median_ms(r.side(PIECES)):.2f}"),
-        "taken": lambda r: r.side(PIECES).layout, "loss gap": lambda r: _gap(r.loss_gap())})
+        "layout with pieces": lambda r: layout_in_words(r.side(PIECES).layout),
+        "loss gap": lambda r: _gap(r.loss_gap())})
 
 
-def _time(of: SideTimes) -> str:
-    return show_time(median_ms(of) / 1e3)
+def _time(side: SideTimes) -> str:
+    return show_time(median_ms(side) / 1e3)
 
 
 def _gap(loss: float) -> str:
@@ -195,8 +238,10 @@ def sides_table(report: TrainReport) -> str:
         "side": "{0.name}", "median": _time,
         "minimum": lambda s: show_time(min(s.seconds)), "spread": lambda s: f"{spread(s):.0%}",
         "tokens/s": lambda s: f"{report.shape.tokens / median_ms(s) * 1e3:,.0f}",
-        "optimizer": lambda s: f"{_optimizer(s):.0%}", "last loss": lambda s: f"{s.losses[-1]:.3f}",
-        "M parameters": lambda s: f"{s.parameters / 1e6:.2f}", "layout": "{0.layout}"})
+        "optimizer's share": lambda s: f"{_optimizer(s):.0%}",
+        "last loss": lambda s: f"{s.losses[-1]:.3f}",
+        "million parameters per rank": lambda s: f"{s.parameters / 1e6:.2f}",
+        "layout": lambda s: layout_in_words(s.layout)})
 
 
 def _optimizer(side: SideTimes) -> float:
@@ -204,18 +249,22 @@ def _optimizer(side: SideTimes) -> float:
 
 
 def main_parts(reports: Sequence[TrainReport]) -> Iterator[str]:
-    """Of the main page: a section per kind of place and one of evaluation, in them one per host."""
+    """Yield the parts of the main page: one section per kind of place, then the evaluations."""
+    first, *more = ABOUT
+    yield first
     yield _setup(reports)
-    yield ABOUT
+    yield from more
     yield TERMS
-    yield "![Loss over seconds of the timed steps, ours and native, one machine](train_curves.png)"
+    yield ("![Loss over the seconds of the timed steps on one machine, ours and native]"
+           "(train_curves.png)")
     trained = by_place(reports)
     for kind in dict.fromkeys(_kind(place) for _, place in trained):
         yield f"## Training: {kind}"
         for key, mine in trained.items():
             if _kind(key[1]) == kind:
                 yield from _host_parts(mine, summary_table(mine),
-                                       f"[Every side of every shape]({_page_of(mine[0])}).")
+                                       "The times of every side of every shape are on "
+                                       f"[another page]({_page_of(mine[0])}).")
     yield "## Evaluation"
     yield EVALUATION
     evaluated = by_place(reports, evaluate=True)
@@ -229,17 +278,20 @@ def _host_parts(mine: Sequence[TrainReport], shown: str, more: str) -> Iterator[
     loads = [value for r in mine for value in r.load]
     yield f"### {HOSTS[mine[0].host]}, {mine[0].place}"
     yield shown
-    yield f"Load average {min(loads):.1f} to {max(loads):.1f}. {more}"
+    yield (f"The load average of the machine was between {min(loads):.1f} and {max(loads):.1f}. "
+           f"{more}")
 
 
 def side_pages(reports: Sequence[TrainReport]) -> dict[str, str]:
-    """A page per host and kind of place, by its file: every side of every trained shape."""
+    """Return a page for each host and kind of place, by file name, with every side of every shape.
+    """
     found: dict[str, list[TrainReport]] = {}
     for mine in by_place(reports).values():
         found.setdefault(_page_of(mine[0]), []).extend(mine)
     return {name: document(
         f"# Whole training steps: {HOSTS[mine[0].host]}, {_kind(mine[0].place)}",
-        f"Made by `{MADE_BY}`. {_setup(mine)}", "[What is measured](train.md).",
+        "This page lists the times of every side. The [page of training steps](train.md) explains "
+        "the terms and compares the sides.", f"{made_with(MADE_BY)} {_setup(mine)}",
         *(part for one in mine
           for part in (f"## {one.place}: {one.shape.name}, {one.version}", sides_table(one))))
         for name, mine in found.items()}
@@ -251,19 +303,23 @@ def _page_of(one: TrainReport) -> str:
 
 
 def _kind(place: str) -> str:
-    """A place without what comes after a comma: number of ranks, rate and delay."""
+    """Return a place without the number of ranks, rate and delay, which follow after a comma."""
     return place.split(",")[0]
 
 
 def _setup(reports: Sequence[TrainReport]) -> str:
-    return said({name: ", ".join(sorted({r.versions[name] for r in reports if name in r.versions}))
-                 for name in dict.fromkeys(n for r in reports for n in r.versions)})
+    return versions_in_words({
+        name: " and ".join(sorted({r.versions[name] for r in reports if name in r.versions}))
+        for name in dict.fromkeys(n for r in reports for n in r.versions)})
 
 
 def by_place(every: Sequence[TrainReport],
              evaluate: bool = False) -> dict[tuple[str, str], list[TrainReport]]:
-    """Reports of training steps (or of evaluation) by host and place: of the host's version that
-    was measured last first, then by shape.
+    """Return the reports of training steps (or evaluations) by host and place.
+
+    For each host and place, the version that was measured last comes first; reports of one version
+    are
+    ordered by shape.
     """
     known = list(SHAPES)
     last: dict[tuple[str, str, str], str] = {}

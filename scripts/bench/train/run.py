@@ -1,4 +1,4 @@
-"""Starts ranks on this machine or on an emulated cluster, and measures training steps on them."""
+"""Start ranks on this machine or on an emulated cluster, and measure training steps on them."""
 
 from __future__ import annotations
 
@@ -28,16 +28,18 @@ TIMEOUT_S = 900.0
 
 @dataclass(frozen=True)
 class TrainPlan:
-    """What to measure.
+    """One measurement: a shape in a host, with the sides to train.
 
     Attributes:
-        host: megatron or fairseq.
-        text: path of the text that models train on.
-        steps: timed ones of each side.
-        ours: settings of our layer by the side's name.
-        others: the host's own layer and a dense one, too.
-        evaluate: forward passes in evaluation take the place of training steps.
-        processor: clocks count processor time.
+        host: "megatron" or "fairseq".
+        shape: sizes of the model.
+        text: path of the text that the models train on.
+        steps: number of timed steps of each side.
+        warm_up: number of untimed steps of each side before the timed ones.
+        ours: settings of our layer by the name of the side.
+        others: whether the host's own layer and a dense model are measured too.
+        evaluate: whether forward passes of an evaluation are timed instead of training steps.
+        processor: whether clocks count processor time instead of elapsed time.
     """
 
     host: str
@@ -52,7 +54,9 @@ class TrainPlan:
 
 
 def measure_rank(plan: TrainPlan) -> list[SideTimes]:
-    """All sides; every rank calls it in an initialized group, and all get the same result."""
+    """Measure all sides of a plan. Every rank calls this in an initialized group and gets the same
+    result.
+    """
     sides = sides_of(plan.host, plan.shape, read_text(plan.text), plan.ours, plan.others,
                      plan.evaluate)
     return measure(sides, TorchComm(), plan.steps, plan.warm_up,
@@ -60,7 +64,9 @@ def measure_rank(plan: TrainPlan) -> list[SideTimes]:
 
 
 def measure_plans(plans: Sequence[TrainPlan]) -> list[tuple[list[SideTimes], Load]]:
-    """All sides of each, one plan after the other on these ranks, and the machine's load."""
+    """Measure all sides of several plans in sequence, with the load average of the machine for each
+    plan.
+    """
     found = []
     for plan in tracked(plans, "bench train", "shape"):
         before = os.getloadavg()[0]
@@ -71,21 +77,26 @@ def measure_plans(plans: Sequence[TrainPlan]) -> list[tuple[list[SideTimes], Loa
 
 def sides_of(host: str, shape: TrainShape, text: Tensor, ours: Mapping[str, Settings],
              others: bool = True, evaluate: bool = False) -> list[Side]:
-    """All sides with equal weights; every rank calls it in an initialized group.
+    """Build all sides with equal weights. Every rank calls this in an initialized group.
 
     Args:
-        text: what `read_text` gives.
-        ours, others, evaluate: see `TrainPlan`.
+        host: "megatron" or "fairseq".
+        shape: sizes of the model.
+        text: the text returned by `read_text`.
+        ours: settings of our layer by the name of the side.
+        others: whether the host's own layer and a dense model are built too.
+        evaluate: whether steps are forward passes of an evaluation.
     """
     torch.set_num_threads(1)
-    # Megatron compiles some small functions: 15 s in every process, and none of them is a layer's
+    # Megatron compiles some small functions, which costs 15 s in every process. None of these
+    # functions belongs to a layer.
     torch.compiler.set_stance("force_eager")
     comm = TorchComm()
     return _builder(host)(shape, text, comm.rank, comm.size, ours, others, evaluate)
 
 
 def _builder(host: str) -> Callable[..., list[Side]]:
-    # one of them is imported: they import their host
+    # imported here, because each module imports its host
     if host == "megatron":
         from scripts.bench.train import megatron as module
     else:
@@ -94,7 +105,8 @@ def _builder(host: str) -> Callable[..., list[Side]]:
 
 
 def on_own_ranks(plans: Sequence[TrainPlan]) -> list[TrainReport]:
-    """Measure on the ranks that a launcher started; rank 0 alone returns reports."""
+    """Measure on the ranks that a launcher such as torchrun started. Only rank 0 returns reports.
+    """
     joined = dist.is_initialized()
     if not joined:
         dist.init_process_group("gloo")
@@ -114,7 +126,9 @@ def on_this_machine(plans: Sequence[TrainPlan], ranks: int) -> list[TrainReport]
 
 
 def on_emulated(plans: Sequence[TrainPlan], cluster: EmulatedCluster) -> list[TrainReport]:
-    """Measure on a running emulated cluster; the ranks are forked with the host imported."""
+    """Measure on a running emulated cluster. The ranks are forked after the hosts have been
+    imported.
+    """
     forked_hosts({plan.host for plan in plans})
     place = (f"{cluster.nodes_wanted}x{cluster.ranks_per_node} emulated nodes, "
              f"{cluster.rate_bit_s / 1e6:g} Mbit/s, {show_time(cluster.delay_s)}")
@@ -124,13 +138,13 @@ def on_emulated(plans: Sequence[TrainPlan], cluster: EmulatedCluster) -> list[Tr
 
 
 def sides_on_emulated(plan: TrainPlan, cluster: EmulatedCluster) -> list[SideTimes]:
-    """All sides; the ranks are forked with the host imported."""
+    """Measure one plan on a running emulated cluster and return the times of its sides."""
     forked_hosts([plan.host])
     return cluster.run(measure_rank, plan, timeout_s=TIMEOUT_S, group_timeout_s=120.0)[0]
 
 
 def forked_hosts(hosts: Iterable[str]) -> None:
-    """Import what trains before ranks are forked."""
+    """Import the hosts before ranks are forked, so that every rank need not import them again."""
     for host in hosts:
         _builder(host)
         _import_host(host)

@@ -1,4 +1,4 @@
-"""The sides of our layer that both hosts train: their settings."""
+"""Settings of our layer that both hosts train and measure."""
 
 from __future__ import annotations
 
@@ -9,17 +9,22 @@ ONE_NODE = ("linear", "native", "r=0", "all_gather")
 
 
 def our_settings(several_nodes: bool) -> dict[str, Settings]:
-    """The sides of our layer by name: defaults; `auto` for everything on one node, and every fixed
-    setting that is not the default.
+    """Return the settings of our layer by the name of the side.
+
+    The sides are the default settings, `auto` for layout and all-to-all (on one node; on several
+    nodes
+    these are the defaults), and every fixed setting that is not the default.
     """
-    if several_nodes:  # there the defaults are auto
+    if several_nodes:  # the default settings are `auto` already
         return {OURS: {}, **{f"{OURS}, {name}": FIXED[name] for name in FIXED}}
     auto = {"parallel.mode": "auto", "comm.all_to_all": "auto"}
     return {OURS: {}, AUTO: auto, **{f"{OURS}, {name}": FIXED[name] for name in ONE_NODE}}
 
 
 def evaluated_settings(hardware: Settings) -> dict[str, Settings]:
-    """The sides of our layer in evaluation: without and with pieces by load, both with what is
-    known of links and processors.
+    """Return the settings of our layer in evaluations, without and with pieces by load.
+
+    Args:
+        hardware: settings that describe the links and the processor, used by both sides.
     """
     return {OURS: hardware, PIECES: {**hardware, "parallel.prefill": True}}

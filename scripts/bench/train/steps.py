@@ -1,4 +1,5 @@
-"""Training steps of several models in one set of ranks, alternately."""
+"""Time training steps of several models on the same ranks, one step of each model after the other.
+"""
 
 from __future__ import annotations
 
@@ -15,17 +16,24 @@ from moe_plugin.comm.base import Comm
 from scripts.bench.train.host_sides import Side
 
 WARM_UP = 4
-LONGEST_WARM_UP = 60  # steps in which tuners may settle
+LONGEST_WARM_UP = 60  # maximum number of steps in which tuners can choose
 
 
 @dataclass(frozen=True)
 class SideTimes:
-    """What a side's steps took; seconds of the slowest rank.
+    """Times of the steps of one side, in seconds of the slowest rank.
 
     Attributes:
-        losses: of all steps, the last warm-up's included: side by side they are of equal data
-            and begin with equal weights.
-        parameters: of one rank.
+        name: name of the side.
+        kind: "ours", "native" or "dense".
+        seconds: time of each timed step.
+        optimizer_s: time in the optimizer in each timed step.
+        losses: losses of all steps, including those of the last warm-up. The losses of two sides
+            are
+            comparable step by step, because all sides start with equal weights and train on equal
+            data.
+        parameters: number of parameters on one rank.
+        layout: label of the layout in use.
     """
 
     name: str
@@ -39,7 +47,7 @@ class SideTimes:
 
 @dataclass
 class _Clock:
-    """Seconds inside optimizers' steps."""
+    """A clock that measures the time inside optimizer steps."""
 
     now: Callable[[], float]
     seconds: float = 0.0
@@ -56,18 +64,27 @@ class _Clock:
         self.seconds += self.now() - self.begun
 
     def take(self) -> float:
-        """Seconds since the last time this was called."""
+        """Return the seconds since the last call of this method."""
         taken, self.seconds = self.seconds, 0.0
         return taken
 
 
 def measure(sides: Sequence[Side], comm: Comm, steps: int, warm_up: int = WARM_UP,
             now: Callable[[], float] = time.perf_counter) -> list[SideTimes]:
-    """Train all sides, alternating after each step; every rank calls it. now: the clock, seconds.
+    """Train all sides, alternating after each step. Every rank calls this function.
 
-    Before it counts every side runs `warm_up` steps. One whose tuners have not settled then runs
-    some more on its own, and begins again with the weights it had: what is timed has equal weights
-    and data, and so the same load of the experts, on all sides.
+    Every side first runs `warm_up` steps. A side whose tuners have not chosen by then runs more
+    steps
+    alone, and starts again from its initial weights. The timed steps of all sides therefore have
+    equal
+    weights and equal data, and so the same load of the experts.
+
+    Args:
+        sides: models to train.
+        comm: communicator of all ranks.
+        steps: number of timed steps of each side.
+        warm_up: number of steps before the timed ones.
+        now: clock, in seconds.
     """
     runs = [_Run(side, comm, now) for side in sides]
     for run in runs:

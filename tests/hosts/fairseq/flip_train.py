@@ -16,7 +16,7 @@ from moe_plugin.hosts.fairseq.trainer import MoETrainer
 
 def spoil(step: int) -> None:
     """The experts of every layer built from now on put out a wrong bit once `step` has begun."""
-    original, begun = layers.ExpertFFN.__init__, False
+    original, begun = layers.FairseqMoELayer.__init__, False
     train_step = MoETrainer.train_step
 
     def train(self: MoETrainer, *args: object) -> object:
@@ -31,11 +31,11 @@ def spoil(step: int) -> None:
         wrong.detach().view(torch.int32).view(-1)[0] ^= 1
         return wrong
 
-    def init(self: layers.ExpertFFN, settings: layers.LayerSettings) -> None:
+    def init(self: layers.FairseqMoELayer, settings: layers.LayerSettings) -> None:
         original(self, settings)
         self.moe.experts.register_forward_hook(flipped)
 
-    layers.ExpertFFN.__init__ = init  # type: ignore[method-assign]
+    layers.FairseqMoELayer.__init__ = init  # type: ignore[method-assign]
     MoETrainer.train_step = train  # type: ignore[method-assign]
 
 

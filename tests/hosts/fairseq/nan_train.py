@@ -14,12 +14,12 @@ from moe_plugin.hosts.fairseq import layers
 
 
 def poison(step: int) -> None:
-    """Every `ExpertFFN` built from now on has a NaN in one expert's gradient at its `step`-th
+    """Every `FairseqMoELayer` built from now on has a NaN in one expert's gradient at its `step`-th
     backward pass (from 1).
     """
-    original = layers.ExpertFFN.__init__
+    original = layers.FairseqMoELayer.__init__
 
-    def init(self: layers.ExpertFFN, settings: layers.LayerSettings) -> None:
+    def init(self: layers.FairseqMoELayer, settings: layers.LayerSettings) -> None:
         original(self, settings)
         passes = 0
 
@@ -33,7 +33,7 @@ def poison(step: int) -> None:
 
         self.moe.experts.w_in_LDF.register_hook(spoil)
 
-    layers.ExpertFFN.__init__ = init  # type: ignore[method-assign]
+    layers.FairseqMoELayer.__init__ = init  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

@@ -21,7 +21,10 @@ os.environ["TORCHDYNAMO_DISABLE"] = "1"
 
 for tool in ("eval_lm", "generate", "hydra_train", "preprocess", "train", "validate"):
     importlib.import_module(f"fairseq_cli.{tool}")
-importlib.import_module("torch._dynamo")  # 2 s; the first optimizer imports it
+for module in ("torch._dynamo", "torch.profiler._cupti_monitor",  # the first optimizer imports them
+               "fairseq.data.data_utils_fast", "fairseq.data.token_block_utils_fast"):
+    with contextlib.suppress(ImportError):
+        importlib.import_module(module)
 utils = importlib.import_module("fairseq.utils")
 utils.import_user_module(argparse.Namespace(user_dir="moe_plugin"))
 constants = importlib.import_module("fairseq.dataclass.constants")

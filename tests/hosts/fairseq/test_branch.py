@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moe_plugin.hosts.fairseq.layers import ExpertFFN, moe_layers
+from moe_plugin.hosts.fairseq.layers import FairseqMoELayer, moe_layers
 from tests.hosts.fairseq.small import language_model, tokens
 from tests.hosts.fairseq.test_criterion import criterion
 
@@ -37,9 +37,9 @@ def branch_top2(logits_SE: Tensor, capacity: int) -> tuple[Tensor, Tensor, Tenso
 
 
 class BranchLayer:
-    """Stands in for `ExpertFFN.forward`, with its parameters; remembers what was kept."""
+    """Stands in for `FairseqMoELayer.forward`, with its parameters; remembers what was kept."""
 
-    def __init__(self, ours: ExpertFFN) -> None:
+    def __init__(self, ours: FairseqMoELayer) -> None:
         self.ours, self.kept_SK = ours, None
 
     def __call__(self, x_TBD: Tensor, padding_BT: Tensor | None) -> tuple[Tensor, Tensor]:

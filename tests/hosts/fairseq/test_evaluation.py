@@ -83,7 +83,7 @@ def test_settings_of_the_ranks_that_trained_are_left_out(
         gathering = language_model(moe_parallel_r="0")
     assert moe_layers(gathering)[0].moe_layer.moe.given.parallel.r == 0
     if "moe_parallel_r" in settings:  # as it was in training
-        with pytest.raises(ValueError, match="parallel.r=2 does not fit 4 experts on 1"):
+        with pytest.raises(ValueError, match="parallel.r=2 is not possible with 4 experts on 1"):
             language_model(**settings)
 
 

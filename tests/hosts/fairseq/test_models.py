@@ -203,19 +203,20 @@ def test_a_checkpoint_of_another_expert_count_is_refused() -> None:
 
 
 @pytest.mark.parametrize(("settings", "words"), [
-    ({"dispatch": {"name": "index_slice"}}, "dispatch.name='index_slice' does not fit fairseq"),
-    ({"parallel": {"replicas": 2}}, "parallel.replicas=2 does not fit fairseq"),
+    ({"dispatch": {"name": "index_slice"}}, "dispatch.name='index_slice' cannot be used in"),
+    ({"parallel": {"replicas": 2}}, "parallel.replicas=2 cannot be used in fairseq"),
 ])
 def test_what_needs_tensor_parallel_ranks_is_refused(settings: dict[str, Any], words: str) -> None:
     from moe_plugin.comm import run_simulated
     from moe_plugin.config import from_dict
     from moe_plugin.hosts.fairseq.groups import FairseqGroups
-    from moe_plugin.hosts.fairseq.layers import ExpertFFN, LayerSettings
+    from moe_plugin.hosts.fairseq.layers import FairseqMoELayer, LayerSettings
 
     config = from_dict({"model_dim": 8, "num_experts": 4, **settings})
     with pytest.raises(ValueError, match=words):
         run_simulated(
-            2, lambda comm: ExpertFFN(LayerSettings(config, FairseqGroups(comm, 1, 2), True, 1.0)))
+            2, lambda comm: FairseqMoELayer(
+                LayerSettings(config, FairseqGroups(comm, 1, 2), True, 1.0)))
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["kept", "recomputed"])
@@ -254,9 +255,9 @@ def test_pre_gates_of_encoder_and_decoder_are_apart() -> None:
     model = translation_model(moe_freq=1, moe_pre_gate=1)
     layers = [layer.moe_layer.moe for layer in moe_layers(model)]
     assert [has_own_gate(layer) for layer in layers] == [True, False, True, False]
-    with pytest.raises(ValueError, match="pre_gate=1 does not fit dispatch.name='bounded'"):
+    with pytest.raises(ValueError, match="pre_gate=1 cannot be used with dispatch.name='bounded'"):
         language_model(moe_pre_gate=1, **{**DROPLESS, "moe_dispatch": "bounded"})
     from moe_plugin.hosts.fairseq.sharding import shard_model
 
-    with pytest.raises(ValueError, match="--moe-pre-gate 1 does not fit --ddp-backend fully_shard"):
+    with pytest.raises(ValueError, match="--moe-pre-gate 1 cannot be used with --ddp-backend full"):
         shard_model(model, None, None)

@@ -122,8 +122,8 @@ def test_the_branch_swaps_its_layer_at_its_command_line(start: str, user_dir: st
 
 
 @pytest.mark.parametrize(("settings", "words"), [
-    ({"moe_router": "cosine", "moe_losses": "switch=1"}, "router.name='cosine' does not fit"),
-    ({"moe_router_fp32": "true"}, "router.fp32=True does not fit")])
+    ({"moe_router": "cosine", "moe_losses": "switch=1"}, "router.name='cosine' cannot be used"),
+    ({"moe_router_fp32": "true"}, "router.fp32=True cannot be used")])
 def test_routers_that_the_branch_cannot_hold_are_refused(branch: ModuleType, settings: dict,
                                                          words: str) -> None:
     swap_native(branch)

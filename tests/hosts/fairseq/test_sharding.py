@@ -187,5 +187,5 @@ def test_what_does_not_fit_is_refused(changes: dict[str, Any], words: str) -> No
 
 
 def test_optimizers_that_are_not_element_by_element_are_refused() -> None:
-    with pytest.raises(ValueError, match="does not fit SimpleNamespace.*use adam"):
+    with pytest.raises(ValueError, match="cannot be used with SimpleNamespace.*Use adam"):
         sharding.shard_optimizer(SimpleNamespace(supports_flat_params=False), [])

@@ -26,8 +26,11 @@ def _preload() -> None:
     for module in pkgutil.iter_modules(host.__path__, f"{host.__name__}."):
         importlib.import_module(module.name)
     for name in ("megatron.core.datasets.gpt_dataset", "torch.profiler._cupti_monitor",
+                 "megatron.core.datasets.blended_megatron_dataset_builder",
                  "megatron.core.dist_checkpointing.strategies.filesystem_async",
-                 "megatron.core.tokenizers.text"):  # which imports transformers
+                 "megatron.core.models.mimo.optimizer", "megatron.core.tokenizers.text.models",
+                 "tests.hosts.megatron.layers", "tests.hosts.megatron.training",
+                 "tests.hosts.megatron.whole"):
         with contextlib.suppress(ImportError):  # of other versions
             importlib.import_module(name)
 

@@ -215,7 +215,7 @@ def test_reshard_and_inspect(runs: Any, tmp_path: Path, capsys: Any) -> None:
         assert main(["reshard", folder, str(target), "--to", "megatron"]) != 0
     assert "the disk is full" in capsys.readouterr().err and not target.exists()
     assert main(["reshard", folder, str(target), "--to", "megatron"]) == 0
-    assert "2 files kept" in capsys.readouterr().out
+    assert "2 files reused" in capsys.readouterr().out
     with open_source(Path(folder)) as source, open_source(target) as read:
         _same(convert(source, "megatron"), read)
 

@@ -1,5 +1,11 @@
 """Flags of launch scripts written for Megatron's own training script, on CPU, and the defaults of
 ours.
+
+Also:
+
+* Experts' biases have the names in Megatron's checkpoints that they always had; state dicts take
+  both.
+* A setting that a new Megatron calls otherwise is one line of `compat.settings`.
 """
 
 from __future__ import annotations
@@ -9,14 +15,19 @@ import contextlib
 import io
 import logging.handlers
 import os
+from dataclasses import fields, make_dataclass
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 
 pytest.importorskip("megatron.core",
                     reason="needs megatron-core: pip install 'moe-plugin[megatron]'")
 
+from tests.former_names import former
+from tests.hosts.megatron.layers import Case, build, initialise_parallel
 from tests.hosts.megatron.ranks import on_ranks
 from tests.hosts.megatron.training import (
     MODEL,
@@ -171,3 +182,104 @@ def test_an_error_of_a_layer_ends_with_its_remedy(data: str) -> None:
     argv = [*MODEL, "--data-path", data, "--train-iters", "1", "--moe-dispatch", "carrier_pigeon"]
     [message] = on_ranks(1, refusal, argv)
     assert message.startswith("unknown dispatcher 'carrier_pigeon'") and message.endswith("ragged")
+
+
+def _names(folder: str) -> tuple[dict[str, str], bool, bool]:
+    """The sharded tensors' names by those in the layer; whether copies by a state dict and by a
+    distributed checkpoint are equal.
+    """
+    from megatron.core import dist_checkpointing
+
+    from moe_plugin.hosts.megatron.compat.checkpointing import wrap
+    from moe_plugin.hosts.megatron.compat.writers import saves_whose_writers_end
+
+    wrap("save", saves_whose_writers_end)
+    case = Case(gated=True, native={"add_bias_linear": True})
+    initialise_parallel(case)
+    layer, other, third = (build(case, True) for _ in range(3))
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.normal_()
+    state = former(layer.state_dict())
+    assert "experts.b_gate_LF" in state
+    other.load_state_dict(state)
+    sharded = layer.sharded_state_dict("mlp.")
+    dist_checkpointing.save(sharded, folder)
+    third.load_state_dict({
+        name.removeprefix("mlp."): value for name, value in
+        dist_checkpointing.load(third.sharded_state_dict("mlp."), folder).items()})
+    x = torch.randn(3, 2, 16)
+    wanted = layer(x)[0]
+    return ({name: shard.key for name, shard in sharded.items()}, torch.equal(wanted, other(x)[0]),
+            torch.equal(wanted, third(x)[0]))
+
+
+def test_names_of_biases(tmp_path: object) -> None:
+    [(names, by_state, by_checkpoint)] = on_ranks(1, _names, str(tmp_path))
+    assert by_state and by_checkpoint
+    for part in ("in_LF", "gate_LF", "out_LD"):
+        assert names[f"mlp.experts.bias_{part}"] == f"mlp.experts.b_{part}"
+
+
+def test_neutral_names_of_biases() -> None:
+    from moe_plugin.checkpoint.formats.megatron.neutral import _table
+    from moe_plugin.checkpoint.neutral import DecoderSettings
+
+    table = _table(DecoderSettings(
+        heads=2, kv_heads=2, norm="rmsnorm", norm_eps=1e-5, activation="silu", gated=True,
+        positions="rotary", tied=False))
+    ours, theirs = "layers.1.moe.experts.bias_in_LF", "decoder.layers.1.mlp.experts.b_in_LF"
+    assert table.neutral_name(theirs) == ours and table.their_names(ours, 2) == [theirs]
+
+
+@pytest.fixture
+def newer(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A Megatron that calls `moe_router_topk` otherwise, and the line that says so."""
+    from moe_plugin.hosts.megatron.compat import settings
+
+    monkeypatch.setitem(settings.RENAMED, "moe_router_topk", "moe_top_k")
+    return settings
+
+
+def _config() -> Any:
+    from moe_plugin.hosts.megatron.compat.names import TransformerConfig
+
+    return TransformerConfig(num_layers=2, hidden_size=8, num_attention_heads=2,
+                             num_moe_experts=4, moe_router_topk=3, add_bias_linear=False)
+
+
+def _renamed() -> Any:
+    """The same settings with `moe_top_k` in the place of `moe_router_topk`."""
+    values = {"moe_top_k" if one.name == "moe_router_topk" else one.name:
+              vars(_config())[one.name] for one in fields(_config())}
+    return make_dataclass("TransformerConfig", values)(**values)
+
+
+def test_layers_follow_it(newer: Any) -> None:
+    from moe_plugin.hosts.megatron.translate import translate
+
+    config = translate(_renamed(), {}).config
+    assert config == translate(_config(), {}).config
+    assert config.router.top_k == 3
+
+
+def test_without_the_line_it_is_unknown() -> None:
+    from moe_plugin.hosts.megatron.translate import translate
+
+    with pytest.raises(AttributeError, match="moe_router_topk"):
+        translate(_renamed(), {})
+
+
+def test_calls_pass_it_on(newer: Any) -> None:
+    from moe_plugin.hosts.megatron.compat.core import call_supported
+
+    def build(moe_top_k: int) -> int:
+        return moe_top_k
+
+    assert call_supported(build, moe_router_topk=3, of_another_version=1) == 3
+
+
+def test_arguments_of_the_script_follow_it(newer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = SimpleNamespace(_GLOBAL_ARGS=SimpleNamespace(moe_top_k=3))
+    monkeypatch.setitem(newer.sys.modules, "megatron.training.global_vars", arguments)
+    assert newer.script_arguments()["moe_router_topk"] == 3

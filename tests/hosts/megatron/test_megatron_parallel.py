@@ -295,7 +295,7 @@ MISFITS = {
                       ("'index_slice'", "moe_router_dtype=fp64", "Leave that setting out")),
     "tuned": (2, TP2, {**PPMOE, "parallel.mode": "auto"}, ("'index_slice'", "'fixed'")),
     "overlap": (2, TP2, {**PPMOE, "parallel.d": 2},
-                ("parallel.d=2", "'index_slice'", "use 1")), "other replicas": (2, TP2, {
+                ("parallel.d=2", "'index_slice'", "Use 1")), "other replicas": (2, TP2, {
                     "parallel.replicas": 4
                 }, ("parallel.replicas=4", "tensor_model_parallel_size=2",
                     "value is 2")), "replicas without tensor parallelism": (2, Case(ep=2), {

@@ -27,7 +27,8 @@ def _run(argv: list[str]) -> tuple[dict[int, Any], dict[int, Any], list[float]]:
 
     def known(run: Run) -> dict[int, Any]:
         return {
-            layer.layer_number: layer.moe.layouts.tuner and layer.moe.layouts.tuner.tuner.state()
+            layer.layer_number: layer.moe.routed_experts.tuner
+            and layer.moe.routed_experts.tuner.tuner.state()
             for layer in run.moe_layers()
         }
 
@@ -99,11 +100,12 @@ def _plain_state_dict() -> tuple[int, int]:
     again.load_state_dict(first.state_dict())
     fixed.load_state_dict(first.state_dict())
     first.load_state_dict(fixed.state_dict())
-    calls = again.moe.layouts.tuner.tuner.calls
-    assert again.moe.layouts.tuner.tuner.state() == first.moe.layouts.tuner.tuner.state()
+    calls = again.moe.routed_experts.tuner.tuner.calls
+    assert (again.moe.routed_experts.tuner.tuner.state()
+            == first.moe.routed_experts.tuner.tuner.state())
     assert not any("tuner" in key for key in fixed.state_dict())
     again(x)
-    return calls, again.moe.layouts.tuner.tuner.calls - calls
+    return calls, again.moe.routed_experts.tuner.tuner.calls - calls
 
 
 def test_plain_state_dicts_hold_it_and_the_first_call_looks_at_its_load() -> None:
@@ -132,7 +134,7 @@ def _megatrons_own_load(folder: str) -> int:
                                     strict=StrictHandling.LOG_ALL)
     tuned.load_state_dict({key.removeprefix("mlp."): value for key, value in found.items()})
     assert torch.equal(tuned.experts.w_in_LDF, fixed.experts.w_in_LDF)
-    return tuned.moe.layouts.tuner.tuner.calls
+    return tuned.moe.routed_experts.tuner.tuner.calls
 
 
 def test_megatron_loads_a_checkpoint_without_it_where_it_is_told_to(tmp_path: Path) -> None:
@@ -164,8 +166,8 @@ def _predicted(folder: str) -> tuple[list[str], list[bool]]:
         found = dist_checkpointing.load({"model": target.sharded_state_dict("mlp.")},
                                         f"{folder}/{name}")["model"]
         target.load_state_dict({key.removeprefix("mlp."): value for key, value in found.items()})
-    return ([layer.moe.layouts.current.label for layer in (first, again)],
-            [layer.moe.layouts.tuner.settled for layer in (again, other)])
+    return ([layer.moe.routed_experts.current.label for layer in (first, again)],
+            [layer.moe.routed_experts.tuner.settled for layer in (again, other)])
 
 
 def test_a_distributed_checkpoint_keeps_a_predicted_layout(tmp_path: Path) -> None:

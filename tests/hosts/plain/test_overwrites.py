@@ -320,7 +320,7 @@ def run_inside_backward() -> dict[str, str]:
 
 def test_steps_inside_backward_of_replicated_experts_are_refused() -> None:
     for said in run_gloo(2, run_inside_backward):
-        assert "steps inside backward, but 2 ranks store the same" in said["replicas"]
+        assert "step inside backward, but 2 ranks store the same" in said["replicas"]
         assert said["one rank each"] == "fine"
 
 

@@ -43,7 +43,7 @@ CALLS: dict[str, tuple[Callable[[], object], str]] = {
                             r"layer '0' is a MoELayer outside of any MoEBlock.*weighted_loss"),
     "weights of other losses": (
         lambda: weighted_loss({"gshard": torch.ones(())}, {"gshrad": 0.1}),
-        "weights of gshrad fit none of the losses gshard: must be of one at least"),
+        "there are weights for gshrad, but the losses are gshard. At least one loss needs"),
     "a rate for experts that there are not": (
         lambda: optimizer_groups(dense(), 0.1, expert_lr=0.2), "expert_lr=0.2 has no effect"),
     "a rate for frozen experts": (

@@ -138,7 +138,7 @@ def rows_fit(comm: Comm, how: str, needed: list[list[int]], running: bool = True
     layer = MoELayer(from_dict({"model_dim": 8, "num_experts": 2, "dispatch": {
         "name": "bounded", "on_overflow": how}}), LocalComm())
     votes = StepVotes(Ballots(cyclic(3, 3), comm), [layer])
-    limit, rows = layer.layouts.available.limit, RowsFit([layer], comm, votes=votes)
+    limit, rows = layer.routed_experts.layouts.limit, RowsFit([layer], comm, votes=votes)
     assert limit is not None
     votes.running = running
     votes.before_passes()
@@ -191,7 +191,7 @@ def voted_rows(comm: Comm, said: dict[int, int]) -> tuple[int, list[Tensor]]:
     with torch.no_grad():
         for parameter in layer.parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=g))
-    limit = layer.layouts.available.limit
+    limit = layer.routed_experts.layouts.limit
 
     def loss_of(file: int) -> Tensor:
         computed.append(file)

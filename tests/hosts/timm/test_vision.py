@@ -100,7 +100,7 @@ def test_published_sizes(name: str) -> None:
 
 
 @pytest.mark.parametrize("change, message", [
-    ({"window": 3}, "image=16, patch=2 and window=3 do not fit: image must be"),
+    ({"window": 3}, "image=16, patch=2 and window=3 cannot be combined: image must be"),
     ({"moe_blocks": ((2,), ())}, "block 2 of stage 0, but this stage has only 2"),
 ])
 def test_sizes_that_do_not_fit(change: dict, message: str) -> None:
@@ -198,7 +198,7 @@ def lines(folder: Path) -> list[dict]:
 
 
 @pytest.mark.parametrize("flags, message", [
-    (["--weights-on", "host"], "offload.weights='host' .* be device: .* leave --weights-on out"),
+    (["--weights-on", "host"], "offload.weights='host' is not supported .* leave --weights-on out"),
     (["--pipeline-schedule", "terapipe"], "pipeline.schedule='terapipe' .*no pipeline stages"),
     (["--moe-check-twins", "5"], "guard.twins=5 .* leave --moe-check-twins out, or use Training"),
 ])

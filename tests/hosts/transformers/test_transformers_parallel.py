@@ -110,7 +110,7 @@ def _settings() -> None:
     experts = MixtralExperts(tiny("mixtral").config)
     made = PluginEP({"comm.timeout_s": 7}, experts, mesh, mesh)
     assert [comm.timeout.total_seconds() for comm in (made.comm, made.sharing)] == [7, 7]
-    with pytest.raises(ValueError, match="dispatch.name='bounded' may.*2 ranks.*use 'ragged'"):
+    with pytest.raises(ValueError, match="dispatch.name='bounded' can.*2 ranks.*name='ragged'"):
         PluginEP({"dispatch.name": "bounded"}, experts, mesh, mesh)
 
 

@@ -75,7 +75,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("words, said", [
-    (["nowhere.py"], "'nowhere.py' is not a file; give the path of a .py file"),
+    (["nowhere.py"], "'nowhere.py' is not a file. Pass the path of a .py file"),
     (["nowhere"], "'nowhere' is neither a known target nor a module"),
     (["tests.scripts.audit.made"], "has no function build and no step"),
     (["tests.scripts.audit.seeded:Wrong"], "has no 'Wrong'"),

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 import triton  # noqa: F401  (stand-ins are for its kernels)
 
-from tests.streams.fake import install
-from tests.streams.seen import Observer
-from tests.waits import stand_ins
-from tests.waits.device import CountingDevice
+from tests.fake_gpu import stand_ins
+from tests.fake_gpu.device import CountingDevice
+from tests.fake_gpu.fake import install
+from tests.fake_gpu.seen import Observer
 
 ERROR = "CUDA error: an illegal memory access was encountered"
 

@@ -134,7 +134,7 @@ def test_parts_join_one_page_without_more_than_torch(tmp_path: Path) -> None:
              "--quick", "--out", str(tmp_path), "--parts", *parts], check=True,
             env={**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"}, stdout=subprocess.DEVNULL)
     page = (tmp_path / "gpu.md").read_text()
-    for words in ("Made by `bash scripts/bench_gpu.sh`", "GEMM bound", "route_top_k",
+    for words in ("written by `bash scripts/bench_gpu.sh`", "GEMM bound", "route_top_k",
                   "check_take_rows: failed with status 1", "AssertionError: off by 3"):
         assert words in page
     assert main(["bench", "gpu", "--redraw", "--out", str(tmp_path)]) == 0

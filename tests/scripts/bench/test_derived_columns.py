@@ -41,7 +41,7 @@ def layers() -> list[tuple[str, dict[str, str]]]:
         for mine in (one, *one["peers"]):
             wanted.append((mine["name"], {
                 "ratio": f"{mine['median_ms'] / one['bound_ms']:.2f}",
-                "ratio of min": f"{mine['min_ms'] / one['bound_min_ms']:.2f}"}))
+                "ratio of minima": f"{mine['min_ms'] / one['bound_min_ms']:.2f}"}))
     return wanted
 
 
@@ -77,8 +77,8 @@ def trained() -> list[tuple[str, dict[str, str]]]:
             best = min(ms[name] for name in ms if kinds[name] == "ours")
             dense = min(ms[name] for name in ms if kinds[name] == "dense")
             cells = {"native / ours": f"{ms[native] / ms['moe-plugin']:.2f}",
-                     "of minima": f"{least / min(seconds['moe-plugin']):.2f}",
-                     "behind our best": f"{100 * (ms['moe-plugin'] / best - 1):.0f} %",
+                     "ratio of minima": f"{least / min(seconds['moe-plugin']):.2f}",
+                     "slower than our best": f"{100 * (ms['moe-plugin'] / best - 1):.0f} %",
                      "native / dense": f"{ms[native] / dense:.2f}"}
         wanted.append((one["shape"]["name"], cells))
     return wanted

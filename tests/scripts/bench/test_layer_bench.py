@@ -5,6 +5,7 @@ No time is asserted.
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 
 import pytest
@@ -24,6 +25,14 @@ OPTIONS = [
     "--tokens", "64", "--model-dim", "16", "--hidden-dim", "24", "--experts", "4", "--top-k", "2",
     "--threads", "1", "--rounds", "1"
 ]
+
+
+@pytest.fixture(autouse=True)
+def _what_is_there_stays() -> None:
+    """The benchmark collects garbage before it measures memory. It takes seconds to look among the
+    objects of all modules that the tests have imported.
+    """
+    gc.freeze()
 
 
 def test_json_of_the_layer(capsys: pytest.CaptureFixture[str]) -> None:

@@ -27,12 +27,14 @@ def test_the_page_says_what_is_missed() -> None:
     found = {"cells": [row("r=1", "fairseq", 0.12, 0.1), row("r=0", "fairseq", 0.1, 0.2),
                        row("r=1", "megatron", 0.1, 0.1)]}
     page = " ".join(study.page(found).split())
-    assert "The step is off by 23.3% on average." in page
-    assert "in 0 of 1 pairs, and in 0 of 1 whose steps differ by 5% or more" in page
+    assert "differs from the measured time by 23.3% on average." in page
+    assert ("in 0 of 1 pairs. Of the pairs whose steps differ by 5% or more, this holds for 0 of "
+            "1.") in page
     assert "| fairseq | 2 | 35.0% | -15.0% | 0 of 1 |" in page
-    assert "| one node | fairseq | few | r=0 | 200 | 100 | -50% |" in page
+    assert ("| one node | fairseq | few | experts' weights gathered, no all-to-all, one piece | "
+            "200 | 100 | -50% |") in page
     assert study.code.failures(found) == [
-        "0 of 1 pairs came in the predicted order, fewer than 95%"]
+        "0 of 1 pairs of layouts are in the predicted order, fewer than 95%"]
     assert study.code.failures({"cells": found["cells"][2:]}) == []
 
 
@@ -40,7 +42,7 @@ def test_pairs_are_of_one_network() -> None:
     cells = [row("r=1", "fairseq", 0.1, 0.1), row("r=0", "fairseq", 0.3, 0.2),
              row("r=1", "fairseq", 0.1, 0.3, "slow"), row("r=0", "fairseq", 0.2, 0.25, "slow")]
     page = " ".join(STUDIES["plan-error"].page({"cells": cells}).split())
-    assert "Of two layouts on one network" in page and "in 1 of 2 pairs" in page
+    assert "For two layouts on one network" in page and "in 1 of 2 pairs" in page
 
 
 @pytest.mark.parametrize("host", ["megatron", "fairseq"])

@@ -136,7 +136,8 @@ def test_evaluations_have_a_section_of_their_own() -> None:
     row = next(line for line in evaluation.splitlines() if line.startswith("| few"))
     cells = [cell.strip() for cell in row.strip("|").split("|")]
     assert cells[2:] == ["1.0", "23 ms", f"11.5 ms ({spread(evaluated.side('moe-plugin')):.0%})",
-                         "10 ms (0%)", "2.00", "2.30", "1.15", "r=1 d=1 linear auto", "1e-04"]
+                         "10 ms (0%)", "2.00", "2.30", "1.15",
+                         "tokens sent by all-to-all linear, one piece", "1e-04"]
     assert training.count("| few") == 1
 
 
@@ -149,7 +150,7 @@ def test_pieces_are_planned_for_links_of_the_measured_rate(tmp_path: Path) -> No
 
 
 def test_files_of_another_kind_are_refused() -> None:
-    with pytest.raises(ValueError, match="are not of `bench train`"):
+    with pytest.raises(ValueError, match="are not those of `bench train`"):
         reports([{"bound_ms": 1}])
 
 
@@ -162,7 +163,8 @@ def test_shapes() -> None:
     with pytest.raises(ValueError, match="gated has gated experts, which fairseq's moe branch"):
         for_host(parse_shapes("gated"), "fairseq")
     assert SHAPES["few"].sentences(4) == 8
-    for text, words in (("huge", "'huge' is no shape"), ("1x1x2x3x64", "must be <= experts=2")):
+    for text, words in (("huge", "'huge' is not a known shape"),
+                        ("1x1x2x3x64", "must be <= experts=2")):
         with pytest.raises(ValueError, match=words):
             parse_shapes(text)
     with pytest.raises(ValueError, match="must be a multiple of 384"):

@@ -112,9 +112,10 @@ def layouts(hidden: int, tokens: int) -> tuple[str, dict[str, float]]:
     x_TD = torch.randn(tokens, 128, requires_grad=True)
     for _ in range(80):
         layer(x_TD).output.square().mean().backward()
-    choices = {c.label: c for c in (layer.layouts.current, LayoutChoice(r=0), LayoutChoice(r=1),
+    current = layer.routed_experts.current
+    choices = {c.label: c for c in (current, LayoutChoice(r=0), LayoutChoice(r=1),
                                     LayoutChoice(r=1, d=2, d_backward=2))}
-    return layer.layouts.current.label, interleaved(
+    return current.label, interleaved(
         {name: lambda c=c: timed_step(layer, x_TD, c)[0] for name, c in choices.items()}, comm)
 
 

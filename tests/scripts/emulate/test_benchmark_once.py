@@ -19,7 +19,7 @@ COMMAND = [sys.executable, "-m", "moe_plugin.cli.main", "bench", "once"]
 def test_the_page_compares_with_rows_and_with_the_formula() -> None:
     ranks = [{"seconds": {"rows": [0.1, 0.4 + rank / 10, 0.9], "ranks": [0.2] * 3,
                           "nodes": [0.1] * 3, "auto": [0.11] * 3}} for rank in range(2)]
-    cell = {"width": 8, "k": 8, "seconds": once.medians(ranks), "layout": "r=1"}
+    cell = {"width": 8, "k": 8, "seconds": once.medians(ranks), "layout": "r=1 d=1 linear auto"}
     page = STUDIES["once"].page({"about": [], "exchange-2x2": {
         "grid": "2x2", "rounds": 3, "tokens": 8, "rate": 1e9, "load": [0, 0], "cells": [cell]}})
     assert ("| 8 | 8 | 500 (1.00) | 200 (0.40) | 100 (0.20) | 110 (0.22) | 1.10 " in page
@@ -30,7 +30,7 @@ def test_columns_in_pieces_and_the_floor_are_on_the_page_where_they_were_measure
     seconds = {"rows": 1.0, "ranks": 0.8, "nodes": 0.7, "ranks, d=2": 0.6, "nodes, d=2": 0.5,
                "auto": 0.55}
     part = {"grid": "8x4", "rounds": 3, "tokens": 8, "rate": 1e9, "load": [0, 0], "cells": [
-        {"width": 512, "k": 8, "seconds": seconds, "layout": "r=1 d=2"}]}
+        {"width": 512, "k": 8, "seconds": seconds, "layout": "r=1 d=2 linear auto"}]}
     page = STUDIES["once"].page({"about": [], "exchange-8x4": part})
     [row] = [line for line in page.splitlines() if line.startswith("| 512")]
     cells = [cell.strip() for cell in row.split("|")]
@@ -44,12 +44,12 @@ def test_columns_in_pieces_and_the_floor_are_on_the_page_where_they_were_measure
 
 def test_whole_steps_are_compared_with_todays_best() -> None:
     seconds = dict(zip(once.SIDES, (0.2, 0.4, 0.3, 0.1, 0.1), strict=True))
-    cell = {"shape": "width 8", "seconds": seconds, "layouts": dict.fromkeys(seconds, "r=1"),
-            "losses": dict.fromkeys(seconds, 1.0)}
+    cell = {"shape": "width 8", "seconds": seconds, "losses": dict.fromkeys(seconds, 1.0),
+            "layouts": dict.fromkeys(seconds, "r=1 d=1 linear auto")}
     page = STUDIES["once"].page({"about": [], "megatron-4x2": {
         "host": "megatron", "grid": "4x2", "steps": 3, "rate": 1e9, "load": [0, 0],
         "cells": [cell]}})
-    assert "## Whole steps in Megatron, 4x2" in page and "| 100 (0.50)" in page
+    assert "## Whole steps in Megatron-core, 4x2" in page and "| 100 (0.50)" in page
 
 
 def test_the_predicted_table_has_all_nodes_and_what_is_published() -> None:

@@ -112,8 +112,8 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
                "--delay=0ms", "--steps=3", "--replan=2"]
     assert main(command) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert "3 calls of layers, forward and backward, on 2x1 emulated nodes" in said
-    assert "Use parallel.spill: " in said and "By the prediction: " in said
+    assert "3 layer calls, forward and backward, were measured on 2x1 emulated nodes" in said
+    assert "Use parallel.spill: " in said and "By the prediction, the best policy is" in said
     assert main([*command, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     for what in ("predicted", "measured"):

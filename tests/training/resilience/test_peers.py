@@ -328,8 +328,8 @@ def test_a_folder_without_outer_momentum_says_so(tmp_path, caplog):
         StreamedPeer(trainer, "http://127.0.0.1:1", 0, EVERY, 0.0, OuterNesterov(),
                      resume=tmp_path / "plain")
     assert "its momentum starts at zero" in caplog.text
-    with pytest.raises(ValueError, match=r"beside.momentum.weight' has shape \[1, 4\], block 0 "
-                                         r"needs \[6, 4\]"):
+    with pytest.raises(ValueError, match=r"beside.momentum.weight' has shape \[1, 4\], but block 0 "
+                                         r"needs shape \[6, 4\]"):
         StreamedPeer(trainer, "http://127.0.0.1:1", 0, EVERY, 0.0, OuterNesterov(),
                      resume=tmp_path / "other")
     trainer.close()

@@ -1,1 +1,3 @@
-"""Checkpoints of fairseq with our layers, and of fairseq's `moe` branch; fairseq is not needed."""
+"""Checkpoints of fairseq with this package's layers, and of fairseq's `moe` branch. fairseq itself
+is not needed.
+"""

@@ -1,11 +1,13 @@
-"""Checkpoints of fairseq's `moe` branch as a format: `NAME-shared.pt` and `NAME-rank-N.pt`.
+"""The checkpoint format of fairseq's `moe` branch, with the files `NAME-shared.pt` and
+`NAME-rank-N.pt`.
 
-The shared file contains everything except the experts. Each rank's file contains its experts,
-numbered from 0, and their optimizer state. All files contain settings and histories. If there are
-more ranks than experts, rank N has expert N modulo E. In a source of this format, tensors have the
-branch's names, and experts are numbered from 0 to E - 1. Optimizer state is stored by parameter
-name. Checkpoints of `--ddp-backend fully_sharded` store optimizer state in the pieces of
-fairscale's modules, without names, so only their model is converted.
+The shared file contains everything except the experts. The file of each rank contains the experts
+of the rank, numbered from 0, and the optimizer state of these experts. All files contain the
+settings and the training history. If there are more ranks than experts, rank `N` has expert `N %
+E`. In a source of this format, tensors have the names that the branch uses, and experts are
+numbered from 0 to `E-1`. Optimizer state is stored by parameter name. Checkpoints of `--ddp-backend
+fully_sharded` store optimizer state by pieces of fairscale's modules and without names, so only the
+model in such a checkpoint is converted.
 """
 
 from __future__ import annotations
@@ -54,9 +56,11 @@ State = Mapping[str, Any]
 
 
 def _find(path: Path) -> list[str]:
-    """Find the files of a checkpoint: the shared file, then the files of the ranks in order.
+    """Return the files of a checkpoint: first the shared file, then the files of the ranks in rank
+    order.
 
-    The path is a folder or the name of any of the files. The list is empty if there are no files.
+    The argument `path` is a folder or the name of any of the files. The list is empty if there are
+    no such files.
     """
     name = str(path / "checkpoint_last.pt" if path.is_dir() else path)
     stem = _SHARED.sub("", files.without_rank(name)).removesuffix(".pt")
@@ -127,10 +131,10 @@ def _step(state: State) -> int | None:
 
 
 def _values(shared: State, unread: bool) -> dict[str, Any]:
-    """Return the values of the source.
+    """Return the values of a source that are not tensors (`Source.values`).
 
-    unread: whether the optimizer state could not be assigned to parameters, so that writers require
-    `--model-only`.
+    unread: whether it was impossible to assign the optimizer state to parameters. If so, writers
+        require `--model-only`.
     """
     rest = {key: value for key, value in shared.items() if key not in (MODEL, _OPTIMIZER)}
     optimizer = shared.get(_OPTIMIZER)
@@ -148,9 +152,10 @@ def _values(shared: State, unread: bool) -> dict[str, Any]:
 
 
 def _columns(state: State, model: State, model_only: bool) -> dict[str, dict[str, Any]]:
-    """Return the columns of one file: its tensors, and optimizer state by parameter name.
+    """Return the columns of one file, which contain the tensors and the optimizer state by
+    parameter name.
 
-    model: the file's tensors by their names in the whole model.
+    model: tensors of the file, by their names in the whole model.
     """
     columns: dict[str, dict[str, Any]] = {MODEL: dict(model)}
     found = {} if model_only else (state.get(_OPTIMIZER) or {}).get("state") or {}
@@ -161,7 +166,8 @@ def _columns(state: State, model: State, model_only: bool) -> dict[str, dict[str
 
 
 def _why_unassignable(state: State, model: State, path: str) -> str:
-    """Return the reason why a file's optimizer state cannot be assigned to its parameters, or "".
+    """Return the reason why the optimizer state in a file cannot be assigned to parameters, or an
+    empty string if it can.
     """
     optimizer = state.get(_OPTIMIZER) or {}
     # -1: fairscale's optimizer state is in another file
@@ -183,14 +189,17 @@ def _why_unassignable(state: State, model: State, path: str) -> str:
 
 
 def _trained(model: State, count: int) -> list[str]:
-    """Return the names of an optimizer's `count` parameters in its order, or [] if they do not fit.
+    """Return the names of the parameters of an optimizer in the order of the optimizer, or an empty
+    list if their number is not `count`.
     """
     return trained_names(branch_order(model), model, count) if count else []
 
 
 @formats.register("fairseq_branch")
 class BranchFormat(Format):
-    """Checkpoints of fairseq's `moe` branch: a shared file and a file for each rank's experts."""
+    """Checkpoints of fairseq's `moe` branch, with a shared file and one file for the experts of
+    each rank.
+    """
 
     name = "fairseq_branch"
     becomes = ("fairseq",)
@@ -214,7 +223,9 @@ class BranchFormat(Format):
 
     def write(self, source: Source, path: Path, layout: CheckpointSizes,
               progress: WriteProgress = WriteProgress()) -> None:
-        """See `Format`. Each rank that stores a part of one copy of the experts writes a file."""
+        """See `Format`. One file is written for each rank that stores a part of the first copy of
+        the experts.
+        """
         experts = {origin["num_experts"] for origin in source.layers.values()}
         if _STATE not in source.values or len(experts) != 1:
             raise CheckpointError("only fairseq checkpoints with the same number of experts in all "
@@ -223,7 +234,7 @@ class BranchFormat(Format):
         given = source.describe().get("ep", 1)
         size = layout.ep or layout.world or (given if isinstance(given, int) else 1)
         if count % size or (layout.world or size) != size:
-            raise ValueError(f"--ep {size} does not fit {count} experts: it must be a divisor of "
+            raise ValueError(f"--ep {size} is invalid for {count} experts: it must be a divisor of "
                              "the number of experts, and --world must be equal to --ep")
         if (source.values[_STATE].get(_OPTIMIZER) and source.values.get(GROUPS) is None
                 and not source.values.get(MODEL_ONLY)):
@@ -237,12 +248,12 @@ class BranchFormat(Format):
 
 
 def _state_of_file(source: Source, rank: int | None, local: int) -> dict[str, Any]:
-    """Return a file's content from a source with the branch's names.
+    """Return the content of a file that is written from a source with the branch's names.
 
     Args:
-        source: a source with the branch's names.
+        source: a source whose tensors have the names that the branch uses.
         rank: rank of the file, or None for the shared file.
-        local: number of experts on a rank.
+        local: number of experts that each rank stores.
     """
     columns, state = columns_of(source), dict(source.values[_STATE])
     state.pop(files.MANIFEST, None)
@@ -266,7 +277,9 @@ def _state_of_file(source: Source, rank: int | None, local: int) -> dict[str, An
 
 
 def _name_in_file(name: str, rank: int | None, local: int) -> str | None:
-    """Return a parameter's name in a file, or None if the parameter is in another file."""
+    """Return the name that a parameter has in a file, or None if the parameter is stored in a
+    different file.
+    """
     expert = expert_of(name)
     if expert is None or rank is None:
         return name if expert is None and rank is None else None
@@ -280,19 +293,22 @@ def _trained_in(columns: Mapping[str, State]) -> set[str]:
 
 
 def _one_group(groups: Sequence[State], count: int) -> list[dict[str, Any]]:
-    """Return an optimizer's groups for another number of parameters.
+    """Return the parameter groups of an optimizer for a different number of parameters.
 
     Raises:
-        CheckpointError: there are several groups, so the group of each parameter is unknown.
+        CheckpointError: If there are several groups, so that the group of each parameter is
+            unknown.
     """
     if len(groups) != 1:
-        raise CheckpointError(f"the optimizer has {len(groups)} groups of parameters, which cannot "
+        raise CheckpointError(f"the optimizer has {len(groups)} parameter groups, which cannot "
                               "be renumbered; use --model-only")
     return [{**groups[0], "params": list(range(count))}]
 
 
 def _with_our_entries(view: View) -> View:
-    """Return the view with all entries of our files that are not tensors."""
+    """Return the view extended by all entries that are not tensors in fairseq files of this
+    package's layers.
+    """
     rest, trained = dict(view.values[_STATE]), _trained_in(columns_of(view))
     order = [name for name in our_order(view.origin) if name in trained]
     if _OPTIMIZER in rest and order:

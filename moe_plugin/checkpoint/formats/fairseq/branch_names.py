@@ -1,4 +1,5 @@
-"""Conversion between the tensor names of fairseq's `moe` branch and those of our models.
+"""Conversion between the tensor names of fairseq's `moe` branch and of fairseq models with this
+package's layers.
 
     PREFIX is decoder.layers.N. or encoder.layers.N.; expert i of E, D width, F inner width
     branch                                          ours
@@ -8,9 +9,9 @@
     PREFIXmoe_layer.experts.i.fc2.weight   [D, F]   PREFIXmoe_layer.moe.experts.w_out_LFD [E, F, D]
     PREFIXmoe_layer.experts.i.fc2.bias     [D]      PREFIXmoe_layer.moe.experts.bias_out_LD  [E, D]
 
-All other names are the same in both. Optimizers identify parameters by their position in the model.
-The branch registers an MoE layer before its transformer layer's `final_layer_norm`, whereas our
-models register it after the norm.
+All other tensors have the same names in both kinds of models. Optimizers identify parameters by
+their position in the model. In a transformer layer of the branch, the MoE layer is registered
+before `final_layer_norm`. In models with this package's layers, it is registered after the norm.
 """
 
 from __future__ import annotations
@@ -33,32 +34,32 @@ _LAYER = re.compile(r"((?:en|de)coder\.layers\.\d+\.)(.+)")
 
 
 def expert_of(name: str) -> tuple[str, int, str] | None:
-    """Split the branch's name of an expert's parameter; return None for other names.
+    """Split the branch's name of an expert parameter into parts. Return None for all other names.
 
-    Returns: the prefix (which ends in `moe_layer.`), the number of the expert, and the name within
-    the expert.
+    Returns: the prefix (which ends in `moe_layer.`), the index of the expert, and the name within
+        the expert.
 
     Raises:
-        CheckpointError: the expert's parameter is not in `EXPERT`.
+        CheckpointError: If the parameter of the expert is not in `EXPERT`.
     """
     match = _BRANCH_EXPERT.fullmatch(name)
     if match is None:
         return None
     if match[3] not in EXPERT:
-        raise CheckpointError(f"{name!r} is a parameter of an expert that our layer does not have; "
+        raise CheckpointError(f"{name!r} is a parameter of an expert that MoELayer does not have; "
                               f"the parameters of an expert are {', '.join(EXPERT)}")
     return match[1], int(match[2]), match[3]
 
 
 def renumbered(name: str, index: int) -> str:
-    """Return the branch's name of an expert's parameter with another expert number."""
+    """Return the branch's name of an expert parameter with a different expert index."""
     match = _BRANCH_EXPERT.fullmatch(name)
     assert match is not None
     return f"{match[1]}experts.{index}.{match[3]}"
 
 
 def _table(prefixes: Iterable[str]) -> NameTable:
-    """Build the name table for MoE layers with these prefixes, which end in `moe_layer.`."""
+    """Build the name table for MoE layers with the given prefixes, which end in `moe_layer.`."""
     rules: list[NameRule] = []
     for prefix in prefixes:
         rules.append(NameRule(f"{prefix}gate.wg.weight", (f"{prefix}moe.router.weight_ED",)))
@@ -68,7 +69,8 @@ def _table(prefixes: Iterable[str]) -> NameTable:
 
 
 def to_ours(source: Source) -> View:
-    """Return a view that maps the branch's names to our names."""
+    """Return a view that maps the branch's names to the names of models with this package's layers.
+    """
     names, experts = _table(source.layers), _experts(source)
     tensors = names.neutral(map(source.tensor, source.entries), lambda one: one, experts)
     columns = source.values.get(COLUMNS, {})
@@ -85,7 +87,9 @@ def _experts(source: Source) -> int:
 
 
 def to_branch(source: Source) -> View:
-    """Return a view that maps the names of our fairseq models to the branch's names."""
+    """Return a view that maps the names of fairseq models with this package's layers to the
+    branch's names.
+    """
     def others(tensor: Derived) -> Derived:
         if tensor.key[1].startswith(tuple(source.layers)):
             raise CheckpointError(
@@ -105,19 +109,21 @@ def to_branch(source: Source) -> View:
 
 
 def our_order(source: Source) -> list[str]:
-    """Return our names of the parameters of a branch source, in the order of our models."""
+    """Return the parameter names of a branch source, converted to the names and the order of models
+    with this package's layers.
+    """
     table = _table(source.layers)
     return _ordered(dict.fromkeys(table.neutral_name(name) for _, name in source.entries),
                     _our_place)
 
 
 def branch_order(names: Iterable[str]) -> list[str]:
-    """Sort the branch's parameter names into the order of the branch's models."""
+    """Sort the parameter names of the branch into the order in which its models register them."""
     return _ordered(names, _branch_place)
 
 
 def _ordered(names: Iterable[str], place: Any) -> list[str]:
-    """Sort the names within each transformer layer; the order of the layers is unchanged."""
+    """Sort the names within each transformer layer without changing the order of the layers."""
     listed = list(names)
     first: dict[str, int] = {}
     for number, name in enumerate(listed):

@@ -1,4 +1,6 @@
-"""Entries of fairseq's checkpoint files, and the mapping from optimizer numbers to parameters."""
+"""Entries of fairseq's checkpoint files, and the mapping from parameter indices of an optimizer to
+parameter names.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ _BUFFERS = re.compile(r"(.*\.)?(version|_float_tensor|_future_mask)")
 
 
 def renamed(state: Any) -> Any:
-    """Return a file's content with the current names of the model's and the averages' weights."""
+    """Return the content of a file with the current names for the weights of the model and for
+    averaged weights.
+    """
     extra = state.get("extra_state") if isinstance(state, dict) else None
     for part, keys in ((state, (MODEL,)), (extra, AVERAGES)):
         for key in keys if isinstance(part, dict) else ():
@@ -34,21 +38,23 @@ def renamed(state: Any) -> Any:
 
 
 def trained_names(names: Sequence[str], model: Mapping[str, Any], count: int) -> list[str]:
-    """Return the names of an optimizer's `count` parameters in its order, or [] if they do not fit.
+    """Return the names of the parameters of an optimizer in the order of the optimizer, or an empty
+    list if no candidate list has `count` names.
 
     Args:
         names: names of the model's tensors, in the order in which the model registers them.
-        model: the model's tensors by name.
-        count: number of parameters of the optimizer.
+        model: tensors of the model by name.
+        count: number of parameters that the optimizer has.
     """
     return next((kept for kept in names_of_parameters(names, model) if len(kept) == count), [])
 
 
 def names_of_parameters(names: Sequence[str], model: Mapping[str, Any]) -> list[list[str]]:
-    """Return the candidate lists of a model's parameter names, each in the model's order.
+    """Return candidate lists of parameter names, each in the order in which the model registers the
+    parameters.
 
     The candidates are all tensors, the tensors without tied duplicates, and the tensors without the
-    output projection. For the arguments see `trained_names`.
+    output projection. See `trained_names` for the arguments.
     """
     names = [name for name in names
              if isinstance(model[name], Derived) and not _BUFFERS.fullmatch(name)]
@@ -60,11 +66,12 @@ def names_of_parameters(names: Sequence[str], model: Mapping[str, Any]) -> list[
 
 
 def names_by_order(state: Mapping[str, Any]) -> list[str]:
-    """Return the parameter names of a file's optimizer that stores only parameter numbers.
+    """Return the parameter names for an optimizer state in a file that contains only parameter
+    indices.
 
-    fairseq numbers the parameters in the order of the model and then of the criterion. The list is
-    empty if numbers or shapes show that the optimizer stores something else, such as flattened
-    parameters or several parts.
+    fairseq numbers first the parameters of the model and then those of the criterion, both in order
+    of registration. The list is empty if indices or shapes show that the state is stored in a
+    different form, such as flattened or in several parts.
     """
     state_by_index = (state.get(OPTIMIZER) or {}).get("state") or {}
     known = {**state["model"], **{f"{CRITERION}.{name}": value for name, value
@@ -81,12 +88,12 @@ def names_by_order(state: Mapping[str, Any]) -> list[str]:
 def by_parameter(state: Mapping[str, Any]) -> Mapping[str, Any]:
     """Split flattened optimizer state into the state of each parameter.
 
-    The content is returned unchanged unless the optimizer has a single parameter with as many
-    elements as the model and the criterion together.
+    If the optimizer does not have a single parameter with as many elements as the model and the
+    criterion together, the content is returned unchanged.
 
-    Without `--fp16-no-flatten-grads`, fairseq <= 0.12.3 stores the fp32 copies of all parameters in
-    one vector: first the model's parameters in their order, then the criterion's parameters
-    (`FP16Optimizer.build_fp32_params`). The fp32 copies themselves are not saved in any file.
+    Without `--fp16-no-flatten-grads`, fairseq <= 0.12.3 keeps the fp32 copies of all parameters in
+    one vector. It contains first the parameters of the model and then those of the criterion (see
+    `FP16Optimizer.build_fp32_params`). The fp32 copies themselves are not saved in any file.
     """
     optimizer = state.get(OPTIMIZER) or {}
     vectors, groups = optimizer.get("state") or {}, optimizer.get("param_groups") or []
@@ -115,7 +122,9 @@ def _parts(values: Mapping[str, Any], shape: tuple[int, ...],
 
 
 def _part(flat: Derived, shape: tuple[int, ...], start: int) -> Derived:
-    """Return the part of the flat vector that belongs to the parameter of this shape at `start`."""
+    """Return the part of the flat vector for a parameter of shape `shape` whose first element is at
+    index `start`.
+    """
     row = prod(shape[1:])
 
     def read(window: Window) -> Tensor:

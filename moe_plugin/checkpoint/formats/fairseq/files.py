@@ -1,8 +1,8 @@
 """Checkpoint files of a run whose ranks each store some experts: `checkpoint_last-rank-N.pt`.
 
-Saving has two phases, so that a killed run always leaves a step that is complete on every rank.
-Each rank writes `NAME.new`; when all ranks are done, each renames its file to `NAME`. Loading
-considers both names and uses the newest step that all ranks have. Every file has a checksum.
+Saving has two phases, so a killed run always leaves a step that is complete on every rank. Each
+rank writes `NAME.new`. After all ranks are done, each rank renames its file to `NAME`. Loading
+accepts both names and uses the newest step that all ranks have. Every file has a checksum.
 """
 
 from __future__ import annotations
@@ -45,43 +45,43 @@ _OF_BRANCH = re.compile(r"\.moe_layer\.(experts\.\d+|gate\.wg)\.")
 
 
 def with_rank_suffix(suffix: str, rank: int) -> str:
-    """Return fairseq's checkpoint suffix with the rank's suffix at its end."""
+    """Return the checkpoint suffix of fairseq with the suffix of the rank appended."""
     return suffix if suffix.endswith(f"-rank-{rank}") else f"{suffix}-rank-{rank}"
 
 
 def with_rank(filename: str, rank: int) -> str:
-    """Convert `dir/checkpoint_last.pt` to the name of the rank's file."""
+    """Convert a name such as `dir/checkpoint_last.pt` to the name of the rank's file."""
     if _RANK.search(filename):
         return _RANK.sub(f"-rank-{rank}", filename)
     return re.sub(r"\.pt$", f"-rank-{rank}.pt", filename)
 
 
 def without_rank(filename: str) -> str:
-    """Return the common name of all ranks' files."""
+    """Return a file name without the suffix of the rank, which is the same for all ranks."""
     return _RANK.sub("", filename)
 
 
 def has_rank(filename: str) -> bool:
-    """Return whether the name is that of a single rank's file."""
+    """Return whether a file name has the suffix of a rank."""
     return _RANK.search(filename) is not None
 
 
 def rank_files(filename: str, end: str = "") -> dict[int, str]:
-    """Return the files of all ranks for a name with or without rank; end: suffix after `.pt`."""
+    """Return all ranks' files for a name with or without rank. `end` is a suffix after `.pt`."""
     paths = glob.glob(f"{glob.escape(without_rank(filename).removesuffix('.pt'))}-rank-*.pt{end}")
     return {int(number): path for path in sorted(paths)
             for number in _RANK.findall(path.removesuffix(end))}
 
 
 def is_crash_dump(filename: str) -> bool:
-    """Return whether a file is fairseq's dump of a failing step, which not every rank writes."""
+    """Return whether a file is fairseq's dump of a failed step, which not every rank writes."""
     return os.path.basename(filename).startswith("crash")
 
 
 def save(filename: str, write: Callable[[str], None], group: Any) -> None:
-    """Write this rank's file by `write(name)`, wait for every rank, then rename the file.
+    """Write the file of this rank by `write(name)`, wait for all ranks, and then rename the file.
 
-    Raises: CheckpointError: raised on every rank if a rank could not write. Old files remain.
+    Raises: CheckpointError: If a rank could not write. All ranks raise the error. Old files remain.
     """
     error: Exception | None = None
     try:
@@ -99,10 +99,10 @@ def save(filename: str, write: Callable[[str], None], group: Any) -> None:
 
 
 def write(state: Mapping[str, Any], path: str) -> None:
-    """Write a checkpoint file with its checksum. The file is renamed when it is complete.
+    """Write a checkpoint file with a checksum. The file is renamed when it is complete.
 
     Raises:
-        CheckpointError: the file cannot be written.
+        CheckpointError: If the file cannot be written.
     """
     try:
         checksums.write_sealed(path + ".tmp", lambda stream: torch.save(state, stream))
@@ -126,9 +126,9 @@ def _not_written(path: str, error: OSError) -> CheckpointError:
 
 
 def copy(source: str, target: str, link: bool = False) -> None:
-    """Copy a checkpoint so that `target` is always complete; ranks rename their files together.
+    """Copy a checkpoint. The ranks rename their files together, so `target` is always complete.
 
-    link: share the storage of `source` if the file system supports it.
+    link: whether to share the storage of `source` if the file system supports this.
     Raises: CheckpointError: raised on every rank if a rank could not write its copy.
     """
     if has_rank(target) and dist.is_available() and dist.is_initialized():
@@ -158,10 +158,10 @@ def _duplicate(source: str, target: str, link: bool) -> None:
 
 
 def read(path: str) -> dict[str, Any]:
-    """Read a checkpoint file; its tensors are mapped from disk.
+    """Read a checkpoint file. The tensors in the file are mapped from disk.
 
     Raises:
-        CheckpointError: the file is truncated, damaged or not a checkpoint.
+        CheckpointError: If the file is truncated, damaged or not a checkpoint.
     """
     try:
         if not checksums.verify(path) and (not dist.is_initialized() or dist.get_rank() == 0):
@@ -187,7 +187,7 @@ def _load(path: str) -> dict[str, Any]:
 
 
 def check_manifest(state: Mapping[str, Any]) -> None:
-    """Raise `ValueError` if the manifest of a file differs from what a save writes."""
+    """Raise `ValueError` if the manifest of a file is not one that `save` can have written."""
     manifest = state.get(MANIFEST)
     if manifest is not None and (not isinstance(manifest, dict) or not all(
             type(manifest.get(key)) is int for key in _MANIFEST_KEYS)):
@@ -195,13 +195,13 @@ def check_manifest(state: Mapping[str, Any]) -> None:
 
 
 def load(file: Any, **options: Any) -> Any:
-    """Call `torch.load` for plain values, tensors and the classes that fairseq saves.
+    """Call `torch.load`, but accept only plain values, tensors and classes that fairseq saves.
 
-    `--trust-checkpoint` allows any class. The option is read from the command line, because fairseq
-    does not pass its settings to the functions that load files.
+    The option `--trust-checkpoint` allows any class. The option is read from the command line,
+    because fairseq does not pass settings to the functions that load files.
 
     Raises:
-        UntrustedFile: the file (path or stream) references other classes.
+        UntrustedFile: If the file (a path or a stream) references classes that are not allowed.
     """
     if trust.FLAG in sys.argv:
         return renamed(torch.load(file, **{**options, "weights_only": False}))
@@ -211,12 +211,12 @@ def load(file: Any, **options: Any) -> Any:
 
 @dataclass
 class _Survey:
-    """Survey of this rank's files.
+    """The checkpoint files of this rank and their problems.
 
     Attributes:
-        steps: paths of the complete files by step.
-        damaged: descriptions of the damaged files.
-        refusal: reason why a file does not fit this run.
+        steps: paths of the complete files, by training step.
+        damaged: messages that describe the damaged files.
+        refusal: reason why a file cannot be used in this run, or an empty string.
     """
 
     steps: dict[int, str] = field(default_factory=dict)
@@ -225,16 +225,16 @@ class _Survey:
 
 
 def agree(filename: str, wanted: Mapping[str, int], group: Any) -> str:
-    """Return this rank's file of the newest step that all ranks have.
+    """Return the path of this rank's file of the newest step that all ranks have.
 
-    If a rank's `checkpoint_last` is damaged, an older checkpoint in the same folder is used.
+    If `checkpoint_last` of any rank is damaged, an older checkpoint in the same folder is used.
 
     Args:
-        filename: this rank's file.
-        wanted: manifest entries that must match.
-        group: data-parallel ranks, or None for a single rank.
+        filename: path of this rank's file.
+        wanted: manifest entries that the files must have.
+        group: process group of the data-parallel ranks, or None for a single rank.
     Raises:
-        ValueError: raised on every rank, with the error of the first rank that refuses its file.
+        ValueError: If a rank refuses a file. All ranks raise the error of the first such rank.
     """
     survey_of_rank = _survey(filename, wanted)
     everyone: list[_Survey] = gather(survey_of_rank, group)
@@ -254,12 +254,12 @@ def agree(filename: str, wanted: Mapping[str, int], group: Any) -> str:
 
 
 def gather(value: Any, group: Any) -> list[Any]:
-    """Gather a value from all ranks of the group; group None means this rank only."""
+    """Gather a value from all ranks of the group, or only from this rank if `group` is None."""
     return [value] if group is None else gather_objects(value, "checkpoints found", group)
 
 
 def _fall_back(filename: str, wanted: Mapping[str, int], group: Any, damaged: list[str]) -> str:
-    """Return this rank's file of the newest step for which every rank has a complete file."""
+    """Return this rank's file of the newest step for which all ranks have complete files."""
     paths = _older_files_by_step(filename, wanted)
     everyone = gather(set(paths), group)
     for step in sorted(set.intersection(*everyone), reverse=True):
@@ -272,13 +272,13 @@ def _fall_back(filename: str, wanted: Mapping[str, int], group: Any, damaged: li
 
 
 def _never_finished(everyone: Sequence[Mapping[int, str]]) -> bool:
-    """Return whether ranks were killed in the first phase of the first save under a name."""
+    """Return whether ranks were killed in the first phase of the first save with a name."""
     paths = [path for steps in everyone for path in steps.values()]
     return not all(everyone) and all(path.endswith(PENDING) for path in paths) and bool(paths)
 
 
 def _older_checkpoint(filename: str, wanted: Mapping[str, int], group: Any) -> str:
-    """Return the newest older checkpoint, or the missing `filename` if no other one exists."""
+    """Return the newest older checkpoint, or the missing `filename` if there is no checkpoint."""
     text = f"checkpoint {without_rank(filename)!r} was not yet written by all ranks"
     try:
         return _fall_back(filename, wanted, group, [text])
@@ -288,7 +288,7 @@ def _older_checkpoint(filename: str, wanted: Mapping[str, int], group: Any) -> s
 
 
 def _older_files_by_step(filename: str, wanted: Mapping[str, int]) -> dict[int, list[str]]:
-    """Return this rank's unverified files by step, if `checkpoint_last` is wanted."""
+    """Return this rank's unverified files by step if `filename` is `checkpoint_last`."""
     folder, name = os.path.split(without_rank(filename))
     if name != "checkpoint_last.pt":  # a checkpoint that was selected by name has no replacement
         return {}
@@ -317,7 +317,7 @@ def newest_common(filename: str, everyone: Sequence[Mapping[int, str]]) -> int |
     """Return the newest step that is complete on every rank, or None if no rank has a file.
 
     Raises:
-        ValueError: files exist, but no step is complete on all ranks.
+        ValueError: If files exist, but no step is complete on all ranks.
     """
     steps = set(everyone[0]).intersection(*everyone[1:])
     if not steps and any(everyone):
@@ -350,12 +350,12 @@ def _survey(filename: str, wanted: Mapping[str, int]) -> _Survey:
 
 
 def of_branch(state: Mapping[str, Any]) -> list[str]:
-    """Return the parameters that have names of fairseq's `moe` branch."""
+    """Return the names of the parameters that are named as in fairseq's `moe` branch."""
     return [name for name in state.get("model") or {} if _OF_BRANCH.search(name)]
 
 
 def refuse_branch(path: str, state: Mapping[str, Any]) -> None:
-    """Raise `ValueError`, with instructions, for a checkpoint of fairseq's `moe` branch."""
+    """Raise `ValueError` with instructions if a checkpoint is from fairseq's `moe` branch."""
     names = of_branch(state)
     if names and MANIFEST not in state:
         name = re.sub(r"-shared(?=\.pt$)", "", without_rank(path))
@@ -368,7 +368,7 @@ def refuse_branch(path: str, state: Mapping[str, Any]) -> None:
 
 
 def _step_of(path: str, state: Mapping[str, Any], wanted: Mapping[str, int]) -> int:
-    """Return the step of a file after checking that the file fits this run."""
+    """Return the step of a file after checking that the file can be used in this run."""
     refuse_branch(path, state)
     manifest = state.get(MANIFEST)
     if manifest is None:
@@ -397,7 +397,7 @@ def _remedy(key: str, value: int) -> str:
 
 
 def _other_world(filename: str, wanted: Mapping[str, int]) -> str | None:
-    """Return an error text if this rank has no file, but a run of another size left some files."""
+    """Return an error message if files of other ranks or of a different run size exist."""
     whole = without_rank(filename)
     others = list(rank_files(whole).values())
     if has_rank(filename) and os.path.exists(whole):

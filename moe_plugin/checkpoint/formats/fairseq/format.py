@@ -1,9 +1,10 @@
-"""Our fairseq checkpoints as a format: a single file, or a file for each data-parallel rank.
+"""The format of fairseq checkpoints with this package's layers: a single file, or one file for each
+data-parallel rank.
 
 A single process writes `checkpoint_last.pt`, and several processes write
-`checkpoint_last-rank-N.pt`. The tensors are the weights of model and criterion, optimizer state by
-parameter name, and averaged weights. All other entries of the files (settings, histories, iterator,
-meters) come from rank 0.
+`checkpoint_last-rank-N.pt`. The tensors of a source are the weights of the model and the criterion,
+optimizer state by parameter name, and averaged weights. All other entries of the files (settings,
+training history, iterator, meters) are taken from rank 0.
 """
 
 from __future__ import annotations
@@ -54,14 +55,13 @@ from moe_plugin.experts.base import current_name
 
 @dataclass(frozen=True)
 class Written:
-    """The files of one step.
+    """The checkpoint files of one training step.
 
-    Attributes:
-        world, ep: number of ranks that wrote the step; number of ranks that share one copy of the
-            experts.
-        experts: number of experts in each MoE layer; 0 in a dense model.
-        step: number of updates; -1 if the files do not contain it.
-        paths: files of ranks 0 to ep - 1.
+    Attributes: world, ep: number of ranks that wrote the step, and number of ranks that share one
+        copy of the experts.
+        experts: number of experts in each MoE layer, or 0 for a dense model.
+        step: number of optimizer steps, or -1 if the files do not contain this number.
+        paths: paths of the files of ranks 0 to `ep - 1`.
     """
 
     world: int
@@ -72,10 +72,11 @@ class Written:
 
 
 def read_file(path: str, trusted: bool = False) -> dict[str, Any]:
-    """Read a file whose tensors stay on disk. The checksum of the file is not verified.
+    """Read a checkpoint file without reading the values of tensors. The checksum of the file is not
+    verified.
 
     Raises:
-        CheckpointError: the file is truncated, damaged or not a checkpoint of fairseq.
+        CheckpointError: If the file is truncated, damaged or not a checkpoint of fairseq.
     """
     return torch_files.open_mapping(Path(path), "use another checkpoint", files.ALLOWED, trusted,
                                     _check_content)
@@ -89,7 +90,8 @@ def _check_content(state: Mapping[str, Any]) -> None:
 
 
 def _refuse_shard(path: str, state: Mapping[str, Any]) -> None:
-    """Raise `CheckpointError` for a file of `--use-sharded-state`, which has only parts of tensors.
+    """Raise `CheckpointError` if a file was saved with `--use-sharded-state`, because such a file
+    contains only parts of tensors.
     """
     if any("flat_param" in name for name in state[MODEL]):
         raise CheckpointError(
@@ -100,11 +102,13 @@ def _refuse_shard(path: str, state: Mapping[str, Any]) -> None:
 
 
 def survey(name: str, trusted: bool = False, left_out: list[str] | None = None) -> list[Written]:
-    """Return the complete steps in the files of `NAME.pt` and `NAME-rank-N.pt`, newest first.
+    """Return the complete steps in the files `NAME.pt` and `NAME-rank-N.pt`. The newest step comes
+    first.
 
     Steps are included even if the last phase of saving was interrupted.
 
-    left_out: receives the error text, with file and reason, for each unreadable file. Optional.
+    left_out: list to which an error message with path and reason is added for each unreadable file.
+        Optional.
     """
     whole = files.without_rank(name)
     paths_by_step: dict[tuple[int, int, int, int], dict[int, str]] = {}
@@ -138,7 +142,7 @@ def open_written(written: Written, trusted: bool = False) -> Source:
     """Open the files of one step as a source.
 
     Raises:
-        CheckpointError: a file is damaged, or contains only a part of every parameter.
+        CheckpointError: If a file is damaged, or if it contains only a part of every parameter.
     """
     states = [by_parameter(read_file(path, trusted)) for path in written.paths]
     first = states[0]
@@ -193,19 +197,21 @@ def _without_columns(state: Mapping[str, Any]) -> dict[str, Any]:
 
 def state_of_rank(source: Source, rank: int, world: int, ep: int,
                   shards: int | Mapping[str, int] | None = None) -> dict[str, Any]:
-    """Return the state that one of `world` data-parallel ranks stores; tensors stay on disk.
+    """Return the state that one of `world` data-parallel ranks stores. The values of tensors are
+    not read.
 
-    The position in the epoch corresponds to the same total number of batches, rounded down.
+    The position in the epoch is converted so that it corresponds to the same total number of
+    batches, rounded down.
 
     Args:
         source: a source of this format.
-        rank: the data-parallel rank.
+        rank: data-parallel rank whose state is returned.
         world: number of data-parallel ranks.
-        ep: number of expert-parallel ranks, a divisor of `world`.
-        shards: number of ranks over which each expert is cut. Optional.
+        ep: number of expert-parallel ranks, which must be a divisor of `world`.
+        shards: number of ranks that each expert is split over. Optional.
     Raises:
-        CheckpointError: the source has optimizer state without the parameters' names.
-        ValueError: the experts do not fit the ranks.
+        CheckpointError: If the source has optimizer state without parameter names.
+        ValueError: If the experts cannot be divided among the ranks.
     """
     if STATE not in source.values:
         raise CheckpointError(
@@ -249,7 +255,9 @@ def state_by_index(columns: Mapping[str, Mapping[str, Any]],
 
 
 def _moved(extra: Mapping[str, Any], old: int, new: int) -> dict[str, Any]:
-    """Return fairseq's `extra_state` with the position in the epoch for another number of ranks."""
+    """Return the `extra_state` of fairseq with the position in the epoch converted to a different
+    number of ranks.
+    """
     iterator = extra.get("train_iterator")
     if not isinstance(iterator, Mapping) or "iterations_in_epoch" not in iterator:
         return dict(extra)
@@ -259,8 +267,8 @@ def _moved(extra: Mapping[str, Any], old: int, new: int) -> dict[str, Any]:
 
 @formats.register("fairseq")
 class FairseqFormat(Format):
-    """Checkpoints of fairseq with our layers (a single file or a file per rank), and dense
-    checkpoints.
+    """Checkpoints of fairseq with this package's layers (a single file or one file per rank), and
+    dense checkpoints.
     """
 
     name = "fairseq"
@@ -303,7 +311,7 @@ def _sizes(source: Source, layout: CheckpointSizes) -> tuple[int, int]:
 
 
 def _written(path: Path, trusted: bool = False) -> Written | None:
-    """Return the newest step at a path; in a folder, that of `checkpoint_last.pt`."""
+    """Return the newest step at a path. In a folder, the files of `checkpoint_last.pt` are used."""
     name = str(path / "checkpoint_last.pt" if path.is_dir() else path)
     if not name.endswith(".pt"):
         return None

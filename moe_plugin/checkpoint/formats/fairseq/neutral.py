@@ -35,7 +35,8 @@ _EPS = 1e-5  # epsilon of fairseq's layer norms, which is not configurable
 
 
 def model_arguments(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the model's settings in a file of fairseq, or {} if the file has no settings."""
+    """Return the model settings in a file of fairseq, or an empty dict if the file has no settings.
+    """
     model = (state.get("cfg") or {}).get("model", state.get("args"))
     values = vars(model) if isinstance(model, Namespace) else dict(model or {})
     return {name: plain_value(value) for name, value in values.items()}
@@ -45,7 +46,7 @@ def to_decoder(source: Source, arguments: Mapping[str, Any]) -> DecoderSettings:
     """Return the neutral settings of a `fairseq` source.
 
     Raises:
-        CheckpointError: settings are missing, or have no neutral form.
+        CheckpointError: If settings are missing or have no neutral form.
     """
     for name in ("decoder_attention_heads", "activation_fn", "decoder_normalize_before"):
         if name not in arguments:
@@ -78,11 +79,11 @@ def _width(source: Source) -> int:
 
 
 def from_decoder(source: Source, old: Mapping[str, Any]) -> dict[str, Any]:
-    """Return fairseq's settings of an upcycled model.
+    """Return the settings of an upcycled model in fairseq's form.
 
     Args:
         source: neutral source of the upcycled model.
-        old: settings of the dense model.
+        old: settings of the dense model in fairseq's form.
     """
     paths = {spec.path: spec.dest for spec in setting_specs()}
     model = NeutralModel(source)
@@ -115,7 +116,9 @@ def to_neutral(source: Source) -> Source:
 
 
 def from_neutral(source: Source) -> Source:
-    """Return a view of an upcycled model with the names of our fairseq models."""
+    """Return a view of an upcycled model with the names of fairseq models with this package's
+    layers.
+    """
     model = DecoderSettings.from_dict(source.values["model"])
     tensors = list(fairseq_tensors(source))
     tensors += more_tensors(tensors, model.tied, model.positions == "sinusoidal")
@@ -125,8 +128,8 @@ def from_neutral(source: Source) -> Source:
 
 
 def _state(source: Source) -> dict[str, Any]:
-    """Return the entries of a file that are not tensors: those of the dense model, with settings of
-    experts.
+    """Return the entries of a file that are not tensors. They are the entries of the dense model
+    with the settings of experts added.
     """
     state = dict(source.values[STATE])
     state.pop(OPTIMIZER, None)

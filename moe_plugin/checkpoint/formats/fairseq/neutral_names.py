@@ -1,6 +1,6 @@
 """Conversion between the tensor names of fairseq's decoder language models and neutral names.
 
-The models may have our MoE layers or be dense.
+The models may be dense or have this package's MoE layers.
 
     neutral                      fairseq, below `decoder.`
     embed, output, final_norm    embed_tokens, output_projection, layer_norm
@@ -11,8 +11,9 @@ The models may have our MoE layers or be dense.
     mlp.w_in, w_out              fc1, fc2
     moe                          moe_layer.moe
 
-Optimizer fields have the names of their parameters. Biases that a model of another format lacks are
-zero in fairseq's model, and so are rows of positions that belong to no token.
+The tensors of an optimizer's state have the names of the parameters. If biases are missing in a
+model of a different format, they are zero in fairseq's model. Rows of positions that belong to no
+token are also zero.
 """
 
 from __future__ import annotations
@@ -61,16 +62,17 @@ _READ = NameTable((*_RULES, *(
 
 
 def our_prefix(prefix: str) -> str:
-    """Convert the prefix `layers.N.moe.` to `decoder.layers.N.moe_layer.moe.`."""
+    """Convert a prefix `layers.N.moe.` to `decoder.layers.N.moe_layer.moe.`."""
     return f"decoder.{prefix.removesuffix('moe.')}{_MOE}"
 
 
 def neutral_tensors(source: Source, tied: bool) -> Iterator[Derived]:
-    """Yield the tensors of a `fairseq` source by neutral names.
+    """Yield the tensors of a `fairseq` source under neutral names.
 
     Args:
         source: the source.
-        tied: the output matrix is the embedding, and is left out.
+        tied: whether the output matrix is the embedding matrix. If so, the output matrix is left
+            out.
     """
     found = (source.tensor(key) for key in source.entries if key[1] not in _BUFFERS
              and not (tied and key[1] == "decoder.output_projection.weight"))
@@ -90,7 +92,7 @@ def _without_name(tensor: Derived) -> Derived:
 
 
 def fairseq_tensors(source: Source) -> Iterator[Derived]:
-    """Yield the tensors of a neutral source by fairseq's names."""
+    """Yield the tensors of a neutral source under fairseq's names."""
     tensors = [source.tensor(key) for key in source.entries]
     biases = [zeros(one, f"{found[1]}.bias") for one in tensors
               if (found := _WEIGHT.fullmatch(one.key[1]))
@@ -109,12 +111,13 @@ def _with_padding(one: Derived) -> Derived:
 
 
 def more_tensors(tensors: Sequence[Derived], tied: bool, sinusoidal: bool) -> Iterator[Derived]:
-    """Yield tensors of a fairseq file that are not parameters, and the tied output matrix.
+    """Yield the tensors of a fairseq file that are not parameters, and the output matrix if it is
+    tied.
 
     Args:
         tensors: result of `fairseq_tensors`.
         tied: the output matrix is the embedding.
-        sinusoidal: the model has sinusoidal positions.
+        sinusoidal: whether the model has sinusoidal positions.
     """
     if tied:
         for tensor in tensors:

@@ -1,6 +1,6 @@
-"""Resuming a fairseq run from a checkpoint that another number of ranks wrote.
+"""Resuming a fairseq run from a checkpoint that was written by a different number of ranks.
 
-Every rank reads the slices that it stores, including optimizer state.
+Every rank reads only the slices that it stores, including the slices of the optimizer state.
 """
 
 from __future__ import annotations
@@ -29,14 +29,16 @@ logger = logging.getLogger(__name__)
 
 
 def newest_of_other_size(filename: str, wanted: Mapping[str, int], group: Any) -> Written | None:
-    """Return the newest complete checkpoint of this name if another number of ranks wrote it.
+    """Return the newest complete checkpoint with this name if it was written by a different number
+    of ranks.
 
-    The result is the same on all ranks. The result is None if the newest checkpoint fits this run.
+    The result is the same on all ranks. The result is None if the newest checkpoint was written by
+    the same number of ranks.
 
     Args:
-        filename: this rank's file.
+        filename: path of this rank's file.
         wanted: manifest entries of this run.
-        group: data-parallel ranks, or None for a single rank.
+        group: process group of the data-parallel ranks, or None for a single rank.
     """
     found: Written | None = None
     if wanted["rank"] == 0:
@@ -52,16 +54,16 @@ def newest_of_other_size(filename: str, wanted: Mapping[str, int], group: Any) -
 
 def read_part(written: Written, wanted: Mapping[str, int], shards: Mapping[str, int],
               group: Any, model_only: bool = False) -> dict[str, Any]:
-    """Return this rank's state from the files of other ranks.
+    """Return the state of this rank, which is read from the files of a different number of ranks.
 
     Args:
         written: the files of the checkpoint.
         wanted: manifest entries of this run.
         shards: see `state_of_rank`.
-        group: data-parallel ranks, or None for a single rank.
-        model_only: leave the optimizer state out.
+        group: process group of the data-parallel ranks, or None for a single rank.
+        model_only: whether to leave out the optimizer state.
     Raises:
-        CheckpointError: raised on every rank if a file is damaged.
+        CheckpointError: If a file is damaged. All ranks raise the error.
     """
     rank, world, ep = (wanted[key] for key in ("rank", "world_size", "expert_parallel_size"))
     errors = files.gather(damage(written.paths[rank::world]), group)
@@ -77,9 +79,9 @@ def read_part(written: Written, wanted: Mapping[str, int], shards: Mapping[str, 
 
 
 def damage(paths: tuple[str, ...], flag: str = "--restore-file") -> str | None:
-    """Describe the first damaged file, or return None if all files are whole.
+    """Return a description of the first damaged file, or None if no file is damaged.
 
-    flag: the flag that selects another checkpoint, for the message.
+    flag: flag that selects a different checkpoint. The description mentions this flag.
     """
     for path in paths:
         try:
@@ -91,19 +93,20 @@ def damage(paths: tuple[str, ...], flag: str = "--restore-file") -> str | None:
 
 def part_state(path: str, rank: int = 0, size: int = 1,
                leave_experts: bool = False) -> dict[str, Any]:
-    """Return the model state of one of `size` ranks that share the experts, from any rank's file.
+    """Return the model state for one of `size` ranks that share the experts.
 
-    The other ranks' files must be in the same folder. Any number of ranks may have written them.
+    The files of the other ranks must be in the same folder. The files may have been written by any
+    number of ranks.
 
     Args:
-        path: file of any rank.
-        rank, size: rank in the expert-parallel group, and its size.
-        leave_experts: return `Derived` tensors for experts, which `StoredExperts` reads one at a
-            time.
+        path: path of any rank's file.
+        rank, size: rank in the expert-parallel group, and size of this group.
+        leave_experts: whether to return experts as `Derived` tensors, which `StoredExperts` reads
+            one at a time.
     Raises:
-        CheckpointError: a file is missing or of another step, or a file of this rank's share is
-            damaged.
-        ValueError: the experts do not fit the ranks.
+        CheckpointError: If a file is missing or from a different step, or if a file in this rank's
+            share is damaged.
+        ValueError: If the experts cannot be divided among the ranks.
     """
     trusted = trust.FLAG in sys.argv
     left_out: list[str] = []

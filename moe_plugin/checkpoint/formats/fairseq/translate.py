@@ -1,10 +1,10 @@
 """Conversion of fairseq's settings to `MoEConfig`.
 
-The sources of settings are, in order of increasing priority: the defaults, fairseq's own settings
-(inner width, activation, the `moe` branch's flags), `--moe-config`, and generated flags. Branch
-flags that differ from their default may add settings to the file. An error is raised if a branch
-flag contradicts the file or another flag. The branch's defaults are ignored if the file sets a
-number of experts.
+In order of increasing priority, settings are taken from the defaults, fairseq's own settings (inner
+width, activation, flags of the `moe` branch), the `--moe-config` file, and the generated flags.
+Branch flags with values other than the defaults may add settings that the file does not contain. An
+error is raised if a branch flag contradicts the file or another flag. Defaults of the branch's
+flags are ignored if the file sets a number of experts.
 """
 
 from __future__ import annotations
@@ -55,26 +55,28 @@ DISPATCH_FLAGS = ("moe_dispatch", "moe_capacity_factor", "moe_eval_capacity_fact
 
 
 def setting(args: Any, name: str, default: Any = None) -> Any:
-    """Return an attribute of a namespace or config, or `default` if it is absent; choices as text.
+    """Return an attribute of a namespace or config, or `default` if it is absent. Choices are
+    returned as strings.
     """
     return plain_value(getattr(args, name, default))
 
 
 def plain_value(value: Any) -> Any:
-    """Return a choice of fairseq's dataclasses as text, and any other value unchanged."""
+    """Convert a choice of fairseq's dataclasses to a string, and return any other value unchanged.
+    """
     return value.value if isinstance(value, Enum) else value
 
 
 def layer_config(args: Any, *, model_dim: int, ffn_dim: int, activation: str) -> MoEConfig:
-    """Return the settings of one stack's MoE layers.
+    """Return the settings of the MoE layers in one stack (encoder or decoder).
 
     Args:
-        args: namespace or config with the branch's flags and the generated flags; absent flags have
-            their default.
-        model_dim, ffn_dim, activation: width, inner width and activation of the dense layers, by
-            fairseq's names.
+        args: namespace or config with the branch's flags and the generated flags. Absent flags have
+            their defaults.
+        model_dim, ffn_dim, activation: width, inner width and activation of the dense layers. The
+            activation is named as in fairseq.
     Raises:
-        ValueError: settings contradict each other or are invalid. The message names the flags,
+        ValueError: If settings contradict each other or are invalid. The message names the flags,
             their values and the remedy.
     """
     in_file = file_settings(flag_values(args)).get("model_dim")
@@ -90,9 +92,9 @@ def layer_config(args: Any, *, model_dim: int, ffn_dim: int, activation: str) ->
 
 
 def check_flags(args: Any) -> None:
-    """Raise `ValueError` for invalid settings, as far as they are known before a model is built.
+    """Raise `ValueError` if settings are invalid and this can be seen before a model is built.
 
-    args: parsed flags of a model that may have experts.
+    args: parsed flags of a model with or without experts.
     """
     freqs = [freq for name in ("moe_freq", "encoder_moe_freq", "decoder_moe_freq")
              if (freq := setting(args, name, 0))]
@@ -133,10 +135,10 @@ def _settings(args: Any, model_dim: int, ffn_dim: int, activation: str) -> MoECo
 
 
 def run_config(args: Any) -> RunConfig:
-    """Return the run settings of a fairseq run.
+    """Return the settings (`RunConfig`) of a fairseq run.
 
     Raises:
-        ValueError: fairseq does not support a setting, or a value is invalid.
+        ValueError: If fairseq does not support a setting, or if a value is invalid.
     """
     run = run_from_flags(flag_values(args))
     refuse_lacking(run, "fairseq")
@@ -144,8 +146,8 @@ def run_config(args: Any) -> RunConfig:
 
 
 def flag_values(args: Any) -> dict[str, Any]:
-    """Return the generated flags of a namespace or config by `dest`; None for flags that are not
-    set.
+    """Return the generated flags of a namespace or config by `dest`. Flags that are not set have
+    the value None.
     """
     return {spec.dest: setting(args, spec.dest) for spec in flag_specs()}
 
@@ -160,7 +162,7 @@ def _activation(name: str) -> str:
 
 
 def _branch_gates(names: list[str], flags: Mapping[str, Any], in_file: Mapping[str, Any]) -> bool:
-    """Return whether a run uses the branch's gates, which divide the routing weights."""
+    """Return whether a run uses the branch's gates, which normalize routing weights by division."""
     def given(name: str) -> Any:
         return flags.get(f"moe_router_{name}") or in_file.get(f"router.{name}")
 
@@ -169,7 +171,9 @@ def _branch_gates(names: list[str], flags: Mapping[str, Any], in_file: Mapping[s
 
 
 def _changed_branch_paths(args: Any) -> dict[str, str]:
-    """Return the paths set by branch flags that differ from their default, with the flag."""
+    """Return the dotted paths of settings that are set by branch flags with values other than the
+    defaults, and these flags.
+    """
     return {
         path: name for name, (default, path) in BRANCH_PATHS.items()
         if setting(args, name, default) != default
@@ -177,10 +181,10 @@ def _changed_branch_paths(args: Any) -> dict[str, str]:
 
 
 def _chosen_k(args: Any, flags: Mapping[str, Any], in_file: Mapping[str, Any]) -> set[int]:
-    """Return the numbers of experts per token, initially and by `router.top_k_at`.
+    """Return the initial number of experts per token, and the later numbers in `router.top_k_at`.
 
-    The number is read from the flag, the file or the branch's flag, in this order. Invalid values
-    are refused later.
+    The first of the following sources that contains the number is used: the flag, the file, the
+    branch's flag. Invalid values are rejected later.
     """
     later = (parse_value(_TOP_K_AT, flags[_TOP_K_AT.dest]) if flags.get(_TOP_K_AT.dest) else
              in_file.get(_TOP_K_AT.path) or {})
@@ -192,11 +196,11 @@ def _chosen_k(args: Any, flags: Mapping[str, Any], in_file: Mapping[str, Any]) -
 
 
 def _branch_base(args: Any, chosen_k: set[int], own_dispatch: bool) -> dict[str, Any]:
-    """Translate the branch's flags to our settings.
+    """Convert the branch's flags to settings of this package.
 
-    The branch has 2*ceil(S/E) slots for top-2 and ceil(S/E) slots for top-1, which both correspond
-    to capacity factor 1, and ceil(fraction*S) slots in evaluation. The branch normalizes top-2
-    weights after dropping and leaves the top-1 weight unchanged.
+    An expert of the branch has `2*ceil(S/E)` slots for top-2 and `ceil(S/E)` slots for top-1, which
+    both correspond to a capacity factor of 1. In evaluation it has `ceil(fraction*S)` slots. The
+    branch normalizes top-2 weights after dropping and leaves the top-1 weight unchanged.
     """
     before = setting(args, "moe_normalize_gate_prob_before_dropping", False)
     base: dict[str, Any] = {
@@ -255,7 +259,8 @@ def _warn(args: Any, config: MoEConfig) -> None:
 
 
 def check_experts_given(args: Any, freq: int) -> None:
-    """Raise `ValueError` for MoE layers without a number of experts, or for a negative frequency.
+    """Raise `ValueError` if the number of experts is missing, or if the frequency of MoE layers is
+    negative.
     """
     if freq < 0:
         raise ValueError(
@@ -282,11 +287,12 @@ def masks_padding(args: Any, config: MoEConfig) -> bool:
 
 
 def gradient_factor(args: Any, world: int) -> float:
-    """Return the factor for the gradients of experts.
+    """Return the factor by which the gradients of experts are multiplied.
 
-    fairseq multiplies every gradient by W / sample_size, and shared gradients were divided by W
-    before. An expert's gradient is already a sum over all ranks, so it is divided by W here (or by
-    the square root of W with `--moe-normalize-expert-grad sqrt_world_size`).
+    fairseq multiplies every gradient by `W / sample_size`, where `W` is the number of ranks.
+    Gradients of shared parameters have already been divided by `W`. The gradient of an expert is a
+    sum over all ranks, so the factor divides it by `W`, or by the square root of `W` with
+    `--moe-normalize-expert-grad sqrt_world_size`.
     """
     rule = setting(args, "moe_normalize_expert_grad", "world_size")
     if rule not in ("world_size", "sqrt_world_size"):

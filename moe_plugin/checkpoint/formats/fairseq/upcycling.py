@@ -1,7 +1,7 @@
 """Upcycling of fairseq's translation models.
 
-The models keep fairseq's names, because other formats have no encoder. All tensors outside the
-feed-forward networks are unchanged.
+The tensors of the models keep fairseq's names, because no other format supports encoders. All
+tensors outside the feed-forward networks are unchanged.
 """
 
 from __future__ import annotations
@@ -33,17 +33,18 @@ _MLP = re.compile(r"(encoder|decoder)\.layers\.(\d+)\.fc([12])\.(weight|bias)")
 
 
 def translates(source: Source) -> bool:
-    """Return whether a source is a fairseq model with an encoder of layers."""
+    """Return whether a source is a fairseq model that has an encoder with transformer layers."""
     return source.format == "fairseq" and any(name.startswith("encoder.layers.")
                                               for _, name in source.entries)
 
 
 def upcycle(source: Source, plan: Upcycling) -> View:
-    """Return a lazy view of a dense translation model as a model with experts, in fairseq's format.
+    """Return a lazy view of a dense translation model that has experts in place of MLPs, in
+    fairseq's format.
 
     Raises:
-        CheckpointError: the model already has MoE layers, no layer becomes an MoE layer, or the
-            settings do not fit experts.
+        CheckpointError: If the model already has MoE layers, if no layer would be converted to an
+            MoE layer, or if the settings do not support experts.
     """
     refuse_experts(source)
     every = {stack: plan.every if own is None else own for stack, own in zip(
@@ -70,7 +71,7 @@ def upcycle(source: Source, plan: Upcycling) -> View:
 
 
 def _mlps(source: Source) -> dict[tuple[str, int], dict[str, Derived]]:
-    """Return the tensors of each MLP by their neutral names below it, by stack and layer."""
+    """Return the tensors of each MLP by stack and layer, and within an MLP by neutral name."""
     mlps: dict[tuple[str, int], dict[str, Derived]] = {}
     for key in source.entries:
         if key[0] == MODEL and (name := _MLP.fullmatch(key[1])):
@@ -97,10 +98,10 @@ def _tensors(source: Source, plan: Upcycling, mlps: Mapping[tuple[str, int], Any
 
 def _flags(plan: Upcycling, every: Mapping[str, int],
            chosen: Mapping[tuple[str, int], Mapping[str, Derived]]) -> dict[str, Any]:
-    """Return the flags of a command that builds the new model.
+    """Return the command-line flags that build the new model.
 
-    Experts have the inner width of their stack's dense layers, unless the MLPs are cut into pieces
-    or there is a shared expert.
+    Experts have the same inner width as the dense layers of the stack, unless the MLPs are split
+    into pieces or there is a shared expert.
     """
     settings: dict[str, Any] = {"router.top_k": plan.top_k, "router.normalize": "before_drop",
                                 "router.normalize_min": 0.0}
@@ -124,7 +125,7 @@ def _flags(plan: Upcycling, every: Mapping[str, int],
 
 def _state(values: Mapping[str, Any], arguments: Mapping[str, Any],
            plan: Upcycling) -> dict[str, Any]:
-    """Return all entries of the file that are not tensors."""
+    """Return all entries of the checkpoint file that are not tensors."""
     old = values[STATE]
     state = {name: value for name, value in old.items() if name not in (OPTIMIZER, CRITERION)}
     if old.get("cfg") is not None:

@@ -252,7 +252,8 @@ _BY_TYPE = {name: family for family in FAMILIES.values()
 
 
 def family_of(config: Mapping[str, Any]) -> Family:
-    """Return the family of a configuration; raise `CheckpointError` for an unknown `model_type`."""
+    """Return the family of a configuration. Raise `CheckpointError` if the `model_type` is unknown.
+    """
     name = config.get("model_type")
     if name not in _BY_TYPE:
         raise CheckpointError(f"config.json: model_type={short(name)} is not supported; supported "

@@ -1,7 +1,7 @@
 """Description of a model family in Hugging Face's `transformers`.
 
-A family describes names and settings of the MoE block and of the surrounding decoder. `families`
-lists all families.
+A family describes the names and the settings of the MoE block and of the surrounding decoder. The
+module `families` contains all families.
 """
 
 from __future__ import annotations
@@ -21,46 +21,56 @@ _MLP = {"w_gate": "gate_proj", "w_in": "up_proj", "w_out": "down_proj"}
 
 
 def shared_names(module: str) -> dict[str, str]:
-    """Return the names of a shared expert's tensors by neutral names."""
+    """Return a mapping from neutral names to the names of a shared expert's tensors."""
     return {f"shared.{ours}.{kind}": f"{module}.{theirs}.{kind}"
             for ours, theirs in _MLP.items() for kind in ("weight", "bias")}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Block:
-    """The MoE block of a family. Names are also set for parts that a model may lack, such as biases
-    and a shared expert.
+    """Description of the MoE block of a family. Names are also set for parts that a model may lack,
+    such as biases and a shared expert.
 
     Attributes:
-        module: name of the block in a decoder layer of the model.
-        module_in_files: name of the block in files, if it differs from `module`.
-        names: names of tensors below the module, by neutral names below `layers.N.moe.`.
-        gate_up, down: names of the tensors of all experts: gates and inputs ([E, 2F, D]; inputs of
-            experts without gates [E, F, D]), and outputs [E, D, F]; the names of their biases end
-            in `_bias`.
-        transposed: the last two axes of `gate_up` and `down` are exchanged.
-        in_turn: rows of gates and inputs alternate, instead of all gates followed by all inputs.
-        files: names that replace `names`, "gate_up" and "down" if files differ from the model.
-        parts: names of gate, input and output matrix of each expert in files
-            (`experts.E.PART.weight`); () if files have tensors of all experts.
-        bias_row: `router.expert_bias` is a matrix [1, E].
-        gated: experts have gates.
+        module: name of the MoE block within a decoder layer of the model.
+        module_in_files: name of the MoE block in files, if this name differs from `module`.
+        names: names of tensors within the MoE block, by their neutral names after the prefix
+            `layers.N.moe.`.
+        gate_up, down: names of the tensors that contain all experts. `gate_up` contains gate and
+            input matrices [E, 2F, D], or only input matrices [E, F, D] if experts have no gates.
+            `down` contains output matrices [E, D, F]. The names of the biases end in `_bias`.
+        transposed: whether the last two axes of `gate_up` and `down` are exchanged.
+        in_turn: whether the rows of gate and input matrices alternate. Otherwise all gate rows come
+            before all input rows.
+        files: names that replace `names`, `gate_up` and `down` in files if these differ from the
+            model.
+        parts: names (PART) of the gate, input and output matrix of each expert in files, where
+            tensors are named `experts.E.PART.weight`. It is empty if each tensor in the files
+            contains all experts.
+        bias_row: whether `router.expert_bias` is stored as a matrix [1, E].
+        gated: whether the experts have gate matrices.
         shared: "none", "plain" or "gated".
-        scores: "softmax", "sigmoid", or "sparsemixer", which is a separate router.
-        expert_bias: a bias is added to the scores to choose experts.
-        normalize: the only supported `normalize_top_k`, or None if the configuration sets it.
+        scores: function that computes the scores, "softmax" or "sigmoid", or the separate router
+            "sparsemixer".
+        expert_bias: whether a bias is added to the scores when experts are chosen.
+        normalize: the only supported value of `normalize_top_k`, or None if the configuration sets
+            it.
         normalize_add: constant that is added to the sum of the chosen weights before the division.
-            (With the largest softmax scores, the sum is so large that the constant has no effect.)
-        normalize_min: key in `config.json` of the minimal divisor; "" for no minimum.
-        scales: the weights have a factor.
-        methods: supported values of `topk_method` in `config.json`; the first value is the default.
-        group_scores: number of scores that make up a group's score; None without groups.
-        keys: keys of `config.json` that differ from `KEYS`, including `gate_clamp`, which other
-            families do not read.
+            (If the chosen experts have the largest softmax scores, the sum is so large that the
+            constant has no effect.)
+        normalize_min: key in `config.json` of the minimal divisor, or an empty string if there is
+            no minimum.
+        scales: whether the weights are multiplied by a factor from the configuration.
+        methods: supported values of `topk_method` in `config.json`. The first value is the default.
+        group_scores: number of expert scores that are added to get the score of a group, or None if
+            there are no groups.
+        keys: keys in `config.json` that differ from `KEYS`, including the key of `gate_clamp`,
+            which most families do not have.
         settings: neutral settings that all models of the family have.
-        needs: values that settings of `config.json` must have for this description to apply.
-        float32: name prefixes in the block that `transformers` keeps in float32.
-        pair: the block also returns the router's logits.
+        needs: values that settings in `config.json` must have. Otherwise this description does not
+            apply.
+        float32: name prefixes of tensors in the MoE block that `transformers` keeps in float32.
+        pair: whether the MoE block returns the router's logits together with the output.
     """
 
     module: str = "mlp"
@@ -90,25 +100,28 @@ class Block:
     pair: bool = False
 
     def key(self, setting: str) -> str:
-        """Return the key of a neutral setting in `config.json`."""
+        """Return the key in `config.json` of a neutral setting."""
         return self.keys.get(setting, KEYS[setting])
 
 
 @dataclass(frozen=True, kw_only=True)
 class Decoder:
-    """The part of a model around the MoE block, in families whose whole models have a neutral form.
+    """Description of the part of a model around the MoE blocks. It exists for families whose whole
+    models can be converted to neutral names.
 
     Attributes:
-        dense: layers that may be dense: "none", "any", "first".
-        biases: supported biases of attention: "none", "qkv" or "all".
-        mlp_bias: dense layers may have biases.
-        bias_key: key in `config.json` that enables biases of attention; "" if they are fixed.
-        qk_norm: supported norms of queries and keys: "none", "head" or "all".
-        latent: attention uses latents.
-        window: attention may be limited to a number of previous tokens.
-        part: rotary positions may apply to a part of each head.
-        defaults: settings that `config.json` may leave out.
-        extras: further settings that the family supports.
+        dense: which layers may be dense: "none", "any", or only the "first" layers.
+        biases: which linear layers of the attention may have biases: "none", "qkv" or "all".
+        mlp_bias: whether the MLPs of dense layers may have biases.
+        bias_key: key in `config.json` that enables biases of the attention, or an empty string if
+            no setting enables them.
+        qk_norm: supported normalization of queries and keys: "none", over each "head" or over "all"
+            heads.
+        latent: whether the family uses latent attention.
+        window: whether attention may be limited to a number of previous tokens.
+        part: whether rotary positions may be applied to only a part of each head.
+        defaults: values of settings that may be missing in `config.json`.
+        extras: names of further settings that the family supports.
     """
 
     dense: str = "none"
@@ -125,16 +138,18 @@ class Decoder:
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """A family: all models with one `model_type`.
+    """A model family, which consists of all models with the same `model_type`.
 
     Attributes:
-        model_type: `model_type` in `config.json`.
+        model_type: value of `model_type` in `config.json`.
         architecture: class of the model with a language-model head.
-        title: name and publisher.
-        also: other `model_type`s of published checkpoints; written models always have `model_type`.
-        block: the MoE layers, or None for a dense model.
-        decoder: the part around the MoE layers, or None if it has no neutral form.
-        alone: the reason why the part around the MoE layers has no neutral form.
+        title: name and publisher of the family.
+        also: further values of `model_type` in published checkpoints that are read. Written models
+            always have the value `model_type`.
+        block: description of the MoE layers, or None for a dense model.
+        decoder: description of the part around the MoE layers, or None if this part has no neutral
+            names.
+        alone: the reason why the part around the MoE layers has no neutral names.
     """
 
     model_type: str

@@ -27,8 +27,8 @@ from moe_plugin.checkpoint.source import (
     TensorEntry,
 )
 from moe_plugin.checkpoint.torch_files import SealedWriter, StoredTensor
+from moe_plugin.experts.distributed_state import FLOAT32
 from moe_plugin.memory.safetensors_file import DTYPES, SafetensorsFile, UnknownDtype
-from moe_plugin.routing.contract import FLOAT32
 from moe_plugin.utils.checksums import METADATA, FirstRead
 from moe_plugin.utils.messages import short
 from moe_plugin.utils.regular_files import check_input, write_whole
@@ -45,12 +45,12 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def open_safetensors(path: Path) -> DerivedSource:
-    """Open a folder of safetensors; tensors have the names in the files.
+    """Open a folder of safetensors files. The tensors keep the names that they have in the files.
 
-    The content of `config.json` becomes `values["config"]`.
+    The content of `config.json` is stored in `values["config"]`.
 
     Raises:
-        CheckpointError: a file is missing or damaged.
+        CheckpointError: If a file is missing or damaged.
     """
     config = read_json(path / CONFIG)
     if (path / MODELOPT).is_file():
@@ -90,9 +90,10 @@ def _tensors_in(path: Path) -> dict[str, StoredTensor]:
 
 
 def check_counts(source: Source) -> None:
-    """Raise `CheckpointError` if `config.json` counts more layers, experts or elements than exist.
+    """Raise `CheckpointError` if numbers of layers, experts or elements in `config.json` are larger
+    than the files allow.
 
-    A model of any size would otherwise be built before the mismatch is found.
+    Without this check, a model of any size would be built before the mismatch is found.
     """
     config, names = source.values["config"], [name for _, name in source.entries]
     layers = 1 + max((int(found[1]) for found in map(_LAYER.search, names) if found), default=0)
@@ -109,7 +110,8 @@ def check_counts(source: Source) -> None:
 
 
 def _layers_of(entries: Mapping[str, TensorEntry]) -> dict[str, dict[str, Any]]:
-    """Return the MoE layers by the names of experts, which are stored separately or in one tensor.
+    """Return the MoE layers, which are found by the names of their experts. Experts may be stored
+    separately or in one tensor.
     """
     layers: dict[str, dict[str, Any]] = {}
     for name, entry in entries.items():
@@ -121,7 +123,7 @@ def _layers_of(entries: Mapping[str, TensorEntry]) -> dict[str, dict[str, Any]]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object from a file; raise `CheckpointError` if the file is missing or invalid."""
+    """Read a JSON object from a file. Raise `CheckpointError` if the file is missing or invalid."""
     try:
         check_input(path)
         values = json.loads(path.read_text(encoding="utf-8"))
@@ -138,10 +140,12 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def weight_map(path: Path) -> dict[str, str]:
-    """Return the file of each tensor, or {"": file} if a single file contains all tensors.
+    """Return the file of each tensor by name, or `{"": file}` if a single file contains all
+    tensors.
 
     Raises:
-        CheckpointError: there are no safetensors files, or the index refers to other folders.
+        CheckpointError: If there are no safetensors files, or if the index refers to files outside
+            the folder.
     """
     if not (path / INDEX).is_file():
         if (path / SINGLE).is_file():
@@ -161,7 +165,7 @@ def weight_map(path: Path) -> dict[str, str]:
 
 
 def shards_of(entries: Mapping[str, TensorEntry], most: int) -> dict[str, list[str]]:
-    """Return the names of the tensors in each file.
+    """Return the names of the tensors to be written to each file.
 
     A tensor larger than `most` bytes is stored in a separate file.
     """
@@ -181,14 +185,15 @@ def shards_of(entries: Mapping[str, TensorEntry], most: int) -> dict[str, list[s
 
 def write_folder(path: Path, config: Mapping[str, Any], source: Source, most: int = SHARD_BYTES,
                  progress: WriteProgress = WriteProgress()) -> None:
-    """Write the "model" tensors of a source and a configuration, block by block.
+    """Write the "model" tensors of a source and a configuration to a folder. Tensors are processed
+    block by block.
 
     Args:
         path: an existing folder.
         config: content of `config.json`.
         source: the source.
-        most: maximal size of a file in bytes, unless a single tensor is larger.
-        progress: receives the progress.
+        most: maximum size of a file in bytes, which only a single tensor may exceed.
+        progress: object that receives the progress of the writer.
     """
     entries = {name: entry for (field, name), entry in source.entries.items() if field == MODEL}
     files = shards_of(entries, most)
@@ -213,16 +218,17 @@ def _write_json(path: Path, values: Mapping[str, Any]) -> None:
 
 def write_safetensors(writer: SealedWriter, path: Path, source: Source, names: Iterable[str],
                       done: Callable[[], None] = lambda: None) -> None:
-    """Start writing one file. (The library's own writer would need all tensors in memory.)
+    """Start writing one safetensors file. (The writer of the `safetensors` library is not used
+    because it needs all tensors in memory.)
 
-    Layout: 8 bytes with the length of a JSON header, the header, and the values in the order of the
-    header. Source: the format's description at github.com/huggingface/safetensors.
+    A file consists of 8 bytes with the length of a JSON header, the header, and the values in the
+    order of the header. Source: the format's description at github.com/huggingface/safetensors.
 
     Args:
         writer: the writer.
         path: path of the file.
         source: the source.
-        names: names of the source's "model" tensors.
+        names: names of the "model" tensors of the source that are written to the file.
         done: see `SealedWriter.write`.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt", **METADATA}}

@@ -1,4 +1,4 @@
-"""Format "hf": a folder of safetensors that Hugging Face's `transformers` loads."""
+"""Format "hf": a folder of safetensors files that Hugging Face's `transformers` can load."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def to_neutral(source: Source) -> View:
     """Return a view with neutral names of a source with Hugging Face names and `values["config"]`.
 
     Raises:
-        CheckpointError: the model has a part without a neutral name.
+        CheckpointError: If the model has a part without a neutral name.
     """
     source = dequantized(source)
     config = source.values["config"]
@@ -64,7 +64,7 @@ def _whole_to_neutral(source: Source) -> View:
     if family.decoder is None:
         raise CheckpointError(
             f"model_type={family.model_type!r} has no neutral form ({family.alone}), so only its "
-            "MoE blocks can be converted; load it with transformers, and insert our layers with "
+            "MoE blocks can be converted; load it with transformers, and insert MoELayers with "
             "moe_plugin.hosts.plain.huggingface.swap_moe_blocks")
     return to_neutral(source)
 
@@ -83,18 +83,20 @@ def from_neutral(source: Source) -> View:
 
 @formats.register("hf")
 class HuggingFaceFormat(Format):
-    """Folders with `config.json` and safetensors, as loaded by Hugging Face's `from_pretrained`."""
+    """Folders with `config.json` and safetensors files that Hugging Face's `from_pretrained` can
+    load.
+    """
 
     name = "hf"
     views_as, views_of = {NEUTRAL: _whole_to_neutral}, {NEUTRAL: from_neutral}
 
     def detect(self, path: Path, trust: bool = False) -> bool:
-        """Return whether a path is a folder with a configuration and safetensors."""
+        """Return whether a path is a folder with a configuration and safetensors files."""
         return (path / CONFIG).is_file() and (
             (path / INDEX).is_file() or (path / SINGLE).is_file())
 
     def open(self, path: Path, trust: bool = False) -> Source:
-        """See `Format.open`. Nothing is ever unpickled."""
+        """See `Format.open`. No file in the folder is ever unpickled."""
         return dequantized(open_safetensors(path))
 
     def write(self, source: Source, path: Path, layout: CheckpointSizes,
@@ -113,10 +115,10 @@ class HuggingFaceFormat(Format):
         write_folder(path, config, source, progress=progress)
 
 def state_source(state: Mapping[str, Any], config: Mapping[str, Any]) -> DerivedSource:
-    """Return the tensors of a state dict in memory as a source of format "hf".
+    """Return a source of format "hf" with the tensors of a state dict that is in memory.
 
     Args:
-        state: tensors by Hugging Face's names.
+        state: mapping from Hugging Face's names to tensors.
         config: content of `config.json`.
     """
     tensors = (in_memory((MODEL, name), value) for name, value in state.items()

@@ -1,8 +1,9 @@
 """Conversion between tensor names of Hugging Face decoder models and neutral names.
 
-A family has two sets of names for the tensors of its MoE block. Files mostly store each expert
-separately ([F, D] matrices), and the model has one tensor for all experts of a layer
-(`experts.gate_up_proj` [E, 2F, D], `experts.down_proj` [E, D, F]). Both sets of names can be read.
+A family has two sets of names for the tensors of an MoE block. In most families, files store each
+expert separately as matrices of shape [F, D]. The model has one tensor for all experts of a layer
+(`experts.gate_up_proj` [E, 2F, D] and `experts.down_proj` [E, D, F]). Tensors with either set of
+names can be read.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ _COMPUTED = re.compile(r".*rotary_emb\.inv_freq")  # computed from the settings
 
 
 def _decoder_rules(model: str) -> Iterator[NameRule]:
-    """Yield the rules for tensors around MoE blocks; model: prefix of all names except the head's.
+    """Yield the rules for tensors around MoE blocks. All names except those of the head have the
+    prefix `model`.
     """
     yield from same_parts("", "", {
         model + "embed_tokens.weight": "embed.weight", model + "norm.weight": "final_norm.weight",
@@ -43,7 +45,7 @@ def _decoder_rules(model: str) -> Iterator[NameRule]:
 
 
 def _block_rules(block: Block, model: str, files: bool) -> Iterator[NameRule]:
-    """Yield the rules for an MoE block, with the names of files or of the model."""
+    """Yield the rules for an MoE block, with the names used in files or in the model."""
     module = files and block.module_in_files or block.module
     at, ours = f"{model}layers.{{n}}.{module}.", f"{_OURS}moe."
     renamed = block.files if files else {}
@@ -73,7 +75,9 @@ _STACKS = ("gate_up", "down")
 
 @functools.cache
 def _reading(model_type: str) -> NameTable:
-    """Return the table of all names of a family's tensors, for models with and without head."""
+    """Return the table of all names of a family's tensors, for models with and without a
+    language-model head.
+    """
     family, rules = FAMILIES[model_type], list[NameRule]()
     for model in ("model.", ""):
         if family.decoder is not None:
@@ -87,14 +91,15 @@ def _reading(model_type: str) -> NameTable:
 
 
 def neutral_tensors(source: Source, family: Family, tied: bool) -> Iterator[Derived]:
-    """Yield the tensors of a Hugging Face source by neutral names.
+    """Yield the tensors of a Hugging Face source under neutral names.
 
-    If the family has no decoder, tensors around the MoE blocks keep their names.
+    If the family has no `decoder`, tensors around the MoE blocks keep their names.
 
     Args:
         source: the source.
-        family: family of the model.
-        tied: the output matrix is the embedding; its copy is left out.
+        family: description of the model's family.
+        tied: whether the output matrix is the embedding matrix. If so, a stored copy of the matrix
+            is left out.
     """
     def others(one: Derived) -> Derived:
         if family.decoder is None:
@@ -108,12 +113,13 @@ def neutral_tensors(source: Source, family: Family, tied: bool) -> Iterator[Deri
 
 
 def family_tensors(source: Source, family: Family, *, files: bool = True) -> Iterator[Derived]:
-    """Yield the tensors of a neutral source, including optimizer fields, by a family's names.
+    """Yield the tensors of a neutral source, including optimizer state, under the names of a
+    family.
 
     Args:
         source: the source.
-        family: family of the model.
-        files: use the names in files instead of the names in the model.
+        family: description of the model's family.
+        files: whether to use the names in files instead of the names in the model.
     """
     def others(one: Derived) -> Derived:
         if family.decoder is None and not one.key[1].startswith("layers."):

@@ -1,14 +1,14 @@
 """Quantized weights of a Hugging Face model.
 
-Float8 codes with scales and MXFP4 are converted to plain numbers. Other methods are refused by
-name.
+Float8 codes with scales and MXFP4 are converted to plain numbers. For all other quantization
+methods, an error names the method.
 
-    weight = code * scale of its block           in float32, then in the model's data type
+    weight = code * scale of the block, in float32 and then cast to the data type of the model
 
 `NAME.weight` has float8 codes [R, C], and `NAME.weight_scale_inv` has the scales [ceil(R / rows),
-ceil(C / columns)] of blocks of `weight_block_size` = [rows, columns]. Without blocks there is one
-scale for the tensor or one for each row. If one tensor contains all experts, the codes and the
-scales have an additional first axis for experts. Source: DeepSeek-V3's
+ceil(C / columns)] of blocks of `weight_block_size` = [rows, columns]. If a tensor is not divided
+into blocks, there is one scale for the tensor or one scale for each row. If one tensor contains all
+experts, the codes and the scales have an additional first axis for experts. Source: DeepSeek-V3's
 `inference/fp8_cast_bf16.py`; `FineGrainedFP8Config` of transformers 5.
 """
 
@@ -59,11 +59,12 @@ PLAIN_IN_TRANSFORMERS = (f"load it {_DENSE.format('FineGrainedFP8Config')}, or M
 
 
 def quantization_of(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Return the quantization in a `config.json`, or None if the weights are plain.
+    """Return the quantization settings in a `config.json`, or None if the weights are not
+    quantized.
 
     Raises:
-        CheckpointError: the entry is not a mapping, its method is not in `READ`, or its block size
-            is not a pair of sizes.
+        CheckpointError: If the entry is not a mapping, if the method is not in `READ`, or if the
+            block size is not a pair of sizes.
     """
     found = next((config[key] for key in _KEYS if config.get(key) is not None), None)
     if found is None:
@@ -93,14 +94,15 @@ def quantization_of(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 
 def dequantized(source: Source) -> Source:
-    """Return a source whose weights are plain numbers, with Hugging Face's names.
+    """Return a source with Hugging Face's names whose weights are plain numbers.
 
-    The result is the source itself if its weights are plain. Otherwise the result is a view that
-    multiplies codes by their scales as they are read, without scales and `quantization_config`.
+    If the weights are not quantized, the source itself is returned. Otherwise a view is returned
+    that multiplies codes by their scales when they are read. The view has no scales and no
+    `quantization_config`.
 
     Raises:
-        CheckpointError: see `quantization_of`; or codes have no scales, or scales have another
-            shape.
+        CheckpointError: If `quantization_of` raises it, if codes have no scales, or if scales have
+            a wrong shape.
     """
     quantization = quantization_of(source.values["config"])
     if quantization is None:
@@ -110,7 +112,8 @@ def dequantized(source: Source) -> Source:
 
 
 def check_plain(source: Source) -> None:
-    """Raise `CheckpointError` if a tensor has quantization codes without known scales."""
+    """Raise `CheckpointError` if a tensor contains quantization codes whose scales are not known.
+    """
     for (_, name), entry in source.entries.items():
         if is_code(entry.dtype):
             raise CheckpointError(
@@ -121,12 +124,13 @@ def check_plain(source: Source) -> None:
 
 
 class Dequantized(View):
-    """A view that multiplies codes by their scales, see `dequantized`.
+    """A view that multiplies codes by their scales. See `dequantized`.
 
     Args:
-        origin: source with the codes.
+        origin: source that contains the codes and scales.
         quantization: see `quantization_of`.
-        dtype: data type of the weights. Defaults to the configuration's data type, or bfloat16.
+        dtype: data type of the dequantized weights. Defaults to the data type in the configuration,
+            or else to bfloat16.
     """
 
     def __init__(self, origin: Source, quantization: Mapping[str, Any],
@@ -140,7 +144,7 @@ class Dequantized(View):
         super().__init__(origin, tensors, values={**origin.values, "config": config})
 
     def describe(self) -> Mapping[str, Any]:
-        """Return the description of the origin and the storage of weights."""
+        """Return the description of the origin, extended by how the weights are stored."""
         block = (32,) if self._packed else self._quantization.get("weight_block_size", _BLOCK)
         return {**self.origin.describe(), "quantization": (
             f"{self._quantization.get('quant_method')}, "
@@ -152,7 +156,9 @@ class Dequantized(View):
 
 
 def dtype_of(config: Mapping[str, Any]) -> torch.dtype:
-    """Return the data type of a model from its `config.json`; defaults to bfloat16."""
+    """Return the data type of a model that its `config.json` contains, or bfloat16 if it contains
+    none.
+    """
     dtype = getattr(torch, str(config.get("dtype") or config.get("torch_dtype")), None)
     plain = isinstance(dtype, torch.dtype) and dtype.is_floating_point and not is_code(dtype)
     return dtype if plain else torch.bfloat16
@@ -192,7 +198,7 @@ def _names_in_module(name: str, others: tuple[str, ...]) -> list[str]:
 
 
 def _is_scale(name: str, weights: Mapping[str, str]) -> bool:
-    """Return whether a tensor is a scale that is not in the list of known scales."""
+    """Return whether a tensor looks like a scale but is not in the list of known scales."""
     module, _, own = name.rpartition(".")
     return own.endswith("scale_inv") or "scale" in own and f"{module}.weight" in weights
 
@@ -218,7 +224,7 @@ def _product(codes: Derived, scales: Derived, quantization: Mapping[str, Any],
 
 def _block(codes: Derived, scales: Derived,
            quantization: Mapping[str, Any]) -> tuple[int, int] | None:
-    """Return the rows and columns that share a scale, or None if the tensor has a single scale."""
+    """Return how many rows and columns share a scale, or None if the tensor has a single scale."""
     shape, grid = codes.entry.shape, scales.entry.shape
     given = quantization.get("weight_block_size", _BLOCK)
     if scales.entry.numel == 1:
@@ -232,7 +238,7 @@ def _block(codes: Derived, scales: Derived,
         if even and (grid[-1] == 1 or not given or quantization.get("quant_method") == FLOAT8[1]):
             return shape[-2] // grid[-2], shape[-1] // grid[-1]
     raise CheckpointError(
-        f"tensor {scales.key[1]!r} has shape {grid}, which does not fit weights of shape {shape} "
+        f"tensor {scales.key[1]!r} has shape {grid}, which is invalid for weights of shape {shape} "
         f"in blocks of {short(given)} (weight_block_size of config.json); download or copy the "
         "model's files again")
 
@@ -248,12 +254,14 @@ def _blocks_of(part: slice, size: int) -> slice:
 
 
 def _block_of_each(part: slice, size: int) -> Tensor:
-    """Return the block of each row or column, relative to the first block of `_blocks_of`."""
+    """Return the index of the block of each row or column, relative to the first block of
+    `_blocks_of`.
+    """
     return torch.arange(part.start, part.stop) // size - part.start // size
 
 
 def _numbers(scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """Convert scales to numbers; bytes are exponents, as in float8_e8m0fnu."""
+    """Convert scales to numbers. Scales that are bytes are exponents, as in `float8_e8m0fnu`."""
     if scales.dtype == torch.uint8:
         return (scales.to(dtype) - 127).exp2()
     return scales.to(dtype)

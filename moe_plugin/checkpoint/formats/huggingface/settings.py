@@ -1,6 +1,6 @@
 """Conversion between settings of `transformers` models and neutral settings.
 
-This module also selects the family for a neutral model, and builds `config.json`.
+This module also selects a family for a neutral model and builds the `config.json`.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ _USUAL = {"attention_dropout": 0.0, "router_jitter_noise": 0.0, "pretraining_tp"
 
 
 def decoder_settings(config: Mapping[str, Any]) -> DecoderSettings:
-    """Return the neutral settings of a `config.json`; settings without a neutral name go to
+    """Convert a `config.json` to neutral settings. Settings without a neutral name are stored in
     `extra`.
 
     Raises:
-        CheckpointError: a setting has a type or value that is invalid for the family.
+        CheckpointError: If a setting has a type or a value that is invalid for the family.
     """
     family = family_of(config)
     decoder, block = family.decoder, family.block
@@ -98,7 +98,7 @@ def _activation(block: Block | None, get: Callable[[str], Any]) -> str:
 
 def _routing(kind: str, block: Block, config: Mapping[str, Any],
              get: Callable[[str], Any]) -> dict[str, Any]:
-    """Return the neutral settings of the MoE block; kind: the `model_type`."""
+    """Return the neutral settings of the MoE block of a model with `model_type` equal to `kind`."""
     normalize, key = block.normalize, block.key("normalize_top_k")
     if normalize is None:
         normalize = bool(get(key))
@@ -136,7 +136,8 @@ def _routing(kind: str, block: Block, config: Mapping[str, Any],
 
 def _rotary(config: Mapping[str, Any], default: float,
             part: float | None) -> tuple[float, float, dict[str, Any]]:
-    """Return base, rotated part and scaling; transformers 5 has all of them in `rope_parameters`.
+    """Return the base, the rotated part and the scaling of rotary positions. In transformers 5,
+    `rope_parameters` contains all of them.
     """
     scaling = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     base = float(scaling.pop("rope_theta", None) or config.get("rope_theta") or default)
@@ -155,7 +156,7 @@ def _latent(get: Any) -> dict[str, Any]:
 
 
 def _extra(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
-    """Return settings that have no neutral name and differ from their usual value."""
+    """Return the settings that have no neutral name and differ from their usual values."""
     extra = {}
     for key, value in config.items():
         if key in INERT or key in _READ or value in (None, False):
@@ -170,10 +171,11 @@ def _extra(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
 
 
 def family_for(model: NeutralModel, preferred: str | None = None) -> Family:
-    """Return a family that supports a model, `preferred` if possible.
+    """Return a family that supports a model. The family `preferred` is returned if it supports the
+    model.
 
     Raises:
-        CheckpointError: no family supports the model; the message lists the differences.
+        CheckpointError: If no family supports the model. The message lists the differences.
     """
     _refuse_other_kinds(model)
     order = sorted(FAMILIES.values(), key=lambda family: family.model_type != preferred)
@@ -190,7 +192,7 @@ def family_for(model: NeutralModel, preferred: str | None = None) -> Family:
 
 
 def _refuse_other_kinds(model: NeutralModel) -> None:
-    """Raise `CheckpointError` for settings that no family supports; the message suggests flags."""
+    """Raise `CheckpointError` if no family supports some settings. The message suggests flags."""
     s = model.settings
     wrong = {"--normalization RMSNorm": s.norm != "rmsnorm" and f"norm is {short(s.norm)}",
              "--swiglu": not s.gated and "MLP has no gate",
@@ -210,7 +212,9 @@ def _refuse_other_kinds(model: NeutralModel) -> None:
 
 
 def refusals(family: Family, model: NeutralModel) -> Iterator[str]:
-    """Yield the properties of a model that a family with a decoder does not support, by name."""
+    """Yield a description of each property of a model that a family with a `decoder` does not
+    support.
+    """
     s, decoder = model.settings, family.decoder
     assert decoder is not None, "a family of MoE blocks alone"
     checks = [
@@ -259,13 +263,14 @@ def _of_block(block: Block, decoder: Decoder,
 
 
 def config_of(family: Family, model: NeutralModel, original: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the `config.json` of a model in a family with a decoder.
+    """Return the `config.json` of a model in a family with a `decoder`.
 
     Args:
         family: the family.
         model: summary of the neutral model.
-        original: Hugging Face configuration that the model came from. Settings that do not affect
-            the computation, such as ids of special tokens, are copied from it.
+        original: Hugging Face configuration from which the neutral model was converted. Settings
+            that do not affect the computation, such as ids of special tokens, are copied from this
+            configuration.
     """
     s, decoder = model.settings, family.decoder
     assert decoder is not None, "a family of MoE blocks alone"

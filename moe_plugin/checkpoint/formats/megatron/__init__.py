@@ -1,4 +1,4 @@
-"""Reading, converting and writing of Megatron's distributed checkpoints in one process.
+"""Functions that read, convert and write Megatron's distributed checkpoints in one process.
 
 Megatron itself is not needed.
 """

@@ -1,8 +1,10 @@
-"""Entries of a distributed checkpoint that are not tensors: optimizer groups and module objects.
+"""Entries of a distributed checkpoint that are not tensors: parameter groups of optimizers, and
+objects of modules.
 
-Megatron has separate optimizers for shared and for expert parameters. Our experts always use the
-second optimizer. Megatron's own experts use it only with expert parallelism; otherwise their
-parameters are in the groups of the first optimizer.
+Megatron uses one optimizer for shared parameters and a second optimizer for expert parameters.
+Experts of this package always use the second optimizer. Megatron's own experts use the second
+optimizer only with expert parallelism. Otherwise their parameters are in the parameter groups of
+the first optimizer.
 """
 
 from __future__ import annotations
@@ -50,7 +52,9 @@ NATIVE_EXPERTS = "mlp.experts.experts."
 
 
 def by_layer(tensors: Mapping[str, Derived]) -> Iterator[Derived]:
-    """Yield the tensors of a checkpoint by field and numbered name."""
+    """Yield the tensors of a checkpoint with a field and a name that contains the layer index as
+    keys.
+    """
     for stored, tensor in tensors.items():
         field, name = split_field(stored)
         if is_stacked(name):
@@ -62,12 +66,12 @@ def by_layer(tensors: Mapping[str, Derived]) -> Iterator[Derived]:
 
 
 def is_stacked(name: str) -> bool:
-    """Return whether a name belongs to a tensor of all layers."""
+    """Return whether a name belongs to a tensor that contains all layers."""
     return name.startswith(LAYERS) and not _NUMBERED.fullmatch(name)
 
 
 def split_field(stored: str) -> tuple[str, str]:
-    """Split a stored tensor's name into field and parameter name."""
+    """Split the name of a stored tensor into the field and the parameter name."""
     match = _OPTIMIZER.fullmatch(stored)
     if not match:
         return MODEL, stored
@@ -75,7 +79,7 @@ def split_field(stored: str) -> tuple[str, str]:
 
 
 def stored_name(key: Key, master: str) -> str:
-    """Return the stored name of a tensor, including its layer number.
+    """Return the name under which a tensor is stored, including the layer index.
 
     master: one of `MASTERS`.
     """
@@ -86,20 +90,22 @@ def stored_name(key: Key, master: str) -> str:
 
 
 def without_number(name: str) -> tuple[str, int | None]:
-    """Split a layer's name into the name without number, and the number (None if there is no
-    number).
+    """Split a tensor name into the name without layer index, and the layer index. The index is None
+    if the name has none.
     """
     match = _NUMBERED.fullmatch(name)
     return (LAYERS + match[2], int(match[1])) if match else (name, None)
 
 
 def layer_numbers(names: Iterable[str]) -> list[int]:
-    """Return the sorted numbers of the layers in `names`."""
+    """Return the sorted indices of the layers that occur in `names`."""
     return sorted({int(match[1]) for match in map(_NUMBERED.fullmatch, names) if match})
 
 
 def moe_layers(tensors: Iterable[Derived]) -> dict[str, dict[str, Any]]:
-    """Return the prefix of every MoE layer (ours or Megatron's own) with its number of experts."""
+    """Return the number of experts of every MoE layer (of this package or Megatron's own), by
+    prefix of the layer.
+    """
     layers: dict[str, dict[str, Any]] = {}
     for tensor in tensors:
         prefix, experts, _ = tensor.key[1].partition("experts.")
@@ -109,12 +115,14 @@ def moe_layers(tensors: Iterable[Derived]) -> dict[str, dict[str, Any]]:
 
 
 def is_native(names: Iterable[str]) -> bool:
-    """Return whether the experts are Megatron's own."""
+    """Return whether the names contain experts of Megatron itself."""
     return any(NATIVE_EXPERTS in name for name in names)
 
 
 def object_name(key: str, offsets: Iterable[int] = (0,), shape: Iterable[int] = (1,)) -> str:
-    """Return the name of an object: the object at `offsets` of `shape` objects that share a key."""
+    """Return the name of an object. It is the object at index `offsets` in a grid of shape `shape`
+    of objects that share a key.
+    """
     return f"{key}/shard_{'.'.join(map(str, offsets))}_{'.'.join(map(str, shape))}"
 
 
@@ -130,10 +138,11 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def folder_of(path: Path) -> Path:
-    """Return the checkpoint's folder. If `path` is the parent folder, return the newest checkpoint.
+    """Return the folder of a checkpoint. If `path` is the parent folder, return the folder of the
+    newest checkpoint.
 
     Raises:
-        CheckpointError: the file that names the newest checkpoint is damaged.
+        CheckpointError: If the file that names the newest checkpoint is damaged.
     """
     if not (path / LATEST).is_file():
         return path
@@ -148,7 +157,9 @@ def folder_of(path: Path) -> Path:
 
 
 def format_of(path: Path) -> str:
-    """Return `megatron`, or `megatron_native` for Megatron's own experts, from the index alone."""
+    """Return the format `megatron`, or `megatron_native` for Megatron's own experts. Only the index
+    is read.
+    """
     content = (folder_of(path) / METADATA).read_bytes()
     return NATIVE if NATIVE_EXPERTS.encode() in content else OURS
 
@@ -168,7 +179,7 @@ _OF_MOE = {".shared_experts.": ("mlp.shared_experts.linear_fc1", "mlp.shared_exp
 
 
 def refuse_other_optimizers(source: Source) -> None:
-    """Raise `CheckpointError` if Megatron's optimizer state is not stored by parameter."""
+    """Raise `CheckpointError` if the optimizer state of Megatron is not stored by parameter."""
     kept = source.values.get("megatron") or {}
     if kept.get("sharding_type") not in (None, BY_PARAMETER) and not source.values.get(MODEL_ONLY):
         raise CheckpointError(
@@ -181,7 +192,9 @@ def refuse_other_optimizers(source: Source) -> None:
 
 
 def optimizer_parts(state: Any) -> list[dict[Any, Any]]:
-    """Return the optimizers in the common state: those of a chain, or the single optimizer."""
+    """Return the optimizers in the common state, which are several in a chain or a single
+    optimizer.
+    """
     if not isinstance(state, dict) or not state:
         return []
     if all(isinstance(key, int) for key in state):
@@ -190,12 +203,14 @@ def optimizer_parts(state: Any) -> list[dict[Any, Any]]:
 
 
 def regrouped(state: Any, own_optimizer: bool, biases: bool) -> Any:
-    """Return the common state's "optimizer" with or without a separate optimizer for experts.
+    """Return the entry "optimizer" of the common state, converted to contain a separate optimizer
+    for experts or none.
 
     Args:
-        state: as in `common.pt`: the state of a single optimizer, or states by index in the chain.
-        own_optimizer: experts have a separate optimizer.
-        biases: experts have parameters without weight decay, such as Megatron's biases.
+        state: entry "optimizer" of `common.pt`, which is the state of a single optimizer, or a
+            mapping from the index in a chain to a state.
+        own_optimizer: whether experts have a separate optimizer.
+        biases: whether experts have parameters without weight decay, such as Megatron's biases.
     """
     parts = optimizer_parts(state)
     if not parts:
@@ -209,11 +224,12 @@ def regrouped(state: Any, own_optimizer: bool, biases: bool) -> Any:
 
 
 def fitted(state: Any, wanted: Any) -> Any:
-    """Return the common state's "optimizer" with the optimizers and groups of the run's own state.
+    """Return the entry "optimizer" of the common state, converted to the optimizers and parameter
+    groups of a run.
 
     Args:
-        state: state in the checkpoint.
-        wanted: state of the run, with all values of its groups.
+        state: entry "optimizer" in the checkpoint.
+        wanted: optimizer state of the run, with all values of the parameter groups.
     """
     parts, targets = optimizer_parts(state), optimizer_parts(wanted)
     if not parts or not targets or [list(map(_identity, _groups(part))) for part in parts] == [
@@ -229,12 +245,14 @@ def fitted(state: Any, wanted: Any) -> Any:
 
 
 def group_value(group: Mapping[str, Any], key: str) -> Any:
-    """Return a value of a parameter group by Megatron's or NeMo's key, or None if it is missing."""
+    """Return a value of a parameter group, which has a key of Megatron or NeMo, or None if it is
+    missing.
+    """
     return group.get(key, group.get(f"pre_{key}"))
 
 
 def optimizer_values(common: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the optimizer values of a neutral source from the common state."""
+    """Return the value "optimizer" of a neutral source, which is derived from the common state."""
     for part in optimizer_parts(common.get("optimizer")):
         inner, groups = part.get("optimizer", part), _groups(part)
         if not groups:
@@ -246,11 +264,12 @@ def optimizer_values(common: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def new_optimizer(values: Mapping[str, Any], mixed: bool) -> dict[str, Any]:
-    """Build the common state's "optimizer" for an optimizer state from another framework.
+    """Build the entry "optimizer" of the common state for an optimizer state from a different
+    framework.
 
     Args:
-        values: `values["optimizer"]` of a neutral source.
-        mixed: the model has 16-bit parameters and master weights.
+        values: the value `values["optimizer"]` of a neutral source.
+        mixed: whether the model has 16-bit parameters and master weights.
     """
     step = values.get("step", 0)
     known = {"lr": 0.0, "weight_decay": 0.0, **values, "step": step}
@@ -266,7 +285,8 @@ def _identity(group: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def _stored_group(group: Mapping[str, Any], stored: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the stored values of the same group, or of the same group of the other parameter type.
+    """Return the stored values of the same parameter group. If there is none, use the corresponding
+    group of the other parameter type (shared or expert).
     """
     same = {_identity(candidate): candidate for candidate in stored}
     *kind, expert = _identity(group)
@@ -304,7 +324,7 @@ def _expert_groups(groups: list[dict[str, Any]], dense: list[dict[str, Any]],
 
 
 def object_bytes() -> bytes:
-    """Return an empty object in the form in which Megatron stores it."""
+    """Return the bytes that Megatron stores for an empty object."""
     stream = io.BytesIO()
     torch.save([None], stream)
     return stream.getvalue()
@@ -315,9 +335,9 @@ def expert_objects(layers: Mapping[str, Mapping[str, int]], count: int,
     """Yield the names of the objects of Megatron's own experts.
 
     Args:
-        layers: prefix of every MoE layer -> {"num_experts": E}.
-        count: number of all layers.
-        stacked: one tensor contains all layers.
+        layers: mapping from the prefix of every MoE layer to `{"num_experts": E}`.
+        count: total number of layers in the model.
+        stacked: whether one tensor contains all layers.
     """
     for prefix, layer in layers.items():
         key, number = without_number(prefix + "experts.experts.")
@@ -333,15 +353,15 @@ def expert_objects(layers: Mapping[str, Mapping[str, int]], count: int,
 
 def module_objects(numbers: Iterable[int], moe: Iterable[int], tensors: Iterable[str],
                    stacked: bool) -> Iterable[str]:
-    """Yield the names of the objects of all other modules of a GPT model.
+    """Yield the names of the objects of all modules of a GPT model except experts.
 
-    The objects are empty unless the model uses 8-bit numbers.
+    These objects are empty unless the model uses 8-bit numbers.
 
     Args:
-        numbers: numbers of all layers.
-        moe: numbers of the layers with an MoE layer.
-        tensors: tensor names of the model, from which optional modules are recognized.
-        stacked: one tensor contains all layers.
+        numbers: indices of all layers.
+        moe: indices of the transformer layers with an MoE layer.
+        tensors: names of the model's tensors, which show what optional modules the model has.
+        stacked: whether one tensor contains all layers.
     """
     numbers, moe, tensors = list(numbers), set(moe), list(tensors)
     beside = [module for part, modules in _OF_MOE.items()

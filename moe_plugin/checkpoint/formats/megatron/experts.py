@@ -1,4 +1,5 @@
-"""Conversion between Megatron's own experts and ours: equal values, other names and axis order.
+"""Conversion between Megatron's own experts and experts of this package. Names and the order of
+axes differ, but values are equal.
 
     Megatron's own, all experts on axis 0            ours
     mlp.experts.experts.linear_fc1.weight  [E, F, D]      mlp.experts.w_in_LDF   [E, D, F]
@@ -8,8 +9,9 @@
     mlp.experts.experts.linear_fc2.bias    [E, D]         mlp.experts.b_out_LD
 
 Megatron's SequentialMLP, GroupedMLP (weight1, weight2) and TEGroupedMLP all have these names in a
-distributed checkpoint. Router, expert bias, shared experts and all other tensors have the same
-names in both. Optimizer state follows its parameter.
+distributed checkpoint. The router, the expert bias, shared experts and all other tensors have the
+same names in both formats. Optimizer state is converted in the same way as the parameter it belongs
+to.
 """
 
 from __future__ import annotations
@@ -30,7 +32,9 @@ GATES = ("w_gate_LDF", "b_gate_LF")
 
 
 def _table(gated: Mapping[str, bool]) -> NameTable:
-    """Build the name table; gated: whether experts have gates, by the prefix of each MoE layer."""
+    """Build the name table. `gated` contains, for the prefix of each MoE layer, whether experts
+    have gates.
+    """
     return NameTable(
         NameRule(f"{prefix}experts.experts.{theirs}",
              tuple(f"{prefix}experts.{name}" for name in ours if has_gates or name not in GATES),
@@ -53,7 +57,7 @@ def to_native(source: Source) -> Source:
 
 
 def to_ours(source: Source) -> Source:
-    """Return a view of a `megatron_native` source with our experts."""
+    """Return a view of a `megatron_native` source with experts of this package."""
     names = _table({prefix: _gated(source, prefix) for prefix in source.layers})
     ordered = _experts_first(source, [f"experts.experts.{theirs}" for theirs in PAIRS])
     tensors = map(ordered.tensor, ordered.entries)
@@ -61,9 +65,9 @@ def to_ours(source: Source) -> Source:
 
 
 def _experts_first(source: Source, names: Sequence[str]) -> View:
-    """Return the source with experts first, which is the order of its files.
+    """Return the source with the experts before all other tensors. Files are written in this order.
 
-    names: names of the experts' tensors below a layer's prefix.
+    names: names of the tensors of experts, without the prefix of the layer.
     """
     fields = dict.fromkeys(field for field, _ in source.entries)
     first = [(field, prefix + name) for field in fields for prefix in source.layers
@@ -72,7 +76,7 @@ def _experts_first(source: Source, names: Sequence[str]) -> View:
 
 
 def _gated(source: Source, prefix: str) -> bool:
-    """Return whether the first matrix contains gates, which make it twice as wide as without."""
+    """Return whether the first matrix of experts contains gates, which double the width."""
     first, second = (source.entries.get((MODEL, f"{prefix}experts.experts.linear_{name}.weight"))
                      for name in ("fc1", "fc2"))
     if first is None or second is None:
@@ -83,7 +87,8 @@ def _gated(source: Source, prefix: str) -> bool:
 
 
 def _keep_others(source: Source, format: str) -> Any:
-    """Return a function that keeps tensors outside of experts and raises for other expert tensors.
+    """Return a function that keeps tensors outside experts and raises an error for unknown tensors
+    of experts.
     """
     def others(tensor: Derived) -> Derived:
         if any(tensor.key[1].startswith(prefix + "experts.") for prefix in source.layers):

@@ -1,7 +1,7 @@
 """The formats `megatron` and `megatron_native`, which are registered by importing this module.
 
 Readers and writers are imported on first use, because importing torch's distributed checkpoint
-takes about a second, which users of other formats should not wait for.
+takes about a second, and users of other formats should not have to wait.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class _Megatron(Format):
 
     def write(self, source: Source, path: Path, layout: CheckpointSizes,
               progress: WriteProgress = WriteProgress()) -> None:
-        """See `Format`. Megatron can load the result with any parallel sizes."""
+        """See `Format`. Megatron can load the written checkpoint with any parallel sizes."""
         from moe_plugin.checkpoint.formats.megatron.writer import write
 
         common.refuse_other_optimizers(source)
@@ -49,7 +49,7 @@ class _Megatron(Format):
 
 @formats.register("megatron")
 class MegatronFormat(_Megatron):
-    """Distributed checkpoints of Megatron with our experts, or without experts.
+    """Distributed checkpoints of Megatron with experts of this package, or without experts.
 
     The path is the `SAVE` folder of the training script or of Megatron-LM, or one of its `iter_...`
     folders.
@@ -64,7 +64,7 @@ class MegatronFormat(_Megatron):
 class NativeFormat(_Megatron):
     """Distributed checkpoints of Megatron with its own experts.
 
-    SequentialMLP, GroupedMLP and TEGroupedMLP all write this format.
+    Checkpoints of SequentialMLP, GroupedMLP and TEGroupedMLP all have this format.
     """
 
     name: ClassVar[str] = common.NATIVE

@@ -1,4 +1,4 @@
-"""Conversion between Megatron's GPT models with our experts and neutral names.
+"""Conversion between neutral names and Megatron's GPT models with experts of this package.
 
     neutral                                Megatron, by layer
     attention.q, k, v                      self_attention.linear_qkv: for each group of queries that
@@ -11,7 +11,7 @@
     moe.shared.w_gate, w_in                mlp.shared_experts.linear_fc1, the gate first
     moe.router, moe.experts                mlp.router, mlp.experts
 
-Optimizer fields have the names of their parameters.
+The tensors of an optimizer's state have the names of the parameters.
 """
 
 from __future__ import annotations
@@ -74,12 +74,12 @@ def to_decoder(settings: Mapping[str, Any], *, tied: bool, learned: bool,
     """Return neutral settings.
 
     Args:
-        settings: settings by Megatron's names; missing settings have Megatron's defaults.
-        tied: the output matrix is the embedding, according to the tensors.
-        learned: the model has learned positions, according to the tensors.
-        kv_heads: number of key and value heads, according to the tensors.
+        settings: settings by Megatron's names. Missing settings have Megatron's defaults.
+        tied: whether the tensors show that the output matrix is the embedding matrix.
+        learned: whether the tensors show that the model has learned positions.
+        kv_heads: number of key and value heads, derived from the shapes of tensors.
     Raises:
-        CheckpointError: required settings are missing, or a setting has no neutral form.
+        CheckpointError: If required settings are missing, or if a setting has no neutral form.
     """
     missing = [name for name in _NEEDED if name not in settings]
     if missing:
@@ -117,7 +117,9 @@ def to_decoder(settings: Mapping[str, Any], *, tied: bool, learned: bool,
 
 
 def _groups(settings: Mapping[str, Any], score: str) -> dict[str, int]:
-    """Return the neutral settings of group-limited routing, or {} without groups."""
+    """Return the neutral settings of group-limited routing, or an empty dict if there are no
+    groups.
+    """
     groups, chosen = (int(settings.get(f"moe_router_{name}") or 0)
                       for name in ("num_groups", "group_topk"))
     if not groups or not chosen or not settings.get("num_experts"):
@@ -132,7 +134,7 @@ def _groups(settings: Mapping[str, Any], score: str) -> dict[str, int]:
 
 
 def from_decoder(model: DecoderSettings) -> dict[str, Any]:
-    """Return settings by Megatron's names, except those that follow from shapes."""
+    """Return settings by Megatron's names, except those that can be derived from shapes."""
     s = model
     if s.groups:
         s = replace(s, group_scores=s.group_scores or max(1, s.top_k // s.group_top_k))
@@ -199,7 +201,7 @@ _BIAS = re.compile(r"\.(?:attention|mlp)\.\w+\.bias$")
 def _table(model: DecoderSettings, other_norms: Iterable[Any] = ("{n}",)) -> NameTable:
     """Build the name table of a model.
 
-    other_norms: numbers of the layers in which norms may have alternative names.
+    other_norms: indices of the layers in which norms may have alternative names.
     """
     def rules() -> Iterator[NameRule]:
         layer, ours = common.LAYERS + "{n}.", "layers.{n}."
@@ -262,7 +264,7 @@ def _without_name(one: Derived) -> Derived:
 
 
 def _kv_heads(source: Source, heads: int) -> int:
-    """Return the number of key and value heads, from the shapes."""
+    """Return the number of key and value heads, which is derived from shapes."""
     for (field, name), entry in source.entries.items():
         if field == MODEL and name.endswith("self_attention.linear_proj.weight"):
             width = entry.shape[1] // heads
@@ -273,7 +275,9 @@ def _kv_heads(source: Source, heads: int) -> int:
 
 
 def from_neutral(source: Source) -> Source:
-    """Return a view of a neutral source with the names of Megatron's GPT model and our experts."""
+    """Return a view of a neutral source with the names of Megatron's GPT model with experts of this
+    package.
+    """
     source = _with_fitting_biases(source)
     model = DecoderSettings.from_dict(source.values["model"])
     known = from_decoder(model)
@@ -292,11 +296,12 @@ def from_neutral(source: Source) -> Source:
 def _with_fitting_biases(source: Source) -> Source:
     """Return the source with master weights and with the biases that Megatron's model needs.
 
-    Megatron has biases in all linear maps and routers or in none (except the inputs of attention).
-    Zero biases are added or removed.
+    In Megatron's model, either all linear layers and routers have biases or none have biases,
+    except that the input projections of attention may differ. Biases whose values are zero are
+    added or removed as needed.
 
     Raises:
-        CheckpointError: only some linear maps have nonzero biases.
+        CheckpointError: If only some linear layers have nonzero biases.
     """
     common = {name for field, name in source.entries if field == MODEL}
     has_bias = "layers.0.attention.o.bias" in common
@@ -327,7 +332,7 @@ def _without_place(tensor: Derived) -> Derived:
 
 
 def _sizes(model: NeutralModel) -> dict[str, Any]:
-    """Return the settings that follow from shapes."""
+    """Return the settings that can be derived from shapes."""
     if model.qk_norm == "all":
         raise CheckpointError(
             "layers.0.attention.q_norm.weight covers all heads, but Megatron's GPT model "

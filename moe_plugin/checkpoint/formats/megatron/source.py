@@ -2,9 +2,9 @@
 
 The source reads folders of the training script and of Megatron itself (`iter_NNNNNNN`, or the
 parent folder with `latest_checkpointed_iteration.txt`). Optimizer state must be stored by
-parameter. Megatron stores it by parameter without `--use-distributed-optimizer`, or with the
-sharding type `fully_reshardable`. State of other sharding types can only be read by the ranks that
-wrote it.
+parameter. Megatron stores optimizer state by parameter if `--use-distributed-optimizer` is not
+given, or if the sharding type is `fully_reshardable`. Optimizer state of other sharding types can
+only be read by the ranks that wrote the state.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from moe_plugin.checkpoint.source import (
     Source,
     refused_if_unreadable,
 )
-from moe_plugin.routing.contract import FLOAT32
+from moe_plugin.experts.distributed_state import FLOAT32
 from moe_plugin.utils import checksums
 from moe_plugin.utils.messages import short
 from moe_plugin.utils.regular_files import check_input
@@ -51,23 +51,23 @@ _MAPPINGS = ("files", "checksums", "layout", "model", "settings")
 
 
 def open_checkpoint(path: Path, trusted: bool = False) -> Source:
-    """Open a distributed checkpoint; tensors have numbered layers.
+    """Open a distributed checkpoint. The names of tensors contain the index of the layer.
 
-    The source's `values` have the keys "step", "consumed_samples" (if known), "settings" (the
-    model's settings by Megatron's names) and "megatron". `values["megatron"]` contains values for
-    writers of these formats under the keys "common" (the content of `common.pt`), "objects"
+    The `values` of the source have the keys "step", "consumed_samples" (if known), "settings"
+    (settings of the model by Megatron's names) and "megatron". `values["megatron"]` contains values
+    for writers of these formats under the keys "common" (the content of `common.pt`), "objects"
     (functions that read an object's bytes, by name), "stacked" (whether one tensor contains all
     layers), "master" (the name of master weights), "layout" (parallel sizes) and "sharding_type"
-    (for the optimizer state). Checksums of files are in `moe_plugin.json`, and are verified when a
-    file is first read.
+    (for the optimizer state). The checksum of a file, which is stored in `moe_plugin.json`, is
+    verified when the file is first read.
 
     Args:
-        path: the checkpoint's folder or its parent folder.
-        trusted: unpickle any class, which can run code in the files.
+        path: the folder of the checkpoint or the parent of this folder.
+        trusted: whether to unpickle any class, which can run code in the files.
     Raises:
-        CheckpointError: a file is missing or damaged.
-        UntrustedFile: a file contains classes other than torch's and Megatron's, and `trusted` is
-            False.
+        CheckpointError: If a file is missing or damaged.
+        UntrustedFile: If a file contains classes other than torch's and Megatron's, and `trusted`
+            is False.
     """
     folder = folder_of(path)
     _check_backend(folder)
@@ -143,7 +143,7 @@ def _read_common(files: DistributedFiles, trusted: bool) -> dict[str, Any]:
 
 def _sharding_type(files: DistributedFiles, tensors: Mapping[str, Derived],
                    common: Mapping[str, Any]) -> str | None:
-    """Return how optimizer state is stored, or None if there is no optimizer state."""
+    """Return the sharding type of the optimizer state, or None if there is no optimizer state."""
     told = [part.get("param_state_sharding_type")
             for part in optimizer_parts(common.get("optimizer"))]
     for name in files.objects():
@@ -204,7 +204,9 @@ def _load(file: Any, what: str, trusted: bool) -> Any:
 
 
 def _plain(arguments: Any) -> dict[str, Any]:
-    """Convert arguments of Megatron's script to JSON values; other values are left out."""
+    """Convert the arguments of Megatron's script to JSON values. Arguments that JSON cannot
+    represent are left out.
+    """
     if not isinstance(arguments, argparse.Namespace):
         return {}
     kept = {}

@@ -1,9 +1,9 @@
-"""Reading of `torch.distributed.checkpoint` files by window.
+"""Reader of single windows of tensors in `torch.distributed.checkpoint` files.
 
     .metadata       a pickle: shape, data type and chunks of every tensor, and where each chunk is
     *.distcp        chunk after chunk, each a zip file of `torch.save`
 
-A read loads only the required rows of the required chunks. Only listed classes are unpickled.
+Only the required rows of the required chunks are read. Only listed classes are unpickled.
 """
 
 from __future__ import annotations
@@ -65,16 +65,17 @@ ALLOWED = {
 
 
 class DistributedFiles:
-    """The tensors and objects in a folder of `torch.distributed.checkpoint`.
+    """The tensors and objects in a folder that `torch.distributed.checkpoint` wrote.
 
     Args:
-        folder: the folder, which contains `.metadata`.
-        checksums_by_name: hexadecimal CRC-32 of the folder's files. A file with a checksum is
-            verified before its first read.
-        trusted: unpickle any class in `.metadata`, which can run code.
+        folder: path of the folder, which contains the file `.metadata`.
+        checksums_by_name: hexadecimal CRC-32 checksums of the files in the folder, by file name. A
+            file with a checksum is verified before its first read.
+        trusted: whether to unpickle any class in `.metadata`, which can run code.
     Raises:
-        CheckpointError: a file is missing or damaged.
-        UntrustedFile: `.metadata` contains classes other than torch's own.
+        CheckpointError: If a file is missing or damaged.
+        UntrustedFile: If `.metadata` contains classes other than torch's own and `trusted` is
+            False.
     """
 
     def __init__(self, folder: Path, checksums_by_name: Mapping[str, str] | None = None,
@@ -101,18 +102,18 @@ class DistributedFiles:
                 if isinstance(one, BytesStorageMetadata)]
 
     def file_names(self) -> list[str]:
-        """Return the names of the files with tensors and objects."""
+        """Return the names of the files that contain tensors and objects."""
         return sorted({place.relative_path for place in self._places.values()})
 
     def unsealed(self) -> list[Path]:
-        """Return the files without a checksum."""
+        """Return the files that have no checksum."""
         return [self.folder / name for name in self.file_names() if name not in self._sums]
 
     def read(self, name: str, window: Window) -> Tensor:
         """Read a window (with a start and a stop on every axis) of a tensor.
 
         Raises:
-            CheckpointError: the chunks do not cover the window, or a file is damaged.
+            CheckpointError: If the chunks do not cover the window, or if a file is damaged.
         """
         stored, shape = self._metadata[name], window_shape(window)
         found, out = 0, torch.empty(shape, dtype=stored.properties.dtype)
@@ -161,7 +162,9 @@ class DistributedFiles:
         return tensor
 
     def _locate(self, name: str, what: str, offsets: Any = None) -> tuple[Path, Any]:
-        """Return file and position of a chunk or object, after verifying the file."""
+        """Verify the file that contains a chunk or an object, and return this file and the position
+        in it.
+        """
         place = self._places.get(MetadataIndex(name, offsets))
         if place is None:
             raise CheckpointError(f"checkpoint {str(self.folder)!r}: no file contains {what}; use "
@@ -173,7 +176,7 @@ class DistributedFiles:
         return self.folder / place.relative_path, place
 
     def verify(self, name: str) -> None:
-        """Raise `CheckpointError` if a file is outside of the folder, missing or damaged."""
+        """Raise `CheckpointError` if a file is missing, is damaged or is outside the folder."""
         path = self.folder / name
         if os.path.isabs(name) or ".." in Path(name).parts:
             raise CheckpointError(f"checkpoint {str(self.folder)!r} refers to a file outside of "
@@ -189,7 +192,7 @@ class DistributedFiles:
                                   ) from error
         if differs:
             raise CheckpointError(
-                f"checkpoint file {str(path)!r} has another checksum than when it was written; "
+                f"checkpoint file {str(path)!r} has a different checksum than when written; "
                 "restore the file or use another checkpoint")
 
 
@@ -238,13 +241,12 @@ def _check_metadata(metadata: Metadata) -> None:
 
 
 def check_classes(folder: str) -> None:
-    """Check the classes and files of a whole checkpoint, including parts that the run does not
-    read.
+    """Check the classes in all files of a checkpoint, including the parts that a run does not read.
 
     Raises:
-        UntrustedFile: a pickle contains classes other than the listed classes and Megatron's own
+        UntrustedFile: If a pickle contains classes other than the listed classes and Megatron's own
             (`megatron.core.safe_globals`).
-        CheckpointError: a file is missing.
+        CheckpointError: If a file of the checkpoint is missing.
     """
     common = os.path.join(folder, COMMON)
     if os.path.exists(common):

@@ -1,11 +1,12 @@
-"""Writing of a distributed checkpoint of Megatron in one process, without Megatron's ranks.
+"""Writer of Megatron's distributed checkpoints that uses a single process instead of Megatron's
+ranks.
 
     PATH/iter_0000100/__0_0.distcp ...         tensors, several hundred MB in each file
     PATH/iter_0000100/.metadata, common.pt, metadata.json, moe_plugin.json
     PATH/latest_checkpointed_iteration.txt
 
-Tensors are read from the source and written chunk by chunk. Megatron can load the result with any
-parallel sizes.
+Tensors are read from the source and written chunk by chunk. Megatron can load the written
+checkpoint with any parallel sizes.
 """
 
 from __future__ import annotations
@@ -62,7 +63,9 @@ _BACKEND = {"sharded_backend": "torch_dist", "sharded_backend_version": 1,
 
 @dataclass(frozen=True)
 class _Piece:
-    """A chunk to write: `window` of `key`, stored in tensor `name` of `shape` from `offsets`."""
+    """A chunk to write. It is a window of the source's tensor `key`, and it is stored at `offsets`
+    in the tensor `name` of shape `shape`.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -82,18 +85,18 @@ class _Piece:
 
 
 def write(source: Source, path: Path, layout: CheckpointSizes, progress: WriteProgress) -> Path:
-    """Write a source with Megatron's names and return the checkpoint's folder.
+    """Write a source with Megatron's names and return the folder of the checkpoint.
 
     Args:
         source: a source of the format `megatron` or `megatron_native`.
         path: an existing folder.
-        layout: an `ep` above 1 gives Megatron's own experts a separate optimizer. Other sizes have
-            no effect.
-        progress: receives the progress.
+        layout: parallel sizes. If `ep` is larger than 1, Megatron's own experts get a separate
+            optimizer. Other sizes have no effect.
+        progress: object that receives the progress of the writer.
     Raises:
-        CheckpointError: tensors of different layers with the same name differ in shape or data
+        CheckpointError: If tensors of different layers with the same name differ in shape or data
             type.
-        OSError: writing failed, for example because the disk is full.
+        OSError: If a file cannot be written, for example because the disk is full.
     """
     kept = source.values.get("megatron") or {}
     iteration = int(source.values.get("step") or 0)
@@ -191,7 +194,7 @@ def _write_tensors(source: Source, folder: Path, pieces: list[_Piece], objects: 
 
 
 def _files(pieces: list[_Piece], objects: Mapping[str, bytes]) -> Iterator[list[str | _Piece]]:
-    """Yield the content of each file: names of objects, and pieces."""
+    """Yield the content of each file, which consists of names of objects and pieces of tensors."""
     content: list[str | _Piece] = [*objects]
     size = sum(map(len, objects.values()))
     for piece in pieces:
@@ -206,7 +209,7 @@ def _files(pieces: list[_Piece], objects: Mapping[str, bytes]) -> Iterator[list[
 
 def _write_file(path: Path, index: Path, content: Iterable[str | _Piece], source: Source,
                 objects: Mapping[str, bytes], progress: WriteProgress) -> None:
-    """Write a file, and an index file with the location of each of its parts."""
+    """Write a file, and an index file with the position of each object and piece in the file."""
     rows: list[tuple[Any, ...]] = []
     with open(path, "wb") as stream:
         for one in content:
@@ -226,7 +229,8 @@ def _write_file(path: Path, index: Path, content: Iterable[str | _Piece], source
 
 
 def metadata_of(pieces: list[_Piece], objects: Mapping[str, bytes]) -> Metadata:
-    """Return torch's description of a checkpoint, which locates each piece and object."""
+    """Return torch's metadata of a checkpoint, which contain the position of each piece and object.
+    """
     entries: dict[str, Any] = {name: BytesStorageMetadata() for name in objects}
     for piece in pieces:
         stored = entries.setdefault(piece.name, TensorStorageMetadata(
@@ -276,8 +280,7 @@ def _write_meta(folder: Path, source: Source, kept: Mapping[str, Any],
 
 
 def _shape(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values that the training script compares with its model, as far as they are known.
-    """
+    """Return the known values of a model that the training script compares with its own model."""
     theirs = {"num_moe_experts": "num_experts", "gated_linear_unit": "swiglu"}
     same = ("num_layers", "hidden_size", "num_attention_heads", "moe_ffn_hidden_size",
             "add_bias_linear", "normalization")

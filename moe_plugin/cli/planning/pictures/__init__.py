@@ -1,4 +1,4 @@
-"""Pictures of a collective's schedule: the network, its cut and its trees.
+"""Pictures of the schedule of a collective, which show the network, the cut and the trees.
 
 The package does not import torch.
 """

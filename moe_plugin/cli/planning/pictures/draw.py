@@ -1,6 +1,6 @@
-"""Draw a schedule as an SVG picture: the network with its cut, then some of the trees.
+"""Functions that draw a schedule as an SVG picture with the network, the cut and some of the trees.
 
-The picture has a white background and fixed colors, so that it looks the same everywhere.
+The picture has a white background and fixed colors, so it looks the same everywhere.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ SLOW = 0.45  # added to a link's length for each factor of 10 in bandwidth below
 
 
 def network_layout(network: Network) -> dict[str, tuple[float, float]]:
-    """Return the positions of all nodes within [0, 1] x [0, 1]. Equal networks get equal positions.
+    """Return the positions of all nodes within [0, 1] x [0, 1]. The positions are the same for
+    equal networks.
 
     The distances between nodes approximate the distances along the links (Kamada and Kawai, 1989).
-    Fast links are shorter, so that closely connected nodes are drawn close to each other.
+    Fast links are shorter, so nodes with fast connections are drawn close to each other.
     """
     import igraph
 
@@ -61,7 +62,7 @@ def _spread(wanted: np.ndarray) -> np.ndarray:
 def tree_layout(tree: Tree) -> dict[int, tuple[int, float]]:
     """Return the depth and the row of each rank.
 
-    Leaves are below each other, and parents are between their children.
+    Leaves are placed below each other, and each parent is placed between its children.
     """
     import igraph
 
@@ -88,7 +89,7 @@ def drawing(schedule: Schedule) -> str:
     """Return the picture of a schedule as SVG text.
 
     Raises:
-        ValueError: the network has too many nodes for a readable drawing.
+        ValueError: If the network has too many nodes for a readable drawing.
     """
     network, top = network_picture(schedule, 96)
     trees, bottom = trees_picture(schedule, top + 44)
@@ -111,7 +112,8 @@ def svg(height: float, content: str) -> str:
 
 
 def network_picture(schedule: Schedule, top: float) -> tuple[str, float]:
-    """Draw the network from `top` on. Returns the SVG text and the lower end.
+    """Draw the network below the y coordinate `top`. Return the SVG text and the y coordinate of
+    the lower end.
 
     Ranks are circles with their numbers, and switches are boxes. Nodes of the cut are filled, and
     wires that cross the cut are dashed.
@@ -173,7 +175,9 @@ def _links(network: Network, spot: dict[str, tuple[float, float]], rates: Sequen
 
 
 def _arrow(x: float, y: float, u: float, v: float, color: str, share: float = 0.62) -> str:
-    """Draw the head of an arrow from (x, y) to (u, v), at the fraction `share` of the way."""
+    """Draw the head of an arrow from (x, y) to (u, v). It is placed at the fraction `share` of the
+    distance.
+    """
     length = hypot(u - x, v - y) or 1.0
     dx, dy = (u - x) / length, (v - y) / length
     px, py = x + (u - x) * share, y + (v - y) * share
@@ -200,7 +204,8 @@ def _node(network: Network, index: int, at: tuple[float, float], radius: float, 
 
 
 def _box(x: float, y: float, half: float, tall: float, fill: str) -> str:
-    """Draw a box around (x, y) as a path, because the report's page has its own style for `rect`.
+    """Draw a box around (x, y) as a path, because the page of the report has a different style for
+    `rect`.
     """
     return (f'<path d="M{x - half:.1f} {y - tall:.1f}h{2 * half:.1f}v{2 * tall:.1f}'
             f'h{-2 * half:.1f}z" fill="{fill}" stroke="{SOFT}" stroke-width="1.3" '
@@ -233,10 +238,11 @@ def _legend(rates: Sequence[Fraction], x: float, y: float, has_switches: bool, h
 
 
 def trees_picture(schedule: Schedule, top: float) -> tuple[str, float]:
-    """Draw up to `PANELS` trees from `top` on. Returns the SVG text and the lower end.
+    """Draw up to `PANELS` trees below the y coordinate `top`. Return the SVG text and the y
+    coordinate of the lower end.
 
-    The root is on the left, and each hop has a column. Ranks are shown by number, and edges have
-    the color of their slowest wire.
+    The root is on the left, and there is a column for each hop. Ranks are shown by number, and
+    edges have the color of their slowest wire.
     """
     chosen = _chosen(schedule.trees)
     rates = sorted({w.bandwidth for w in schedule.network.wires}, reverse=True)
@@ -259,7 +265,9 @@ def trees_picture(schedule: Schedule, top: float) -> tuple[str, float]:
 
 
 def _chosen(trees: Iterable[Tree]) -> list[Tree]:
-    """Choose the heaviest tree of each direction and root, or other trees if there are none."""
+    """Choose the tree with the largest weight for each direction and root, or other trees if there
+    are none.
+    """
     trees = sorted(trees, key=lambda tree: (-tree.weight, tree.inward))
     seen, first, rest = set(), [], []
     for tree in trees:

@@ -1,11 +1,13 @@
-"""Patches that let fairseq 0.12.2 run on current versions of Python, torch, numpy and hydra.
+"""Patches that make fairseq 0.12.2 run on current versions of Python, torch, numpy and hydra.
 
-The patches also let fairseq run without CUDA. All patches of this host are in this package. Each
-patch is a function, and its docstring names the version range and the reason. Patches replace names
-only inside fairseq's own modules. For all other code, numpy, torch and hydra remain unchanged.
+The patches also make fairseq run without CUDA. All patches for fairseq are in this package. Each
+patch is a function, whose docstring contains the range of fairseq versions and the reason. The
+patches replace names only inside fairseq's own modules. For all other code, numpy, torch and hydra
+are unchanged.
 
-`install` runs once, right after `import fairseq`. The top-level module `moe_plugin_fairseq_compat`
-calls it, and also makes this import succeed on Python >= 3.11.
+`install` is called once, right after `import fairseq`. The top-level module
+`moe_plugin_fairseq_compat` calls `install`, and also makes `import fairseq` succeed on Python >=
+3.11.
 """
 
 from __future__ import annotations
@@ -14,7 +16,8 @@ from __future__ import annotations
 def install() -> None:
     """Apply every patch to the imported fairseq 0.12.
 
-    The function does nothing if it was called before, or for another version of fairseq.
+    The function does nothing if it has already been called, or if the version of fairseq is not
+    0.12.
     """
     import fairseq
 

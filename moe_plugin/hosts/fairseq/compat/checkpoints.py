@@ -1,4 +1,4 @@
-"""Checkpoints of fairseq: checksums, complete copies, and files of several ranks.
+"""Checkpoints of fairseq, with checksums, complete copies, and one file per rank.
 
 The module also adds the checkpoint flags of fairseq's `moe` branch.
 """
@@ -34,7 +34,9 @@ FLAGS = {
 
 @patch
 def saving_flags() -> None:
-    """Add the flags of the branch in `FLAGS`, which fairseq <= 0.12.3 does not have."""
+    """Add the flags of fairseq's `moe` branch listed in `FLAGS`, which fairseq <= 0.12.3 does not
+    have.
+    """
     from fairseq.dataclass.configs import CheckpointConfig
 
     for name, text in FLAGS.items():
@@ -44,9 +46,10 @@ def saving_flags() -> None:
 @replaces("checkpoint_utils.save_checkpoint")
 def whole_copies(original: Callable[..., None], cfg: Any, trainer: Any, epoch_itr: Any,
                  val_loss: float | None) -> None:
-    """Write `checkpoint_last.pt` completely or not at all, and implement the flags of `FLAGS`.
+    """Make fairseq write `checkpoint_last.pt` either completely or not at all, and implement the
+    flags in `FLAGS`.
 
-    fairseq <= 0.12.3 copies the file in place, so that a process killed during the copy leaves a
+    fairseq <= 0.12.3 copies the file in place, so a process that is killed during the copy leaves a
     truncated file.
     """
     from fairseq import checkpoint_utils
@@ -105,10 +108,11 @@ def _is_last(trainer: Any, epoch_itr: Any) -> bool:
 @replaces("checkpoint_utils.load_checkpoint")
 def runs_say_where_they_are(original: Callable[..., Any], cfg: Any, trainer: Any,
                             **kwargs: Any) -> Any:
-    """Report a finished run instead of training another step, and remember where a run resumes.
+    """Report that a run is already finished instead of training another step, and record where a
+    run resumes.
 
-    fairseq <= 0.12.3 trains one step too many if a finished run is started again. If a run is
-    stopped, every rank ends with a traceback.
+    If a finished run is started again, fairseq <= 0.12.3 trains one step too many. If a run is
+    stopped, fairseq <= 0.12.3 ends every rank with a traceback.
     """
     extra_state, epoch_itr = original(cfg, trainer, **kwargs)
     done, limits = trainer.get_num_updates(), trainer.cfg.optimization
@@ -128,10 +132,10 @@ def runs_say_where_they_are(original: Callable[..., Any], cfg: Any, trainer: Any
 @replaces("checkpoint_utils.torch_persistent_save")
 def checksums(original: Callable[..., None], obj: Any, filename: str,
               async_write: bool = False) -> None:
-    """Write checkpoints with checksums.
+    """Make fairseq write checkpoints with checksums.
 
-    fairseq <= 0.12.3 writes files without checksums, and after an error writes into the same
-    half-written file again.
+    fairseq <= 0.12.3 writes files without checksums, and after an error writes to the same
+    incomplete file again.
     """
     from fairseq.file_io import PathManager
 
@@ -146,11 +150,12 @@ def checksums(original: Callable[..., None], obj: Any, filename: str,
 @replaces("checkpoint_utils.load_checkpoint")
 def training_from_rank_files(original: Callable[..., Any], cfg: Any, trainer: Any,
                              **kwargs: Any) -> Any:
-    """Let every training flag that names a checkpoint accept `X.pt` or one of `X-rank-0.pt`, ...
+    """Make every training flag that names a checkpoint accept `X.pt` or one of the files
+    `X-rank-0.pt`, `X-rank-1.pt`, ...
 
-    fairseq <= 0.12.3 adds the rank only to `--restore-file`. Each rank also looks for its own
-    `checkpoint_last` to decide whether a run begins. If another number of ranks wrote the files,
-    the ranks could decide differently.
+    fairseq <= 0.12.3 inserts the rank only into the value of `--restore-file`. Each rank also
+    checks whether its own `checkpoint_last` exists to decide whether a run begins. If the files
+    were written by a different number of ranks, the ranks could decide differently.
     """
     names = _names(cfg)
     wanted = names.get("restore_file", cfg.restore_file)
@@ -165,10 +170,10 @@ def training_from_rank_files(original: Callable[..., Any], cfg: Any, trainer: An
 
 
 def _names(cfg: Any) -> dict[str, str | None]:
-    """Return the settings that name checkpoints, as fairseq needs them.
+    """Return the settings that name checkpoints, in the form that fairseq needs.
 
     Raises:
-        ValueError: a named checkpoint does not exist.
+        ValueError: If a named checkpoint does not exist.
     """
     from moe_plugin.checkpoint.formats.fairseq import files
 
@@ -190,7 +195,9 @@ def _names(cfg: Any) -> dict[str, str | None]:
 
 
 def _existing(path: str) -> str | None:
-    """Return the file or that of its first rank, or None. Remote files are assumed to exist."""
+    """Return the path of the file or of its first rank's file, or None if neither exists. Remote
+    files are assumed to exist.
+    """
     from fairseq.file_io import PathManager
 
     from moe_plugin.checkpoint.formats.fairseq import files
@@ -210,10 +217,11 @@ def _missing(flag: str, path: str) -> ValueError:
 @replaces("checkpoint_utils.load_model_ensemble_and_task")
 def evaluation_from_rank_files(original: Callable[..., Any], filenames: Any,
                                arg_overrides: Any = None, *args: Any, **kwargs: Any) -> Any:
-    """Let `--path X.pt` also stand for `X-rank-0.pt`, `X-rank-1.pt`, ... in evaluation.
+    """Make `--path X.pt` also accept a checkpoint that consists of `X-rank-0.pt`, `X-rank-1.pt`,
+    ... in evaluation.
 
-    fairseq <= 0.12.3 evaluates from one file. With this patch each process reads only its part of
-    the experts (see `Evaluation`). A single process reads all experts.
+    fairseq <= 0.12.3 evaluates only from a single file. With this patch each process reads only its
+    part of the experts (see `Evaluation`). A single process reads all experts.
     """
     from moe_plugin.hosts.fairseq.groups import evaluating
 
@@ -224,7 +232,7 @@ def evaluation_from_rank_files(original: Callable[..., Any], filenames: Any,
 
 @replaces("checkpoint_utils.get_maybe_sharded_checkpoint_filename")
 def existing_file(original: Callable[..., str], filename: str, *args: Any, **kwargs: Any) -> str:
-    """Find the file of a checkpoint, see `evaluation_from_rank_files`."""
+    """Return the file of a checkpoint. See `evaluation_from_rank_files`."""
     name = original(filename, *args, **kwargs)
     existing = _existing(name)
     if existing is None:
@@ -234,7 +242,7 @@ def existing_file(original: Callable[..., str], filename: str, *args: Any, **kwa
 
 @replaces("checkpoint_utils.load_checkpoint_to_cpu")
 def part_of_experts(original: Callable[..., Any], path: str, *args: Any, **kwargs: Any) -> Any:
-    """Load this rank's part of the experts, see `evaluation_from_rank_files`."""
+    """Load the current rank's part of the experts. See `evaluation_from_rank_files`."""
     from moe_plugin.checkpoint.formats.fairseq import files
     from moe_plugin.checkpoint.formats.fairseq.resume import part_state
     from moe_plugin.hosts.fairseq.compat.flags import place_experts
@@ -258,7 +266,7 @@ def part_of_experts(original: Callable[..., Any], path: str, *args: Any, **kwarg
 
 @contextmanager
 def giving(state: dict[str, Any]) -> Iterator[None]:
-    """Let fairseq <= 0.12.3 read this state in `Trainer.load_checkpoint`, instead of a file."""
+    """Make `Trainer.load_checkpoint` of fairseq <= 0.12.3 use this state instead of a file."""
     import torch
     from fairseq import checkpoint_utils
 
@@ -271,7 +279,9 @@ def giving(state: dict[str, Any]) -> Iterator[None]:
 
 
 def _refuse_imports(path: str, state: Mapping[str, Any], overrides: Mapping[str, Any]) -> None:
-    """Raise `UntrustedFile` if building a checkpoint's model would import modules it names."""
+    """Raise `UntrustedFile` if building the model of a checkpoint would import modules that the
+    checkpoint names.
+    """
     from moe_plugin.checkpoint import trust
 
     settings = (state.get("cfg") or {}).get("model") or state.get("args")
@@ -294,9 +304,10 @@ def _names_of_settings() -> set[str]:
 
 
 def _refuse_unknown(overrides: Mapping[str, Any], written: Mapping[str, Any]) -> None:
-    """Raise `ValueError` for `moe_...` settings that neither we nor the checkpoint know.
+    """Raise a `ValueError` for `moe_...` settings that are defined neither by this package nor by
+    the checkpoint.
 
-    fairseq <= 0.12.3 accepts them without any effect.
+    fairseq <= 0.12.3 accepts such settings without any effect.
     """
     groups = [written.get("args"), *(dict(written.get("cfg") or {}).values())]
     known = _names_of_settings()
@@ -309,7 +320,9 @@ def _refuse_unknown(overrides: Mapping[str, Any], written: Mapping[str, Any]) ->
 
 
 def _names_in(overrides: Mapping[str, Any]) -> Iterator[str]:
-    """Yield all names, including those inside groups: {'model': {'moe_dispatch': ...}}."""
+    """Yield all names in a nested dict, including those inside groups such as
+    `{'model': {'moe_dispatch': ...}}`.
+    """
     for name, value in overrides.items():
         yield str(name)
         if isinstance(value, Mapping):
@@ -317,9 +330,9 @@ def _names_in(overrides: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _add_overrides(path: str, state: Mapping[str, Any], overrides: Mapping[str, Any]) -> None:
-    """Add settings that a checkpoint of an older release lacks.
+    """Add settings that a checkpoint written by an older release does not contain.
 
-    fairseq <= 0.12.3 overrides only settings that a checkpoint has.
+    fairseq <= 0.12.3 can override only settings that a checkpoint contains.
     """
     from omegaconf import open_dict
 

@@ -1,10 +1,12 @@
-"""Run `fairseq-validate`, `fairseq-eval-lm` and `fairseq-generate` with one or several processes.
+"""Functions that run `fairseq-validate`, `fairseq-eval-lm` and `fairseq-generate` with one or
+several processes.
 
-Several processes divide the batches and the experts among them. The module also adds the flags of
-the `moe` branch's `eval_lm`.
+If there are several processes, the batches and the experts are divided among them. The module also
+adds the flags of `eval_lm` in fairseq's `moe` branch.
 
-fairseq <= 0.12.3 assigns every N-th batch to each process, but combines results only in
-`fairseq-validate`, which fails if a process has no batch. For generation it starts one process.
+fairseq <= 0.12.3 assigns every N-th batch to each process, but combines the results only in
+`fairseq-validate`, which fails if a process has no batch. For generation fairseq <= 0.12.3 starts
+only one process.
 """
 
 from __future__ import annotations
@@ -38,12 +40,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class _Command:
-    """The `main` function of a command, run as one process of an `Evaluation`. Can be pickled."""
+    """Wrapper of the `main` function of a command, which is run as one process of an `Evaluation`.
+    Can be pickled.
+    """
 
     main: Callable[..., Any]
 
     def __call__(self, cfg: Any, **kwargs: Any) -> Any:
-        """Evaluate, and return the result of `main`."""
+        """Run the evaluation and return the result of `main`."""
         ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
         with evaluating(ranks) as evaluation:
             result = self.run(cfg, evaluation, kwargs)
@@ -52,20 +56,21 @@ class _Command:
         return result
 
     def run(self, cfg: Any, evaluation: Evaluation, kwargs: dict[str, Any]) -> Any:
-        """Call `main` with some names of its module replaced."""
+        """Call `main` while some names of its module are replaced."""
         with _replaced(self.main.__globals__, **self.names(cfg, evaluation)):
             return self.main(cfg, **kwargs)
 
     def names(self, cfg: Any, evaluation: Evaluation) -> dict[str, Any]:
-        """Return the replacements by name."""
+        """Return a dict from names to their replacements."""
         raise NotImplementedError
 
 
 class Validate(_Command):
-    """The `main` function of `fairseq-validate`."""
+    """Wrapper of the `main` function of `fairseq-validate`."""
 
     def names(self, cfg: Any, evaluation: Evaluation) -> dict[str, Any]:
-        """Let all ranks end together, and allow ranks without a batch."""
+        """Return replacements that make all ranks finish together and permit ranks without a batch.
+        """
         checkpoints = self.main.__globals__["checkpoint_utils"]
         load = checkpoints.load_model_ensemble_and_task
 
@@ -84,10 +89,14 @@ class Validate(_Command):
 
 
 class EvalLM(_Command):
-    """The `main` function of `fairseq-eval-lm`, with `--max-valid-steps` and `--stats-path`."""
+    """Wrapper of the `main` function of `fairseq-eval-lm` that supports `--max-valid-steps` and
+    `--stats-path`.
+    """
 
     def names(self, cfg: Any, evaluation: Evaluation) -> dict[str, Any]:
-        """Let all ranks end together, and compute the scores over all ranks."""
+        """Return replacements that make all ranks finish together and compute the scores over all
+        ranks.
+        """
         names, counts = self.main.__globals__, [0]
         evaluate, steps = names["eval_lm"], cfg.dataset.max_valid_steps
         if steps is not None:  # the limit counts batches of all ranks, which get them in turns
@@ -102,7 +111,7 @@ class EvalLM(_Command):
         return {"eval_lm": eval_lm, "SequenceScorer": names["SequenceScorer"]}
 
     def run(self, cfg: Any, evaluation: Evaluation, kwargs: dict[str, Any]) -> Any:
-        """Evaluate, and write the results to `--stats-path`."""
+        """Run the evaluation and write the results to `--stats-path`."""
         began = time.time()
         results = super().run(cfg, evaluation, kwargs)
         if cfg.eval_lm.stats_path and evaluation.rank == 0:
@@ -112,10 +121,11 @@ class EvalLM(_Command):
 
 
 class Generate(_Command):
-    """The `main` function of `fairseq-generate`."""
+    """Wrapper of the `main` function of `fairseq-generate`."""
 
     def names(self, cfg: Any, evaluation: Evaluation) -> dict[str, Any]:
-        """Let all ranks end together, with one score over all ranks and one result file per rank.
+        """Return replacements that make all ranks finish together, with one score over all ranks
+        and one result file per rank.
         """
         names = self.main.__globals__
         if evaluation.ranks == 1:
@@ -146,17 +156,20 @@ class Generate(_Command):
 
 
 def re_ranked(path: str, rank: int) -> str:
-    """Insert the rank into a file name: `generate-test.txt` becomes `generate-test-rank-N.txt`."""
+    """Insert the rank into a file name, for example `generate-test-rank-N.txt` for
+    `generate-test.txt`.
+    """
     stem, suffix = os.path.splitext(path)
     return f"{stem}-rank-{rank}{suffix}"
 
 
 def _counting(scorer: Any, counts: list[int], settings: Mapping[str, Any]) -> Any:
-    """Return a subclass of fairseq's `SequenceScorer` that counts the words `eval_lm` divides by.
+    """Return a subclass of fairseq's `SequenceScorer` that counts the words by whose number
+    `eval_lm` divides.
 
     Args:
         scorer: the class.
-        counts: a list with one entry, to which the number of words is added.
+        counts: list with one entry, to which the number of words is added.
         settings: arguments of `eval_lm`.
     """
     words, mark = settings["source_dictionary"], (settings.get("post_process") or "").rstrip()
@@ -177,9 +190,9 @@ def _counting(scorer: Any, counts: list[int], settings: Mapping[str, Any]) -> An
 
 
 def _over_ranks(found: Mapping[str, Any], count: int, evaluation: Evaluation) -> Any:
-    """Return the loss (bits per word) and perplexity of `eval_lm` over the words of all ranks.
+    """Return the loss (in bits per word) and perplexity of `eval_lm` over the words of all ranks.
 
-    count: number of words of this rank.
+    count: number of words on the current rank.
     """
     if evaluation.ranks == 1:
         return found
@@ -190,7 +203,7 @@ def _over_ranks(found: Mapping[str, Any], count: int, evaluation: Evaluation) ->
 
 
 class _SharedScorer:
-    """A fairseq scorer that includes the hypotheses of all ranks after `share` is called."""
+    """A fairseq scorer that includes the hypotheses of all ranks once `share` has been called."""
 
     def __init__(self, scorer: Any) -> None:
         self._scorer = scorer
@@ -216,7 +229,8 @@ class _SharedScorer:
 
 
 def _stopwatch() -> Any:
-    """Return fairseq's `StopwatchMeter` with a speed of 0, not an error, if nothing was measured.
+    """Return a subclass of fairseq's `StopwatchMeter` that reports a speed of 0 instead of raising
+    an error if nothing was measured.
     """
     from fairseq.logging.meters import StopwatchMeter
 
@@ -296,9 +310,10 @@ def _write(path: Path, subset: str, results: dict[str, Any]) -> None:
 
 @patch
 def eval_lm_flags() -> None:
-    """Add `--stats-path` of the branch, which fairseq <= 0.12.3 does not define.
+    """Add the flag `--stats-path` of fairseq's `moe` branch, which fairseq <= 0.12.3 does not
+    define.
 
-    `--max-valid-steps` exists in fairseq <= 0.12.3, but `fairseq-eval-lm` ignores it; see `EvalLM`.
+    `--max-valid-steps` exists in fairseq <= 0.12.3, but `fairseq-eval-lm` ignores it. See `EvalLM`.
     """
     from fairseq.dataclass.configs import EvalLMConfig
 
@@ -310,16 +325,16 @@ def eval_lm_flags() -> None:
 @replaces("distributed.utils.call_main")
 def evaluation_together(original: Callable[..., Any], cfg: Any, main: Callable[..., Any],
                         **kwargs: Any) -> Any:
-    """Run evaluation commands as a part of an `Evaluation`, see the module."""
+    """Run evaluation commands as processes of an `Evaluation`. See the module's documentation."""
     return original(cfg, _command_of(main), **kwargs)
 
 
 @replaces("options.get_generation_parser")
 def generation_by_several(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Let `fairseq-generate` run with several processes, like the other commands.
+    """Make it possible to run `fairseq-generate` with several processes, like the other commands.
 
-    Several processes are started by torchrun or `--distributed-world-size N`. With
-    `--distributed-rank` this process computes only its part, as in fairseq.
+    The processes are started by torchrun or by `--distributed-world-size N`. With
+    `--distributed-rank` the current process computes only its own part, as in fairseq.
     """
     for name in ("fairseq_cli.generate", "__main__"):  # the command imports fairseq.options earlier
         module = sys.modules.get(name)
@@ -331,7 +346,7 @@ def generation_by_several(original: Callable[..., Any], *args: Any, **kwargs: An
 
 @dataclass(frozen=True)
 class _Start:
-    """A replacement for `main` that the command line calls."""
+    """A replacement for `main` that is called by the command line."""
 
     module: Any
     main: Callable[..., Any]

@@ -1,8 +1,8 @@
-"""Command lines of fairseq: additional flags, and short errors.
+"""Additional flags and short error messages for the command lines of fairseq.
 
-The additional flags concern checkpoints, the placement of experts, and launch scripts of fairseq's
-`moe` branch, which run unchanged. Errors are one line long, are printed once per node, and name the
-remedy. Errors in MoE settings are reported before anything is built.
+The additional flags are for checkpoints, the placement of experts, and launch scripts written for
+fairseq's `moe` branch, which run unchanged. Error messages are one line long, are printed once per
+node, and contain the remedy. Errors in MoE settings are reported before anything is built.
 """
 
 from __future__ import annotations
@@ -72,9 +72,9 @@ def _for_evaluation(parser: Any) -> None:
 
 
 def _adding(add: Callable[[Any], None]) -> Callable[..., Any]:
-    """Wrap a function that builds a parser, so that it also adds flags.
+    """Wrap a function that builds a parser so that it also adds flags.
 
-    fairseq <= 0.12.3 has no other way to add flags to a command.
+    fairseq <= 0.12.3 provides no other way to add flags to a command.
     """
     def make(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         parser = original(*args, **kwargs)
@@ -86,10 +86,10 @@ def _adding(add: Callable[[Any], None]) -> Callable[..., Any]:
 
 @patch
 def more_flags() -> None:
-    """Add flags to fairseq's commands, see `_adding`.
+    """Add flags to fairseq's commands. See `_adding`.
 
-    In evaluation fairseq reads a model's settings from the checkpoint. The placement of experts
-    depends on the machine, so it has flags.
+    In an evaluation fairseq reads the settings of a model from the checkpoint. The placement of
+    experts depends on the machine, so it is set by flags.
     """
     for name, add in (("get_parser", _for_all), ("get_training_parser", _for_training),
                       ("get_validation_parser", _for_training),
@@ -101,9 +101,9 @@ def more_flags() -> None:
 
 
 def place_experts(state: dict[str, Any]) -> str | None:
-    """Write this command's placement flags into the settings of a checkpoint's model.
+    """Write the placement flags of the current command to the model settings of a checkpoint.
 
-    Returns: the value of `--moe-experts-on`, or None.
+    Returns: the value of `--moe-experts-on`, or None if it is not given.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     _for_evaluation(parser)
@@ -121,14 +121,14 @@ def place_experts(state: dict[str, Any]) -> str | None:
 
 
 class CommandParser(Parser):
-    """A parser whose errors mention `--user-dir` if it is missing."""
+    """A parser whose error messages mention `--user-dir` if it is missing."""
 
     def flags(self) -> set[str]:
-        """Return every flag, including the flags that the user directory would add."""
+        """Return all flags, including those that the user directory would add."""
         return super().flags() | self._brought()
 
     def remedies(self, message: str) -> list[str]:
-        """Return the remedies for an error, see `Parser`."""
+        """Return the remedies for an error message. See `Parser`."""
         brought, known = self._brought(), super().flags()
         if brought and (_OURS in message or any(
                 name in brought or set(alike(name, brought)) & set(alike(name, known | brought))
@@ -150,7 +150,7 @@ class CommandParser(Parser):
 
 @patch
 def short_errors() -> None:
-    """Replace fairseq's parser by one with short errors.
+    """Replace fairseq's parser with a parser that prints short error messages.
 
     fairseq <= 0.12.3 prints 300 lines of usage before the message, on every rank, and suggests no
     similar flag.
@@ -162,16 +162,19 @@ def short_errors() -> None:
 
 @replaces("options.get_parser")
 def short_errors_of_user_dirs(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Report errors of the user directory in one line. fairseq <= 0.12.3 imports it here."""
+    """Report errors of the user directory in one line. fairseq <= 0.12.3 imports the user directory
+    in the function that is replaced here.
+    """
     with errors_of_use_in_one_line():
         return original(*args, **kwargs)
 
 
 def _in_file(words: list[str]) -> list[str]:
-    """Return fairseq's arguments from the file of `--moe-config`, as words for its parser.
+    """Return fairseq's arguments in the file of `--moe-config` as command-line words for fairseq's
+    parser.
 
-    The arguments are the width of the layers (`model_dim`), and the section `fairseq`, which maps
-    names to values.
+    The arguments are the width of the layers (`model_dim`) and the entries of the section
+    `fairseq`, which maps names to values.
     """
     finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     finder.add_argument(CONFIG_FLAG.flag)
@@ -200,7 +203,7 @@ def _in_file(words: list[str]) -> list[str]:
 
 
 def _translates(arch: str | None) -> bool:
-    """Return whether an architecture has an encoder."""
+    """Return True if an architecture has an encoder."""
     from fairseq.models import ARCH_MODEL_REGISTRY
     from fairseq.models.transformer import TransformerModel
 
@@ -212,8 +215,8 @@ def settings_checked_when_parsed(original: Callable[..., Any], parser: Any, *arg
                                  **kwargs: Any) -> Any:
     """Check MoE settings when the command line is parsed, before fairseq's log begins.
 
-    fairseq <= 0.12.3 parses MoE settings as text without checking them. The file of `--moe-config`
-    may also contain fairseq's arguments (`_in_file`).
+    fairseq <= 0.12.3 parses MoE settings as strings without checking them. The file of
+    `--moe-config` may also contain fairseq's arguments (see `_in_file`).
     """
     given = args[0] if args else kwargs.get("input_args")
     given = list(sys.argv[1:] if given is None else given)

@@ -1,4 +1,5 @@
-"""`fairseq-hydra-train`: find the bundled settings from any folder, and report errors in one line.
+"""Changes to `fairseq-hydra-train` that find the bundled settings from any folder and report errors
+in one line.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ _FULL = "HYDRA_FULL_ERROR"
 
 @patch
 def hydra_sees_fields() -> None:
-    """Register fairseq's dataclasses with Hydra again, because they now have additional fields.
+    """Register fairseq's dataclasses with Hydra again, because fields have been added to them.
 
-    fairseq registers them when it is imported.
+    fairseq registers its dataclasses when it is imported.
     """
     from fairseq.dataclass.initialize import hydra_init
 
@@ -34,10 +35,11 @@ def hydra_sees_fields() -> None:
 
 @patch
 def settings_by_hydra() -> None:
-    """Report unfit settings in one line, and let `--config-dir configs/fairseq` work anywhere.
+    """Report invalid settings in one line, and make `--config-dir configs/fairseq` work in any
+    folder.
 
-    fairseq <= 0.12.3 ends with status 1 and hydra's own lines or a traceback if settings do not
-    fit, and looks for `configs/fairseq` only in the current folder.
+    If settings are invalid, fairseq <= 0.12.3 ends with status 1 and either hydra's own message or
+    a traceback. It looks for `configs/fairseq` only in the current folder.
     """
     from fairseq.dataclass import initialize
 
@@ -55,7 +57,9 @@ def settings_by_hydra() -> None:
 
 
 def _with_bundled(words: list[str]) -> list[str]:
-    """Replace a settings folder that does not exist here by the installed folder."""
+    """Replace the path of a settings folder that does not exist with the path of the installed
+    folder.
+    """
     replaced = list(words)
     for i, word in enumerate(words):
         flag, _, value = word.partition("=")
@@ -67,7 +71,8 @@ def _with_bundled(words: list[str]) -> list[str]:
 
 
 def _check_name(name: str) -> None:
-    """Raise `ValueError` if no file has this name. fairseq would silently train with its defaults.
+    """Raise a `ValueError` if the settings folder contains no file with this name. Without this
+    check fairseq would silently train with its defaults.
     """
     import fairseq
     from hydra._internal.utils import get_args
@@ -140,7 +145,9 @@ def _text(error: BaseException) -> str:
 
 
 def _near(text: str) -> str:
-    """Return our message about a key that hydra does not find in the tree of MoE settings."""
+    """Return this package's message about a key that hydra does not find in the tree of MoE
+    settings.
+    """
     from moe_plugin.config.tree import unread
 
     match = re.search(r"full_key: moe\.([\w.]+)", text)

@@ -1,4 +1,4 @@
-"""Start several fairseq processes without CUDA, by joining torchrun or by spawning.
+"""Start of several fairseq processes without CUDA, either as processes of torchrun or by spawning.
 
 The module also sets how long processes wait for each other, and how they end.
 """
@@ -37,7 +37,7 @@ def _has_rank() -> bool:
 
 
 def started_by_torchrun() -> bool:
-    """Return whether torchrun started this process as one of several."""
+    """Return True if torchrun has started the current process as one of several."""
     return _has_rank() and int(os.environ["WORLD_SIZE"]) > 1
 
 
@@ -46,8 +46,8 @@ def call_main_without_cuda(original: Callable[..., Any], cfg: Any, main: Callabl
                            **kwargs: Any) -> Any:
     """Start the configured number of processes without CUDA.
 
-    fairseq <= 0.12.3 counts processes by CUDA devices and uses NCCL. On CPU it fails with an
-    assertion, or spawns nothing and trains nothing.
+    fairseq <= 0.12.3 derives the number of processes from the number of CUDA devices, and uses
+    NCCL. On CPU fairseq fails with an assertion error, or spawns no process and trains nothing.
     """
     settings = cfg.distributed_training
     if cfg.common.tpu or (torch.cuda.is_available() and not cfg.common.cpu):
@@ -65,8 +65,8 @@ def close_groups_at_the_end(original: Callable[..., None], index: int, main: Cal
                             cfg: Any, kwargs: dict[str, Any]) -> None:
     """Destroy the process groups at the end of `main`.
 
-    fairseq <= 0.12.3 never destroys the groups. The threads of the groups then abort a process that
-    ends before them (observed with gloo, torch 2.13).
+    fairseq <= 0.12.3 never destroys the process groups. The threads of these groups then abort a
+    process that exits before them (observed with gloo in torch 2.13).
     """
     with stops_in_one_line(), errors_of_use_in_one_line(cfg), says_why():
         original(index, main, cfg, kwargs)
@@ -77,11 +77,11 @@ def close_groups_at_the_end(original: Callable[..., None], index: int, main: Cal
 @replaces("distributed.utils.call_main")
 def end_errors_of_use(original: Callable[..., Any], cfg: Any, main: Callable[..., Any],
                       **kwargs: Any) -> Any:
-    """End a command with our one-line message and status 2 if settings do not fit.
+    """If settings are invalid, end a command with a one-line message and exit status 2.
 
-    fairseq <= 0.12.3 shows a traceback for every error of `main`. With `LOGLEVEL=DEBUG`, which
-    fairseq reads, the traceback is logged. In spawned processes `distributed_main` ends the same
-    way.
+    fairseq <= 0.12.3 prints a traceback for every error of `main`. With `LOGLEVEL=DEBUG`, a
+    variable that fairseq reads, the traceback is logged. In spawned processes `distributed_main`
+    ends in the same way.
     """
     with stops_in_one_line(), errors_of_use_in_one_line(cfg):
         _check_common(cfg.common)
@@ -97,7 +97,9 @@ STATUS_OF_USE = 2
 
 
 def _check_common(common: Any) -> None:
-    """Create the folder of `--log-file`, and refuse settings that need fairseq's submodules."""
+    """Create the folder of `--log-file`, and raise an error for settings that need fairseq's
+    submodules.
+    """
     log_file, size = getattr(common, "log_file", None), getattr(common, "model_parallel_size", 1)
     if log_file is not None:
         try:
@@ -118,9 +120,9 @@ def _check_common(common: Any) -> None:
 
 @contextmanager
 def errors_of_use_in_one_line(cfg: Any = None) -> Iterator[None]:
-    """End with a one-line message for errors of this package, see `end_errors_of_use`.
+    """Exit with a one-line message if this package raises an error. See `end_errors_of_use`.
 
-    cfg: all settings of fairseq, or None if they are not known yet.
+    cfg: all fairseq settings, or None if they are not known yet.
     """
     try:
         yield
@@ -140,7 +142,7 @@ def errors_of_use_in_one_line(cfg: Any = None) -> Iterator[None]:
 
 
 def is_ours(error: BaseException | None) -> bool:
-    """Return whether an error is a `ValueError` raised by this package."""
+    """Return True if an error is a `ValueError` raised by this package."""
     if not isinstance(error, ValueError):
         return False
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
@@ -163,7 +165,9 @@ def _spawn(cfg: Any, main: Callable[..., Any], kwargs: dict[str, Any]) -> None:
 
 
 def spawned(index: int, main: Callable[..., Any], cfg: Any, kwargs: dict[str, Any]) -> None:
-    """Run `main` in a spawned process. A module-level function, so that it can be pickled."""
+    """Run `main` in a spawned process. This is a module-level function because it must be
+    picklable.
+    """
     from fairseq import utils
     from fairseq.distributed import utils as distributed
 
@@ -178,14 +182,14 @@ def _free_port() -> int:
 
 
 def shorten_timeouts(timeout_s: float) -> None:
-    """Limit the timeouts of all groups that fairseq uses.
+    """Limit the timeouts of all process groups that fairseq uses.
 
-    All ranks must call this after the world is initialized.
+    All ranks must call this function after the default process group has been initialized.
 
-    fairseq <= 0.12.3 has no setting for the timeout. It passes no timeout to `init_process_group`
-    or to the `new_group` in which it reduces gradients, so that torch's default of 30 minutes
-    applies (10 minutes with NCCL). In torch 2.6 to 2.13, `_set_pg_timeout` is the only way to
-    change the timeout of an existing group.
+    fairseq <= 0.12.3 has no setting for the timeout. fairseq passes no timeout to
+    `init_process_group` or to the `new_group` in which it reduces gradients, so torch's default of
+    30 minutes is used (10 minutes with NCCL). In torch 2.6 to 2.13, `_set_pg_timeout` is the only
+    way to change the timeout of an existing group.
     """
     from fairseq.distributed import utils
 

@@ -1,8 +1,9 @@
-"""Unstable names of fairseq, imported on first use.
+"""Names of fairseq that move between versions, imported on first use.
 
 The table lists the modules in which fairseq 0.12.2 defines these names. If a name moves, only this
-table needs a change. Other modules may import only the functions that register models and criteria,
-`fairseq.dataclass` and `fairseq.metrics` directly (`tests/packaging/test_host_names.py`).
+table must be changed. Other modules may import only `fairseq.dataclass`, `fairseq.metrics` and the
+functions that register models and criteria directly (checked by
+`tests/packaging/test_host_names.py`).
 """
 
 from __future__ import annotations

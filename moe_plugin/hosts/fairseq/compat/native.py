@@ -1,12 +1,13 @@
-"""Replace the `MOELayer` of fairseq's own `moe` branch. The rest of the branch stays unchanged.
+"""Replacement of the `MOELayer` in fairseq's own `moe` branch. The rest of the branch is not
+changed.
 
-Assumed interface of the branch (fairseq `moe`, since December 2021):
+The module assumes the following interface of the branch (fairseq `moe`, since December 2021):
 `fairseq.modules.moe.MOELayer(gate, experts, args, group=None, all2all_group=None)`. `gate.wg` is
-the linear map to experts. `experts` are this rank's modules, which map [rows, D] to [rows, D].
-`forward(x, input_padding_mask=None)` returns `(output, l_aux)`, or, in versions that also have a
-`CMRLayer`, `(output, {"moe_gate_loss": l_aux})`. The criterion reads the dict `metadata` of every
-`MOELayer`. This version of fairseq only imports the package of a user directory
-(`moe_plugin.__init__`).
+the linear layer that computes the logits of the experts. `experts` contains the current rank's
+modules, which map [rows, D] to [rows, D]. `forward(x, input_padding_mask=None)` returns
+`(output, l_aux)`, or, in versions that also have a `CMRLayer`,
+`(output, {"moe_gate_loss": l_aux})`. The criterion reads the dict `metadata` of every `MOELayer`.
+This version of fairseq imports only the package of a user directory (`moe_plugin.__init__`).
 
 The module also adds fused Adam and multi-tensor gradient functions to fairseq's optimizers.
 """
@@ -48,7 +49,7 @@ logger = logging.getLogger(__name__)
 
 @patch
 def fused_adam_flag() -> None:
-    """Add `--moe-fused-adam`, which runs fairseq's Adam with torch's fused kernels on CPU and GPU.
+    """Add `--moe-fused-adam`, which makes fairseq's Adam use torch's fused kernels on CPU and GPU.
 
     fairseq <= 0.12.3 has a fused Adam only for CUDA devices with apex.
     """
@@ -61,7 +62,7 @@ def fused_adam_flag() -> None:
 
 @replaces("optim.adam.FairseqAdam.__init__")
 def fused_adam(original: Callable[..., None], self: Any, cfg: Any, params: Any) -> None:
-    """Choose fairseq's Adam or the fused one, see `fused_adam_flag`."""
+    """Select fairseq's own Adam or the fused Adam. See `fused_adam_flag`."""
     from fairseq.optim import FairseqOptimizer
 
     params = list(params)
@@ -81,7 +82,7 @@ def fused_adam(original: Callable[..., None], self: Any, cfg: Any, params: Any) 
 
 
 def _dtypes(params: list[Any]) -> set[torch.dtype]:
-    """Return the dtypes of parameters or of parameter groups."""
+    """Return the set of dtypes in a list of parameters or parameter groups."""
     groups = [p["params"] if isinstance(p, dict) else [p] for p in params]
     return {parameter.dtype for group in groups for parameter in group}
 
@@ -89,9 +90,9 @@ def _dtypes(params: list[Any]) -> set[torch.dtype]:
 @replaces("utils.clip_grad_norm_")
 def clip_all_at_once(original: Callable[..., Tensor], params: Any, max_norm: float,
                      aggregate_norm_fn: Any = None) -> Tensor:
-    """Clip all gradients at once, and do not touch them if no clipping is needed.
+    """Clip all gradients at once. If no clipping is needed, the gradients are not modified.
 
-    fairseq <= 0.12.3 launches one kernel per parameter, even for a factor of 1.
+    fairseq <= 0.12.3 launches one kernel per parameter, even if the factor is 1.
     """
     params = [params] if isinstance(params, Tensor) else list(params)
     norm = original(params, 0, aggregate_norm_fn)
@@ -115,7 +116,9 @@ _DROPS = {"tok_dropout": "--moe-eom", "moe_local_drop": "--moe-local-drop"}
 
 
 def native_module() -> ModuleType | None:
-    """Return the branch's module `fairseq.modules.moe`, or None in fairseq without this branch."""
+    """Return the module `fairseq.modules.moe` of the branch, or None if the installed fairseq does
+    not have it.
+    """
     if "fairseq.modules.moe" in sys.modules:
         return sys.modules["fairseq.modules.moe"]
     if importlib.util.find_spec("fairseq.modules.moe") is None:
@@ -124,12 +127,14 @@ def native_module() -> ModuleType | None:
 
 
 def swap_native(module: ModuleType) -> type:
-    """Replace `MOELayer` in the branch's module and wherever fairseq imported it by name.
+    """Replace `MOELayer` in the module of the branch and in all fairseq modules that imported it by
+    name.
 
-    Only for fairseq's `moe` branch, which has no registry for layers. The replacement is a
-    subclass, so that `isinstance` checks still succeed. A log line reports the replacement.
+    This function is needed only for fairseq's `moe` branch, which has no registry for layers. The
+    replacement is a subclass, so `isinstance` checks still succeed. The replacement is reported in
+    a log line.
 
-    Returns: the new class.
+    Returns: the class that replaces `MOELayer`.
     """
     native = module.MOELayer
     if getattr(native, "_moe_plugin", False):
@@ -149,7 +154,7 @@ def swap_native(module: ModuleType) -> type:
 
 
 def add_flags() -> None:
-    """Add a flag for each of our settings to the branch's models with experts.
+    """Add a flag for each setting of this package to the branch's models with experts.
 
     Flags that the branch defines itself keep their meaning.
     """
@@ -178,7 +183,7 @@ def _add_to_parser(model: Any) -> None:
 
 
 class _SwappedLayer(nn.Module):
-    """A replacement for the branch's layer with our computation inside.
+    """A replacement for the branch's layer that uses this package's computation.
 
     The class has the same arguments as the branch's layer, and its parameters have the same names.
     """
@@ -212,7 +217,8 @@ class _SwappedLayer(nn.Module):
 
     def forward(self, *inputs: Tensor, input_padding_mask: Tensor | None = None,
                 **_: Any) -> tuple[Tensor, Any]:
-        """Map [B, T, D] to ([B, T, D], gate loss). input_padding_mask: [B, T], True for padding.
+        """Map the input [B, T, D] to a tuple of the output [B, T, D] and the gate loss.
+        input_padding_mask: bool tensor [B, T] that is True for padding.
         """
         layer: MoELayer = self.layer
         layer.train(self.training)
@@ -229,12 +235,12 @@ class _SwappedLayer(nn.Module):
 def _check_router(layer: MoELayer) -> None:
     router, names = layer.config.router, [name for name, _ in layer.router.named_parameters()]
     if names != ["weight_ED"]:
-        raise ValueError(f"router.name={router.name!r} does not fit fairseq's moe branch, whose "
-                         "gate is a single linear map from tokens to experts. Use topk, switch or "
-                         "gshard")
+        raise ValueError(f"router.name={router.name!r} cannot be used with fairseq's moe branch, "
+                         "whose gate is a single linear layer from tokens to experts. Use topk, "
+                         "switch or gshard")
     if router.fp32:
-        raise ValueError("router.fp32=True does not fit fairseq's moe branch, which converts its "
-                         "gate to the model's precision. Leave --moe-router-fp32 out")
+        raise ValueError("router.fp32=True cannot be used with fairseq's moe branch, which "
+                         "converts its gate to the model's precision. Leave --moe-router-fp32 out")
 
 
 def _comm(group: Any, args: Any) -> Comm:

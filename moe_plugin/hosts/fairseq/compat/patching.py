@@ -1,4 +1,6 @@
-"""Helpers to patch fairseq: replace functions, run patches once, add settings, overlay modules."""
+"""Helper functions that replace functions in fairseq, run patches once, add settings, and overlay
+modules.
+"""
 
 from __future__ import annotations
 
@@ -20,18 +22,20 @@ _PATCHES: dict[str, list[Callable[[], None]]] = defaultdict(list)  # by name of 
 
 
 def patch(function: _Function) -> _Function:
-    """Register a function that runs once when its module's patches are applied."""
+    """Decorator that registers a function to be run once when the patches of its module are
+    applied.
+    """
     _PATCHES[function.__module__].append(function)
     return function
 
 
 def replaces(*places: str) -> Callable[[_Function], _Function]:
-    """Register a function as the replacement of fairseq functions.
+    """Decorator that registers a function as the replacement of functions in fairseq.
 
     The replacement receives the original function as its first argument.
 
     Args:
-        places: paths below fairseq, such as `checkpoint_utils.load_checkpoint`.
+        places: dotted paths inside fairseq, such as `checkpoint_utils.load_checkpoint`.
     """
     def register(function: _Function) -> _Function:
         for place in places:
@@ -43,9 +47,9 @@ def replaces(*places: str) -> Callable[[_Function], _Function]:
 
 
 def replace(place: str, function: Callable[..., Any]) -> None:
-    """Replace one function of fairseq, see `replaces`.
+    """Replace one function in fairseq. See `replaces`.
 
-    `fairseq_cli.train` may have imported the function by name, so that name is replaced too.
+    `fairseq_cli.train` may have imported the function by name, so the name is replaced there, too.
     """
     path, _, name = place.rpartition(".")
     owner = resolve_name(f"fairseq.{path}")
@@ -62,7 +66,9 @@ def replace(place: str, function: Callable[..., Any]) -> None:
 
 
 def set_name(owner: Any, name: str, value: Any) -> None:
-    """Set a name in fairseq, and also in `fairseq_cli.train` if the name was imported there."""
+    """Set a name in a fairseq module, and also in `fairseq_cli.train` if the name was imported
+    there.
+    """
     before = getattr(owner, name)
     setattr(owner, name, value)
     train = sys.modules.get("fairseq_cli.train")
@@ -71,7 +77,7 @@ def set_name(owner: Any, name: str, value: Any) -> None:
 
 
 def apply(module: ModuleType) -> None:
-    """Apply all patches of a module of `compat` in the order of their registration."""
+    """Apply all patches of a module in `compat` in the order of their registration."""
     for apply_patch in _PATCHES[module.__name__]:
         apply_patch()
 
@@ -92,24 +98,25 @@ class Overlay(ModuleType):
 
 
 def flag_metadata(spec: FlagSpec) -> dict[str, str]:
-    """Return the field metadata from which fairseq builds the flag of `spec`."""
+    """Return the field metadata from which fairseq builds the flag of the setting `spec`."""
     const = {"argparse_const": "true"} if spec.kind is bool else {}
     return {"help": spec.help.replace("%", "%%"), **const}
 
 
 def add_field(settings: type, name: str, kind: Any, default: Any, help: str,
               **metadata: Any) -> None:
-    """Add a field, and thereby a flag, to one of fairseq's dataclasses.
+    """Add a field, and thus a flag, to one of fairseq's dataclasses.
 
-    Existing instances read the default value. If fairseq already has the field, nothing happens.
+    Existing instances have the default value of the new field. If the dataclass already has the
+    field, nothing is changed.
 
     Args:
         settings: the dataclass.
-        name: name of the field.
-        kind: type of the field.
+        name: name of the new field.
+        kind: type of the new field.
         default: default value.
         help: help text of the flag.
-        metadata: further metadata that fairseq reads, e.g. `argparse_const`.
+        metadata: additional metadata that fairseq reads, such as `argparse_const`.
     """
     if name in settings.__dataclass_fields__:  # type: ignore[attr-defined]
         return
@@ -132,11 +139,12 @@ def store_in_hydra(group: str, name: str, settings: type) -> None:
 
 # Replace fairseq's models and trainer by ours, after the user directory is loaded.
 def stand_for(name: str, model: type, dataclass: type | None) -> None:
-    """Build `model` for a stock model name and its architectures. `model` must be a subclass.
+    """Make fairseq build `model` for the name and architectures of a standard model. `model` must
+    be a subclass of the standard model.
 
-    fairseq 0.12.2 cannot add flags to a registered model, but launch scripts of its `moe` branch
-    use `--arch transformer_lm_gpt --moe-freq 2`. Without MoE flags the subclass builds exactly the
-    stock model.
+    fairseq 0.12.2 cannot add flags to a registered model, but launch scripts written for its `moe`
+    branch use `--arch transformer_lm_gpt --moe-freq 2`. Without MoE flags the subclass builds
+    exactly the standard model.
     """
     from fairseq import models
 
@@ -156,16 +164,18 @@ def stand_for(name: str, model: type, dataclass: type | None) -> None:
 
 
 def use_trainer(trainer: type) -> None:
-    """Let fairseq use a trainer class. fairseq 0.12.2 names its trainer in `fairseq_cli.train`."""
+    """Make fairseq use a different trainer class. fairseq 0.12.2 refers to its trainer class in
+    `fairseq_cli.train`.
+    """
     import fairseq.trainer
 
     set_name(fairseq.trainer, "Trainer", trainer)
 
 
 def tell_of_validations() -> None:
-    """Call the trainer's `validated` with the results of each validation.
+    """Call the trainer's method `validated` with the results of each validation.
 
-    fairseq 0.12.2 passes a trainer the batches of a validation, but not the results.
+    fairseq 0.12.2 passes the batches of a validation to the trainer, but not the results.
     """
     train = sys.modules.get("fairseq_cli.train")
     stats_of = getattr(train, "get_valid_stats", None)

@@ -1,4 +1,4 @@
-"""Patches of fairseq for current versions of numpy, torch and hydra, and for CPUs."""
+"""Patches that make fairseq run on CPUs and with current versions of numpy, torch and hydra."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ FUSED_PATH_COPIES = ("in_proj_weight", "in_proj_bias", "out_proj_weight", "out_p
 
 @patch
 def numpy_names() -> None:
-    """Restore the numpy names that fairseq's modules use.
+    """Restore numpy names that fairseq's modules use and that numpy has removed.
 
-    fairseq <= 0.12.3 uses `np.int` and `np.float`, which numpy >= 1.24 lacks, and `np.compat`,
-    which numpy >= 2 lacks.
+    fairseq <= 0.12.3 uses `np.int` and `np.float`, which numpy >= 1.24 does not define, and
+    `np.compat`, which numpy >= 2 does not define.
     """
     import numpy
     from fairseq.data import data_utils, language_pair_dataset, token_block_dataset
@@ -43,10 +43,10 @@ def numpy_names() -> None:
 
 @patch
 def full_checkpoints() -> None:
-    """Load fairseq's checkpoints and broadcasts with their config objects.
+    """Load the config objects in fairseq's checkpoints and broadcasts.
 
-    torch >= 2.6 loads only weights by default. Checkpoints contain fairseq's settings. So do its
-    broadcasts, which come from ranks of the same run.
+    By default torch >= 2.6 loads only weights. Checkpoints also contain fairseq's settings. The
+    broadcasts, which come from ranks of the same run, contain such settings, too.
     """
     from fairseq import checkpoint_utils
     from fairseq.distributed import utils
@@ -68,11 +68,11 @@ def full_checkpoints() -> None:
 
 @patch
 def hydra_of_its_time() -> None:
-    """Set hydra's base version to 1.1 while fairseq composes its settings.
+    """Set hydra's `version_base` to 1.1 while fairseq composes its settings.
 
-    fairseq <= 0.12.3 uses `hydra.experimental`. hydra >= 1.2 refuses it if any code in the process
-    has started hydra with a `version_base` of 1.2 or more. The previous version is restored
-    afterwards.
+    fairseq <= 0.12.3 uses the module `hydra.experimental`. hydra >= 1.2 rejects this module if any
+    code in the process has started hydra with a `version_base` of 1.2 or more. The previous value
+    is restored afterwards.
     """
     from fairseq.dataclass import utils
     from hydra import initialize_config_dir
@@ -96,9 +96,9 @@ def hydra_of_its_time() -> None:
 @replaces("distributed.utils.all_gather_list")
 def gather_lists_without_cuda(original: Callable[..., Any], data: Any, group: Any = None,
                               max_size: int = 16384) -> list[Any]:
-    """Gather Python objects without CUDA.
+    """Gather Python objects from all ranks without CUDA.
 
-    fairseq <= 0.12.3 uses `torch.cuda.ByteTensor` for this.
+    fairseq <= 0.12.3 uses `torch.cuda.ByteTensor` for this purpose.
     """
     from fairseq.distributed import utils
 
@@ -111,11 +111,11 @@ def gather_lists_without_cuda(original: Callable[..., Any], data: Any, group: An
 @replaces("models.distributed_fairseq_model.DistributedDataParallel")
 def ddp_wrapping(original: Callable[..., Any], module: torch.nn.Module, device_ids: Any = None,
                  output_device: Any = None, **options: Any) -> Any:
-    """Wrap models in torch's DDP without device ids on CPU, and without unused weight copies.
+    """Wrap models in torch's DDP without device ids on CPU, and without unused copies of weights.
 
-    fairseq always passes `device_ids`, which DDP refuses for CPU parameters. In each encoder layer,
-    fairseq 0.12.2 - 0.12.3 stores copies of weights for torch's fused inference path. These copies
-    never get a gradient, so DDP would wait for them forever.
+    fairseq always passes `device_ids`, which DDP does not accept for CPU parameters. In each
+    encoder layer, fairseq 0.12.2 and 0.12.3 store copies of weights for torch's fused inference
+    path. These copies never get a gradient, so DDP would wait for them forever.
     """
     if all(parameter.device.type == "cpu" for parameter in module.parameters()):
         device_ids = output_device = None
@@ -126,9 +126,10 @@ def ddp_wrapping(original: Callable[..., Any], module: torch.nn.Module, device_i
 
 @replaces("options.parse_args_and_arch")
 def bf16_without_tpu(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Let `--bf16` run without torch_xla.
+    """Make `--bf16` run without torch_xla.
 
-    fairseq <= 0.12.3 treats it as a request for a TPU (options.py) and fails with an import error.
+    fairseq <= 0.12.3 treats `--bf16` as a request for a TPU (options.py) and fails with an import
+    error.
     """
     parsed = original(*args, **kwargs)
     namespace = parsed[0] if isinstance(parsed, tuple) else parsed
@@ -140,18 +141,19 @@ def bf16_without_tpu(original: Callable[..., Any], *args: Any, **kwargs: Any) ->
 @replaces("modules.transformer_layer.TransformerEncoderLayerBase.__init__")
 def encoder_layers_by_their_own_code(original: Callable[..., None], self: Any, *args: Any,
                                      **kwargs: Any) -> None:
-    """Evaluate encoder layers by fairseq's own code instead of torch's fused operator.
+    """Evaluate encoder layers with fairseq's own code instead of torch's fused operator.
 
-    fairseq 0.12 calls that operator without the type of the mask, which torch >= 1.13 requires
-    for batches with padding. The operator also changes the order of axes for all layers of an
-    encoder together, which layers with experts do not support.
+    fairseq 0.12 calls the fused operator without the type of the mask, which torch >= 1.13 requires
+    for batches with padding. The operator also changes the order of dimensions for all layers of an
+    encoder at once, which MoE layers do not support.
     """
     original(self, *args, **kwargs)
     self.can_use_fastpath = False
 
 
 def fused_path_copies(layer: torch.nn.Module) -> list[str]:
-    """Return the attributes of an encoder layer that copy parameters for the fused inference path.
+    """Return the names of the attributes of an encoder layer that are copies of parameters for the
+    fused inference path.
 
     fairseq >= 0.12 has these copies.
     """
@@ -159,16 +161,17 @@ def fused_path_copies(layer: torch.nn.Module) -> list[str]:
 
 
 def drop_fused_path_copies(layer: torch.nn.Module) -> None:
-    """Delete the copies of parameters in a layer that does not use the fused path."""
+    """Delete the copies of parameters in a layer that does not use the fused inference path."""
     for name in fused_path_copies(layer):
         delattr(layer, name)
 
 
 def fp32_copies(optimizer: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return (parameter, fp32 copy) pairs of an fp16 optimizer, or [] for other optimizers.
+    """Return a list of pairs (parameter, fp32 copy) for an fp16 optimizer, or [] for any other
+    optimizer.
 
     fairseq <= 0.12.3 stores the copies as a list only with `--fp16-no-flatten-grads`. Other
-    optimizers lack the attribute.
+    optimizers do not have this attribute.
     """
     copies = getattr(optimizer, "fp32_params", None)
     return list(zip(optimizer.fp16_params, copies, strict=True)) if isinstance(copies, list) else []
@@ -177,14 +180,14 @@ def fp32_copies(optimizer: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
 def follow_parameters(wrapped: Any, optimizer: Any,
                       changed: Mapping[torch.Tensor, torch.nn.Parameter],
                       copies: Mapping[torch.Tensor, torch.Tensor]) -> None:
-    """Replace old parameters by new ones in the lists that fairseq stores.
+    """Replace old parameters with new ones in the lists that fairseq keeps.
 
     Args:
-        wrapped: the wrapped model.
+        wrapped: the model inside its data-parallel wrapper.
         optimizer: fairseq's optimizer.
-        changed: the new parameters by the old ones.
-        copies: fp32 copies of the new parameters, see `fp32_copies`; empty if the optimizer has
-            no copies.
+        changed: dict that maps old parameters to new parameters.
+        copies: fp32 copies of the new parameters (see `fp32_copies`). It is empty if the optimizer
+            has no copies.
     """
     for params in getattr(wrapped, "per_device_params", ()):  # an attribute of `legacy_ddp`
         params[:] = [changed.get(p, p) for p in params]
@@ -194,9 +197,9 @@ def follow_parameters(wrapped: Any, optimizer: Any,
 
 
 def shards_optimizer_state(cfg: Any) -> bool:
-    """Return whether fairseq's settings shard the optimizer state.
+    """Return True if fairseq's settings shard the optimizer state.
 
-    This is true for `--ddp-backend fully_sharded` and for `--zero-sharding os`.
+    This is the case for `--ddp-backend fully_sharded` and for `--zero-sharding os`.
     """
     settings = cfg.distributed_training
     return settings.ddp_backend == "fully_sharded" or settings.zero_sharding == "os"
@@ -218,9 +221,9 @@ class _HostScalar(torch.Tensor):
 
 @patch
 def skipped_steps_without_cuda() -> None:
-    """Skip a step after a gradient overflow without CUDA.
+    """Skip a step after a gradient overflow without using CUDA.
 
-    fairseq <= 0.12.3 then calls `torch.tensor(0.0).cuda()` on any machine.
+    In this case fairseq <= 0.12.3 calls `torch.tensor(0.0).cuda()` on any machine.
     """
     from fairseq import trainer
 
@@ -232,10 +235,11 @@ def skipped_steps_without_cuda() -> None:
 @replaces("optim.FP16Optimizer.build_optimizer")
 def separate_fp32_copies(original: Callable[..., Any], cls: type, cfg: Any, params: Any,
                          **kwargs: Any) -> Any:
-    """Imply `--fp16-no-flatten-grads` for models with experts, on CPU, and with sharding.
+    """Enable `--fp16-no-flatten-grads` for models with experts, on CPU, and with sharding.
 
-    fairseq <= 0.12.3 packs all fp32 master weights into one tensor (on the current CUDA device).
-    The packed tensor loses the marks of expert parameters and the boundaries of parameters.
+    fairseq <= 0.12.3 packs all fp32 main weights into one tensor on the current CUDA device. In the
+    packed tensor the boundaries of parameters and the attributes that mark expert parameters are
+    lost.
     """
     from omegaconf import open_dict
 
@@ -253,14 +257,16 @@ def separate_fp32_copies(original: Callable[..., Any], cls: type, cfg: Any, para
 @replaces("distributed.LegacyDistributedDataParallel.__init__")
 def gradients_in_their_own_dtype(original: Callable[..., None], self: Any, module: torch.nn.Module,
                                  *args: Any, **kwargs: Any) -> None:
-    """Reduce each gradient in its own dtype under `legacy_ddp`, without unneeded buffer space.
+    """Reduce each gradient in its own dtype under `legacy_ddp`, without unused buffer space.
 
-    fairseq <= 0.12.3 copies all gradients into one buffer of the first parameter's dtype. With
-    `--fp16` and `--bf16` this lowers the precision of parameters that stay in float32
-    (`router.fp32`). Here, parameters of another dtype are reduced one by one, without the buffer.
+    fairseq <= 0.12.3 copies all gradients into one buffer that has the dtype of the first
+    parameter. With `--fp16` and `--bf16` this lowers the precision of the gradients of parameters
+    that stay in float32 (`router.fp32`). Here the gradients of parameters with a different dtype
+    are reduced one by one, without the buffer.
 
-    In fairseq the buffer is as large as all parameters (up to 2^28) and is reduced as a whole,
-    although it contains no gradients of experts. Here the buffer is only as large as needed.
+    In fairseq the buffer is as large as all parameters (up to 2^28 elements) and is reduced as a
+    whole, although it contains no gradients of experts. Here the buffer is only as large as
+    necessary.
     """
     original(self, module, *args, **kwargs)
     dtype, lists = next(module.parameters()).dtype, self.per_device_params
@@ -276,11 +282,11 @@ def gradients_in_their_own_dtype(original: Callable[..., None], self: Any, modul
 @replaces("tasks.FairseqTask.valid_step")
 def empty_validation_batches(original: Callable[..., Any], self: Any, sample: Any, model: Any,
                              criterion: Any, **kwargs: Any) -> Any:
-    """Validate on ranks without data.
+    """Support validation on ranks without data.
 
     With fairseq <= 0.12.3, `fairseq-validate` on several ranks passes an empty batch to such a rank
-    and fails with `KeyError`. With this patch the rank runs one sentence that does not count, so
-    that collectives inside the model match on all ranks.
+    and fails with a `KeyError`. With this patch the rank runs one sentence that is not included in
+    the results, so that the collective calls inside the model match on all ranks.
     """
     if sample:
         return original(self, sample, model, criterion, **kwargs)
@@ -292,11 +298,12 @@ def empty_validation_batches(original: Callable[..., Any], self: Any, sample: An
 @replaces("nan_detector.NanDetector.add_hooks")
 def records_have_gradients(original: Callable[..., None], self: Any,
                            module: torch.nn.Module) -> None:
-    """Let fairseq search for the first module with values that are not finite.
+    """Make fairseq able to search for the first module whose output contains non-finite values.
 
-    After such an error fairseq <= 0.12.3 repeats the step with torch's old hooks. These hooks fail
-    with a `TypeError` if a module returns a record (routers, our layers), so that the original
-    error would be lost. This patch checks the tensors in the record one by one.
+    After a non-finite value was found, fairseq <= 0.12.3 repeats the step with torch's old hooks.
+    These hooks fail with a `TypeError` if a module returns a record (as routers and this package's
+    layers do), so the original error would be lost. This patch checks the tensors in the record one
+    by one.
     """
     from moe_plugin.memory.activations.offload import tensors
     from moe_plugin.routing.contract import RouterModule
@@ -319,10 +326,11 @@ def records_have_gradients(original: Callable[..., None], self: Any,
 @replaces("models.ema.ema.EMA.__init__")
 def averages_of_floating_point(original: Callable[..., None], self: Any, model: torch.nn.Module,
                                config: Any, device: Any = None, skip_keys: Any = None) -> None:
-    """Let `--store-ema` average models whose state contains tensors of other types than float.
+    """Make `--store-ema` able to average models whose state contains tensors that are not
+    floating-point.
 
-    fairseq <= 0.12.3 multiplies integers (such as a router's step count) by the decay, which torch
-    refuses. This patch copies integers.
+    fairseq <= 0.12.3 multiplies integer tensors (such as a router's step count) by the decay, for
+    which torch raises an error. This patch copies integer tensors.
     """
     integers = {name for name, value in model.state_dict().items()
                 if isinstance(value, torch.Tensor) and not value.is_floating_point()}
@@ -331,7 +339,7 @@ def averages_of_floating_point(original: Callable[..., None], self: Any, model: 
 
 @replaces("models.ema.ema.EMA.build_fp32_params")
 def averages_of_tensors(original: Callable[..., None], self: Any, state_dict: Any = None) -> None:
-    """Ignore state that is not a tensor, with which fairseq <= 0.12.3 fails under `--ema-fp32`."""
+    """Ignore state that is not a tensor, on which fairseq <= 0.12.3 fails under `--ema-fp32`."""
     state = self.model.state_dict() if state_dict is None else state_dict
     original(self, {name: value for name, value in state.items()
                     if isinstance(value, torch.Tensor)})

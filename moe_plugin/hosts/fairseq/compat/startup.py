@@ -1,10 +1,11 @@
-"""Make stock fairseq 0.12.2 importable on Python >= 3.11, and apply the patches after the import.
+"""Make the standard fairseq 0.12.2 importable on Python >= 3.11, and apply the patches after the
+import.
 
 A `.pth` file of the same name calls `boot()` when Python starts. `boot` only adds one finder to
-`sys.meta_path` and imports nothing. The work happens when code imports `fairseq`, and only then.
-The file must be a top-level module, because importing a module of the package would import the
-package before fairseq's `--user-dir` does. For versions of fairseq other than 0.12, only the import
-is patched.
+`sys.meta_path` and imports nothing. The patches are applied when code imports `fairseq`, and only
+then. This file must be a top-level module, because importing a module of the package would import
+the package before fairseq's `--user-dir` does. For versions of fairseq other than 0.12, only the
+import is patched.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def _no_hint(record: logging.LogRecord) -> bool:
 
 
 class _Loader:
-    """fairseq's own loader, with additional work before and after."""
+    """fairseq's own loader, which does additional work before and after the import."""
 
     def __init__(self, inner: Any) -> None:
         self.inner = inner
@@ -59,7 +60,8 @@ class _Loader:
 
 
 class _Finder:
-    """A finder that waits for the first `import fairseq`. Searching for the spec changes nothing.
+    """A finder that waits for the first `import fairseq`. Looking up the spec without importing the
+    module has no effect.
     """
 
     searching = False
@@ -83,10 +85,10 @@ class _Finder:
 def hashable_fairseq_dataclasses(original: Any) -> Any:
     """Return a `dataclasses.dataclass` that gives `FairseqDataclass` subclasses an identity hash.
 
-    Python >= 3.11 refuses fields of fairseq <= 0.12.3 such as `common: CommonConfig =
-    CommonConfig()`, because the default is unhashable. A class that defines `__hash__` retains it,
-    so each subclass gets a `__hash__` when it is created. A `default_factory` would not work,
-    because fairseq reads `.default` of these fields.
+    Python >= 3.11 rejects fields of fairseq <= 0.12.3 such as
+    `common: CommonConfig = CommonConfig()`, because the default is not hashable. A class that
+    defines `__hash__` keeps it, so each subclass gets a `__hash__` when it is created. A
+    `default_factory` would not work, because fairseq reads `.default` of these fields.
     """
 
     def dataclass(cls: type | None = None, /, **options: Any) -> Any:
@@ -111,9 +113,10 @@ def _install() -> None:
 
 
 def boot() -> None:
-    """Install the finder that waits for fairseq. The `.pth` file calls this when Python starts.
+    """Install the finder that waits for fairseq. The `.pth` file calls this function when Python
+    starts.
 
-    Further calls do nothing.
+    Further calls have no effect.
     """
     if "fairseq" not in sys.modules and not any(
             isinstance(finder, _Finder) for finder in sys.meta_path):

@@ -1,4 +1,4 @@
-"""Let `--user-dir` find this package, even if other code has already imported it."""
+"""Make `--user-dir` work with this package even if other code has already imported it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _SETTINGS: ContextVar[Any] = ContextVar("all settings of the command", default=N
 @replaces("distributed.utils.call_main")
 def settings_are_known(original: Callable[..., Any], cfg: Any, main: Callable[..., Any],
                        **kwargs: Any) -> Any:
-    """Store the settings of the command, for `folder_of_one_run`.
+    """Store the settings of the command for `folder_of_one_run`.
 
     fairseq <= 0.12.3 does not pass its settings to `verify_checkpoint_directory`.
     """
@@ -45,12 +45,12 @@ def _with_settings(main: Callable[..., Any], cfg: Any, **kwargs: Any) -> Any:
 
 @replaces("checkpoint_utils.verify_checkpoint_directory")
 def folder_of_one_run(original: Callable[..., None], save_dir: str) -> None:
-    """Let only one run at a time write into a folder.
+    """Allow only one run at a time to write to a folder.
 
-    fairseq <= 0.12.3 lets several runs write into one folder. To test whether the folder is
-    writable, fairseq creates and removes a file with a fixed name, so that runs which start
-    together remove each other's file. The first rank calls this function before training, and
-    locks the folder until the command ends.
+    fairseq <= 0.12.3 allows several runs to write to the same folder. To test that the folder is
+    writable, fairseq creates and removes a file with a fixed name, so runs that start at the same
+    time remove each other's file. The first rank calls this function before training, and locks the
+    folder until the command ends.
     """
     from moe_plugin.checkpoint.formats.fairseq.translate import flag_values
     from moe_plugin.config.flags import run_from_flags
@@ -72,12 +72,13 @@ _FREQUENCIES = ("moe_freq", "encoder_moe_freq", "decoder_moe_freq")
 
 @replaces("utils.import_user_module")
 def own_user_dir(original: Callable[..., None], args: Any) -> None:
-    """Register the models of `--user-dir` even if the package was imported before.
+    """Register the models of `--user-dir` even if the package has already been imported.
 
-    fairseq <= 0.12.3 imports a user directory only if it was not imported before. With this patch,
-    `--user-dir moe_plugin` and a path to the installed package both work, also in spawned processes
-    and in programs that already imported the package. The bare name means the installed package,
-    even in a folder that contains another copy. A path to another copy is refused.
+    fairseq <= 0.12.3 imports a user directory only if it has not been imported before. With this
+    patch, `--user-dir moe_plugin` and a path to the installed package both work, also in spawned
+    processes and in programs that have already imported the package. The bare name refers to the
+    installed package, even in a folder that contains a different copy. A path to a different copy
+    raises an error.
     """
     given = getattr(args, "user_dir", None)
     if given is None or os.path.basename(os.path.abspath(given)) != NAME:
@@ -109,11 +110,12 @@ def _checked_home(given: str) -> str:
 
 
 def take_moe_group(cfg: Any) -> None:
-    """Convert Hydra's group `moe` to flags of the model. Flags that are already set win.
+    """Convert Hydra's group `moe` to flags of the model. Flags that have already been set take
+    precedence.
 
     Raises:
-        ValueError: the group has unknown keys, wrong types or bad values, or the model has no
-            experts.
+        ValueError: If the group has unknown keys, wrong types or invalid values, or if the model
+            has no experts.
     """
     from moe_plugin.config import flatten, from_dict, of_layer, of_run, run_from_dict
     from moe_plugin.config.flags import CONFIG_FLAG, flag_texts
@@ -156,10 +158,11 @@ def _check_data(cfg: Any) -> None:
 
 @replaces("dataclass.initialize.add_defaults")
 def user_dir_before_defaults(original: Callable[..., None], cfg: Any) -> None:
-    """Import the user directory before the defaults of models are filled in.
+    """Import the user directory before the default values of models are filled in.
 
-    `fairseq-hydra-train` (<= 0.12.3) fills in the defaults before it imports the user directory
-    that defines the models. A width in the file of `model.moe_config` counts as set by the user.
+    `fairseq-hydra-train` (<= 0.12.3) fills in the default values before it imports the user
+    directory that defines the models. A layer width given in the file of `model.moe_config` is
+    treated as set by the user.
     """
     from fairseq import utils
 
@@ -191,9 +194,11 @@ def group_in_hydra() -> None:
 @replaces("models.build_model")
 def models_of_the_user_dir(original: Callable[..., Any], cfg: Any, *args: Any,
                            **kwargs: Any) -> Any:
-    """Refuse a model with experts, such as that of a checkpoint, without the user directory.
+    """Raise an error for a model with experts, such as the model of a checkpoint, if the user
+    directory is missing.
 
-    fairseq 0.12.2 would end with a KeyError, or with a list of unexpected parameters.
+    Without this check fairseq 0.12.2 would end with a KeyError, or with a list of unexpected
+    parameters.
     """
     name = getattr(cfg, "_name", None) or getattr(cfg, "arch", None) or ""
     if "moe_plugin.hosts.fairseq.registered" not in sys.modules and (

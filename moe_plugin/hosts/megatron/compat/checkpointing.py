@@ -13,13 +13,13 @@ Around = Callable[[Callable[..., Any], dict[str, Any]], Any]
 
 
 def wrap(name: str, around: Around) -> None:
-    """Replace a function by `around(original, given)` for the rest of the process.
+    """Replace a function with `around(original, given)` for the rest of the process.
 
-    Each `around` is added only once.
+    A second call with the same `around` has no effect.
 
-    name: name of a function of `megatron.core.dist_checkpointing`.
-    around: function that is called with the original function and the call's arguments by
-        Megatron's names.
+    name: name of the function in `megatron.core.dist_checkpointing`.
+    around: function that is called with the original function and a dict of the call's arguments by
+        parameter name.
     """
     original = getattr(dist_checkpointing, name)
     if is_wrapped(name, around):
@@ -35,5 +35,5 @@ def wrap(name: str, around: Around) -> None:
 
 
 def is_wrapped(name: str, around: Around) -> bool:
-    """Return whether `wrap` has been called with these arguments."""
+    """Return True if `wrap` has already been called with these arguments."""
     return around in getattr(getattr(dist_checkpointing, name), "around", ())

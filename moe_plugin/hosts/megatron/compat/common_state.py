@@ -1,4 +1,4 @@
-"""Changes to the common state of a distributed checkpoint while Megatron loads it."""
+"""Changes to the common state of a distributed checkpoint while Megatron loads the checkpoint."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ Change = Callable[[dict[str, Any]], dict[str, Any]]
 
 @contextmanager
 def changed(change: Change, strategy_given: bool) -> Iterator[dict[str, Any]]:
-    """Make `dist_checkpointing.load` use the common state that `change` returns, inside the block.
+    """Make `dist_checkpointing.load` use the common state that `change` returns inside the block.
 
     `load` must be called with the keyword arguments that the context yields.
 
-    Up to 0.17 a strategy object loads the common state. From 0.18 on a function of `load`'s own
-    module loads it: `load_common` in 0.18, `load_common_state_dict` in 0.19.
+    Up to Megatron 0.17 a strategy object loads the common state. From 0.18 on a function in the
+    module of `load` loads the common state. The function is `load_common` in 0.18 and
+    `load_common_state_dict` in 0.19.
 
-    strategy_given: whether the caller passes its own strategy. In this case nothing is changed up
-        to 0.17.
+    strategy_given: True if the caller passes its own strategy to `load`. In this case the common
+        state is not changed up to Megatron 0.17.
     """
     common = importlib.import_module(f"{_PACKAGE}.strategies.common")
     base = getattr(common, "TorchCommonLoadStrategy", None)  # absent from 0.18 on

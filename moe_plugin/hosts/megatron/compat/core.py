@@ -1,4 +1,4 @@
-"""Layer, groups, specs and losses of Megatron-core, versions 0.15 to 0.20.
+"""Interfaces to the MoE layers, process groups, specs and losses of Megatron-core 0.15 to 0.20.
 
 | interface | 0.15 | 0.16 | 0.17 | 0.18, 0.19 |
 |---|---|---|---|---|
@@ -45,7 +45,7 @@ Group = dist.ProcessGroup
 
 
 def check_version() -> None:
-    """Raise a `ValueError` for an old Megatron-core; warn once for an untested newer version."""
+    """Raise a `ValueError` if Megatron-core is too old. Warn once if its version is untested."""
     if NUMBER < OLDEST:
         raise ValueError(
             f"megatron-core {core_version} is too old. The version must be at least "
@@ -59,15 +59,15 @@ def check_version() -> None:
 
 @dataclass(frozen=True)
 class MegatronGroups:
-    """Megatron's process groups as this host uses them.
+    """Megatron's process groups, under the names that this package uses.
 
     Attributes:
-        experts: ranks that share one copy of all experts (expert-tensor x expert-parallel).
-        expert_replicas: ranks that store the same experts.
-        tensor: the tensor-parallel group.
-        context: the context-parallel group.
-        tokens: ranks that share a batch's tokens (tensor x context parallel).
-        data: ranks that store the same dense parameters.
+        experts: process group of ranks that together store all experts (expert x tensor parallel).
+        expert_replicas: process group of the ranks that store copies of the same experts.
+        tensor: the tensor-parallel process group.
+        context: the context-parallel process group.
+        tokens: process group whose ranks share the tokens of a batch (tensor x context parallel).
+        data: process group of the ranks that store copies of the same dense parameters.
     """
 
     collection: Any
@@ -80,7 +80,7 @@ class MegatronGroups:
 
 
 def groups(collection: Any | None) -> MegatronGroups:
-    """Return the groups that Megatron passes to a layer, or else its global groups."""
+    """Return the process groups passed by Megatron to a layer, or else Megatron's global groups."""
     if collection is None or not hasattr(collection, "tp_ep") or not hasattr(collection, "tp_cp"):
         collection = moe_utils.get_default_pg_collection()
     context = _group(collection, "cp", parallel_state.get_context_parallel_group)
@@ -97,24 +97,24 @@ def _group(collection: Any, name: str, otherwise: Callable[[], Group]) -> Group:
 
 
 def all_data_group(collection: Any) -> Group:
-    """Return the group that shares a step's tokens: tensor x context x data parallel ranks."""
+    """Return the tensor x context x data parallel group, whose ranks share the tokens of a step."""
     return _group(collection, "tp_dp_cp",
                   lambda: parallel_state.get_tensor_and_data_parallel_group(
                       with_context_parallel=True))
 
 
 def has_groups() -> bool:
-    """Return whether Megatron's parallel groups exist."""
+    """Return True if Megatron's parallel groups have been created."""
     return parallel_state.model_parallel_is_initialized()
 
 
 def destroy_groups() -> None:
-    """Destroy Megatron's groups, and the groups that `destroy_model_parallel` of 0.15 to 0.19
-    misses.
+    """Destroy Megatron's process groups, including those that `destroy_model_parallel` of Megatron
+    0.15 to 0.19 forgets.
 
-    Some missed groups are stored in the records of auxiliary losses. A process that is forked later
-    and creates new groups would destroy the missed groups, and wait forever for threads of its
-    parent.
+    Some of the forgotten groups are referenced by the records of auxiliary losses. A child process
+    that is forked later and creates new groups would otherwise destroy the forgotten groups, and
+    would wait forever for threads that exist only in the parent.
     """
     parallel_state.destroy_model_parallel()
     forget_losses()
@@ -124,21 +124,21 @@ def destroy_groups() -> None:
 
 
 def microbatches_a_step() -> int | None:
-    """Return the number of micro-batches of this step; None if no script has set the calculator."""
+    """Return the number of micro-batches per step, or None if Megatron's calculator is not set."""
     known = getattr(calculator, "_GLOBAL_NUM_MICROBATCHES_CALCULATOR", None)
     return None if known is None else known.get()
 
 
 def init_base(layer: BaseMoELayer, config: Any, layer_number: int | None, collection: Any,
               extra: dict[str, Any]) -> None:
-    """Call `BaseMoELayer.__init__` with the arguments that this version supports."""
+    """Call `BaseMoELayer.__init__` with the arguments that the installed version supports."""
     known = inspect.signature(BaseMoELayer.__init__).parameters
     BaseMoELayer.__init__(layer, config=config, layer_number=layer_number, pg_collection=collection,
                           **{name: value for name, value in extra.items() if name in known})
 
 
 def count_local_experts(layer: Any, groups_: MegatronGroups) -> None:
-    """Set the attributes that `BaseMoELayer.__init__` derives from the expert-parallel group."""
+    """Set the expert counts that `BaseMoELayer.__init__` derives from the expert-parallel group."""
     layer.ep_group = groups_.collection.ep
     layer.num_local_experts = layer.config.num_moe_experts // layer.ep_group.size()
     first = layer.ep_group.rank() * layer.num_local_experts
@@ -147,35 +147,35 @@ def count_local_experts(layer: Any, groups_: MegatronGroups) -> None:
 
 def native_router(config: Any, submodules: Any, groups_: MegatronGroups,
                   is_mtp_layer: bool) -> torch.nn.Module:
-    """Build Megatron's own router, or the router that the spec injects (from 0.16 on)."""
+    """Build Megatron's own router, or the router that is given in the spec (from 0.16 on)."""
     build = getattr(submodules, "router", None) or TopKRouter
     extra = {"is_mtp_layer": True} if is_mtp_layer else {}
     return build(config=config, pg_collection=groups_.collection, **extra)
 
 
 def is_native_router(router: torch.nn.Module) -> bool:
-    """Return whether a router is Megatron's own router or an instance of a subclass."""
+    """Return True if a router is an instance of Megatron's own router class."""
     return isinstance(router, TopKRouter)
 
 
 def has_native_layers(chunks: Iterable[torch.nn.Module]) -> bool:
-    """Return whether model chunks contain Megatron's MoE layer or a subclass, such as ours."""
+    """Return True if model chunks contain an instance of Megatron's MoE layer class."""
     return any(isinstance(module, MoELayer) for chunk in chunks for module in chunk.modules())
 
 
 def injects_router(submodules: Any) -> bool:
-    """Return whether the spec names a router other than Megatron's own."""
+    """Return True if the spec contains a router that is not Megatron's own."""
     return getattr(submodules, "router", TopKRouter) not in (None, TopKRouter)
 
 
 @dataclass(frozen=True)
 class Undropped:
-    """The choices of a native router before its own capacity dropped some of them.
+    """The routing decision of Megatron's router before tokens above the capacity are dropped.
 
     Attributes:
-        probs_TE: the gate weights.
-        map_TE: True for the chosen experts.
-        capacity: number of tokens that each expert accepts.
+        probs_TE: the gate weights, with shape [tokens, experts].
+        map_TE: boolean tensor [tokens, experts] that is True for the selected experts.
+        capacity: maximum number of tokens per expert.
     """
 
     probs_TE: Tensor
@@ -185,11 +185,11 @@ class Undropped:
 
 def call_native_router(router: torch.nn.Module, x_SBD: Tensor, padding_SB: Tensor | None
                        ) -> tuple[Tensor, Tensor, Undropped | None]:
-    """Return (probs_TE, routing_map_TE, undropped) of a native router.
+    """Run Megatron's router and return (probs_TE, routing_map_TE, undropped).
 
-    The third value contains the choices before dropping. It is None without a capacity.
+    `undropped` is the routing decision before tokens are dropped, or None without a capacity.
 
-    padding_SB: True for padding; ignored if this version's router does not accept a mask.
+    padding_SB: True for padding. It is ignored if the installed router accepts no mask.
     """
     takes_mask = "padding_mask" in inspect.signature(router.forward).parameters
     given = {"padding_mask": padding_SB} if takes_mask and padding_SB is not None else {}
@@ -202,9 +202,9 @@ def call_native_router(router: torch.nn.Module, x_SBD: Tensor, padding_SB: Tenso
 
 @contextlib.contextmanager
 def _undropped() -> Iterator[list[Undropped]]:
-    """Yield a list that receives the choices of Megatron's router before its capacity drops some.
+    """Yield a list that receives the selection of Megatron's router before tokens are dropped.
 
-    The router returns only the remaining choices, and padding adds experts that no token chose.
+    The router returns only the remaining selection, plus padding experts that no token selected.
     """
     found, drop = list[Undropped](), router_module.apply_router_token_dropping
 
@@ -223,7 +223,7 @@ def _undropped() -> Iterator[list[Undropped]]:
 
 
 def shared_experts(config: Any, submodules: Any, groups_: MegatronGroups) -> torch.nn.Module:
-    """Build Megatron's own shared expert from the native spec.
+    """Build Megatron's own shared expert from Megatron's spec.
 
     The spec contains a ModuleSpec or class up to 0.17 and a functools.partial from 0.18 on.
     """
@@ -246,24 +246,24 @@ def shared_experts(config: Any, submodules: Any, groups_: MegatronGroups) -> tor
 
 def module_shards(module: torch.nn.Module, prefix: str, offsets: tuple[Any, ...],
                   metadata: Any) -> dict[str, Any]:
-    """Return the sharded state of a Megatron module or a plain module."""
+    """Return the sharded state dict of a Megatron module or of any other torch module."""
     return sharded_state_dict_default(module, prefix, offsets, metadata)
 
 
 def attach_loss(activation: Tensor, loss: Tensor) -> Tensor:
-    """Return the activation; its backward pass scales the gradient of `loss` like Megatron does."""
+    """Return the activation; its backward pass scales the gradient of `loss` as Megatron does."""
     return moe_utils.MoEAuxLossAutoScaler.apply(activation, loss)
 
 
 def scaled_losses(factor: float) -> contextlib.AbstractContextManager[None]:
-    """Multiply the gradients of auxiliary losses by a factor inside the block."""
+    """Multiply the gradients of auxiliary losses by `factor` inside the block."""
     before = moe_utils.MoEAuxLossAutoScaler.main_loss_backward_scale
     return auxiliary_scale(None if before is None else before * factor)
 
 
 @contextlib.contextmanager
 def auxiliary_scale(scale: Tensor | None) -> Iterator[None]:
-    """Set the scale of auxiliary losses' gradients in the block, as Megatron's schedules do."""
+    """Set the gradient scale of auxiliary losses inside the block, as Megatron's schedules do."""
     scaler = moe_utils.MoEAuxLossAutoScaler
     before = scaler.main_loss_backward_scale
     scaler.main_loss_backward_scale = scale  # `set_loss_scale` would overwrite `before` in place
@@ -275,9 +275,9 @@ def auxiliary_scale(scale: Tensor | None) -> Iterator[None]:
 
 def log_loss(name: str, value: Tensor, layer_number: int | None, config: Any,
              part_of: Group | None) -> None:
-    """Add a raw loss to Megatron's log of auxiliary losses.
+    """Add an unscaled loss to Megatron's log of auxiliary losses.
 
-    The values of the ranks in `part_of` are summed when the log is read.
+    When the log is read, the values are summed over the ranks in `part_of`.
     """
     layers = config.num_layers + (getattr(config, "mtp_num_layers", None) or 0)
     # the log has one entry per prediction, but a hybrid model may have several layers in it
@@ -287,7 +287,7 @@ def log_loss(name: str, value: Tensor, layer_number: int | None, config: Any,
 
 @dataclass(frozen=True)
 class LoggedLoss:
-    """A loss in Megatron's log: sums by layer, [layers], and how ranks are reduced."""
+    """The logged sums [layers] of a loss, and the way in which they are reduced over ranks."""
 
     values: Tensor
     reduce_group: Group | None
@@ -295,7 +295,7 @@ class LoggedLoss:
 
 
 def _loss_records() -> dict[str, Any]:
-    """Return Megatron's auxiliary losses by name: dicts up to 0.17, objects from 0.18 on."""
+    """Return Megatron's auxiliary loss records by name (dicts up to 0.17, objects from 0.18 on)."""
     try:
         from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
     except ImportError:
@@ -304,13 +304,13 @@ def _loss_records() -> dict[str, Any]:
 
 
 def forget_losses() -> None:
-    """Delete all records of auxiliary losses, and their scale, which schedules set."""
+    """Delete all records of auxiliary losses and the gradient scale that schedules set."""
     _loss_records().clear()
     moe_utils.MoEAuxLossAutoScaler.main_loss_backward_scale = None
 
 
 def logged_losses() -> dict[str, LoggedLoss]:
-    """Return this rank's current log of auxiliary losses."""
+    """Return the current rank's log of auxiliary losses."""
     return {name: _logged(record) for name, record in _loss_records().items()}
 
 
@@ -322,18 +322,18 @@ def _logged(record: Any) -> LoggedLoss:
 
 
 def losses_so_far() -> dict[str, Tensor]:
-    """Return a copy of the log's sums, for `set_logged_losses`."""
+    """Return a copy of the logged sums, which can be passed to `set_logged_losses`."""
     return {name: entry.values.clone() for name, entry in logged_losses().items()}
 
 
 def set_logged_losses(values: dict[str, Tensor]) -> None:
-    """Set the log's sums; names without a value are set to zero."""
+    """Set the logged sums to `values`, and to zero for names that are not in `values`."""
     for name, entry in logged_losses().items():
         entry.values.copy_(values.get(name, torch.zeros_like(entry.values)))
 
 
 def swap_mlp(mlp: Any, replacement: type, settings: dict[str, Any]) -> Any:
-    """Return a spec's `mlp` with Megatron's MoELayer replaced; return other values unchanged."""
+    """Return a copy of an `mlp` spec with MoELayer replaced. Return other values unchanged."""
     if isinstance(mlp, functools.partial) and mlp.func is MoELayer:  # 0.18 on
         return functools.partial(replacement, *mlp.args, **mlp.keywords, **settings)
     if isinstance(mlp, ModuleSpec) and mlp.module is MoELayer:
@@ -345,7 +345,7 @@ def swap_mlp(mlp: Any, replacement: type, settings: dict[str, Any]) -> Any:
 
 
 def swap_spec(spec: Any, replacement: type, settings: dict[str, Any]) -> tuple[Any, int]:
-    """Return a copy of a spec with every MoELayer replaced, and the number of replacements."""
+    """Return a copy of a spec with all MoELayers replaced, and the number of replacements."""
     found, (submodules, _) = [], _submodules(spec)
     if _is_stack(submodules):
         settings = {**settings, "in_hybrid": True}
@@ -361,7 +361,7 @@ def swap_spec(spec: Any, replacement: type, settings: dict[str, Any]) -> tuple[A
 def changed_spec(spec: Any, change: Callable[[str, Any], Any]) -> Any:
     """Return a copy of a layer, block or hybrid stack spec with `change` applied to submodules.
 
-    `change(name, value)` is called for each submodule of a layer and for a block's norm.
+    `change(name, value)` is called for each submodule of a layer and for the norm of a block.
     """
     if isinstance(spec, TransformerBlockSubmodules):
         layers = [changed_spec(layer, change) for layer in spec.layer_specs]
@@ -386,19 +386,19 @@ def _submodules(spec: Any) -> tuple[Any, bool]:
 
 
 def _is_stack(submodules: Any) -> bool:
-    """Return whether submodules are those of a hybrid model, with one spec per kind of layer."""
+    """Return True if submodules belong to a hybrid model, which has one spec per kind of layer."""
     return hasattr(submodules, "moe_layer")
 
 
 def with_engine(wanted: bool | None) -> bool:
-    """Return `wanted`, or, if `wanted` is None, whether Megatron can import Transformer Engine."""
+    """Return `wanted`, or, if it is None, True if Megatron can import Transformer Engine."""
     return bool(getattr(gpt_layer_specs, "HAVE_TE", False)) if wanted is None else wanted
 
 
 def gpt_moe_layer_spec(transformer_engine: bool | None, grouped: bool = False) -> Any:
     """Return Megatron's own GPT layer spec with an MoE layer, for any number of experts.
 
-    grouped: whether to build the spec for `moe_grouped_gemm`.
+    grouped: True if the spec is built for `moe_grouped_gemm`.
     """
     make = (gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec
             if with_engine(transformer_engine) else gpt_layer_specs.get_gpt_layer_local_spec)
@@ -407,7 +407,7 @@ def gpt_moe_layer_spec(transformer_engine: bool | None, grouped: bool = False) -
 
 @contextlib.contextmanager
 def chosen_layers(choose: Callable[[list[Any]], list[Any]]) -> Iterator[None]:
-    """Build transformer blocks in this context from the layer specs that `choose` returns."""
+    """Build transformer blocks inside this context from the layer specs that `choose` returns."""
     all_layers = transformer_block._get_block_submodules  # 0.15 to 0.19
 
     def chosen(*args: Any, **kwargs: Any) -> TransformerBlockSubmodules:
@@ -423,9 +423,9 @@ def chosen_layers(choose: Callable[[list[Any]], list[Any]]) -> Iterator[None]:
 
 def gpt_block_spec(config: Any, transformer_engine: bool | None,
                    vp_stage: int | None = None) -> TransformerBlockSubmodules:
-    """Return Megatron's own spec of this stage's layers, as `config` describes them.
+    """Return Megatron's spec of the current stage's layers, as `config` describes them.
 
-    vp_stage: number of the virtual stage, or None without virtual stages.
+    vp_stage: index of the virtual pipeline stage, or None if there are no virtual stages.
     """
     return gpt_layer_specs.get_gpt_decoder_block_spec(
         config, use_transformer_engine=with_engine(transformer_engine),
@@ -435,13 +435,13 @@ def gpt_block_spec(config: Any, transformer_engine: bool | None,
 
 def predictions_spec(config: Any, layers: TransformerBlockSubmodules,
                      transformer_engine: bool | None, vp_stage: int | None) -> Any:
-    """Return Megatron's spec of multi-token prediction with the last of these layers."""
+    """Return Megatron's multi-token prediction spec, which uses the last of these layer specs."""
     return gpt_layer_specs.get_gpt_mtp_block_spec(
         config, layers, use_transformer_engine=with_engine(transformer_engine), vp_stage=vp_stage)
 
 
 def replace_attention(spec: Any, ours: type) -> Any:
-    """Return a copy of a spec with `ours` as the `core_attention` of its self-attention."""
+    """Return a copy of a spec in which the `core_attention` of self-attention is `ours`."""
 
     def change(name: str, value: Any) -> Any:
         if name == "self_attention":
@@ -452,7 +452,7 @@ def replace_attention(spec: Any, ours: type) -> Any:
 
 
 def call_supported(fn: Callable[..., Any], **kwargs: Any) -> Any:
-    """Call `fn` with those keyword arguments that its signature supports, by its own names."""
+    """Call `fn` with only those keyword arguments that its signature accepts."""
     known = inspect.signature(fn).parameters
     takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in known.values())
     named = {newer_name(name, known): value for name, value in kwargs.items()}

@@ -1,9 +1,11 @@
-"""Opt-in support for Megatron-core without CUDA, on CPU tensors and gloo. No effect if CUDA exists.
+"""Optional support for running Megatron-core without CUDA, on CPU tensors and gloo. If CUDA is
+available, this module has no effect.
 
-Megatron-core uses CUDA's current device, streams and random states, and contains `device="cuda"` in
-several places. Each patch below names the replaced functions, the Megatron-core versions that need
-the patch, and the reason. `enable()` applies all patches once, for the rest of the process, before
-any Megatron object is built. Our own layer needs none of the patches.
+Megatron-core uses the current CUDA device, CUDA streams and CUDA random states, and contains
+hard-coded `device="cuda"` arguments. Each patch below names the replaced functions, the
+Megatron-core versions that need the patch, and the reason. `enable()` applies all patches once, for
+the rest of the process, and must be called before any Megatron object is built. This package's own
+layer needs none of the patches.
 """
 
 from __future__ import annotations
@@ -27,13 +29,13 @@ from moe_plugin.comm.host_collectives import comm_of
 
 @dataclass(frozen=True)
 class Patch:
-    """One group of replacements.
+    """A patch, which replaces one or several functions.
 
     Attributes:
-        target: the replaced functions.
+        target: names of the replaced functions.
         versions: versions of Megatron-core that need the patch.
         reason: why the patch is needed.
-        apply: makes the replacements.
+        apply: function that makes the replacements.
     """
 
     target: str
@@ -47,7 +49,7 @@ PATCHES: list[Patch] = []
 
 def patch_in(patches: list[Patch], target: str, versions: str,
              reason: str) -> Callable[[Callable[[], None]], Callable[[], None]]:
-    """Decorator that appends a function to `patches`."""
+    """Decorator that appends a patch function to the list `patches`."""
 
     def add(apply: Callable[[], None]) -> Callable[[], None]:
         patches.append(Patch(target, versions, reason, apply))
@@ -60,11 +62,11 @@ _patch = functools.partial(patch_in, PATCHES)
 
 
 def enable(force: bool = False) -> bool:
-    """Make Megatron-core run on CPU.
+    """Apply all patches that make Megatron-core run on CPU.
 
-    Returns: True if the patches are active, and False if CUDA exists and nothing was changed.
+    Returns: True if the patches are active, and False if CUDA is available and nothing was changed.
 
-    force: apply the patches even if CUDA exists, for a process that must stay on CPU.
+    force: True to apply the patches even if CUDA is available, for a process that must stay on CPU.
     """
     if torch.cuda.is_available() and not force:
         return False
@@ -76,22 +78,22 @@ def enable(force: bool = False) -> bool:
 
 
 def engine_installed() -> bool:
-    """Return whether Transformer Engine is installed, without importing anything."""
+    """Return True if Transformer Engine is installed. Nothing is imported."""
     return importlib.util.find_spec("transformer_engine") is not None
 
 
 def enabled() -> bool:
-    """Return whether this process stays on CPU permanently."""
+    """Return True if `enable` has made the process run on CPU permanently."""
     return hasattr(torch.cuda, "_moe_plugin_literals")
 
 
 @contextlib.contextmanager
 def building() -> Iterator[None]:
-    """Build Megatron-core's objects on CPU inside the block, without changing the process
-    permanently.
+    """Build Megatron-core objects on CPU inside the block without changing the process permanently.
 
-    `enable` maps "cuda" to "cpu" in every torch call. This costs time per call and changes the
-    results of torch.compile. After a layer has been built, the mapping is no longer needed.
+    `enable` maps the device "cuda" to "cpu" in every torch call. This slows down each call and
+    changes the results of torch.compile. After a layer has been built, the mapping is no longer
+    necessary.
     """
     _replace()
     with _CudaMeansCpu():
@@ -106,7 +108,7 @@ def _replace() -> None:
 
 
 class _Stream:
-    """A stream or event on which all work is already complete."""
+    """A replacement for a CUDA stream or event on which all work is already complete."""
 
     def __init__(self, *_args: Any, **_kwargs: Any) -> None:
         pass
@@ -118,8 +120,8 @@ class _Stream:
         return False
 
     def wait(self, *_args: Any) -> None:
-        """Return at once. Also used for record, synchronize and other calls that only order
-        work.
+        """Return at once. Do nothing. This method also implements `record`, `synchronize` and other
+        calls that only order work.
         """
 
     wait_stream = wait_event = synchronize = record = wait
@@ -133,7 +135,7 @@ class _Stream:
         return True
 
     def elapsed_time(self, _other: Any) -> float:
-        """Return 0 milliseconds between two events."""
+        """Return 0 milliseconds as the time between two events."""
         return 0.0
 
 
@@ -208,10 +210,10 @@ def _on_cpu(device: Any) -> Any:
 
 
 class _CudaMeansCpu(TorchFunctionMode):
-    """Mode that maps "cuda" to "cpu" in every torch call made from Python.
+    """A torch function mode that maps "cuda" to "cpu" in every torch call made from Python.
 
-    Megatron-core 0.12 to 0.19 contain literal devices and tensor types in schedules, optimizer,
-    clip_grads and moe_utils: device='cuda', Tensor.cuda(), Tensor.type().
+    The schedules, the optimizer, clip_grads and moe_utils of Megatron-core 0.12 to 0.19 contain
+    hard-coded devices and tensor types such as device='cuda', Tensor.cuda() and Tensor.type().
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -1,9 +1,10 @@
-"""The treatment of each of Megatron's settings of MoE layers, 0.15 to main (0.20), one row each.
+"""Table with one row for each MoE setting of Megatron 0.15 to main (0.20), which says how the
+setting is handled.
 
-To change the treatment of a setting, change its row. `translate` implements how settings are read.
-A setting of a newer Megatron without a row is refused unless it has its default
-(`refuse_unknown`), and `tests/hosts/megatron/test_megatron_fields.py` fails until a row is added.
-Importing this module does not import Megatron.
+To change how a setting is handled, change its row in the table. `translate` implements the
+conversion of settings. A setting of a newer Megatron without a row is rejected unless it has its
+default value (`refuse_unknown`), and `tests/hosts/megatron/test_megatron_fields.py` fails until a
+row is added. Importing this module does not import Megatron.
 """
 
 from __future__ import annotations
@@ -26,22 +27,24 @@ _OF_EXPERTS = re.compile(r"moe|expert|rout(er|ing)|(^|_)ep_|hybridep|deepep|nccl
 class By(enum.Enum):
     """The component that implements a setting."""
 
-    OURS = "our layer"
+    OURS = "this package's layer"
     ROUTER = "Megatron's router, which is built if the setting needs it"
-    MODEL = "Megatron's model or loop, outside of our layer"
-    NOTHING = "no effect: the setting chooses an implementation that our layer does not have"
+    MODEL = "Megatron's model or loop, outside of this package's layer"
+    NOTHING = "no effect: the setting selects an implementation that this package does not have"
     REFUSED = "refused"
 
 
 @dataclass(frozen=True)
 class Row:
-    """The treatment of one setting.
+    """A row of the table, which says how one setting is handled.
 
     Attributes:
         by: the component that implements the setting.
-        taken: for REFUSED, the values that are accepted. For ROUTER, the values for which our own
-            router gives the same numbers. None accepts any value.
-        words: for REFUSED, the remedy. For ROUTER, the meaning of a value if the name is not clear.
+        taken: accepted values of the setting if `by` is REFUSED. If `by` is ROUTER, these are the
+            values for which this package's own router gives the same results. None means that any
+            value is accepted.
+        words: remedy in the error message if `by` is REFUSED. If `by` is ROUTER, an explanation of
+            the value for a setting whose name is not clear.
     """
 
     by: By
@@ -49,7 +52,7 @@ class Row:
     words: str = ""
 
     def takes(self, value: Any) -> bool:
-        """Return whether a value, or each value of a list, is among `taken`."""
+        """Return True if a value, or each value of a list, is among the accepted values `taken`."""
         if self.taken is None:
             return True
         values = value if isinstance(value, (list, tuple)) else [value]
@@ -159,25 +162,25 @@ ARGUMENTS: dict[str, Row] = {
 
 
 def of_experts(name: str) -> bool:
-    """Return whether a setting is about experts, based on its name."""
+    """Return True if a setting concerns experts, according to its name."""
     return _OF_EXPERTS.search(name) is not None
 
 
 def names(by: By, rows: Mapping[str, Row] = FIELDS) -> list[str]:
-    """Return the settings of one class, in the order of the table."""
+    """Return the names of the settings in one class, in the order of the table."""
     return [name for name, row in rows.items() if row.by is by]
 
 
 def without_row(found: Iterable[str], rows: Mapping[str, Row] = FIELDS) -> list[str]:
-    """Return the names of settings about experts that have no row, not even under an older name."""
+    """Return the names of expert-related settings without a row under a current or older name."""
     known = {*rows, *(RENAMED.get(name, name) for name in rows)}
     return sorted(name for name in found if of_experts(name) and name not in known)
 
 
 def refuse_by_row(values: Any, rows: Mapping[str, Row] = FIELDS) -> None:
-    """Raise a `ValueError` for the first setting with a value that its row refuses.
+    """Raise a `ValueError` for the first setting whose value is rejected by its row.
 
-    values: a `TransformerConfig`, or an object with the script's arguments.
+    values: a `TransformerConfig`, or an object whose attributes are the script's arguments.
     """
     for name in names(By.REFUSED, rows):
         value, row = setting(values, name), rows[name]
@@ -187,9 +190,9 @@ def refuse_by_row(values: Any, rows: Mapping[str, Row] = FIELDS) -> None:
 
 
 def refuse_unknown(native: Any) -> None:
-    """Raise a `ValueError` for a setting about experts without a row that is not at its default.
+    """Raise a `ValueError` if an expert-related setting has neither a row nor its default value.
 
-    Our layer would otherwise silently ignore the setting.
+    This package's layer would otherwise silently ignore the setting.
     """
     by_name = {field.name: field for field in dataclasses.fields(native)}
     for name in without_row(by_name):
@@ -199,17 +202,17 @@ def refuse_unknown(native: Any) -> None:
 
 
 def _default(field: dataclasses.Field[Any]) -> Any:
-    """Return the default of a field, or `dataclasses.MISSING` without a default."""
+    """Return the default of a dataclass field, or `dataclasses.MISSING` if it has no default."""
     made = field.default_factory
     return field.default if made is dataclasses.MISSING else made()
 
 
 def refuse_unknown_arguments(defaults: Mapping[str, Any], given: Mapping[str, Any]) -> None:
-    """Raise a `ValueError` for an unknown argument about experts of Megatron's own script.
+    """Raise a `ValueError` for an unknown expert-related argument of Megatron's own script.
 
     Args:
-        defaults: defaults, by name, of Megatron's arguments that differ from their defaults.
-        given: all arguments by name.
+        defaults: dict that maps each argument whose value differs from its default to that default.
+        given: dict of all arguments by name.
     """
     for name in without_row(defaults, {**FIELDS, **ARGUMENTS}):
         raise _unknown(name, given[name], defaults[name])
@@ -222,7 +225,7 @@ def _unknown(name: str, value: Any, default: Any) -> ValueError:
 
 
 def router_reasons(native: Any) -> Iterable[str]:
-    """Yield the settings, as name=value, that only Megatron's own router supports."""
+    """Yield the settings that only Megatron's own router supports, as "name=value" strings."""
     for name in names(By.ROUTER):
         value, row = setting(native, name), FIELDS[name]
         if value is not None and not row.takes(value):
@@ -230,7 +233,9 @@ def router_reasons(native: Any) -> Iterable[str]:
 
 
 def without_effect(native: Any) -> list[str]:
-    """Return the settings, as name=value, that have no effect and are not at their defaults."""
+    """Return the settings that have no effect although they differ from their defaults, as
+    "name=value" strings.
+    """
     defaults = {field.name: _default(field) for field in dataclasses.fields(native)}
     return [f"{name}={value}" for name in names(By.NOTHING)
             if (value := setting(native, name)) not in (None, False, defaults.get(name))]

@@ -1,7 +1,7 @@
-"""Checks of gradients by a run's features when Megatron prepares them, versions 0.15 to 0.19.
+"""Checks of the gradients that Megatron has prepared for a step, for versions 0.15 to 0.19.
 
-Megatron skips steps with gradients that are not finite only under fp16, where its loss scaler
-checks the gradients. In fp32 and bf16 a single NaN would spread to the weights of every rank.
+Megatron skips steps with non-finite gradients only in fp16, where the loss scaler checks the
+gradients. In fp32 and bf16 a single NaN would spread to the weights of every rank.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ logger = logging.getLogger(__name__)
 
 
 class PreparedGradients:
-    """Replacement for an optimizer's `prepare_grads`.
+    """Replacement for the method `prepare_grads` of an optimizer.
 
-    The replacement returns True, which skips the step, if a feature of the run skips it.
+    The replacement returns True if a feature of the run requests that the step be skipped.
 
     Args:
-        optimizer: Megatron's outermost optimizer; its `step` calls the replacement.
-        run: function that returns the current run.
+        optimizer: Megatron's outermost optimizer, whose `step` calls the replacement.
+        run: function that returns the current run object.
 
     Attributes:
         loss_is_finite: set to False before a step to skip that step.
@@ -74,7 +74,7 @@ class PreparedGradients:
         return False
 
     def gradients(self) -> Iterable[Tensor]:
-        """Yield the gradients with which the optimizer's parts on this rank make a step."""
+        """Yield the gradients that the rank's optimizers use in a step."""
         for part in parts(self.optimizer):
             if part.optimizer is None:  # a rank without parameters of this kind
                 continue
@@ -87,12 +87,14 @@ class PreparedGradients:
 
 
 def _share_scaler(optimizer: Any) -> Callable[[bool], None]:
-    """Make the optimizers of a chain share one loss scaler and return its update function.
+    """Make all optimizers of a chain share one loss scaler, and return the function that updates
+    it.
 
-    The function must be called once per step. In 0.15 to 0.19 each optimizer has a separate dynamic
-    scaler, which follows only its own gradients. If only experts overflow, only their scale falls,
-    but the loss is still multiplied by the first scale. Then all later gradients of experts are
-    wrong by a factor.
+    The returned function must be called once per step. In Megatron 0.15 to 0.19 each optimizer has
+    its own dynamic loss scaler, which is adjusted only by that optimizer's gradients. If only the
+    experts' gradients overflow, only the experts' scale is reduced, but the loss is still
+    multiplied by the first optimizer's scale. After that all gradients of experts are wrong by a
+    constant factor.
     """
     scaled = [part for part in parts(optimizer) if getattr(part, "grad_scaler", None) is not None]
     if not scaled:
@@ -112,13 +114,13 @@ def _scale_falls(part: Any) -> bool:
 
 
 def guard_all_optimizers(run: Callable[[], Run] | None = None) -> None:
-    """Give every Megatron optimizer a `PreparedGradients` at its first step, for the rest of the
-    process.
+    """Give every Megatron optimizer a `PreparedGradients` object at its first step, for the rest of
+    the process.
 
-    This supports scripts that build their own optimizers.
+    This also covers scripts that build their own optimizers.
 
-    run: function that returns the current run. Defaults to a run that skips steps that are not
-        finite.
+    run: function that returns the current run object. By default it returns a run that skips steps
+        with non-finite gradients.
     """
     from megatron.core.optimizer import optimizer
 
@@ -140,8 +142,8 @@ def _guarded(step: Callable[[Any], Any], run: Callable[[], Run]) -> Callable[[An
 
 
 def all_finite(tensors: Iterable[Tensor]) -> bool:
-    """Return whether every element of the floating-point tensors is finite, with one
-    synchronization.
+    """Return True if every element of the floating-point tensors is finite. The function
+    synchronizes with the device once.
     """
     found = [tensor.detach() for tensor in tensors if tensor.is_floating_point() and tensor.numel()]
     if not found:
@@ -154,5 +156,7 @@ def all_finite(tensors: Iterable[Tensor]) -> bool:
 
 
 def any_rank(here: bool, comm: Comm) -> bool:
-    """Return True on all ranks of `comm` if `here` is True on any rank. A collective call."""
+    """Return True on all ranks of `comm` if `here` is True on any of these ranks. A collective
+    call.
+    """
     return bool(comm.all_reduce(torch.tensor(float(here), device=comm.device), "max"))

@@ -1,8 +1,8 @@
-"""The stack of Megatron's hybrid models (`HybridModel`, 0.18 and 0.19).
+"""Replacement for the layer stack of Megatron's hybrid models (`HybridModel` in 0.18 and 0.19).
 
-A hybrid model has one layer for each symbol of `--hybrid-layer-pattern`. Megatron's own spec needs
-Transformer Engine. Without Transformer Engine the stack is built from the modules of Megatron's
-local GPT layers, which use the same parameter names.
+A hybrid model has one layer for each symbol in `--hybrid-layer-pattern`. Megatron's own spec of a
+hybrid model needs Transformer Engine. Without Transformer Engine the stack is built from the
+modules of Megatron's local GPT layers, whose parameters have the same names.
 
 | symbol | layer | without Transformer Engine |
 |---|---|---|
@@ -40,15 +40,16 @@ _NO_MLP = {"pre_mlp_layernorm": IdentityOp, "mlp": IdentityOp, "mlp_bda": Identi
 
 
 def stack_spec(config: Any, pattern: str, transformer_engine: bool | None) -> ModuleSpec:
-    """Return the spec from which a hybrid model is built, with Megatron's own MoE layer.
+    """Return the spec of a hybrid model that uses Megatron's own MoE layer.
 
     Args:
         config: `TransformerConfig`.
-        pattern: symbols of the layers.
-        transformer_engine: whether to use Transformer Engine, which is by default used if it is
+        pattern: string with one symbol for each layer.
+        transformer_engine: True to use Transformer Engine. By default it is used if it is
             installed.
     Raises:
-        ValueError: a layer of the pattern cannot be built. The message contains the remedy.
+        ValueError: If a layer in the pattern cannot be built. The error message contains the
+            remedy.
     """
     if "E" in pattern and not config.num_moe_experts:
         raise ValueError(f"hybrid_layer_pattern={pattern!r} contains layers of experts (E), but "
@@ -70,13 +71,13 @@ def stack_spec(config: Any, pattern: str, transformer_engine: bool | None) -> Mo
 
 
 def mend_loss_log() -> None:
-    """Make the auxiliary losses of all pipeline stages have the same size, and average over MoE
-    layers.
+    """Make all pipeline stages log the same number of auxiliary losses, and divide by the number of
+    MoE layers.
 
-    In 0.18 and 0.19 stages without experts log one value per MoE layer, but the other stages log
-    one value per layer. The sum over stages then hangs or is wrong. Megatron also divides by the
-    number of MoE layers according to `moe_layer_freq`, which a hybrid model does not use, and
-    counts predictions twice.
+    In Megatron 0.18 and 0.19 a stage without experts logs one value per MoE layer, but every other
+    stage logs one value per layer. Because of the different sizes the sum over stages hangs or is
+    wrong. Megatron also divides by the number of MoE layers in `moe_layer_freq`, which a hybrid
+    model does not use, and counts multi-token predictions twice.
     """
     original: Any = MoEMetricsTracker.ensure_initialized
     if hasattr(original, "__wrapped__"):
@@ -108,9 +109,10 @@ def _refuse(pattern: str, symbols: set[str], why: str) -> None:
 
 
 class LocalStack(HybridStack):
-    """A hybrid stack that builds its final norm with `norm(config, hidden_size, eps)`.
+    """A hybrid layer stack whose final norm is built with `norm(config, hidden_size, eps)`.
 
-    Megatron's own stack always uses Transformer Engine's norm, even if the spec names another norm.
+    Megatron's own stack always uses the norm of Transformer Engine, even if the spec contains a
+    different norm.
     """
 
     def __init__(self, *args: Any, norm: Any, post_layer_norm: bool = True, **kwargs: Any) -> None:

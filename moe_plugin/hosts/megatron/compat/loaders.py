@@ -1,4 +1,4 @@
-"""Data loaders and datasets of Megatron's training code, versions 0.15 to 0.19."""
+"""Changes to the data loaders and datasets of Megatron's training code, versions 0.15 to 0.19."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from typing import Any
 
 
 def refuse_empty_splits() -> None:
-    """Make a dataset without documents raise a `ValueError`, for the rest of the process.
+    """Make Megatron raise a `ValueError` for a dataset without documents, for the rest of the
+    process.
 
-    If no sample of the dataset is requested, the dataset is empty and no error is raised. Versions
-    0.15 to 0.19 would otherwise count the documents in an endless loop, until there are enough
+    If no sample is requested, the dataset may be empty and no error is raised. Without this change
+    Megatron 0.15 to 0.19 enters an endless loop that counts documents until there are enough
     samples.
     """
     datasets = importlib.import_module("megatron.core.datasets.gpt_dataset")
@@ -33,7 +34,7 @@ def refuse_empty_splits() -> None:
 
 
 def split_of(dataset: Any) -> str | None:
-    """Return the name of a dataset's split, or None if the dataset has no name."""
+    """Return the name of a dataset's split, or None if it has no name."""
     split = getattr(dataset, "split", None) or getattr(dataset, "index_split", None)
     return getattr(split, "name", None)
 
@@ -42,10 +43,9 @@ def split_of(dataset: Any) -> str | None:
 def of_all_ranks(build: Callable[..., Any], dataset: Any) -> Iterator[None]:
     """Make `build_pretraining_data_loader` return the micro-batches of all ranks inside the block.
 
-    Every rank receives all ranks' micro-batches of a training set, in an order that alternates
-    between the ranks. This is needed in steps in which several ranks compute the same
-    micro-batches. Versions 0.15 to 0.19 read the rank and the number of ranks from
-    `parallel_state`.
+    Every rank receives the training micro-batches of all ranks. The order alternates between the
+    ranks. This is necessary in steps in which several ranks compute the same micro-batches.
+    Megatron 0.15 to 0.19 reads the rank and the number of ranks from `parallel_state`.
     """
     if split_of(dataset) not in (None, "train"):
         yield

@@ -1,10 +1,10 @@
 """Support for stacks of expert weights in Megatron's Muon (`--optimizer muon`, `dist_muon`).
 
-Supports versions 0.18 to main with the package `emerging_optimizers`. Megatron orthogonalizes
-parameters that are matrices and uses Adam for all other parameters. Megatron's expert weights are
-matrices, but ours are stacks of matrices, which Megatron would not recognise. The function
-`prepare` changes Megatron so that the same algorithm updates the matrix of each expert
-(`experts.matrices`). Biases, which are stacks of vectors, still use Adam.
+The module supports Megatron 0.18 to main, and requires the package `emerging_optimizers`. Megatron
+orthogonalizes parameters that are matrices and uses Adam for all other parameters. Megatron's
+expert weights are matrices. This package's expert weights are stacks of matrices, which Megatron
+would not recognise. The function `prepare` changes Megatron so that Muon updates the matrix of each
+expert (`experts.matrices`). Biases, which are stacks of vectors, still use Adam.
 """
 
 from __future__ import annotations
@@ -30,12 +30,13 @@ _SINCE = "megatron-core 0.18 or newer"
 
 
 def prepare(experts: nn.Module, shards: int) -> None:
-    """Make Megatron's optimizers treat these experts' weights like the weights of its own experts.
+    """Make Megatron's optimizers treat the weights of these experts like the weights of Megatron's
+    own experts.
 
     shards: number of shards into which each expert is split.
     Raises:
-        ValueError: the script's `--optimizer` is Muon, and this Megatron version does not include
-            Muon or cannot be extended.
+        ValueError: If the script's `--optimizer` is Muon, and the installed Megatron does not
+            include Muon or cannot be extended.
     """
     mark_matrices(experts, shards)
     name = str(script_arguments().get("optimizer", ""))
@@ -57,7 +58,7 @@ def prepare(experts: nn.Module, shards: int) -> None:
 
 @functools.cache
 def _teach(module: ModuleType) -> None:
-    """Extend Megatron's optimizers once, for the rest of the process."""
+    """Extend Megatron's optimizers, once per process, to support stacks of matrices."""
     core = importlib.import_module("megatron.core.optimizer")
     layer_wise = importlib.import_module("megatron.core.optimizer.layer_wise_optimizer")
     attributes = importlib.import_module("megatron.core.tensor_parallel.layers")
@@ -80,7 +81,9 @@ def _teach(module: ModuleType) -> None:
 
 
 def _with_stacks(key: Any) -> Any:
-    """Return a `ParamKey` for parameters that are not matrices, without our stacks of matrices."""
+    """Return a `ParamKey` that selects parameters that are not matrices, except this package's
+    stacks of matrices.
+    """
 
     def added(predicate: Any) -> Any:
         return replace(predicate, fn=lambda p: is_vector(p) or (
@@ -110,7 +113,7 @@ def _expert_muon(base: type[Any]) -> type[Any]:
                     "experts as expert-parallel ranks.")
 
         def orthogonalize(self, p: Tensor, grad: Tensor, **group: Any) -> Tensor:
-            """Return the update of p, expert weights [L, in, out]."""
+            """Return the orthogonalized update of the expert weights `p` of shape [L, in, out]."""
             mark = part_of(p)
             if mark is None:
                 return super().orthogonalize(p, grad, **group)
@@ -130,7 +133,9 @@ def _expert_muon(base: type[Any]) -> type[Any]:
 
         @torch.no_grad()
         def step(self, closure: Any = None) -> Any:
-            """Make a step, see Megatron. All parts of a matrix must be in the same optimizer."""
+            """Make an optimizer step as in Megatron's Muon. All parts of a matrix must be in the
+            same optimizer.
+            """
             done = super().step(closure)
             if self._parts:
                 raise RuntimeError("Muon received only a part of an expert's matrix, because the "
@@ -141,7 +146,7 @@ def _expert_muon(base: type[Any]) -> type[Any]:
 
 
 class _Together:
-    """Several parameters that a layout must place next to each other."""
+    """Several parameters that must be placed next to each other in a buffer."""
 
     def __init__(self, members: Sequence[Tensor], aligned: Callable[[int], int]) -> None:
         self.members, self.aligned = members, aligned
@@ -150,21 +155,22 @@ class _Together:
         self.data = SimpleNamespace(nelement=lambda: size)
 
     def dim(self) -> int:
-        """Return the number of dimensions of each parameter; Megatron's main branch needs the
-        number.
+        """Return the number of dimensions of each parameter, which Megatron's main branch needs.
         """
         return self.members[0].dim()
 
     def places(self, start: int, bucket: int) -> Iterable[tuple[Tensor, tuple[int, int, int]]]:
-        """Yield each parameter with its place in the buffer: first index, end index and bucket."""
+        """Yield each parameter with its position in the buffer, as first index, end index and
+        bucket.
+        """
         for each in self.members:
             yield each, (start, start + each.numel(), bucket)
             start = self.aligned(start + each.numel())
 
 
 def _stacks_together(layout: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a layout of parameters so that all parts of a matrix are on the same data-parallel
-    rank.
+    """Wrap a function that lays out parameters in a buffer so that all parts of a matrix are on the
+    same data-parallel rank.
     """
     aligned = importlib.import_module("megatron.core.optimizer.param_layout").pad_param_start
 

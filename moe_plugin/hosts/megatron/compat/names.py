@@ -1,10 +1,10 @@
-"""Unstable names of Megatron-core, imported on first use.
+"""Names of Megatron-core that move between versions, imported on first use.
 
-If a name moves in a new version, only one line of this module changes. Versions 0.15 to 0.19 define
-all names in the same places.
+If a name moves in a new version, only one line of this module must be changed. In Megatron 0.15 to
+0.19 each name is defined in the same module.
 
 Other modules may import only `parallel_state`, `tensor_parallel` and `dist_checkpointing` directly
-from Megatron-core (`tests/packaging/test_host_names.py`).
+from Megatron-core (checked by `tests/packaging/test_host_names.py`).
 """
 
 from __future__ import annotations

@@ -1,14 +1,15 @@
-"""Correct weights for the losses of Megatron's own router under `calculate_per_token_loss`.
+"""Correction of the weights of the router losses in Megatron's own router under
+`calculate_per_token_loss`.
 
-Versions 0.15 to 0.19 weight these losses as follows:
+Megatron 0.15 to 0.19 weights these losses as follows:
 
 | loss | 0.15 to 0.18 | 0.19 |
 |---|---|---|
 | any loss, if tensor- and context-parallel ranks share N tokens | by the rank's own tokens | by N |
 | sequence loss of B sequences | by the tokens of one sequence | by the tokens of all B |
 
-The correct result is the result of a single rank with all tokens: each loss is weighted by all
-tokens of the micro-batch that are not padding.
+The correct result is that of a single rank with all tokens. There each loss is weighted by the
+number of all tokens of the micro-batch that are not padding.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ Count = int | Tensor
 
 @contextlib.contextmanager
 def logged_losses() -> Iterator[dict[str, Tensor]]:
-    """Yield a dict that receives the raw losses logged by Megatron's router inside the block.
+    """Yield a dict that receives the unscaled losses that Megatron's router logs inside the block.
 
-    The keys are the names in Megatron's log. From 0.18 on Megatron logs with a tracker object, and
-    earlier versions log with a function.
+    The keys of the dict are the names in Megatron's log. Megatron logs with a tracker object from
+    0.18 on, and with a function in earlier versions.
     """
     tracked = hasattr(router_module, "get_moe_metrics_tracker")
     seam = "get_moe_metrics_tracker" if tracked else "save_to_aux_losses_tracker"
@@ -50,15 +51,16 @@ def logged_losses() -> Iterator[dict[str, Tensor]]:
 
 @contextlib.contextmanager
 def weighed_by_tokens(router: nn.Module, own: Count, every: Count, ranks: int) -> Iterator[None]:
-    """Weight the losses of a call of this router by all tokens inside the block, in every version.
+    """Weight the losses of this router by the number of all tokens inside the block, in every
+    Megatron version.
 
     The logged values are not changed.
 
     Args:
         router: Megatron's `TopKRouter`.
-        own: number of this rank's tokens without padding.
-        every: number of tokens of all ranks that share the micro-batch.
-        ranks: number of these ranks.
+        own: number of tokens on the current rank that are not padding.
+        every: number of tokens on all ranks that share the micro-batch.
+        ranks: number of ranks that share the micro-batch.
     """
     own, every = (max(1, n) if isinstance(n, int) else n.clamp(min=1) for n in (own, every))
     attach: Any = router.attach_and_log_load_balancing_loss

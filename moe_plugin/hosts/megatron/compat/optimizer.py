@@ -1,4 +1,6 @@
-"""Support for Megatron's optimizers: torch's fused Adam and checkpoints; versions 0.15 to 0.19."""
+"""Support for Megatron's optimizers, including torch's fused Adam and checkpoints, for versions
+0.15 to 0.19.
+"""
 
 from __future__ import annotations
 
@@ -21,17 +23,17 @@ logger = logging.getLogger(__name__)
 
 
 def is_vector(parameter: Tensor) -> bool:
-    """Return whether Megatron's optimizers must treat a parameter as a vector.
+    """Return True if Megatron's optimizers must treat a parameter as a vector.
 
-    Experts' biases are stacks of vectors and are treated as vectors.
+    The biases of experts are stacks of vectors and are treated as vectors.
     """
     return parameter.dim() == 1 or is_expert(parameter) and parameter.dim() == 2
 
 
 def counts_in_norm(parameter: Tensor) -> bool:
-    """Return whether this rank's part of a parameter counts in the gradient norm.
+    """Return True if the current rank's part of a parameter contributes to the gradient norm.
 
-    A part that several tensor-parallel ranks store counts only on one of these ranks.
+    A part that is stored on several tensor-parallel ranks contributes only on one of these ranks.
     """
     from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 
@@ -39,7 +41,9 @@ def counts_in_norm(parameter: Tensor) -> bool:
 
 
 def scaler_of(args: argparse.Namespace) -> Any:
-    """Return the loss scaler of a 16-bit run, as Megatron creates it, or None without a scaler."""
+    """Return the loss scaler of a 16-bit run as Megatron creates it, or None if no loss scaler is
+    used.
+    """
     from megatron.core.optimizer.grad_scaler import ConstantGradScaler, DynamicGradScaler
 
     if (args.fp16 or args.bf16) and args.loss_scale:
@@ -51,9 +55,9 @@ def scaler_of(args: argparse.Namespace) -> Any:
 
 
 class _WithVectors:
-    """A model chunk with vectors in place of experts' biases, as in Megatron's own experts.
+    """A model chunk in which vectors represent the biases of experts, as in Megatron's own experts.
 
-    stacks: receives the bias that each vector represents.
+    stacks: dict that receives, for each vector, the bias that it represents.
     """
 
     def __init__(self, chunk: Any, stacks: dict[Tensor, Tensor]) -> None:
@@ -63,7 +67,7 @@ class _WithVectors:
         return getattr(self._chunk, name)
 
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield names and parameters like torch's `named_parameters`."""
+        """Yield names and parameters, as torch's `named_parameters` does."""
         for name, parameter in self._chunk.named_parameters():
             if is_vector(parameter) and parameter.dim() > 1:
                 vector = nn.Parameter(parameter.detach()[0], parameter.requires_grad)
@@ -76,13 +80,13 @@ class _WithVectors:
 
 @functools.cache
 def biases_are_vectors() -> None:
-    """Make Megatron's optimizers treat our experts' biases like the biases of Megatron's own
-    experts.
+    """Make Megatron's optimizers treat the biases of this package's experts like those of
+    Megatron's own experts.
 
-    Our biases are stacks of vectors. After this call the biases get no weight decay, and learning
-    rates that do not follow the model's width (`--use-mup`). The change remains for the rest of the
-    process. Versions 0.15 to main choose options by the names and numbers of dimensions of
-    parameters.
+    This package's biases are stacks of vectors. After this call the biases have no weight decay,
+    and with `--use-mup` their learning rates do not depend on the width of the model. The change
+    lasts for the rest of the process. Megatron 0.15 to main chooses the options of a parameter by
+    its name and number of dimensions.
     """
     core = importlib.import_module("megatron.core.optimizer")
     original = core._get_param_groups
@@ -99,21 +103,26 @@ def biases_are_vectors() -> None:
 
 
 def parts(optimizer: Any) -> list[Any]:
-    """Return the optimizers of a chain; 0.15 to 0.19 build a chain only for several optimizers."""
+    """Return the optimizers of a chain. Megatron 0.15 to 0.19 builds a chain only if there are
+    several optimizers.
+    """
     return getattr(optimizer, "chained_optimizers", [optimizer])
 
 
 def gradients_of_norm(part: Any) -> list[Tensor]:
-    """Return this rank's gradients that count in the norm. Megatron 0.19 has renamed the method."""
+    """Return the current rank's gradients that contribute to the gradient norm. The method was
+    renamed in Megatron 0.19.
+    """
     get = getattr(part, "get_grads_for_grad_norm", None) or part.get_main_grads_for_grad_norm
     return list(get())
 
 
 def norm_of_all_ranks(optimizer: Any, norm: Callable[[], float]) -> None:
-    """Make an optimizer use `norm` as gradient norm, and share an overflow between all ranks.
+    """Make an optimizer use `norm` as the gradient norm, and share overflows between all ranks.
 
-    0.19 asks all ranks of a group for parameters of multi-token prediction, which have a separate
-    norm. Models with multi-token prediction cannot have stages of different layouts.
+    Megatron 0.19 would otherwise ask all ranks of a group whether they have parameters of
+    multi-token prediction, whose norm is separate. A model with multi-token prediction cannot have
+    pipeline stages with different parallel layouts.
     """
     optimizer.get_grad_norm = norm
     optimizer.has_grad_norm_group = lambda group: False
@@ -122,8 +131,8 @@ def norm_of_all_ranks(optimizer: Any, norm: Callable[[], float]) -> None:
 
 
 def checkpoint_metadata() -> dict[str, Any]:
-    """Return a layout of optimizer state in checkpoints that can be loaded at any parallel
-    sizes.
+    """Return metadata that selects a layout of optimizer state in checkpoints that can be loaded at
+    any parallel sizes.
     """
     return {
         "distrib_optim_sharding_type": "fully_reshardable", "singleton_local_shards": False,
@@ -142,13 +151,15 @@ def _torch_adam_parts(optimizer: Any) -> list[Any]:
 
 
 def use_fused_adam(optimizer: Any, fused: bool) -> None:
-    """Turn torch's fused kernels on or off in the torch Adams of Megatron's optimizer.
+    """Enable or disable torch's fused kernels in the torch Adam optimizers inside Megatron's
+    optimizer.
 
-    The choice is retained when a checkpoint of the other kind is loaded. Versions 0.15 to 0.19 use
-    torch's AdamW without Apex and Transformer Engine, and never use its fused kernels.
+    The choice is kept when a checkpoint that was saved with the opposite choice is loaded. Without
+    Apex and Transformer Engine, Megatron 0.15 to 0.19 uses torch's AdamW and never enables its
+    fused kernels.
 
     Raises:
-        ValueError: `fused` is True and the optimizer is not Adam.
+        ValueError: If `fused` is True but the optimizer is not Adam.
     """
     inner = [part.optimizer for part in parts(optimizer) if part.optimizer is not None]
     if fused and any(isinstance(other, torch.optim.SGD) for other in inner):
@@ -184,12 +195,12 @@ def _match_strides(adam: torch.optim.Optimizer, *_: Any) -> None:
 
 
 def float32_parameters_first() -> None:
-    """Make a distributed optimizer save groups that contain both float32 and 16-bit parameters
-    correctly.
+    """Make a distributed optimizer correctly save parameter groups that contain both float32 and
+    16-bit parameters.
 
-    Versions 0.15 to 0.19 number a group's parameters in the order of the gradient buffers, but pass
-    the float32 parameters to the optimizer first. As a result a checkpoint confuses the states of
-    parameters. A second call does nothing.
+    Megatron 0.15 to 0.19 numbers the parameters of a group in the order of the gradient buffers,
+    but passes the float32 parameters to the optimizer first. As a result, the states of different
+    parameters are mixed up in the checkpoint. A second call has no effect.
     """
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
@@ -209,10 +220,12 @@ def float32_parameters_first() -> None:
 
 
 def prepare_optimizer_for_load(optimizer: Any) -> None:
-    """Create the empty state of a distributed optimizer into which its checkpoint is loaded.
+    """Create the empty optimizer state into which the checkpoint of a distributed optimizer is
+    loaded.
 
-    Without Apex and Transformer Engine, versions 0.15 to 0.19 read the step number from this state
-    even before loading. For SGD these versions call a function that does not exist.
+    Without Apex and Transformer Engine, Megatron 0.15 to 0.19 reads the step number from this state
+    even before it loads the checkpoint. For SGD, Megatron 0.15 to 0.19 calls a function that does
+    not exist.
     """
     for part in parts(optimizer):
         if isinstance(part.optimizer, torch.optim.SGD) and getattr(part, "init_state_fn",
@@ -229,7 +242,7 @@ def prepare_optimizer_for_load(optimizer: Any) -> None:
 
 
 def _sgd_state(optimizer: torch.optim.SGD, config: Any = None) -> None:
-    """Create the empty state into which a checkpoint of SGD is loaded."""
+    """Create the empty optimizer state into which a checkpoint of SGD is loaded."""
     for group in optimizer.param_groups:
         for parameter in group["params"] if group["momentum"] else ():
             optimizer.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter))
@@ -242,10 +255,11 @@ def _load(optimizer: Any, state: Any, load: Callable[[Any, Any], None]) -> None:
 
 
 def _complete_groups(optimizer: Any, state: Any) -> None:
-    """Add missing identifiers to saved parameter groups.
+    """Add missing identifiers to the parameter groups of a checkpoint.
 
-    0.19 also identifies saved parameter groups by their learning rates. Groups that older versions
-    and other programs have saved lack these values, so the run's own values are used.
+    Megatron 0.19 also identifies saved parameter groups by their learning rates. Parameter groups
+    saved by older versions or by other programs lack these values, so they are filled in from the
+    current run.
     """
     from megatron.core.optimizer import optimizer as core
 
@@ -262,7 +276,9 @@ def _complete_groups(optimizer: Any, state: Any) -> None:
 
 
 def _saved_groups(state: Any) -> Iterator[dict[str, Any]]:
-    """Yield the parameter groups in the state of an optimizer or of a chain, at any depth."""
+    """Yield the parameter groups in the state of an optimizer or of a chain of optimizers, at any
+    nesting depth.
+    """
     if isinstance(state, dict):
         for name, value in state.items():
             if name == "param_groups":
@@ -276,12 +292,12 @@ def _saved_groups(state: Any) -> Iterator[dict[str, Any]]:
 
 @contextlib.contextmanager
 def _step_out_of_sight(optimizer: Any) -> Iterator[None]:
-    """Hide the step from a distributed optimizer while it loads a checkpoint.
+    """Hide the step number from a distributed optimizer while it loads a checkpoint.
 
-    In 0.15 to 0.19 the optimizer sets the step from the common state, and then looks for the step
-    among each parameter's tensors, which no checkpoint contains. The optimizer also assigns the
-    same step tensor to all parameters, so torch's Adam would increment the tensor once per
-    parameter. Therefore every parameter gets a separate tensor.
+    In Megatron 0.15 to 0.19 the optimizer sets the step number from the common state, and then also
+    expects it among the tensors of each parameter, where no checkpoint contains it. The optimizer
+    also assigns the same step tensor to all parameters, so torch's Adam would increment this tensor
+    once per parameter. Therefore every parameter gets its own step tensor.
     """
     for part in _torch_adam_parts(optimizer):
         part._set_main_param_and_optimizer_states = functools.partial(_set_without_step, part)
@@ -296,11 +312,10 @@ def _step_out_of_sight(optimizer: Any) -> Iterator[None]:
 
 
 def mend_loading_of_all_optimizers() -> None:
-    """Correct the loading of checkpoints in all of Megatron's optimizers for the rest of the
-    process.
+    """Correct the loading of checkpoints in all Megatron optimizers for the rest of the process.
 
-    Distributed optimizers call `prepare_optimizer_for_load` and retain the step number of torch's
-    Adam. All optimizers find saved parameter groups that lack identifiers.
+    Distributed optimizers call `prepare_optimizer_for_load` and keep the step number of torch's
+    Adam. All optimizers can then load parameter groups that were saved without identifiers.
     """
     from megatron.core.optimizer import optimizer as core
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer as Optimizer

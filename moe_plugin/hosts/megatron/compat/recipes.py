@@ -1,10 +1,11 @@
-"""Recipes of fp8 and fp4 (`--fp8-format`, `--fp8-recipe`, `--fp4-format`), 0.15 to main.
+"""Precision recipes for fp8 and fp4 (`--fp8-format`, `--fp8-recipe`, `--fp4-format`) of Megatron
+0.15 to main.
 
-Each recipe has one row with the matrix products by which our experts follow it. Modules that
-Transformer Engine computes follow the recipe themselves. The definitions come from the source of
-Transformer Engine 2.0 to 2.9 (`common/recipe/__init__.py`: `Float8BlockScaling`,
-`MXFP8BlockScaling`; the scales of `tests/pytorch/references/quantize_scale_calc.py`). Importing
-this module does not import Megatron.
+Each recipe has one row, which lists the experts' matmul precisions that implement the recipe.
+Modules that Transformer Engine computes implement the recipe themselves. The definitions follow the
+source of Transformer Engine 2.0 to 2.9 (`Float8BlockScaling` and `MXFP8BlockScaling` in
+`common/recipe/__init__.py`, and the scales in `tests/pytorch/references/quantize_scale_calc.py`).
+Importing this module does not import Megatron.
 """
 
 from __future__ import annotations
@@ -20,13 +21,14 @@ from moe_plugin.utils.messages import short
 
 @dataclass(frozen=True)
 class Recipe:
-    """The behaviour of our experts under one recipe.
+    """The behaviour of this package's experts under one recipe.
 
     Attributes:
-        products: `experts.precision` by format (`fp8`, `fp4` of `TransformerConfig`).
-        why_not: the reason if our experts do not support the recipe.
-        variables: Transformer Engine's environment variables that change the recipe, with the
-            values that do not change it.
+        products: dict that maps each format (`fp8` or `fp4` in `TransformerConfig`) to a value of
+            `experts.precision`.
+        why_not: reason for the error message, if the experts do not support the recipe.
+        variables: Transformer Engine's environment variables that modify the recipe, with the
+            values that leave it unmodified.
     """
 
     products: Mapping[str, str] = field(default_factory=dict)
@@ -61,16 +63,18 @@ def refuse_primary_weights(native: Any) -> None:
 
 
 def precision_settings(native: Any, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return our settings with which a layer follows Megatron's recipe and formats of rows.
+    """Return the settings of this package that make a layer use Megatron's precision recipe and its
+    formats for sending rows.
 
-    The result is empty without a recipe.
+    The result is empty if Megatron uses no recipe.
 
     Args:
         native: `TransformerConfig`.
-        given: the user's settings by dotted path, which have priority.
+        given: the user's settings by dotted path, which take precedence.
     Raises:
-        ValueError: our products do not support the recipe, weights are stored in fp8, or the
-            formats of rows differ. The message contains the setting and the remedy.
+        ValueError: If the experts do not support the recipe, if weights are stored in fp8, or if
+            the formats for sending rows differ. The error message contains the setting and the
+            remedy.
     """
     refuse_primary_weights(native)
     found = _wires(native, given)
@@ -115,7 +119,9 @@ def _products(kind: str, chosen: str, name: str) -> str:
 
 
 def in_bf16(native: Any, layer_number: int) -> bool:
-    """Return whether Megatron excludes a layer (1-based, of the whole model) from its recipe."""
+    """Return True if Megatron excludes a layer from its precision recipe. The layer number is
+    1-based, in the order of all layers of the model.
+    """
     if not setting(native, "first_last_layers_bf16", False):
         return False
     return not (setting(native, "num_layers_at_start_in_bf16", 1) < layer_number
@@ -124,10 +130,11 @@ def in_bf16(native: Any, layer_number: int) -> bool:
 
 def recomputed(function: Callable[..., Any], config: Any, tp_group: Any,
                *inputs: Any) -> Any:
-    """Return `function(*inputs)`, which is recomputed in the backward pass.
+    """Return `function(*inputs)`, and compute it again in the backward pass instead of storing
+    intermediate results.
 
-    With fp8 or fp4 recipes Transformer Engine's own function is used, because it saves the recipe's
-    state.
+    With fp8 or fp4 recipes Transformer Engine's own checkpoint function is used, because it saves
+    the state of the recipe.
     """
     from megatron.core import tensor_parallel
 

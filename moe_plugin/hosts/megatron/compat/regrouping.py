@@ -1,7 +1,7 @@
-"""Change of the expert-parallel size of existing groups, optimizers and gradient buffers.
+"""Changes of the expert-parallel size in existing process groups, optimizers and gradient buffers.
 
-Supports versions 0.15 to 0.19 without tensor, context and pipeline parallelism and without a
-distributed optimizer.
+The module supports Megatron 0.15 to 0.19 without tensor, context and pipeline parallelism, and
+without a distributed optimizer.
 """
 
 from __future__ import annotations
@@ -23,19 +23,22 @@ _OF_EXPERTS = re.compile(r"ep|expt_\w+|intra_expt_dp|tp_ep\w*")
 
 
 def expert_groups() -> dict[str, Any]:
-    """Return the current expert groups and their sizes in `parallel_state`, by name."""
+    """Return the current expert process groups and their sizes in `parallel_state` as a dict by
+    name.
+    """
     return {name: value for name, value in _state().items() if "EXPERT" in name}
 
 
 def use_expert_groups(groups: Mapping[str, Any]) -> None:
-    """Make groups the current ones; see `expert_groups`."""
+    """Set these process groups in `parallel_state`. See `expert_groups`."""
     vars(ps).update(groups)
 
 
 def make_expert_groups(size: int, args: Mapping[str, Any]) -> dict[str, Any]:
-    """Create the `expert_groups` of another size without changing the current groups. Collective.
+    """Create the `expert_groups` of a different size without changing the current groups.
+    Collective.
 
-    args: arguments of the script.
+    args: dict of the script's arguments.
     """
     before, listed = _state(), "_global_process_group_list"
     known = getattr(ps, listed, None)
@@ -67,9 +70,9 @@ def _groups(values: Iterable[Any]) -> set[dist.ProcessGroup]:
 
 
 def follow_groups(model: nn.Module, collection: Any, size: int) -> None:
-    """Set the new expert groups in all modules of a model.
+    """Replace the expert process groups in all modules of a model with new groups.
 
-    collection: a collection with the new groups.
+    collection: Megatron's process group collection, with the new groups.
     size: the new expert-parallel size.
     """
     for module in model.modules():
@@ -85,7 +88,7 @@ def rewrap(chunk: Any) -> None:
     """Recreate the gradient buffers of a `DistributedDataParallel` for its current parameters and
     groups.
 
-    The wrapper object itself is retained.
+    The `DistributedDataParallel` object itself is kept.
     """
     chunk.grad_accs.clear()  # with their hooks
     new = type(chunk)(config=chunk.config, ddp_config=chunk.ddp_config, module=chunk.module)
@@ -96,14 +99,16 @@ def rewrap(chunk: Any) -> None:
 
 
 def part_of(optimizer: Any, parameters: Iterable[Tensor]) -> Any:
-    """Return the optimizer in a chain that updates these parameters or copies of them."""
+    """Return the optimizer in a chain that updates these parameters, or float32 copies of them."""
     wanted = set(parameters)
     return next(part for part in parts(optimizer) if part.optimizer is not None and not
                 wanted.isdisjoint({*main_copies(part), *part.get_parameters()}))
 
 
 def main_copies(part: Any) -> dict[Tensor, Tensor]:
-    """Return the float32 copies of 16-bit parameters by parameter, or {} without copies."""
+    """Return a dict that maps 16-bit parameters to their float32 copies, or {} if there are no
+    copies.
+    """
     pairs = zip(getattr(part, "float16_groups", ()), getattr(part, "fp32_from_float16_groups", ()),
                 strict=True)
     return {p: copy for ps, copies in pairs for p, copy in zip(ps, copies, strict=True)}
@@ -111,12 +116,12 @@ def main_copies(part: Any) -> dict[Tensor, Tensor]:
 
 def follow_parameters(part: Any, changed: Mapping[Tensor, Tensor],
                       copies: Mapping[Tensor, Tensor]) -> None:
-    """Replace old parameters by new ones in an optimizer's own lists.
+    """Replace old parameters with new ones in the lists that an optimizer keeps.
 
     Args:
         part: the optimizer.
-        changed: new parameters by old parameters, with Megatron's attributes.
-        copies: the new `main_copies`.
+        changed: dict that maps old parameters to new parameters, which have Megatron's attributes.
+        copies: dict that maps the new parameters to their float32 copies (see `main_copies`).
     """
     before = main_copies(part)
     new = {before[p]: copies[changed[p]] for p in changed if p in before}

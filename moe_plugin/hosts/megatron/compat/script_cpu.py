@@ -1,9 +1,9 @@
-"""Opt-in support for Megatron's own training code (`megatron.training`) without CUDA.
+"""Optional support for running Megatron's own training code (`megatron.training`) without CUDA.
 
-The module extends `compat.cpu`. `compat.cpu` makes Megatron-core run, but `pretrain` also requires
+This module extends `compat.cpu`. `compat.cpu` makes Megatron-core run, but `pretrain` also requires
 CUDA when it starts. Each patch names the replaced functions, the Megatron versions that need the
-patch, and the reason. `enable()` applies all patches once, for the rest of the process, before the
-script builds anything.
+patch, and the reason. `enable()` applies all patches once, for the rest of the process, and must be
+called before the script builds anything.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def enable() -> None:
 
 
 def with_defaults(defaults: Mapping[str, Any], provider: Provider | None) -> Provider:
-    """Return a provider of arguments that also changes the defaults of Megatron's arguments."""
+    """Return an argument provider that also changes the defaults of Megatron's arguments."""
 
     def provide(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         parser = parser if provider is None else provider(parser)
@@ -76,8 +76,8 @@ def with_defaults(defaults: Mapping[str, Any], provider: Provider | None) -> Pro
 
 
 def leave_out(args: argparse.Namespace) -> None:
-    """Replace arguments that choose an implementation which is missing without CUDA, and log
-    their names.
+    """Change arguments that select an implementation which does not exist without CUDA, and log the
+    names of these arguments.
     """
     left = []
     for name, (lacking, instead) in _IMPLEMENTATIONS.items():

@@ -1,12 +1,12 @@
-"""Attention without Transformer Engine for context parallelism, packed sequences and latent
-attention.
+"""Attention without Transformer Engine for context parallelism, packed sequences and multi-head
+latent attention.
 
 Megatron-core's own `DotProductAttention` does not support these features, so they would not be
-available on CPU. Here a context-parallel rank gathers the keys and values of the whole sequence in
-the order of the tokens, and attends with its own queries. The results equal those of a single rank
-with the whole sequence, but memory is not saved as in ring attention. Packed sequences (THD) are
-processed as one sequence with a mask, so that no token attends to another document. Values of
-latent attention may have another width than keys.
+available on CPU. Here each context-parallel rank gathers the keys and values of the whole sequence
+in token order, and computes attention with its local queries. The results equal those of a single
+rank with the whole sequence, but unlike ring attention this does not save memory. Packed sequences
+(THD) are processed as one sequence with a mask that prevents attention between different documents.
+In multi-head latent attention the values may have a different width than the keys.
 """
 
 from __future__ import annotations
@@ -46,31 +46,35 @@ _inside: ContextVar[bool] = ContextVar("moe_plugin_inside_mtp", default=False)
 
 
 def is_mtp_layer(extra: dict[str, Any]) -> bool:
-    """Return whether an MoE layer built with these arguments belongs to multi-token prediction.
+    """Return True if an MoE layer built with these arguments belongs to multi-token prediction.
 
-    Some versions of Megatron do not provide this information.
+    Some Megatron versions do not provide this information.
     """
     return is_told(extra) or prediction_of(extra) is not None
 
 
 def is_told(extra: dict[str, Any]) -> bool:
-    """Return whether Megatron's own router would also be told that it belongs to multi-token
+    """Return True if Megatron's own router would also be informed that it belongs to multi-token
     prediction.
     """
     return bool(extra.get("is_mtp_layer")) or _inside.get()
 
 
 def prediction_of(extra: dict[str, Any]) -> int | None:
-    """Return the number of the prediction (from 0) to which an MoE layer of a hybrid model belongs.
+    """Return the 0-based index of the multi-token prediction to which an MoE layer of a hybrid
+    model belongs.
 
-    The result is None for other layers. `extra` contains the arguments that build the layer.
+    The result is None for layers outside multi-token prediction. `extra` contains the arguments
+    with which the layer is built.
     """
     found = _IN_STACK.search(extra.get("name") or "")
     return int(found[1]) - 1 if found else None
 
 
 def tell_layers() -> None:
-    """Make 0.17 pass the information about multi-token prediction to our layer class, too."""
+    """Make Megatron 0.17 pass the information about multi-token prediction to this package's layer
+    class, too.
+    """
     from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer as Layer
 
     original: Any = Layer.__init__
@@ -92,21 +96,22 @@ _KINDS = {"LayerNorm": (fused.LAYER_NORM, nn.LayerNorm), "RMSNorm": (fused.RMS_N
 
 
 class LocalNorm:
-    """Builder for apex's fused `LayerNorm` or `RMSNorm`, or torch's norms if apex cannot be used.
+    """Builder of norms: apex's fused `LayerNorm` or `RMSNorm`, or torch's norms if apex cannot be
+    used.
 
     See `gradients.fused`. The norm is marked for Megatron's sequence parallelism.
 
-    Megatron-core's own choices (`FusedLayerNorm`, `WrappedTorchNorm`) need a GPU once apex is
-    installed, have no fused RMS norm, and refuse `sequence_parallel` without apex. Sequence
-    parallelism needs only the mark by which Megatron sums a replicated parameter's gradient over
-    the tensor-parallel group.
+    Megatron-core's own norms (`FusedLayerNorm`, `WrappedTorchNorm`) need a GPU once apex is
+    installed, have no fused RMS norm, and raise an error for `sequence_parallel` without apex.
+    Sequence parallelism needs only the attribute that makes Megatron sum a replicated parameter's
+    gradient over the tensor-parallel group.
     """
 
     def __new__(cls, config: Any, hidden_size: int, eps: float = 1e-5, **_unused: Any) -> nn.Module:  # type: ignore[misc]
-        """Return a norm over the last dimension, which has `hidden_size` elements.
+        """Return a norm over the last dimension, whose size is `hidden_size`.
 
         Raises:
-            ValueError: neither apex's nor torch's norms support a setting.
+            ValueError: If neither apex's nor torch's norms support a setting.
         """
         for name in ("layernorm_zero_centered_gamma", "persist_layer_norm"):
             if setting(config, name):
@@ -135,10 +140,10 @@ logger = logging.getLogger("moe_plugin.megatron")
 
 
 def extend() -> None:
-    """Extend `DotProductAttention` for the rest of the process.
+    """Extend Megatron's `DotProductAttention` for the rest of the process.
 
-    Afterwards the attention supports parts of sequences, packed sequences, and values with another
-    width than keys.
+    After this call the attention supports parts of sequences, packed sequences, and values whose
+    width differs from that of the keys.
     """
     build, attend = DotProductAttention.__init__, DotProductAttention.forward
     arguments, given_to = inspect.signature(build), inspect.signature(attend)
@@ -197,18 +202,19 @@ def _group(attention: Any) -> Any:
 
 
 def tokens_of_part(length: int, parts: int, part: int) -> Tensor:
-    """Return the tokens of a context-parallel rank, int64 [length / parts], in the rank's order.
+    """Return the token indices of a context-parallel rank as an int64 tensor [length / parts], in
+    the order in which the rank stores the tokens.
 
-    The sequence is divided into 2 `parts` equal pieces. A rank has the piece with the rank's
-    number, and the piece at the same distance from the end.
+    The sequence is split into `2 * parts` pieces of equal length. Rank `i` has piece `i` counted
+    from the start, and piece `i` counted from the end.
     """
     pieces_PN = torch.arange(length).view(2 * parts, -1)
     return pieces_PN[[part, -1 - part]].flatten()
 
 
 def _gathered(given: dict[str, Any], group: Any, causal: bool) -> None:
-    """Replace the keys and values of a part by those of the whole sequence, and the mask
-    accordingly.
+    """Replace the keys and values of a part of the sequence with those of the whole sequence, and
+    adapt the mask.
     """
     parts, own = group.size(), given["query"].shape[0]
     length = own * parts
@@ -230,8 +236,8 @@ def _gathered(given: dict[str, Any], group: Any, causal: bool) -> None:
 
 
 def _packed(given: dict[str, Any], packed: Any, parts: int, causal: bool, window: Any) -> None:
-    """Replace packed sequences [t, heads, channels] by a batch of one sequence [t, 1, heads,
-    channels].
+    """Convert packed sequences [t, heads, channels] to a batch that consists of one sequence [t, 1,
+    heads, channels].
 
     A mask prevents attention between the documents.
     """

@@ -1,4 +1,5 @@
-"""Settings of Megatron and arguments of its training script, versions 0.15 to 0.19.
+"""Access to the settings of Megatron and the arguments of its training script, for versions 0.15 to
+0.19.
 
 Importing this module does not import Megatron.
 """
@@ -42,12 +43,14 @@ UNEQUAL_STAGES, OVERLAPPED = "0.15.3 to 0.19", ">= 0.16"
 
 
 def setting(config: Any, name: str, default: Any = None) -> Any:
-    """Return a setting of `TransformerConfig`, or `default` in versions without this setting."""
+    """Return a setting of `TransformerConfig`, or `default` if the installed version does not have
+    the setting.
+    """
     return getattr(config, RENAMED.get(name, name), None) or getattr(config, name, default)
 
 
 def with_known_names(config: Any) -> Any:
-    """Add the names that this host uses for renamed settings to a config, and return the config."""
+    """Add the names that this package uses for renamed settings to a config, and return it."""
     for known, newer in RENAMED.items():
         if not hasattr(config, known) and hasattr(config, newer):
             setattr(config, known, getattr(config, newer))
@@ -55,14 +58,12 @@ def with_known_names(config: Any) -> Any:
 
 
 def newer_name(name: str, known: Container[str]) -> str:
-    """Return the name this setting has in the installed version, which defines the names in
-    `known`.
-    """
+    """Return the name of a setting in the installed version, whose names are given in `known`."""
     return RENAMED[name] if name not in known and RENAMED.get(name) in known else name
 
 
 def balance_kinds(config: Any) -> list[str]:
-    """Return the values of `moe_router_load_balancing_type` that this Megatron's router
+    """Return the values of `moe_router_load_balancing_type` that the installed Megatron's router
     supports.
     """
     kinds = ["aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none"]
@@ -71,20 +72,23 @@ def balance_kinds(config: Any) -> list[str]:
 
 
 def plain_name(value: Any) -> str:
-    """Return the name of a choice, which is text in older versions and an enum in newer
+    """Return the name of a choice, which is a string in older versions and an enum member in newer
     versions.
     """
     return str(getattr(value, "name", value))
 
 
 def cuda_graphs(config: Any) -> str | None:
-    """Return the implementation of CUDA graphs (`cuda_graph_impl`), or None without CUDA graphs."""
+    """Return the CUDA graph implementation (`cuda_graph_impl`), or None if CUDA graphs are not
+    used.
+    """
     name = plain_name(setting(config, "cuda_graph_impl")).lower()
     return None if name == "none" else name
 
 
 def script_arguments() -> dict[str, Any]:
-    """Return the parsed arguments of Megatron's own training script, or {} if no script runs.
+    """Return a dict of the parsed arguments of Megatron's own training script, or {} if no script
+    is running.
 
     The result is also {} if only megatron-core is installed.
     """
@@ -94,10 +98,11 @@ def script_arguments() -> dict[str, Any]:
 
 
 def vocabulary_sizes() -> list[int]:
-    """Return the number of token ids of the script's tokenizer, and the padded number of embedding
-    rows.
+    """Return a list of the number of token ids of the script's tokenizer and the padded number of
+    embedding rows.
 
-    The padding depends on tensor parallelism. Unknown sizes are left out, so the list may be empty.
+    The padding depends on the tensor-parallel size. Sizes that are not known are left out, so the
+    list may be empty.
     """
     state = sys.modules.get("megatron.training.global_vars")
     sizes = (getattr(getattr(state, "_GLOBAL_TOKENIZER", None), "vocab_size", None),
@@ -106,8 +111,8 @@ def vocabulary_sizes() -> list[int]:
 
 
 def tokens_of_call() -> int | None:
-    """Return the number of tokens of a micro-batch on a rank, or None if the arguments do not
-    define it.
+    """Return the number of tokens of a micro-batch per rank, or None if the arguments do not
+    determine it.
     """
     known = script_arguments()
     length, sequences = known.get("seq_length"), known.get("micro_batch_size")
@@ -117,9 +122,9 @@ def tokens_of_call() -> int | None:
 
 
 def parsed_defaults() -> dict[str, Any]:
-    """Return the defaults of those arguments that differ from their defaults, by name.
+    """Return a dict that maps each argument whose value differs from its default to that default.
 
-    Only defaults that the script's parser defines are known.
+    Defaults are known only for arguments that the script's parser defines.
     """
     values, found = script_arguments(), dict[str, Any]()
     # `get_default` is avoided, because it searches a thousand arguments for each name
@@ -133,10 +138,10 @@ def parsed_defaults() -> dict[str, Any]:
 
 
 def given_settings() -> dict[str, tuple[str, str]]:
-    """Return the settings that the user changed from the script's defaults.
+    """Return the settings for which the user chose a value that differs from the script's default.
 
-    The values are (text as written, default). The keys are flags, or paths in the file of
-    `--moe-config`.
+    The values are pairs of strings: the value as the user wrote it, and the default. The keys are
+    flags, or dotted paths in the file of `--moe-config`.
     """
     changed = parsed_defaults()
     known, several = dict[str, tuple[str, str]](), set[str]()
@@ -151,15 +156,17 @@ def given_settings() -> dict[str, tuple[str, str]]:
 
 
 def megatrons_own(names: Iterable[str]) -> list[str]:
-    """Return those of the script's arguments that Megatron's training code itself defines.
+    """Return those of the given argument names that Megatron's own training code defines.
 
-    The result is empty if no parser of Megatron was recorded.
+    The result is empty if no parser created by Megatron was recorded.
     """
     return [name for name in names if name in _own]
 
 
 def script_config() -> Any:
-    """Return the `TransformerConfig` of the arguments of Megatron's own training script."""
+    """Return the `TransformerConfig` that is built from the arguments of Megatron's own training
+    script.
+    """
     arguments = importlib.import_module("megatron.training.arguments")
     return with_known_names(
         arguments.core_transformer_config_from_args(argparse.Namespace(**script_arguments())))
@@ -169,8 +176,8 @@ def training_module(name: str) -> ModuleType:
     """Return the module `megatron.training.NAME`.
 
     Raises:
-        ValueError: the module or a package that it needs is missing. The message contains the
-            installation command.
+        ValueError: If the module, or a package that it needs, is missing. The error message
+            contains the installation command.
     """
     _older_python()
     try:
@@ -187,8 +194,8 @@ _MISSING = (
 
 
 def _older_python() -> None:
-    """Add `typing.override` to Python before 3.12, as required by the training code of 0.18 and
-    0.19.
+    """Add `typing.override` to Python before 3.12, because the training code of Megatron 0.18 and
+    0.19 imports it.
     """
     if sys.version_info >= (3, 12) or "override" in vars(typing):
         return
@@ -205,10 +212,10 @@ def _older_python() -> None:
 
 
 def replace_training(name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Replace a function of Megatron's training code by `wrap(function)`.
+    """Replace a function of Megatron's training code with `wrap(function)`.
 
-    The function is replaced in every module of the training code that has imported it. Nothing
-    happens in versions without the function.
+    The function is replaced in every module of the training code that has imported it. Versions
+    without the function are not changed.
     """
     training_module("training")  # imports all the others
     modules = [module for key, module in sys.modules.items() if key.startswith("megatron.training")]
@@ -221,22 +228,22 @@ def replace_training(name: str, wrap: Callable[[Callable[..., Any]], Callable[..
 
 
 def mend_config_warning() -> None:
-    """Make Megatron's warning about tensor and expert parallelism without sequence parallelism
-    work.
+    """Correct Megatron's warning about tensor and expert parallelism without sequence parallelism.
 
-    In 0.15 `model_parallel_config` calls `warnings.warn` without importing `warnings`, so such a
-    config cannot be built.
+    In Megatron 0.15 `model_parallel_config` calls `warnings.warn` without importing `warnings`, so
+    such a config raises an error.
     """
     module = importlib.import_module("megatron.core.model_parallel_config")
     vars(module).setdefault("warnings", warnings)
 
 
 def keep_compiled_helpers() -> None:
-    """Prevent compiling the helpers of Megatron's datasets again if they can be imported.
+    """Prevent Megatron from compiling its dataset helpers again if the compiled module can be
+    imported.
 
-    In 0.17 to 0.19 the training code runs `make`. The wheels contain the compiled module but no
-    Makefile. The Makefile of a checkout uses the first `python3` in PATH, which may be another
-    Python, for the headers and for the suffix of the module.
+    In Megatron 0.17 to 0.19 the training code runs `make` to compile the helpers. Wheels contain
+    the compiled module, but no Makefile. The Makefile of a source checkout takes the headers and
+    the suffix of the module from the first `python3` in PATH, which may be a different Python.
     """
     datasets = importlib.import_module("megatron.core.datasets.utils")
     compiled: Callable[[], None] = functools.partial(
@@ -248,10 +255,11 @@ def keep_compiled_helpers() -> None:
 
 
 def compile_helpers(folder: Path) -> None:
-    """Compile the helpers of a checkout's datasets for this Python.
+    """Compile the dataset helpers of a Megatron source checkout for the current Python.
 
     Raises:
-        ValueError: a package or compiler is missing. The message contains the installation command.
+        ValueError: If a package or compiler is missing. The error message contains the installation
+            command.
     """
     what = f"Megatron's dataset helpers in {short(str(folder))}, which the first run compiles,"
     if importlib.util.find_spec("pybind11") is None:
@@ -274,11 +282,13 @@ def compile_helpers(folder: Path) -> None:
 
 def extend_parse_args(ours: Callable[[Provider | None], Provider],
                       after: Callable[[argparse.Namespace], object] = lambda args: None) -> None:
-    """Make Megatron's `parse_args` use `ours(provider)` in place of a script's argument provider.
+    """Make Megatron's `parse_args` use `ours(provider)` instead of the argument provider of a
+    script.
 
-    In 0.15 to 0.19 `pretrain`, or from 0.18 on the script, passes the provider to `parse_args`.
+    In Megatron 0.15 to 0.19 the provider is passed to `parse_args` by `pretrain`, or from 0.18 on
+    by the script.
 
-    after: is called with the parsed arguments.
+    after: function that is called with the parsed arguments.
     """
 
     def extend(parse: Callable[..., Any]) -> Callable[..., Any]:
@@ -317,11 +327,11 @@ _ADDED = re.compile(r"( when instantiating \w+)+\Z")
 
 
 class SettingsError(ValueError):
-    """A `ValueError` that ends with its remedy.
+    """A `ValueError` whose message ends with a remedy.
 
-    If a module of a spec cannot be built, Megatron 0.15 to 0.19 creates a new error of the same
+    If a module of a spec cannot be built, Megatron 0.15 to 0.19 raises a new error of the same
     class and appends " when instantiating CLASS" to the message, once per level of the spec. This
-    class removes the addition.
+    class removes the appended text.
     """
 
     def __init__(self, words: str) -> None:
@@ -330,7 +340,7 @@ class SettingsError(ValueError):
 
 @contextlib.contextmanager
 def settings_errors() -> Iterator[None]:
-    """Convert a `ValueError` in the block to a `SettingsError` with the same message and
+    """Convert a `ValueError` raised in the block to a `SettingsError` with the same message and
     traceback.
     """
     try:

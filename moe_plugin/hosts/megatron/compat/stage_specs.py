@@ -1,4 +1,4 @@
-"""Specs of a model's layers that depend on the virtual pipeline stage being built."""
+"""Layer specs that depend on the virtual pipeline stage being built."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ _STAGES = {"pipeline_model_parallel_size": 1, "virtual_pipeline_model_parallel_s
 
 
 class StageSpecs(TransformerBlockSubmodules):  # type: ignore[misc]
-    """A block's spec by virtual stage, for scripts that pass only one spec to the model builder.
+    """Block specs for each virtual pipeline stage, for scripts that pass only one spec to the model
+    builder.
 
     Attributes:
-        layer_specs: specs of all layers of the model; multi-token prediction uses the last spec.
-        of_stage: function that returns the spec of a virtual stage by its number, or by None
-            without virtual stages.
+        layer_specs: specs of all layers of the model. Multi-token prediction uses the last spec.
+        of_stage: function that receives the index of a virtual stage, or None if there are no
+            virtual stages, and returns the block spec of that stage.
     """
 
     def __init__(self, whole: Any, of_stage: Callable[[int | None], Any]) -> None:
@@ -34,9 +35,9 @@ class StageSpecs(TransformerBlockSubmodules):  # type: ignore[misc]
 
 
 def _follow() -> None:
-    """Make a block that is built from `StageSpecs` use the layers of its stage.
+    """Make a block that is built from `StageSpecs` use the layers of its virtual stage.
 
-    In versions 0.15 to 0.19 Megatron calls `_get_block_submodules` to get the layers of a block.
+    Megatron 0.15 to 0.19 calls `_get_block_submodules` to get the layers of a block.
     """
     ask = transformer_block._get_block_submodules
     if hasattr(ask, "asks_stages"):
@@ -56,7 +57,7 @@ def _follow() -> None:
 
 
 def in_one_stage(config: Any) -> Any:
-    """Return a copy of a `TransformerConfig` without pipeline stages."""
+    """Return a copy of a `TransformerConfig` in which there is only one pipeline stage."""
     whole = copy.copy(config)
     for name, value in _STAGES.items():
         if hasattr(whole, name):

@@ -1,10 +1,12 @@
-"""Processes that write Megatron's checkpoints and end with the rank that started them.
+"""Writer processes for Megatron's checkpoints that terminate together with the rank that started
+them.
 
-Megatron's writers pass their results through a queue with a separate process of 280 MB, which waits
-for its rank without a limit. The process remains if both the rank and the launcher are killed. (A
-running torchrun ends the process.) A synchronous save does not need the process. In older versions
-(0.16) forks of the rank write the files. Forks remain if they wait to send more than a pipe can
-buffer.
+Megatron's writers pass their results through a queue that is served by a separate process. This
+process uses 280 MB of memory and waits for its rank without a time limit. If both the rank and the
+launcher are killed, this process is not terminated. (torchrun terminates the process if torchrun
+itself is still running.) A synchronous save does not need the process. In older versions (0.16) the
+files are written by forks of the rank. The forks are not terminated if they wait to send more data
+than fits into the buffer of a pipe.
 """
 
 from __future__ import annotations
@@ -38,7 +40,9 @@ os.register_at_fork(after_in_child=_after_fork)
 
 @contextlib.contextmanager
 def writers_end_with_us() -> Iterator[None]:
-    """Ensure that a synchronous save in the block starts no process that outlives this process."""
+    """Ensure that a synchronous save in the block starts no process that outlives the current
+    process.
+    """
     kept = vars(filesystem_async).get(_QUEUE)
     setattr(filesystem_async, _QUEUE, queue.Queue())
     _thread.parent = os.getpid()
@@ -50,7 +54,8 @@ def writers_end_with_us() -> Iterator[None]:
 
 
 def saves_whose_writers_end(save: Callable[..., Any], given: dict[str, Any]) -> Any:
-    """Wrap `dist_checkpointing.save` so that its writers end with this process.
+    """Wrap `dist_checkpointing.save` so that its writer processes terminate together with the
+    current process.
 
     Asynchronous saves (`--async-save`) are not changed.
     """
@@ -67,9 +72,9 @@ def saves_whose_writers_end(save: Callable[..., Any], given: dict[str, Any]) -> 
 
 @contextlib.contextmanager
 def _causes() -> Iterator[list[Exception]]:
-    """Yield a list that receives the errors of this rank's writers.
+    """Yield a list that receives the errors raised by the writers of the current rank.
 
-    Megatron passes on only the class of an error.
+    Megatron itself reports only the class of such an error.
     """
     writer, failed = filesystem_async.FileSystemWriterAsync, list[Exception]()
     write = writer.write_preloaded_data

@@ -1,5 +1,4 @@
-"""Short scripts on Megatron's own training loop, which the launcher finds by name.
+"""Short scripts that use Megatron's own training loop. The launcher finds them by name.
 
-Each script is an example from which you can start your own script, and imports nothing from this
-package.
+Each script is an example that you can copy and extend. It imports nothing from this package.
 """

@@ -1,8 +1,8 @@
 r"""Train a GPT model with MoE layers on Megatron's training loop, `megatron.training.pretrain`.
 
-Use this example as a start for your own script. The script needs megatron-core 0.17 or newer, or a
-Megatron-LM checkout on PYTHONPATH, and imports nothing from moe_plugin. The layers are selected by
-`--spec` (by default our layers), and the launcher adds our other flags.
+You can copy and extend this example. The script needs megatron-core 0.17 or newer, or a Megatron-LM
+checkout on PYTHONPATH, and imports nothing from moe_plugin. The layers are selected by `--spec`,
+which defaults to this package's layers, and the launcher adds this package's other flags.
 
     torchrun --nproc_per_node 8 -m moe_plugin.hosts.megatron.launch pretrain_gpt_moe \
         --num-layers 12 --hidden-size 768 --num-attention-heads 12 --seq-length 1024 \
@@ -11,10 +11,10 @@ Megatron-LM checkout on PYTHONPATH, and imports nothing from moe_plugin. The lay
         --expert-model-parallel-size 8 --disable-bias-linear --data-path data/corpus \
         --eval-interval 1000 --save runs/first --load runs/first --save-interval 1000
 
-Without a GPU the script trains on the CPU. Use `--mock-data` in place of `--data-path` to train on
-generated tokens. `python -m moe_plugin.hosts.megatron.data` converts a text to a dataset (bytes and
-an end-of-document token: 257 tokens). For data from another tokenizer, pass its `--tokenizer-type`,
-or only its `--vocab-size`.
+Without a GPU the script trains on the CPU. Use `--mock-data` instead of `--data-path` to train on
+generated tokens. `python -m moe_plugin.hosts.megatron.data` converts a text file to a dataset whose
+257 tokens are the bytes and an end-of-document token. For data encoded with a different tokenizer,
+pass its `--tokenizer-type`, or only its `--vocab-size`.
 """
 
 import inspect
@@ -40,10 +40,11 @@ BYTES = 257 if NullTokenizer(257).eod == 256 else 256
 
 
 def own_defaults(parser):
-    """Set other defaults of Megatron's arguments; some defaults depend on the given arguments.
+    """Change defaults of Megatron's arguments. Some of the new defaults depend on the given
+    arguments.
 
-    A checkpoint can be resumed at other parallel sizes and with another --train-iters. A step with
-    a loss that is not finite does not end the run, because the launcher skips the step.
+    A checkpoint can be resumed with different parallel sizes and a different `--train-iters`. A
+    step with a non-finite loss does not end the run, because the launcher skips the step.
     """
     parser.set_defaults(tokenizer_type="NullTokenizer", log_interval=10, eval_interval=None,
                         eval_iters=None, make_vocab_size_divisible_by=None,
@@ -68,9 +69,10 @@ def own_defaults(parser):
 
 
 def what_follows(args):
-    """Return defaults that depend on the given arguments.
+    """Return the defaults that depend on the given arguments.
 
-    Evaluation runs only on request, a checkpoint is written at the end, and sizes follow the data.
+    Evaluation runs only on request, a checkpoint is written at the end, and sizes are derived from
+    the data.
     """
     evaluates, tensor = args.eval_interval or args.skip_train, args.tensor_model_parallel_size
     return {"eval_interval": 1000, "eval_iters": 10 if evaluates else 0,
@@ -83,9 +85,9 @@ def what_follows(args):
 
 
 def refuse_nothing_to_evaluate(args, asked):
-    """Raise a `ValueError` if evaluation was requested and Megatron would silently skip it.
+    """Raise a `ValueError` if evaluation was requested but would be skipped silently by Megatron.
 
-    asked: names of the arguments that request evaluation.
+    asked: names of the arguments with which the user requests evaluation.
     """
     for name in asked[:1]:
         flag, value = "--" + name.replace("_", "-"), getattr(args, name)
@@ -101,7 +103,9 @@ def refuse_nothing_to_evaluate(args, asked):
 
 def model_provider(pre_process=True, post_process=True, vp_stage=None, config=None,
                    pg_collection=None):
-    """Return the part of the model on this pipeline stage, with the layers that `--spec` names."""
+    """Return the part of the model on the current pipeline stage, built from the layers that
+    `--spec` selects.
+    """
     args = get_args()
     config = config or arguments.core_transformer_config_from_args(args)
     layers = import_module(args.spec)
@@ -126,10 +130,11 @@ def model_provider(pre_process=True, post_process=True, vp_stage=None, config=No
 
 
 def datasets(samples, vp_stage=None):
-    """Return the datasets for training, validation and test with `samples` sequences each.
+    """Return the datasets for training, validation and test, whose numbers of sequences are given
+    by `samples`.
 
-    Every rank reads the datasets, so that all pipeline stages have a batch's tokens. Routers such
-    as `hash` need the tokens on the middle stages, too.
+    Every rank reads the datasets, so that the tokens of a batch are available on all pipeline
+    stages. Routers such as `hash` need the tokens on the middle stages, too.
     """
     args = get_args()
     blend, blend_per_split = get_blend_and_blend_per_split(args)
@@ -155,11 +160,11 @@ datasets.is_distributed = True  # read on every rank, not on the first of each t
 
 
 def lm_loss(loss_mask, losses):
-    """Return the sum of the tokens' losses, the number of tokens, and the values to log.
+    """Return the sum of the per-token losses, the number of tokens, and the values to log.
 
-    The balance losses of the MoE layers are not included. Each layer adds its own losses, weighted
-    by `--moe-aux-loss-coeff` and `--moe-losses`, to the gradient through Megatron's scaler on the
-    pipeline stage of the layer. Balance losses are logged by name.
+    The sum does not include the balance losses of the MoE layers. Each layer adds the gradient of
+    its own losses, weighted by `--moe-aux-loss-coeff` and `--moe-losses`, through Megatron's loss
+    scaler on the pipeline stage of the layer. Each balance loss is logged under its name.
     """
     mask = loss_mask.view(-1).float()
     total, tokens = (losses.view(-1).float() * mask).sum(), mask.sum().int()
@@ -167,10 +172,10 @@ def lm_loss(loss_mask, losses):
 
 
 def part_of_sequence(name, value):
-    """Return this context-parallel rank's part of a tensor of a batch.
+    """Return the part of a batch tensor that belongs to the current context-parallel rank.
 
-    Megatron divides sequences into 2 N pieces for N ranks. A rank has the piece with its number,
-    and the piece at the same distance from the end.
+    With N ranks Megatron splits each sequence into `2 * N` pieces. Rank `i` has piece `i` counted
+    from the start, and piece `i` counted from the end.
     """
     parts = get_args().context_parallel_size
     if parts == 1:
@@ -184,8 +189,8 @@ def packed(batch):
     """Return the batch as one long sequence, and the parameters that describe where documents
     begin.
 
-    The input comes from a dataset under `--dataloader-inter-document-masking` (megatron-core 0.19),
-    for attention within documents.
+    The batch comes from a dataset under `--dataloader-inter-document-masking` (megatron-core 0.19),
+    and attention is computed within documents.
     """
     from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.utils import flatten_batch_for_packed_sequences
@@ -199,11 +204,11 @@ def packed(batch):
 
 
 def forward_step(batches, model, return_schedule_plan=False):
-    """Run a micro-batch through this pipeline stage; return losses or activations, and the loss
-    function.
+    """Run a micro-batch through the current pipeline stage. Return the losses or activations, and
+    the loss function.
 
-    return_schedule_plan: whether Megatron requests a plan of the computation in place of its
-        results, under `--overlap-moe-expert-parallel-comm`.
+    return_schedule_plan: True if Megatron requests a plan of the computation instead of its
+        results, which happens under `--overlap-moe-expert-parallel-comm`.
     """
     batch, documents = {
         name: value.cuda(non_blocking=True) for name, value in next(batches).items()
@@ -220,7 +225,7 @@ def forward_step(batches, model, return_schedule_plan=False):
 
 
 def main():
-    """Parse the arguments and train."""
+    """Parse the command-line arguments and train the model."""
     steps = {"model_provider": model_provider, "model_type": ModelType.encoder_or_decoder,
              "forward_step_func": forward_step}
     if "cfg_container" not in inspect.signature(pretrain).parameters:  # before megatron-core 0.18

@@ -1,8 +1,8 @@
-"""Pipeline schedules for Megatron, selected by the name in `--pipeline-schedule`.
+"""Pipeline schedules for Megatron, which are selected by name with `--pipeline-schedule`.
 
-Megatron calls `get_forward_backward_func` to get the function that runs all forward and backward
+Megatron calls `get_forward_backward_func` to obtain the function that runs all forward and backward
 passes of a step. A schedule is registered as a function that accepts the settings and Megatron's
-function, and returns a function with the same signature.
+function, and returns a function with the same signature as Megatron's.
 """
 
 from __future__ import annotations
@@ -18,25 +18,26 @@ __all__ = ["ForwardBackward", "forward_backward_func", "schedules", "scheduled"]
 
 
 def forward_backward_func(settings: PipelineConfig, native: ForwardBackward) -> ForwardBackward:
-    """Return the function that runs a step's forward and backward passes.
+    """Return the function that runs the forward and backward passes of a step.
 
     Args:
-        settings: settings with the name of the schedule.
-        native: the function that Megatron's `get_forward_backward_func` returns.
+        settings: pipeline settings, which include the name of the schedule.
+        native: function returned by Megatron's `get_forward_backward_func`.
     Raises:
-        ValueError: the schedule is not available. The returned function raises a ValueError if a
-            setting of Megatron does not fit the schedule.
+        ValueError: If the schedule is not available. The returned function raises a ValueError if
+            the schedule does not support a setting of Megatron.
     """
     return schedules.get(settings.schedule)(settings, native)
 
 
 def scheduled(get: Callable[..., ForwardBackward],
               settings: Callable[[], PipelineConfig]) -> Callable[..., ForwardBackward]:
-    """Wrap Megatron's `get_forward_backward_func` so that its training script uses a schedule.
+    """Wrap Megatron's `get_forward_backward_func` so that the training script uses a schedule of
+    this package.
 
-    settings: function that returns the settings. The function is called at the first step, when the
-        script has parsed its arguments. The schedule is created once, so that measurements persist
-        from step to step.
+    settings: function that returns the pipeline settings. `settings` is called at the first step,
+        after the script has parsed its arguments. The schedule is created only once, so its
+        measurements are kept from step to step.
     """
     made: dict[ForwardBackward, ForwardBackward] = {}
 

@@ -1,8 +1,8 @@
 """Attention of a slice of a sequence to the previous slices, with gradients.
 
-Keys and values of a micro-batch are stored once, slice by slice. The backward pass processes the
-slices in reverse order. Each slice adds its gradients of earlier keys and values to sums, which the
-earlier slices read in their own backward passes.
+The keys and values of a micro-batch are stored once, slice by slice. The backward pass processes
+the slices in reverse order. Each slice adds the gradients of earlier keys and values to sums, which
+the earlier slices read in their own backward passes.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from moe_plugin.hosts.megatron.compat.names import DotProductAttention
 
 
 class KeyValues:
-    """Keys and values [S, B, groups, channels] of a sequence in one layer, and sums of their
+    """The keys and values [S, B, groups, channels] of a sequence in one layer, and sums of their
     gradients.
 
-    The sums are float32, or float64 for float64 keys and values.
+    The sums are stored in float32, or in float64 if the keys and values are float64.
 
     Args:
-        length: S, the length of the sequence.
-        k_lBGC: keys of any slice, which define the other sizes.
-        v_lBGC: values of any slice, which define the other sizes.
+        length: length S of the sequence in tokens.
+        k_lBGC: keys of any slice, from which the other sizes and the dtype are taken.
+        v_lBGC: values of any slice, from which the other sizes and the dtype are taken.
     """
 
     def __init__(self, length: int, k_lBGC: Tensor, v_lBGC: Tensor) -> None:
@@ -37,7 +37,9 @@ class KeyValues:
         self._grads: tuple[Tensor, Tensor] | None = None
 
     def put(self, start: int, k_lBGC: Tensor, v_lBGC: Tensor) -> tuple[Tensor, Tensor]:
-        """Store a slice; return keys and values [start + l, B, groups, channels] up to its end."""
+        """Store a slice. Return keys and values up to its end, of shape [start + l, B, groups,
+        channels].
+        """
         end = start + k_lBGC.shape[0]
         # .data, because later slices are written into the same storage, and autograd would
         # otherwise report that its saved tensors were modified
@@ -47,15 +49,17 @@ class KeyValues:
         return k, v
 
     def take_grads(self, start: int, dk_SBGC: Tensor, dv_SBGC: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the gradients of the slice that begins at `start`, including those from later
-        slices.
+        """Return the gradients of the slice that begins at `start`, including contributions of
+        later slices.
 
         Args:
-            start: first token of the slice.
-            dk_SBGC: gradients from the slice's own backward pass, for keys up to the slice's end.
-            dv_SBGC: gradients from the slice's own backward pass, for values up to the slice's end.
+            start: index of the first token of the slice.
+            dk_SBGC: gradients of the keys up to the end of the slice, from the slice's own backward
+                pass.
+            dv_SBGC: gradients of the values up to the end of the slice, from the slice's own
+                backward pass.
         Raises:
-            RuntimeError: the slices are not processed in reverse order.
+            RuntimeError: If the slices are not processed in reverse order.
         """
         expected = self.length if self._grads is None else self._grads[0].shape[0]
         if dk_SBGC.shape[0] != expected:
@@ -73,13 +77,14 @@ class KeyValues:
 
 @dataclass
 class Sequences:
-    """The sequences of a micro-batch while their slices are being processed.
+    """State of a micro-batch's sequences while their slices are processed.
 
     Attributes:
-        length: S, the length in tokens.
-        device: device of the layers.
-        mask: bool [1 or B, 1, S, S], True for masked positions, or None for causal attention.
-        kept: keys and values by layer.
+        length: length S of each sequence in tokens.
+        device: device of the model's layers.
+        mask: bool tensor [1 or B, 1, S, S] that is True for masked positions, or None for causal
+            attention.
+        kept: dict that maps each layer to its stored keys and values.
     """
 
     length: int
@@ -90,7 +95,7 @@ class Sequences:
 
 @dataclass(frozen=True)
 class SlicePart:
-    """A slice of a micro-batch's sequences: the tokens from start to start + length."""
+    """A slice of a micro-batch's sequences, which contains `length` tokens from `start` on."""
 
     sequences: Sequences
     start: int
@@ -98,10 +103,11 @@ class SlicePart:
 
     @cached_property
     def seen(self) -> Tensor:
-        """bool [1 or B, 1, l, start + l]: the tokens that each token of the slice attends to.
+        """Bool tensor [1 or B, 1, l, start + l] that is True where a token of the slice attends to
+        a token.
 
         Raises:
-            ValueError: the mask lets a token attend to later slices.
+            ValueError: If the mask allows a token to attend to later slices.
         """
         end, mask, device = (self.start + self.length, self.sequences.mask, self.sequences.device)
         if mask is None:
@@ -117,12 +123,13 @@ class SlicePart:
 
 
 class SliceAttention(DotProductAttention):
-    """Megatron's `core_attention` for `pipeline.schedule=terapipe`.
+    """Replacement for Megatron's `core_attention` that supports `pipeline.schedule=terapipe`.
 
-    Without slices the layer is Megatron's own `DotProductAttention`. The layer has no parameters.
+    Whole sequences are computed by Megatron's own `DotProductAttention`. The layer has no
+    parameters.
 
     Attributes:
-        part: the current slice, set by the schedule, or None for whole sequences.
+        part: the slice being processed, which the schedule sets, or None for whole sequences.
     """
 
     part: SlicePart | None = None
@@ -140,9 +147,11 @@ class SliceAttention(DotProductAttention):
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
                 *args: Any, **kwargs: Any) -> Tensor:
-        """Return [l, B, heads * channels] for a slice, or Megatron's own attention without slices.
+        """Return the attention output [l, B, heads * channels] of a slice, or the output of
+        Megatron's own attention for whole sequences.
 
-        The query is [l, B, heads, channels]; key and value are [l, B, groups, channels].
+        The query has shape [l, B, heads, channels], and key and value have shape [l, B, groups,
+        channels].
         """
         if self.part is None:
             return super().forward(query, key, value, attention_mask, *args, **kwargs)
@@ -160,9 +169,10 @@ class SliceAttention(DotProductAttention):
 
 
 class _Attend(torch.autograd.Function):
-    """Attention of one slice.
+    """Autograd function that computes the attention of one slice.
 
-    The graph is built in the forward pass, between detached copies of inputs and output.
+    The autograd graph is built in the forward pass, between detached copies of the inputs and the
+    output.
     """
 
     @staticmethod
@@ -182,7 +192,7 @@ class _Attend(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_lBX: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of the slice's queries, keys and values."""
+        """Return the gradients of the queries, keys and values of the slice."""
         inputs, y_lBX, kept, start = ctx.made
         del ctx.made
         dq, dk, dv = torch.autograd.grad(y_lBX, inputs, grad_lBX)

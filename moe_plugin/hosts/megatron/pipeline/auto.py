@@ -1,11 +1,13 @@
-"""Automatic choice of the fastest predicted schedule that fits the memory.
+"""Automatic selection of the pipeline schedule with the shortest predicted time among those whose
+memory use is within the limit.
 
-The first step warms up under Megatron's 1F1B. The next steps also run in the order of 1F1B and
-measure passes, transfers and the memory needed by backward passes, until two steps agree. With
-`pipeline.slices` nine more steps measure slices. Then all ranks agree on a schedule. All schedules
-give the same numbers (with slices, up to rounding). From time to time a step is measured again. If
-this step is much faster, the machine was busy during the measurements, and everything is measured
-again.
+The first step is a warm-up that runs Megatron's 1F1B schedule. The following steps also run in the
+order of 1F1B. They measure the passes, the transfers and the memory needed by backward passes,
+until the measurements of two steps agree. If `pipeline.slices` is set, nine more steps measure
+slices. After that all ranks select the same schedule. All schedules compute the same results (with
+slices, up to rounding errors). Occasionally a step is measured again. If this step is much faster
+than before, the machine was busy during the earlier measurements, and all measurements are
+repeated.
 """
 
 from __future__ import annotations
@@ -43,14 +45,17 @@ HEADROOM = 0.9  # fraction of the free memory that a schedule may use
 
 
 class MeasuredStep(Step):
-    """A `Step` that measures its passes, its transfers, and the memory for a backward pass.
+    """A `Step` that measures the times of its passes and transfers, and the memory for a backward
+    pass.
 
     Attributes:
-        forward_s: seconds of each forward pass, without the time spent waiting for transfers. The
-            first forward pass is included only if it is the only one.
-        backward_s: seconds of each backward pass, without the time spent waiting for transfers.
-        activation_bytes: bytes that a forward pass saves for its backward pass.
-        transfer_s: seconds for sending a micro-batch's activations to the next stage; the last
+        forward_s: list of the times of forward passes in seconds, without the time spent waiting
+            for transfers. The first forward pass is included only if there is no other forward
+            pass.
+        backward_s: list of the times of backward passes in seconds, without the time spent waiting
+            for transfers.
+        activation_bytes: number of bytes that a forward pass saves for its backward pass.
+        transfer_s: time in seconds to send a micro-batch's activations to the next stage. The last
             stage measures the transfer from the previous stage.
     """
 
@@ -80,7 +85,7 @@ class MeasuredStep(Step):
         return time.perf_counter() - self._waited_s
 
     def forward(self, batch: int, number: int) -> None:
-        """Run and measure a forward pass, see `Step`."""
+        """Run a forward pass and measure its time. See `Step`."""
         start = self._now()
         if batch == 0:
             saved = _SavedBytes()
@@ -94,14 +99,15 @@ class MeasuredStep(Step):
         self.forward_s.append(self._now() - start)
 
     def backward(self, batch: int, number: int) -> None:
-        """Run and measure a backward pass, see `Step`."""
+        """Run a backward pass and measure its time. See `Step`."""
         start = self._now()
         super().backward(batch, number)
         self.backward_s.append(self._now() - start)
 
 
 class _SavedBytes(torch.autograd.graph.saved_tensors_hooks):
-    """Total bytes of the storages that autograd saves, without those of parameters.
+    """Counter of the total size in bytes of the storages that autograd saves, except those of
+    parameters.
 
     Each storage is counted once.
     """
@@ -124,12 +130,13 @@ class _SavedBytes(torch.autograd.graph.saved_tensors_hooks):
 
 
 def agreed(step: MeasuredStep, group: Any, limit: int | None) -> StageProfile:
-    """Return the same profile on all ranks, with the numbers of the slowest and largest rank per
-    stage.
+    """Return a profile that is the same on all ranks. For each stage it contains the times of the
+    slowest rank and the sizes of the largest rank.
 
     This is a collective call of all ranks.
 
-    limit: bytes for activations. Defaults to the free memory on a GPU, and to no limit on a CPU.
+    limit: number of bytes available for activations. Defaults to the free memory on a GPU. On a CPU
+        there is no limit by default.
     """
     own = {
         "stage": group.rank(), "forward_s": statistics.median(step.forward_s),
@@ -165,12 +172,14 @@ logger = logging.getLogger(__name__)
 
 @register
 class AutoSchedule(PipelineSchedule):
-    """1F1B, eager 1F1B or, with `pipeline.slices`, TeraPipe, chosen by measured times and memory.
+    """A schedule that selects 1F1B, eager 1F1B or, with `pipeline.slices`, TeraPipe, based on
+    measured times and memory.
 
-    The memory limit is `pipeline.memory`. With virtual stages Megatron's own schedule is used.
+    The memory limit is given by `pipeline.memory`. With virtual stages Megatron's own schedule is
+    used.
 
     Attributes:
-        chosen: the chosen schedule, or None before the choice.
+        chosen: the selected schedule, or None before the selection.
         profile: the measurements.
     """
 
@@ -189,12 +198,12 @@ class AutoSchedule(PipelineSchedule):
 
     @classmethod
     def or_native(cls, settings: PipelineConfig, native: ForwardBackward) -> ForwardBackward:
-        """Return this schedule or Megatron's, see `PipelineSchedule`."""
+        """Return this schedule or Megatron's function. See `PipelineSchedule`."""
         virtual = ps.get_virtual_pipeline_model_parallel_world_size()
         return super().or_native(settings, native) if virtual is None else native
 
     def __call__(self, **passes: Any) -> list[Any]:
-        """Run one step, with the arguments and results of Megatron's own functions."""
+        """Run one step with the arguments and results of Megatron's own function."""
         if passes.get("forward_only"):
             return self._run(**passes)
         if self.chosen is not None:
@@ -206,7 +215,7 @@ class AutoSchedule(PipelineSchedule):
         return self.native(**passes) if self.steps == 1 else super().__call__(**passes)
 
     def check(self, passes: dict[str, Any], config: Any) -> None:
-        """Check settings and arguments, see `PipelineSchedule`."""
+        """Check settings and arguments. See `PipelineSchedule`."""
         super().check(passes, config)
         if self.settings.slices is None:
             return
@@ -217,7 +226,7 @@ class AutoSchedule(PipelineSchedule):
         check_slices(passes, config)
 
     def step(self, passes: dict[str, Any], config: Any) -> list[Any]:
-        """Run and measure one step. All ranks end up with the same measurements."""
+        """Run one step and measure it. After the step all ranks have the same measurements."""
         step = MeasuredStep(passes, config, self.group, self.gradients)
         logged = step.run()
         limit = self.settings.memory and parse_size(self.settings.memory)
@@ -269,13 +278,13 @@ class AutoSchedule(PipelineSchedule):
 
 
 def numbers_of(profile: StageProfile) -> dict[Hashable, float]:
-    """Return the measured times of a step by kind of pass and stage."""
+    """Return a dict that maps each kind of pass and stage to the measured time."""
     return {(what, stage): seconds for what in ("forward_s", "backward_s")
             for stage, seconds in enumerate(getattr(profile, what))}
 
 
 def with_numbers(profile: StageProfile, numbers: Mapping[Hashable, float]) -> StageProfile:
-    """Return the profile with other times; see `numbers_of`."""
+    """Return a copy of the profile with the given times. See `numbers_of`."""
     stages = range(len(profile.forward_s))
     return dataclasses.replace(profile, forward_s=[numbers["forward_s", i] for i in stages],
                                backward_s=[numbers["backward_s", i] for i in stages])

@@ -25,24 +25,26 @@ _REFUSED = ("overlap_moe_expert_parallel_comm", "use_ring_exchange_p2p", "variab
 
 @schedules.register("1f1b")
 def one_f_one_b(settings: PipelineConfig, native: ForwardBackward) -> ForwardBackward:
-    """Megatron's own schedule: 1F1B, or the interleaved schedule with virtual stages."""
+    """Return Megatron's own schedule, which is 1F1B, or the interleaved schedule with virtual
+    stages.
+    """
     return native
 
 
 class PipelineSchedule:
-    """A replacement for Megatron's function that runs the passes of a step.
+    """A replacement for Megatron's function that runs the forward and backward passes of a step.
 
     Args:
         settings: pipeline settings of the run.
-        native: Megatron's function, which is used for evaluation.
-        gradients: group for gradients, from another schedule. By default the group is created,
-            which is a collective call of all ranks.
+        native: Megatron's own function, which is used in evaluation.
+        gradients: process group for gradients, taken from a different schedule. By default the
+            group is created, which is a collective call of all ranks.
 
     Attributes:
-        name: name of the schedule in `schedules`.
-        unfit: arguments of Megatron's function that the schedule does not support.
-        group: the process group of the stages.
-        gradients: a second process group of the same stages, for gradients.
+        name: name under which the schedule is registered in `schedules`.
+        unfit: names of arguments of Megatron's function that the schedule does not support.
+        group: process group of the pipeline stages.
+        gradients: second process group of the same ranks, for gradients.
     """
 
     name = ""
@@ -61,7 +63,7 @@ class PipelineSchedule:
         return native if one else cls(settings, native)
 
     def __call__(self, **passes: Any) -> list[Any]:
-        """Run one step, with the arguments and results of Megatron's own functions."""
+        """Run one step with the arguments and results of Megatron's own function."""
         model = passes["model"]
         config = get_model_config(model[0] if isinstance(model, list) else model)
         self.check(passes, config)
@@ -80,7 +82,9 @@ class PipelineSchedule:
         raise NotImplementedError
 
     def check(self, passes: dict[str, Any], config: Any) -> None:
-        """Raise a `ValueError` if a setting of Megatron or an argument is not supported."""
+        """Raise a `ValueError` if the schedule does not support an argument or a setting of
+        Megatron.
+        """
         refuse_virtual(self.name, setting(config, "virtual_pipeline_model_parallel_size"))
         graphs = cuda_graphs(config)
         given = [(name, setting(config, name), "off") for name in _REFUSED
@@ -95,10 +99,11 @@ class PipelineSchedule:
 
 
 def gradient_group(group: Any) -> Any:
-    """Return a second group of these stages, or the given group with gloo.
+    """Create a second process group of the pipeline stages, or return the given group if the
+    backend is gloo.
 
-    Gloo separates the two directions by tags, so a second group is only needed with NCCL. This is a
-    collective call of all ranks.
+    Gloo distinguishes the two directions by tags, so a second group is needed only with NCCL. This
+    is a collective call of all ranks.
     """
     if dist.get_backend(group) != "nccl":
         return group
@@ -110,7 +115,7 @@ def gradient_group(group: Any) -> Any:
 
 
 def register(schedule: type[PipelineSchedule]) -> type[PipelineSchedule]:
-    """Register a class in `schedules`; a class decorator."""
+    """Class decorator that registers a schedule class in `schedules`."""
 
     def make(settings: PipelineConfig, native: ForwardBackward) -> ForwardBackward:
         return schedule.or_native(settings, native)
@@ -121,7 +126,7 @@ def register(schedule: type[PipelineSchedule]) -> type[PipelineSchedule]:
 
 
 def refuse(schedule: str, name: str, value: Any, bound: str, remedy: str) -> None:
-    """Raise a `ValueError` for a setting of Megatron that a schedule does not support."""
+    """Raise a `ValueError` if a setting of Megatron is not supported by a schedule."""
     raise ValueError(f"pipeline.schedule={schedule!r} does not support {name}={value!r}, which "
                      f"must be {bound}; {remedy}")
 

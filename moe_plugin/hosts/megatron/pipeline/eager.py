@@ -1,9 +1,10 @@
-"""Eager 1F1B (AlpaComm, arXiv 2211.05322): more early forward passes hide transfers behind compute.
+"""Eager 1F1B (AlpaComm, arXiv 2211.05322), which runs more forward passes early to hide transfers
+behind computation.
 
-With `pipeline.delay_weights` a backward pass is also split into the gradients of inputs and the
-gradients of weights. The split is made operation by operation and not by a second pass over the
-graph, because recomputed layers run their own backward pass inside, and an MoE layer may exchange
-its rows only once.
+With `pipeline.delay_weights` each backward pass is also split into the gradients of inputs and the
+gradients of weights. The gradients are split operation by operation and not by a second pass over
+the graph, because recomputed layers run their own backward pass inside, and an MoE layer may
+exchange its rows only once.
 """
 
 from __future__ import annotations
@@ -27,34 +28,36 @@ LINEAR = "linear_with_grad_accumulation_and_async_allreduce"  # the function of 
 
 @register
 class EagerSchedule(PipelineSchedule):
-    """Schedule in which stage i of n starts with 2 (n - i) - 1 forward passes to hide transfers."""
+    """A schedule in which stage `i` of `n` starts with `2 * (n - i) - 1` forward passes to hide
+    transfers.
+    """
 
     name = "eager-1f1b"
 
     def step(self, passes: dict[str, Any], config: Any) -> list[Any]:
-        """Run a step, see `PipelineSchedule`."""
+        """Run one step. See `PipelineSchedule`."""
         step = SplitStep if self.settings.delay_weights else Step
         return step(passes, config, self.group, self.gradients, "eager").run()
 
     def check(self, passes: dict[str, Any], config: Any) -> None:
-        """Check settings and arguments, see `PipelineSchedule`."""
+        """Check settings and arguments. See `PipelineSchedule`."""
         super().check(passes, config)
         if self.settings.delay_weights:
             check_split(passes["model"], config)
 
 
 class SplitStep(Step):
-    """A step in which a backward pass sends its input's gradient before it computes weight
-    gradients.
+    """A step whose backward passes send the gradient of the stage's input before they compute
+    weight gradients.
 
     Attributes:
-        left: postponed weight gradients of the backward pass, by module with an attribute `later`
-            (such as `Experts.later`), and by weight of a linear layer.
-        embeddings: ids of the token embeddings on this stage.
+        left: postponed weight gradients of the backward pass. The keys are modules with an
+            attribute `later` (such as `Experts.later`), or weights of linear layers.
+        embeddings: ids of the token embedding parameters on the current stage.
     """
 
     def run(self) -> list[Any]:
-        """Run the step, see `Step`."""
+        """Run the step. See `Step`."""
         layers, native = tensor_parallel.layers, getattr(tensor_parallel.layers, LINEAR)
         experts: list[Any] = [each for each in self.model.modules() if hasattr(each, "later")]
         self.embeddings = {id(p) for each in self.model.modules()
@@ -72,7 +75,7 @@ class SplitStep(Step):
                 each.later = None
 
     def finish_backward(self) -> None:
-        """Compute the postponed weight gradients, see `Step`."""
+        """Compute the postponed weight gradients. See `Step`."""
         for owner, later in self.left.items():
             later.compute({"": owner} if isinstance(owner, Tensor) else
                           dict(owner.named_parameters(recurse=False)), hooks=True)
@@ -100,10 +103,11 @@ def _rows(x: Tensor) -> Tensor:
 
 
 class _Linear(torch.autograd.Function):
-    """Megatron's linear function of the name `LINEAR` without the gradient of its weight.
+    """Autograd function that replaces Megatron's linear function `LINEAR` and leaves out the
+    gradient of the weight.
 
-    The forward and backward operations are the same. In the backward pass `leave` is called with
-    the input and the output's gradient.
+    The forward pass and the gradient of the input are computed by the same operations as in
+    Megatron. In the backward pass `leave` is called with the input and the gradient of the output.
     """
 
     @staticmethod
@@ -129,8 +133,8 @@ class _Linear(torch.autograd.Function):
 
 
 def check_split(model: Any, config: Any) -> None:
-    """Raise a `ValueError` if a weight of the model or a setting of Megatron prevents split
-    passes.
+    """Raise a `ValueError` if a weight of the model or a setting of Megatron prevents the backward
+    pass from being split.
     """
     split = f"{EagerSchedule.name}, pipeline.delay_weights=True"
     if config.gradient_accumulation_fusion:

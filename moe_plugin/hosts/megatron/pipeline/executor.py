@@ -1,8 +1,9 @@
-"""Passes of a stage in a given order, run by Megatron's own functions for a single pass.
+"""Execution of the passes of a pipeline stage in a given order, by Megatron's own functions for
+single passes.
 
 The module also does the work that Megatron's `forward_backward_pipelining_without_interleaving`
-does around the passes: it collects losses and token counts, delays reductions, and finishes
-gradients.
+does around the passes. It collects losses and token counts, delays gradient reductions, and
+finishes gradients.
 """
 
 from __future__ import annotations
@@ -31,9 +32,10 @@ AHEAD = 2
 
 
 class Receiver:
-    """The tensors that a neighbour sends in one direction, in order.
+    """Receiver of the tensors that a neighbouring stage sends in one direction, in order.
 
-    Receives are posted in advance, so that a tensor arrives while other tensors are processed.
+    Receive operations are started in advance, so that a tensor arrives while earlier tensors are
+    processed.
     """
 
     def __init__(self, source: int, shapes: list[tuple[int, ...]], empty: Callable[..., Tensor],
@@ -59,9 +61,9 @@ class Receiver:
 
 
 class Sender:
-    """Asynchronous sends of tensors to a neighbour in one direction.
+    """Sender that transfers tensors asynchronously to a neighbouring stage in one direction.
 
-    A tensor is retained until it has been sent.
+    A tensor is kept in memory until it has been sent.
     """
 
     def __init__(self, target: int, group: Any, tag: int, what: str) -> None:
@@ -69,7 +71,9 @@ class Sender:
         self._leaving: deque[tuple[Tensor, Any]] = deque()
 
     def send(self, tensor: Tensor) -> None:
-        """Start sending a tensor. The tensor's storage must not change until `finish`."""
+        """Start to send a tensor. The storage of the tensor must not be changed before `finish`
+        returns.
+        """
         kept = tensor.detach().contiguous()
         work = dist.isend(kept, self.target, group=self.group, tag=self.tag)
         self._leaving.append((kept, work))
@@ -87,14 +91,17 @@ class Sender:
 
 
 class Links:
-    """The transfers of a stage in one step: activations to the next stage, gradients back.
+    """The transfers of a pipeline stage in one step. Activations are sent to the next stage, and
+    gradients to the previous stage.
 
     Args:
-        group: the stages, in order.
-        backward_group: a second group of the same ranks, for gradients. NCCL runs the transfers of
-            a group one after another, so with a single group the two directions could deadlock.
-        received: shapes of the activations from the previous stage, in the order of arrival.
-        sent: shapes of the gradients from the next stage, in the order of arrival.
+        group: process group of the pipeline stages, in order.
+        backward_group: second process group of the same ranks, for gradients. NCCL runs the
+            transfers of a group one after the other, so with a single group the two directions
+            could deadlock.
+        received: list of the shapes of the activations from the previous stage, in the order of
+            arrival.
+        sent: list of the shapes of the gradients from the next stage, in the order of arrival.
         dtype: dtype of the transferred tensors.
         device: device of the transferred tensors.
     """
@@ -133,18 +140,18 @@ TRIES = 2  # number of measurements of a transfer
 
 
 class Step:
-    """One training step of a stage.
+    """One training step of a pipeline stage.
 
     Args:
-        passes: keyword arguments of Megatron's forward-backward functions; `model` and
-            `data_iterator` are a single object or a list with one object.
+        passes: keyword arguments of Megatron's forward-backward functions. `model` and
+            `data_iterator` are each a single object or a list with one object.
         config: Megatron's `TransformerConfig`.
-        group: process group of the stages.
-        gradients: group for gradients, see `PipelineSchedule`.
-        mode: order of the passes, see `planner.pipeline.schedules`.
+        group: process group of the pipeline stages.
+        gradients: process group for gradients. See `PipelineSchedule`.
+        mode: name of the order in which the passes run. See `planner.pipeline.schedules`.
     Attributes:
-        slices: lengths of a sequence's slices in tokens; here a single slice for the whole
-            sequence.
+        slices: lengths in tokens of the slices of a sequence. In this class there is a single
+            slice, which is the whole sequence.
     """
 
     slices: tuple[int, ...] = (0,)
@@ -163,7 +170,8 @@ class Step:
         self.links = Links(group, gradients, *self.travelling(), config.pipeline_dtype, self.device)
 
     def travelling(self) -> tuple[list[Shape], list[Shape]]:
-        """Return the shapes of the received activations and of the received gradients.
+        """Return a list of the shapes of the received activations and a list of the shapes of the
+        received gradients.
 
         Both lists are in the order of the passes.
         """
@@ -171,7 +179,9 @@ class Step:
         return [received] * self.batches, [sent] * self.batches
 
     def shapes(self) -> tuple[Shape, Shape]:
-        """Return the shapes [s, B, h] of a micro-batch's received and sent activations."""
+        """Return the shapes [s, B, h] of the activations that the stage receives and sends for a
+        micro-batch.
+        """
         shapes = core.call_supported(
             schedules.get_tensor_shapes, seq_length=self.passes["seq_length"],
             micro_batch_size=self.passes["micro_batch_size"],
@@ -182,8 +192,8 @@ class Step:
         return tuple(received[0]), tuple(sent[0])
 
     def run(self) -> list[Any]:
-        """Run every pass once, finish the gradients, and return the logged losses of the last
-        stage.
+        """Run every pass once, finish the gradients, and return the losses that the last stage
+        logged.
         """
         # gradients are not reduced until this context is closed in `reducing`
         self.held_back = (self.config.no_sync_func or contextlib.nullcontext)()
@@ -197,8 +207,8 @@ class Step:
 
     @contextlib.contextmanager
     def reducing(self, last: bool) -> Iterator[None]:
-        """Run a backward pass in the block. Gradients are reduced from the last backward pass
-        on.
+        """Context in which a backward pass is run. Gradients are reduced only from the last
+        backward pass on.
         """
         sync = self.config.grad_sync_func
         # with a grad_sync_func, stages other than the first reduce after their last pass
@@ -231,7 +241,9 @@ class Step:
             schedules.deallocate_output_tensor(output, self.config.deallocate_pipeline_outputs)
 
     def backward(self, batch: int, number: int) -> None:
-        """Run the backward pass of a micro-batch and start sending the gradient of its input."""
+        """Run the backward pass of a micro-batch and start sending the gradient of the stage's
+        input.
+        """
         taken, output = self.alive.popleft()
         grad = self.links.output_grads.next() if self.links.output_grads else None
         with self.reducing(batch == self.batches - 1):
@@ -243,12 +255,14 @@ class Step:
             self.finish_backward()
 
     def finish_backward(self) -> None:
-        """Finish a backward pass after its input's gradient was sent. Here nothing is left to
-        do.
+        """Finish a backward pass after the gradient of the stage's input has been sent. In this
+        class there is nothing left to do.
         """
 
     def _finish_gradients(self) -> None:
-        """Run Megatron's reductions over replicas and between stages that share embeddings."""
+        """Run Megatron's gradient reductions over replicas and between stages that share
+        embeddings.
+        """
         finalize = self.config.finalize_model_grads_func
         if finalize is not None:
             tokens = self.tokens if self.config.calculate_per_token_loss else None
@@ -265,10 +279,11 @@ def _only(value: Any) -> Any:
 
 
 def transfer_s(step: Step, shape: Shape) -> float:
-    """Return the seconds for sending a tensor between neighbours: half of the fastest round trip.
+    """Return the time in seconds to send a tensor between neighbouring stages, which is half the
+    time of the fastest round trip.
 
-    This is a collective call of the stages. Even and odd pairs of stages are measured one after the
-    other, so that no stage takes part in two measurements at once.
+    This is a collective call of all pipeline stages. Even and odd pairs of stages are measured one
+    after the other, so that no stage takes part in two measurements at the same time.
     """
     group, worst = step.links.group, 0.0
     tensor = torch.zeros(shape, dtype=step.config.pipeline_dtype, device=step.device)

@@ -1,7 +1,8 @@
-"""Passes of a stage slice by slice: forward in order, backward in reverse order.
+"""Execution of the passes of a pipeline stage slice by slice, in order in the forward pass and in
+reverse order in the backward pass.
 
-The last stage concatenates the outputs of a micro-batch's slices before computing the loss, so the
-loss function of a host receives the same tensors as without slices.
+The last stage concatenates the outputs of a micro-batch's slices before the loss is computed, so
+the loss function of the script receives the same tensors as without slices.
 """
 
 from __future__ import annotations
@@ -35,10 +36,10 @@ _CONFIG = (("context_parallel_size", 1), ("multi_latent_attention", False),
 
 
 def check_model(model: Any, config: Any) -> Any:
-    """Return the bare GPT model inside its wrappers.
+    """Return the GPT model without its wrappers.
 
     Raises:
-        ValueError: a part of the model or a setting of Megatron does not support slices.
+        ValueError: If a part of the model or a setting of Megatron does not support slices.
     """
     for name, bound in _CONFIG:
         if (setting(config, name) or None) != (bound or None):
@@ -62,13 +63,13 @@ def check_model(model: Any, config: Any) -> Any:
 
 
 class CutModel:
-    """A GPT model that is called with whole batches and computes one slice of their sequences.
+    """A GPT model that is called with whole batches but computes only one slice of the sequences.
 
-    The inputs are cut inside the context `cutting`, to the slice that `begin` sets.
+    The inputs are split inside the context `cutting`, and `begin` selects the slice.
 
     Args:
         bare: the model without its wrappers.
-        length: length of a sequence in tokens.
+        length: length of each sequence in tokens.
     """
 
     def __init__(self, bare: Any, length: int) -> None:
@@ -80,7 +81,7 @@ class CutModel:
 
     @contextmanager
     def cutting(self) -> Iterator[None]:
-        """Make calls of the model compute the slice that `begin` has set, inside the block."""
+        """Inside the block, make calls of the model compute the slice that `begin` has selected."""
         with ExitStack() as stack:
             hooks = [self.bare.register_forward_pre_hook(self._cut, with_kwargs=True, prepend=True)]
             if getattr(self.bare, "position_embedding_type", None) == "rope":
@@ -92,7 +93,7 @@ class CutModel:
             yield
 
     def begin(self, part: SlicePart | None) -> None:
-        """Select the slice for the following forward or backward passes."""
+        """Select the slice that the following forward or backward passes compute."""
         self.part = part
         for attention in self.attentions:
             attention.part = part
@@ -130,7 +131,7 @@ class Again:
         self._data, self._fresh, self._item = data, True, None
 
     def next_batch(self) -> None:
-        """Read a new item from the wrapped iterator when the next item is requested."""
+        """Make the next request read a new item from the wrapped iterator."""
         self._fresh = True
 
     def __iter__(self) -> Again:
@@ -144,9 +145,11 @@ class Again:
 
 @contextmanager
 def weighed(part: SlicePart) -> Iterator[None]:
-    """Weight auxiliary losses by the slice's share of a sequence's tokens inside the block.
+    """Multiply auxiliary losses computed inside the block by the fraction of the sequence's tokens
+    that belong to the slice.
 
-    The weights apply to logged values, and to gradients unless Megatron itself weights by tokens.
+    The factor applies to logged values, and also to gradients unless Megatron itself weights losses
+    by tokens.
     """
     share = part.length / part.sequences.length
     before = {name: entry.values.clone() for name, entry in core.logged_losses().items()}
@@ -160,12 +163,13 @@ Seconds = dict[tuple[str, int, int], list[float]]  # by kind of pass, length and
 
 
 class SliceStep(Step):
-    """One training step of a stage, computed in slices with the given numbers of tokens.
+    """One training step of a pipeline stage, computed in slices with the given numbers of tokens.
 
-    timed: whether to measure passes. Device work is awaited before and after each pass.
+    timed: True to measure the time of each pass. In this case the device is synchronized before and
+        after each pass.
 
     Attributes:
-        seconds: the measured seconds of passes.
+        seconds: measured times of passes in seconds.
     """
 
     def __init__(self, passes: dict[str, Any], config: Any, group: Any, gradients: Any,
@@ -183,9 +187,9 @@ class SliceStep(Step):
         self.seconds: Seconds = defaultdict(list)
 
     def travelling(self) -> tuple[list[Shape], list[Shape]]:
-        """Return the shapes of the received tensors, see `Step`.
+        """Return the shapes of the received tensors. See `Step`.
 
-        Gradients are received in the reverse order of a micro-batch's slices.
+        The gradients of a micro-batch's slices are received in reverse order.
         """
         (length, *received), (_, *sent) = self.shapes()
         ranks = self.starts[-1] // length  # number of tensor-parallel ranks that share a sequence
@@ -194,7 +198,7 @@ class SliceStep(Step):
                 [(part, *sent) for part in lengths[::-1]] * self.batches)
 
     def run(self) -> list[Any]:
-        """Run the step, see `Step`."""
+        """Run the step. See `Step`."""
         try:
             with self.cut.cutting():
                 return super().run()
@@ -213,8 +217,7 @@ class SliceStep(Step):
         return part
 
     def forward(self, batch: int, number: int) -> None:
-        """Run the forward pass of a slice and send its output, or compute the loss on the last
-        stage.
+        """Run the forward pass of a slice. Send its output, or compute the loss on the last stage.
         """
         taken = self.links.inputs.next().requires_grad_() if self.links.inputs else None
         if self.again is not None and number == 0:
@@ -263,7 +266,7 @@ class SliceStep(Step):
         self.output_grads = list(whole_BS.grad.split(self.slices, dim=1))
 
     def backward(self, batch: int, number: int) -> None:
-        """Run the backward pass of a slice and send the gradient of its input."""
+        """Run the backward pass of a slice, and send the gradient of the slice's input."""
         taken, output = self.graphs.pop((batch, number))
         part = self._begin(batch, number)
         grad = self.links.output_grads.next() if self.links.output_grads else None

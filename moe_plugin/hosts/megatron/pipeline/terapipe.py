@@ -1,4 +1,4 @@
-"""TeraPipe (arXiv 2102.07988): slices of sequences are pipelined through the stages."""
+"""TeraPipe (arXiv 2102.07988), which pipelines slices of sequences through the stages."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ logger = logging.getLogger(__name__)
 
 
 class SliceTrials:
-    """Choice of the slices for each step, until the best slices are known.
+    """Selection of the slices for each step, until the fastest slices are known.
 
     Args:
-        length: length of a sequence in tokens.
-        multiple: every slice length must be a multiple of this number.
+        length: length of each sequence in tokens.
+        multiple: number of which every slice length must be a multiple.
 
     Attributes:
         profile: the measurements, or None until they are complete.
-        chosen: the best slices, or None until they are known.
-        samples: [length, context, seconds] of forward passes on the slowest rank.
+        chosen: the fastest slices, or None until they are known.
+        samples: list of [length, context, seconds] for forward passes on the slowest rank.
     """
 
     def __init__(self, length: int, multiple: int) -> None:
@@ -59,16 +59,16 @@ class SliceTrials:
         self._seconds: Seconds = defaultdict(list)
 
     def knows(self, length: int) -> bool:
-        """Return whether sequences of this length can be cut.
+        """Return True if sequences of this length can be split into slices.
 
-        While slices are being measured, only sequences of the measured length can be cut.
+        While slices are being measured, only sequences of the measured length can be split.
         """
         return self.chosen is not None or length == self.length
 
     def next(self, length: int) -> tuple[tuple[int, ...], bool]:
-        """Return the slices of the next step and whether the step is measured.
+        """Return the slices of the next step, and True if the step is measured.
 
-        length: length of the step's sequences.
+        length: length of the step's sequences in tokens.
         """
         if self.chosen is not None:
             self._checks.calls += 1
@@ -77,7 +77,7 @@ class SliceTrials:
         return equal_slices(self.length, self.multiple, count), self._steps > 0
 
     def after(self, step: SliceStep) -> None:
-        """Record a step. After the last trial and after a check this is a collective call of all
+        """Record a step. After the last trial and after each check this is a collective call of all
         ranks.
         """
         if self.chosen is not None:
@@ -145,11 +145,12 @@ class SliceTrials:
 
 @register
 class SliceSchedule(PipelineSchedule):
-    """Schedule in which stage i of n starts with n - i + S - 1 forward passes of slices.
+    """A schedule in which stage `i` of `n` starts with `n - i + S - 1` forward passes of slices.
 
-    S is the number of slices; see docs/pipeline.md.
+    `S` is the number of slices. See docs/pipeline.md.
 
-    trials: measurements of the best slices, or None if the slices are given.
+    trials: measurements that determine the fastest slices, or None if the slices are given by the
+        user.
     """
 
     name = NAME
@@ -161,7 +162,7 @@ class SliceSchedule(PipelineSchedule):
         self.trials: SliceTrials | None = None
 
     def step(self, passes: dict[str, Any], config: Any) -> list[Any]:
-        """Run a step, see `PipelineSchedule`."""
+        """Run one step. See `PipelineSchedule`."""
         length = passes.get("decoder_seq_length") or passes["seq_length"]
         multiple = config.tensor_model_parallel_size if config.sequence_parallel else 1
         slices, timed = self._next(length, multiple, config.deterministic_mode)
@@ -173,7 +174,7 @@ class SliceSchedule(PipelineSchedule):
 
     def _next(self, length: int, multiple: int,
               deterministic: bool) -> tuple[tuple[int, ...], bool]:
-        """Return the slices of the next step and whether they are measured."""
+        """Return the slices of the next step, and True if they are measured."""
         slices = given_slices(self.settings.slices, length, multiple)
         if slices:
             return slices, False
@@ -187,14 +188,16 @@ class SliceSchedule(PipelineSchedule):
 
 
 def given_slices(text: str | None, length: int, multiple: int) -> tuple[int, ...]:
-    """Return the lengths of slices that `pipeline.slices` sets; empty for `best` and None.
+    """Return the slice lengths that `pipeline.slices` specifies. The result is empty for `best` and
+    None.
 
     Args:
-        text: lengths such as `512,256,256`, or the number of equal slices.
-        length: length of a sequence in tokens.
-        multiple: every slice length must be a multiple of this number.
+        text: string with slice lengths such as `512,256,256`, or with the number of slices of equal
+            length.
+        length: length of each sequence in tokens.
+        multiple: number of which every slice length must be a multiple.
     Raises:
-        ValueError: the lengths do not fit the sequence.
+        ValueError: If the slice lengths are not valid for the length of the sequence.
     """
     if text in (None, "best"):
         return ()

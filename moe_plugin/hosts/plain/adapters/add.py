@@ -1,4 +1,6 @@
-"""`add_lora`: add low-rank adapters to the experts of a model, and freeze the other parameters."""
+"""The function `add_lora`, which adds low-rank adapters to the experts of a model and freezes all
+other parameters.
+"""
 
 from __future__ import annotations
 
@@ -22,31 +24,34 @@ def add_lora(model: nn.Module, rank: int = 8, alpha: float = 16.0, *,
              experts: Collection[int] | None = None,
              rank_pattern: Mapping[str, int] | None = None, use_rslora: bool = False,
              use_dora: bool = False, freeze: bool = True) -> list[str]:
-    """Add low-rank adapters to experts. The adapters change nothing until they are trained.
+    """Add low-rank adapters to the experts of a model. The adapters do not change the output of the
+    model until they are trained.
 
-    Expert l computes with w + (alpha / r) a b instead of w. The factor a is initialized like in
-    `peft`, and b is 0. Call this function on all ranks when the model has its weights, before the
-    model is wrapped (`ddp_model`, `fully_shard_model`) and before the optimizer is built.
+    Expert `l` computes with `w + (alpha / r) * a @ b` instead of `w`. The factor `a` is initialized
+    as in `peft`, and `b` is 0. This function must be called on all ranks when the model has its
+    weights, before the model is wrapped (`ddp_model`, `fully_shard_model`) and before the optimizer
+    is built.
 
     Args:
-        model: a model with `MoELayer`s.
-        rank: the rank r of the adapters.
-        alpha: scale of the adapters. The factor is alpha / r, or alpha / sqrt(r) with use_rslora.
-        targets: "gate_up" (the first maps, which share one factor a as in `peft`'s adapters of
-            `gate_up_proj`), "down", or both.
-        experts: global indices of the experts that get adapters; the remaining experts store rows
-            of zeros. Optional. Defaults to all experts.
-        rank_pattern: ranks by regular expressions that must match the end of
-            `NAME.experts.INDEX.TARGET`, where NAME is the name of the layer. The first match
-            counts, and the rank 0 means no adapter.
-        use_rslora: whether the factor is alpha / sqrt(r) (rsLoRA).
-        use_dora: whether the lengths of the columns of the sum are trained separately (DoRA).
-        freeze: whether all other parameters of the model are frozen. With False, only the weights
-            of the adapted layers' experts are frozen.
-    Returns: names of the layers with adapters.
+        model: model that contains `MoELayer`s.
+        rank: rank r of the adapters.
+        alpha: numerator of the scaling factor of the adapters. The scaling factor is `alpha / r`,
+            or `alpha / sqrt(r)` with `use_rslora`.
+        targets: "gate_up" (the first linear layers, which share one factor `a` as in `peft`'s
+            adapters of `gate_up_proj`), "down", or both.
+        experts: global indices of the experts that get adapters. All other experts store rows of
+            zeros. Optional. Defaults to all experts.
+        rank_pattern: dict that maps regular expressions to ranks. An expression must match the end
+            of `NAME.experts.INDEX.TARGET`, where NAME is the name of the layer. The first
+            expression that matches is used. With a rank of 0 the expert gets no adapter.
+        use_rslora: True to use the scaling factor `alpha / sqrt(r)` (rsLoRA).
+        use_dora: True to train the norms of the columns of the adapted weight separately (DoRA).
+        freeze: True to freeze all other parameters of the model. If it is False, only the weights
+            of the experts in the adapted layers are frozen.
+    Returns: names of the layers that have adapters.
     Raises:
-        ValueError: the model has no layer, its experts do not support adapters or already have
-            adapters, or the arguments select no expert.
+        ValueError: If the model has no `MoELayer`, if its experts do not support adapters or
+            already have adapters, or if the arguments select no expert.
     """
     _check(rank, targets, rank_pattern or {})
     layers = dict(_layers(model))
@@ -85,13 +90,13 @@ def _add(layer: MoELayer, ranks: ExpertRanks) -> None:
 
 
 class _SavesExperts:
-    """A `save_pretrained` for `peft` models, whose own function saves only `peft`'s adapters."""
+    """A `save_pretrained` method for `peft` models, whose own method saves only `peft` adapters."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
 
     def __call__(self, save_directory: str, *args: Any, **kwargs: Any) -> None:
-        """Save all adapters, see `save_adapter`. Collective."""
+        """Save all adapters. See `save_adapter`. Collective."""
         save_adapter(self.model, save_directory)
 
 
@@ -113,7 +118,8 @@ def _check(rank: int, targets: Collection[str], pattern: Mapping[str, int]) -> N
 
 
 def _layers(model: nn.Module) -> Iterator[tuple[str, MoELayer]]:
-    """Yield the names and layers of a model. Raise `ValueError` if experts do not support adapters.
+    """Yield the names and layers of a model. Raises a `ValueError` if experts do not support
+    adapters.
     """
     for name, layer in named_layers_in(model).items():
         built, where = layer.experts, f"layer {name!r}"
@@ -133,7 +139,9 @@ def _layers(model: nn.Module) -> Iterator[tuple[str, MoELayer]]:
 
 def _ranks(name: str, layer: MoELayer, rank: int, targets: Collection[str],
            experts: Collection[int] | None, pattern: Mapping[str, int]) -> dict[str, list[int]]:
-    """Return the rank of every expert for each target; targets without adapters are left out."""
+    """Return a dict that maps each target to the adapter ranks of all experts. Targets without
+    adapters are left out.
+    """
     built, count = layer.experts, layer.config.num_experts
     assert isinstance(built, FFNExperts)
     if built.adapters is not None:

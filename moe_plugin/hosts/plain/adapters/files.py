@@ -1,8 +1,8 @@
-"""Save the adapters of experts in `peft` files, for `transformers` models with our layers.
+"""Writing of expert adapters to `peft` files, for `transformers` models with this package's layers.
 
-`peft` adapts the stacks of experts as parameters (`target_parameters`). For each stack a file
-contains `lora_A` [r * E, in], where the rows of one expert are adjacent, and `lora_B` [out, r * E],
-where the columns of one expert are E apart (`ParamWrapper` of `peft.tuners.lora`).
+`peft` adapts the stacks of expert weights as parameters (`target_parameters`). For each stack a
+file contains `lora_A` [r * E, in], where the rows of one expert are adjacent, and `lora_B` [out, r
+* E], where the columns of one expert are E columns apart (`ParamWrapper` of `peft.tuners.lora`).
 """
 
 from __future__ import annotations
@@ -33,17 +33,18 @@ START = "base_model.model."  # prefix of all names in a file and in a peft model
 
 @dataclass(frozen=True)
 class PeftStack:
-    """The storage of one stack of a block's experts in `transformers`, and of its adapters in
-    `peft`.
+    """The way in which `transformers` stores a stack of expert weights, and `peft` stores its
+    adapters.
 
     Attributes:
         name: name of the stack's parameter in the experts module.
-        parts: number of our weights along the output axis: 2 for gate and input weights, or 1.
-        in_turn: whether gate and input columns alternate along the output axis. If they do not
+        parts: number of this package's weights along the output axis, which is 2 for gate and input
+            weights, and 1 otherwise.
+        in_turn: True if gate and input columns alternate along the output axis. If they do not
             alternate, all gate columns precede the input columns.
-        flipped: whether `peft` treats the stack's output axis as its input axis and therefore
-            exchanges the two factors. `peft` does so if the stack is transposed and its module
-            lacks `is_transposed` (Llama 4).
+        flipped: True if `peft` treats the stack's output axis as its input axis and therefore
+            exchanges the two factors. `peft` does this if the stack is transposed and its module
+            has no attribute `is_transposed` (Llama 4).
     """
 
     name: str
@@ -52,14 +53,17 @@ class PeftStack:
     flipped: bool
 
     def to_peft(self, a_EIR: Tensor, bs_ERO: list[Tensor]) -> tuple[Tensor, Tensor]:
-        """Return `lora_A` and `lora_B` for our factor a and the factors b of each part, gate first.
+        """Return `lora_A` and `lora_B` for this package's factor `a` and the factors `b` of all
+        parts, with the gate first.
         """
         b_ERO = torch.stack(bs_ERO, -1).flatten(-2) if self.in_turn else torch.cat(bs_ERO, -1)
         first, second = (b_ERO, a_EIR.mT) if self.flipped else (a_EIR.mT, b_ERO)
         return first.flatten(0, 1), second.permute(2, 1, 0).flatten(1)
 
     def from_peft(self, a: Tensor, b: Tensor, experts: int) -> tuple[Tensor, list[Tensor]]:
-        """Return our factor a and the factors b of each part. This is the inverse of `to_peft`."""
+        """Return this package's factor `a` and the factors `b` of all parts. This is the inverse of
+        `to_peft`.
+        """
         factors = a.unflatten(0, (experts, -1)), b.unflatten(1, (-1, experts)).permute(2, 1, 0)
         first, b_ERO = reversed(factors) if self.flipped else factors
         if self.in_turn:
@@ -73,7 +77,8 @@ class PeftStack:
 
 
 def stacks_of(block: SwappedBlock) -> dict[str, PeftStack]:
-    """Return the stacks of a block's experts by the names of `PLACES`, in the order of the module.
+    """Return the stacks of a block's experts, by the names in `PLACES` and in the order of the
+    module.
     """
     family, experts = block.family, block.original[0].experts
     flipped = family.transposed and not getattr(experts, "is_transposed", False)
@@ -84,20 +89,23 @@ def stacks_of(block: SwappedBlock) -> dict[str, PeftStack]:
 
 
 def save_adapter(model: nn.Module, folder: str | Path) -> None:
-    """Write the adapters of `add_lora` in `peft`'s format. Collective; the first rank writes.
+    """Write the adapters added by `add_lora` in `peft`'s format. This is a collective call, in
+    which the first rank writes the file.
 
-    The file fits the model as it was before `swap_moe_blocks`:
+    The file can be loaded into the model as it was before `swap_moe_blocks`, with
     `PeftModel.from_pretrained(model, folder)`. If `peft` has wrapped the model, the file also
-    contains `peft`'s own adapters. In the file all experts of a layer have the same rank and scale:
-    smaller factors are padded with columns of zeros, and differences in scale are moved into b.
+    contains `peft`'s own adapters. In the file all experts of a layer have the same rank and scale.
+    Smaller factors are padded with columns of zeros, and differences in scale are multiplied into
+    `b`.
 
     Args:
-        model: a model with blocks of `swap_moe_blocks`, or a `peft` model around such a model.
-        folder: folder to write to.
+        model: model with blocks inserted by `swap_moe_blocks`, or a `peft` model around such a
+            model.
+        folder: path of the folder to write to.
     Raises:
-        ValueError: the model has no adapters, an adapter is outside of the blocks of
-            `swap_moe_blocks`, an adapter uses DoRA (which `peft` does not support for stacks of
-            experts), or the folder cannot be written.
+        ValueError: If the model has no adapters, if an adapter is outside of the blocks inserted by
+            `swap_moe_blocks`, if an adapter uses DoRA (which `peft` does not support for stacks of
+            experts), or if the folder cannot be written.
     """
     import peft
     from safetensors import SafetensorError
@@ -159,16 +167,18 @@ def save_adapter(model: nn.Module, folder: str | Path) -> None:
 
 
 def _refuse_inside(state: Mapping[str, Tensor], blocks: Collection[str]) -> None:
-    """Raise `ValueError` for `peft` adapters on modules that only our layers have."""
+    """Raise a `ValueError` for `peft` adapters on modules that only this package's layers have."""
     inside = tuple(f"{START}{block}.moe." for block in blocks)
     if names := sorted(name for name in state if name.startswith(inside)):
-        raise ValueError(f"{names[0]!r} adapts a module of our layer, which does not exist in the "
-                         "model before swap_moe_blocks. Pass "
+        raise ValueError(f"{names[0]!r} adapts a module of this package's layer, which does not "
+                         "exist in the model before swap_moe_blocks. Pass "
                          r"exclude_modules=r'.*\.moe\..*' to LoraConfig")
 
 
 def _config(model: nn.Module) -> Any:
-    """Return a copy of the model's `peft` configuration, or an empty one without `peft`."""
+    """Return a copy of the model's `peft` configuration, or an empty configuration if the model
+    does not use `peft`.
+    """
     import peft
 
     if not hasattr(model, "peft_config"):
@@ -178,7 +188,8 @@ def _config(model: nn.Module) -> Any:
 
 
 def by_pattern(pattern: Mapping[str, Any], target: str, usual: Any) -> Any:
-    """Return the value that `peft` reads for a target: that of the first pattern matching its end.
+    """Return the value that `peft` reads for a target, which is that of the first pattern matching
+    the end of the target's name.
     """
     return next((value for key, value in pattern.items()
                  if re.match(rf"(.*\.)?({key})$", target)), usual)
@@ -188,7 +199,7 @@ def _noted(pattern: dict[str, Any], target: str, value: float, usual: float) -> 
     """Extend `pattern` so that `peft` reads `value` for the target.
 
     `peft` stores patterns in alphabetical order. The new pattern begins with a space that is
-    repeated zero times, so that it sorts before all other patterns.
+    repeated zero times, so it sorts before all other patterns.
     """
     if by_pattern(pattern, target, usual) == value:
         return pattern

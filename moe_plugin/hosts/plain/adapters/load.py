@@ -1,4 +1,4 @@
-"""`load_adapter`: load the adapters of experts from `peft` files."""
+"""The function `load_adapter`, which loads the adapters of experts from `peft` files."""
 
 from __future__ import annotations
 
@@ -21,16 +21,17 @@ from moe_plugin.utils import checksums
 
 
 def load_adapter(model: nn.Module, folder: str | Path, freeze: bool = True) -> list[str]:
-    """Add the adapters of a `peft` file to experts. Each rank loads its own experts. Collective.
+    """Add the adapters in a `peft` file to the experts of a model. Each rank loads the adapters of
+    its own experts. Collective.
 
     Args:
-        model: as in `save_adapter`. A `peft` model also loads its own adapters from the file.
-        folder: folder with `adapter_config.json` and `adapter_model.safetensors`.
+        model: model as in `save_adapter`. A `peft` model also loads its own adapters from the file.
+        folder: path of a folder with `adapter_config.json` and `adapter_model.safetensors`.
         freeze: see `add_lora`.
-    Returns: names of the layers with adapters.
+    Returns: names of the layers that have adapters.
     Raises:
-        ValueError: the file is damaged, contains another kind of adapter, belongs to another model,
-            or has adapters of modules that `peft` must wrap first.
+        ValueError: If the file is damaged, contains a different kind of adapter, belongs to a
+            different model, or has adapters for modules that `peft` must wrap first.
     """
     _refuse_pickles(Path(folder))
     import peft
@@ -86,7 +87,9 @@ def _refuse_pickles(folder: Path) -> None:
 
 
 def _check_rest(model: nn.Module, rest: Mapping[str, Tensor], folder: str | Path) -> None:
-    """Raise `ValueError` unless the `peft` model has all adapters that belong to no expert."""
+    """Raise a `ValueError` unless the `peft` model has all adapters in the file that do not belong
+    to experts.
+    """
     import peft
 
     known = peft.get_peft_model_state_dict(model) if hasattr(model, "peft_config") else {}
@@ -99,7 +102,7 @@ def _check_rest(model: nn.Module, rest: Mapping[str, Tensor], folder: str | Path
 
 
 def _targeted(name: str, stacks: Mapping[str, PeftStack], targets: Collection[str]) -> list[str]:
-    """Return the stacks of a block that `peft` adapts; the last entry is the outermost adapter."""
+    """Return the stacks of a block that `peft` adapts. The last entry is the outermost adapter."""
     def full(place: str) -> str:
         return f".{name}.experts.{stacks[place].name}"
 
@@ -109,11 +112,11 @@ def _targeted(name: str, stacks: Mapping[str, PeftStack], targets: Collection[st
 
 def _pairs(name: str, layer: MoELayer, stacks: Mapping[str, PeftStack], targeted: list[str],
            rest: dict[str, Tensor]) -> Iterator[tuple[str, tuple[Tensor, Tensor]]]:
-    """Yield the stack name and the pair (`lora_A`, `lora_B`) of each adapter, and remove it from
-    `rest`.
+    """Yield the stack name and the pair (`lora_A`, `lora_B`) of each adapter, and remove the
+    adapter from `rest`.
 
-    The nesting of the adapters depends on `peft`. The stack is identified by the shapes. If both
-    stacks have the same shape, the order of `targeted` decides.
+    The nesting of the adapters depends on `peft`. Therefore each stack is identified by the shapes
+    of its adapter. If both stacks have the same shape, the order returned by `targeted` decides.
     """
     config = layer.config
     widths = {"in": (config.row_dim, config.hidden_dim), "out": (config.hidden_dim, config.row_dim)}
@@ -138,7 +141,7 @@ def _pairs(name: str, layer: MoELayer, stacks: Mapping[str, PeftStack], targeted
 
 @torch.no_grad()
 def _fill(layer: MoELayer, place: str, stack: PeftStack, pair: tuple[Tensor, Tensor]) -> None:
-    """Copy this rank's part of `lora_A` and `lora_B` into the layer."""
+    """Copy the current rank's part of `lora_A` and `lora_B` to the layer."""
     name, bs, _ = PLACES[place]
     a_EIR, bs_ERO = stack.from_peft(*pair, layer.config.num_experts)
     for key, value in {name: a_EIR, **dict(zip(reversed(bs[:stack.parts]), bs_ERO, strict=True))

@@ -1,4 +1,4 @@
-"""Merge adapters into the weights of experts, and undo the merge."""
+"""Functions that merge adapters into the weights of experts, and undo the merge."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from moe_plugin.layer import MoELayer, named_layers_in
 
 
 def adapted_layers(model: nn.Module) -> dict[str, MoELayer]:
-    """Return the layers with adapters by name.
+    """Return a dict from names to the layers that have adapters.
 
     Raises:
-        ValueError: the model has no adapters.
+        ValueError: If the model has no adapters.
     """
     layers = {name: layer for name, layer in named_layers_in(model).items()
               if isinstance(layer.experts, FFNExperts) and layer.experts.adapters is not None}
@@ -29,14 +29,15 @@ def adapted_layers(model: nn.Module) -> dict[str, MoELayer]:
 
 
 def merge_lora(model: nn.Module, keep: bool = False) -> None:
-    """Add the adapters to the experts' weights. Collective.
+    """Merge the adapters into the experts' weights. Collective.
 
     Args:
-        model: a model with adapters.
-        keep: whether the merged adapters are stored, without effect, for `unmerge_lora`. With False
-            they are deleted, and the experts' weights and biases become trainable again.
+        model: model whose experts have adapters.
+        keep: True to keep the merged adapters for `unmerge_lora`. They then have no effect. If it
+            is False, the adapters are deleted, and the weights and biases of the experts become
+            trainable again.
     Raises:
-        ValueError: the model has no adapters, or the adapters are already merged.
+        ValueError: If the model has no adapters, or if the adapters have already been merged.
     """
     for name, layer in adapted_layers(model).items():
         built = layer.experts
@@ -58,10 +59,10 @@ def merge_lora(model: nn.Module, keep: bool = False) -> None:
 
 
 def unmerge_lora(model: nn.Module) -> None:
-    """Undo `merge_lora(model, keep=True)`, up to rounding.
+    """Undo `merge_lora(model, keep=True)` up to rounding errors.
 
     Raises:
-        ValueError: the adapters are not merged.
+        ValueError: If the adapters have not been merged.
     """
     for name, layer in adapted_layers(model).items():
         built = layer.experts
@@ -78,7 +79,8 @@ def unmerge_lora(model: nn.Module) -> None:
 
 def _sums(experts: FFNExperts, adapters: Mapping[str, LowRank]
           ) -> Iterator[tuple[Tensor, Tensor, Tensor | float]]:
-    """Yield each weight [L, I, O], the product to add to it, and the factor of the resulting sum.
+    """Yield each weight [L, I, O], the matrix product to be added to it, and the factor by which
+    the sum is multiplied.
     """
     for place, (a_LIR, b_LRO, factor_LO) in adapters.items():
         weights = experts.weights_of()[place]

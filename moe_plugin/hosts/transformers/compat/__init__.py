@@ -1,7 +1,7 @@
-"""Names of `transformers` that are not part of its stable interface.
+"""Access to names of `transformers` that are not part of its stable interface.
 
 The module contains the two registries, and functions for private settings and methods of experts
-modules. If a name moves in a new version of `transformers`, only this file needs a change.
+modules. If a name moves in a new version of `transformers`, only this file must be changed.
 """
 
 from __future__ import annotations
@@ -16,21 +16,24 @@ __all__ = ["ALL_EXPERTS_FUNCTIONS", "EPImplementation", "EPImplementationInterfa
 
 
 def implementation_of(module: nn.Module) -> str | None:
-    """Return the name of the module's experts implementation, or None if no caller has set it."""
+    """Return the name of the module's experts implementation, or None if it has not been set."""
     return module.config._experts_implementation
 
 
 def holds_a_part(module: nn.Module) -> bool:
-    """Return whether ranks share the experts. Experts of other ranks have the index `num_experts`.
+    """Return True if the experts are distributed over several ranks. In this case the index
+    `num_experts` stands for experts of other ranks.
     """
     return module._is_expert_parallel
 
 
 def has_its_own_gate(module: nn.Module) -> bool:
-    """Return whether the module's class defines its own gate instead of using `act_fn`."""
+    """Return True if the class of the module defines its own gate instead of using `act_fn`."""
     return type(module)._apply_gate is not _default_apply_gate
 
 
 def apply_gate(module: nn.Module, inner_RF: Tensor) -> Tensor:
-    """Apply the gate between the two products of gated experts: [R, 2F] to [R, F]."""
+    """Apply the gate between the two matmuls of gated experts. The input has shape [R, 2F], and the
+    output [R, F].
+    """
     return module._apply_gate(inner_RF)

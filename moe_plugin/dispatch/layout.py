@@ -1,0 +1,183 @@
+"""`LayerLayout`: one way to bring tokens and expert parameters together in a call.
+
+With r = 0 the parameters of all experts are gathered and the tokens stay on their rank. With
+r >= 1 each token is sent to r ranks for each of its experts. See `comm.placement.Placement` and
+docs/adaptive.md.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+from torch import Tensor, nn
+
+from moe_plugin.comm.base import Comm
+from moe_plugin.dispatch.base import Dispatcher, Sent
+from moe_plugin.dispatch.row_pages import PagedStash, may_keep
+from moe_plugin.kernels.expert_ffn import FFNParameters, Strategy
+from moe_plugin.kernels.weight_grads import GradSums, LaterGrads
+from moe_plugin.planner.choice import LayoutChoice
+from moe_plugin.records import DispatchPlan, ExpertRows, ParameterRequest
+from moe_plugin.utils.machine import exporting
+
+
+class LayoutExperts(Protocol):
+    """The interface of experts that a layout uses. `moe_plugin.experts.Experts` documents it."""
+
+    later: LaterGrads | None
+    stored: bool
+
+    @property
+    def supports_gather(self) -> bool: ...
+
+    @property
+    def traceable(self) -> bool: ...
+
+    @property
+    def anchor(self) -> nn.Parameter | None: ...
+
+    def compute_parameters(self, tensors: dict[str, Tensor] | None = None,
+                           first_shard: int | None = None) -> FFNParameters: ...
+
+    def gathered_parameters(self, local: dict[str, Tensor] | None, comm: Comm, shards: int,
+                            first_shard: int) -> FFNParameters: ...
+
+
+@dataclass(frozen=True)
+class LayerLayout:
+    """A layout of a layer, ready for calls.
+
+    Attributes:
+        choice: the choice that describes the layout.
+        dispatcher: sends the rows and brings their results back.
+        experts: the experts of this rank, without any adapter around them.
+        strategy: the function that computes rows. None to use the configured strategy.
+        gather: the ranks whose parameters are gathered before the experts compute. None if the
+            stored parameters are enough.
+        gathered_shards: how many consecutive ranks of `gather` store shards of the same expert.
+        first_shard: the first shard that this rank has after gathering.
+        stash: the pages that store the rows needed in backward. None if autograd stores them.
+        label: the label of the choice (`LayoutChoice.label`).
+        pieces: the number of pieces in which rows are sent and computed.
+        plain: whether the experts compute all rows with their stored parameters and their
+            configured strategy, in one piece and without pages.
+    """
+
+    choice: LayoutChoice
+    dispatcher: Dispatcher
+    experts: LayoutExperts
+    strategy: Strategy | None = None
+    gather: Comm | None = None
+    gathered_shards: int = 1
+    first_shard: int = 0
+    stash: PagedStash | None = None
+    label: str = dataclasses.field(init=False)
+    pieces: int = dataclasses.field(init=False)
+    plain: bool = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        # computed once here, because every call reads them
+        object.__setattr__(self, "label", self.choice.label)
+        object.__setattr__(self, "pieces", self.dispatcher.overlap.pieces)
+        object.__setattr__(self, "plain", self.strategy is self.gather is self.stash is None
+                           and self.pieces == 1)
+
+    @property
+    def compiles(self) -> bool:
+        """Whether `torch.compile` may trace plan, dispatch, experts and combine.
+
+        If the host reads the numbers of rows, or fetches experts, each new load would trigger
+        another compilation, so such a layout is not traced. `torch.export` always traces, because
+        it needs one program for all loads.
+
+        Raises:
+            ValueError: `torch.export` cannot trace this layout.
+        """
+        if exporting():
+            self._check_export()
+            return True
+        traits = self.dispatcher.traits
+        # there is no traceable operator for the exchange of pairs (`dispatch.bundles`)
+        return (self.experts.traceable and self.choice.send == "rows"
+                and (traits.fixed_slots or traits.bounded))
+
+    def _check_export(self) -> None:
+        if not self.experts.traceable:
+            raise ValueError(
+                f"torch.export does not support {type(self.experts).__name__}, because the host "
+                "fetches the experts. Export the layer with experts.store=device")
+        if self.choice.send != "rows":
+            raise ValueError(f"torch.export does not support dispatch.send={self.choice.send!r}. "
+                             "Export the layer with dispatch.send='rows'")
+
+    def dispatch(self, x_TD: Tensor, plan: DispatchPlan, experts: nn.Module,
+                 anchored: bool = True) -> Sent:
+        """Send the rows of tokens [T, D] to their experts (`Dispatcher.dispatch`).
+
+        Args:
+            x_TD: [T, D] tokens of this rank.
+            plan: the plan of this call.
+            experts: the experts of this rank, or an adapter that wraps them.
+            anchored: whether a parameter connects the exchanges to the autograd graph. May be
+                False if either all ranks or no rank needs gradients of the tokens.
+        """
+        anchor = None
+        if experts is not self.experts:
+            anchor = self._anchor_of(experts)
+        elif anchored and self.dispatcher.reads_anchor:
+            anchor = self.experts.anchor
+        if self.plain and self.experts.later is None:
+            return self.dispatcher.dispatch(x_TD, plan, anchor)
+        # may gather parameters, which all ranks do before they send rows
+        parameters, strategy = self._parameters(experts), self.strategy
+        sent = self.dispatcher.dispatch(x_TD, plan, anchor)
+        # lazily, because a piece must not be awaited before it is computed
+        arriving = sent.arriving
+        sent.arriving = map(partial(_computed_with, parameters, strategy), arriving)
+        return sent
+
+    def _anchor_of(self, experts: nn.Module) -> Tensor | None:
+        """Return a trainable parameter of an adapter, or else the anchor of the experts.
+
+        Raises:
+            ValueError: other code computes the experts without the adapter.
+        """
+        if self.experts.stored or self.choice.spill != "never":
+            what = ("experts stored outside the device" if self.experts.stored else
+                    f"parallel.spill={self.choice.spill!r}")
+            raise ValueError(
+                f"{type(experts).__name__} wraps a layer's experts, which does not fit {what}, "
+                "because their parameters are then used without the adapter. Merge the adapter "
+                "first, or use experts.store=device and parallel.spill='never'")
+        return next((p for p in experts.parameters() if p.requires_grad), self.experts.anchor)
+
+    def _parameters(self, experts: nn.Module) -> FFNParameters | None:
+        """Return the parameters for all pieces of a call. None to use the stored parameters."""
+        extras: dict[str, object] = {}
+        # With several pieces, or with delayed weight gradients, exchanges of other pieces or of
+        # another micro-batch run at the same time. `GradSums` adds up the weight gradients of all
+        # pieces, and kernels leave processors free for the exchanges.
+        if self.pieces > 1 or (self.experts.later is not None and experts is self.experts):
+            extras["sums"] = GradSums()
+        if self.stash is not None and may_keep():
+            extras["keep"] = self.stash.keep
+        if not self.experts.supports_gather or not (extras or self.gather is not None):
+            return None
+        # an adapter changes the parameters only inside its own `forward`
+        changed = None if experts is self.experts else experts(ParameterRequest())
+        if self.gather is None:
+            parameters = self.experts.compute_parameters(changed)
+        else:
+            parameters = self.experts.gathered_parameters(
+                changed, self.gather, self.gathered_shards, self.first_shard)
+        return dataclasses.replace(parameters, **extras) if extras else parameters
+
+
+def _computed_with(parameters: FFNParameters | None, strategy: Strategy | None,
+                   work: ExpertRows) -> ExpertRows:
+    # rows of borrowed experts arrive together with the parameters of these experts
+    row_parameters = parameters if work.parameters is None else work.parameters
+    return ExpertRows(work.x, work.rows, row_parameters, strategy, work.started)
