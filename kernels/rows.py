@@ -71,7 +71,8 @@ def sum_rows(rows_RD: Tensor, position_TK: Tensor, weights_TK: Tensor | None,
 
 def bags(index_BK: Tensor, scale_BK: Tensor | None,
          dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-    """Return the arguments (index, scale) of `sum_bags` for rows of `dtype`, [B, K] or [B, 2 K].
+    """Return the arguments (index, scale) of `sum_bags` for rows of `dtype`, each of shape
+    [B, K] or [B, 2 K].
 
     Rows in bfloat16 can only be multiplied by bfloat16 factors. A float32 factor is therefore split
     into two bfloat16 factors, whose sum has an error of at most 2^-17. Each row is then read twice,

@@ -190,9 +190,9 @@ def rows_kept(keep: Callable[[Tensor], KeptRows], x_RD: Tensor, widths: Collecti
               others: Collection[Tensor | None]) -> Iterator[None]:
     """Store the rows that autograd saves inside this context using `keep`.
 
-    The rows are `x_RD` [R, D], which must be contiguous, and every other tensor whose number of
-    elements is R times one of `widths`. Each tensor of this size that is created inside the context
-    must contain the data of row r of x in its own row r.
+    Two kinds of tensors count as rows: `x_RD` [R, D], which must be contiguous, and any other
+    tensor with R * w elements for some w in `widths`. Each tensor of this size that is created
+    inside the context must contain the data of row r of x in its own row r.
 
     others: tensors that are never treated as rows, regardless of their size, such as weights.
     """

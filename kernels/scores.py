@@ -76,8 +76,8 @@ class Softmax(ScoreFunction):
                 or logits_TE.device.type != "cpu" or logits_TE.shape[1] >= _FEW \
                 or logits_TE.shape[0] <= _MANY:
             return torch.softmax(logits_TE, 1)
-        # torch's softmax processes rows that do not fill a vector register value by value, which
-        # takes 3 times as long.
+        # If a row does not fill a vector register, torch's softmax processes it one element at a
+        # time, which takes 3 times as long.
         e_TE = (logits_TE - logits_TE.amax(1, keepdim=True)).exp()
         return e_TE / e_TE.sum(1, keepdim=True)
 

@@ -334,8 +334,8 @@ class RowWeightGrads:
 
     Attributes:
         precision: precision of matmuls of unrounded operands; see `kernels.expert_matmul`.
-        rounded: the format of the other matmuls, which may contain a separate method for computing
-            weight gradients. It is None if no format is used.
+        rounded: the format used for the other matmuls. It may define a separate method for
+            computing weight gradients. None if no format is used.
         groups, main_grad_weights, sums: see `FFNParameters` and `GradSums`.
     """
 

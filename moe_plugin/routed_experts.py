@@ -213,7 +213,7 @@ class RoutedExperts:
             x_TD: [T, D] tokens of this rank.
             kept: the routing returned by `select`.
             alongside: work to do after the rows were sent and before the experts compute.
-        Returns: the results of the tokens [T, D], and the number of rows that the experts of this
+        Returns: the results for the tokens [T, D], and the number of rows that the experts of this
             rank computed.
         """
         if torch.compiler.is_compiling() and not layout.compiles:

@@ -422,7 +422,9 @@ class _Backward:
         return scale_R
 
     def _by_block(self, x_R: Tensor | None) -> list[Tensor] | list[None]:
-        """Split the values of rows by block for `_native`, or return None for each block."""
+        """Split the per-row values into one piece per block for `_native`. If there are no values,
+        return one None per block.
+        """
         blocks = self.call.blocks
         return [None] * len(blocks) if x_R is None else by_block(blocks, x_R)
 

@@ -3,10 +3,10 @@
 16-bit matmuls use the processor's own instructions, or are computed in float32. Several float32
 matmuls run at the same time.
 
-Without AVX-512 (x86) or bf16 instructions (Arm), torch multiplies 16-bit matrices value by value,
-which takes up to a hundred times as long as the same matmul in float32. In that case the operands
-are converted to float32, multiplied, and rounded once. The result is at least as accurate, because
-16-bit matmuls also use 32-bit sums.
+Without AVX-512 (x86) or bf16 instructions (Arm), torch multiplies 16-bit matrices one element at
+a time, which takes up to a hundred times as long as the same matmul in float32. In that case the
+operands are converted to float32, multiplied, and rounded once. The result is at least as accurate,
+because 16-bit matmuls also use 32-bit sums.
 
 In float32 each matmul is computed by one thread (`SideBySide`, `native/products.c`). With 64
 experts of 128 rows and widths 256 and 352, three matmuls take 30.7 ms instead of 44.4 ms, and with
@@ -177,7 +177,7 @@ def _batched(a_EIN: Tensor, b_ENO: Tensor, out_EIO: Tensor, base: Tensor | None)
     if base is not None and base.dim() == 2:
         base = base[:, None]
     if out_EIO.element_size() == 2 and out_EIO.stride(2) != 1:
-        # torch 2.13 multiplies value by value into a 16-bit result with gaps between its rows,
+        # If a 16-bit result has gaps between its rows, torch 2.13 multiplies one element at a time,
         # which takes up to 10,000 times as long. Gradients of weights that are stored transposed,
         # as in transformers, have this layout.
         if out_EIO.stride(1) != 1:

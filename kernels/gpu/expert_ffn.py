@@ -3,8 +3,9 @@
 
 Forward computes `h = x[token] @ w_in` and `a = act(h)` in one kernel, then `rows = a @ w_out`, and
 finally y as the weighted sum of rows. Forward saves x and h (and the gate of gated experts) for
-backward. In backward, one kernel propagates the gradient of the output through w_out^T and the
-activation, recomputes a, and computes the gates' gradient as row dots, so no output row is saved.
+backward. In the backward pass, one kernel propagates the output gradient through w_out^T and the
+activation and recomputes `a`. It computes the gate gradients as row-wise dot products, so the
+output rows need not be saved.
 """
 
 from __future__ import annotations

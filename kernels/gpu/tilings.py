@@ -126,7 +126,8 @@ def chip_of(device: torch.device) -> Chip:
     return Chip({9: "hopper", 10: "blackwell"}.get(major, "ampere"), processors)
 
 
-# 16-bit rows at addresses that are not aligned are loaded value by value, and larger tiles spill.
+# 16-bit rows at addresses that are not aligned are loaded one element at a time, and larger tiles
+# spill.
 ODD_TILING, FEW_ODD_TILING = Tiling(128, 64, 32, 8, 3), Tiling(64, 64, 32, 4, 3, 2)
 # A column tile has one scale of the weights, and a step of the sum one scale of both operands.
 FP8_TILING = Tiling(128, 128, 128, 8, 3)
@@ -177,7 +178,7 @@ def router_tokens(columns: int, values: int) -> int:
 
 def weight_tiling(chip: Chip, dtype: torch.dtype, gathers: bool, precision: str = "ieee",
                   results: int = 1, odd: bool = False) -> Tiling:
-    """Return the tile of a weight gradient, whose depth is a number of rows.
+    """Return the tile for a weight-gradient matmul, whose reduction dimension runs over rows.
 
     Args:
         chip: properties of the GPU.

@@ -188,7 +188,9 @@ class NameTable:
         self._ours = _Index((name, rule) for rule in self._order for name in rule.ours)
 
     def neutral_name(self, name: str) -> str:
-        """Return the first neutral name of a tensor of the format, or `name` if no rule matches."""
+        """Return the first neutral name that the first matching rule gives for a tensor name of
+        this format, or `name` itself if no rule matches.
+        """
         return next((rule.ours[0].format(**at) for rule, at in self._theirs.find(name)), name)
 
     def their_names(self, name: str, experts: int) -> list[str]:

@@ -82,7 +82,8 @@ class Collectives:
 
         size: size in bytes of the whole tensor, over all ranks.
 
-        The result is None if the times of the backend's collectives in a cluster file apply.
+        Returns None if the collective times that the cluster file gives for this backend can be
+        used as they are.
         """
         return None
 

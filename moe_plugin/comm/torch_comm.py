@@ -344,7 +344,9 @@ class TorchComm(Comm):
         return wait
 
     def _wait_for(self, work: Any, *args: Any) -> None:
-        """Wait for a torch collective with these arguments, on gloo for at most `timeout_s`."""
+        """Wait for a torch collective with these arguments. On gloo, wait at most `timeout_s`
+        seconds.
+        """
         if not self.receive_first:
             work.wait()
             self._passes(*args)

@@ -125,7 +125,7 @@ def _refuse_averaged(ddp: DistributedDataParallel, experts: nn.Module) -> None:
 
 
 def _refuse_hooks(ddp: DistributedDataParallel) -> None:
-    """Refuse a communication hook that may not divide by the number of ranks."""
+    """Reject a communication hook that might not divide the gradients by the number of ranks."""
     # private in torch (>= 2.0); without it nothing is checked
     for hook, _ in getattr(ddp, "_comm_hooks", []):
         name = getattr(hook, "__name__", type(hook).__name__)
@@ -133,7 +133,7 @@ def _refuse_hooks(ddp: DistributedDataParallel) -> None:
                     and name not in ("noop_hook", "post_localSGD_hook"))
         if not averages and not getattr(hook, "averages", False):
             raise ValueError(
-                f"the communication hook {name!r} of DistributedDataParallel may not average "
+                f"the communication hook {name!r} of DistributedDataParallel might not average "
                 "gradients over all ranks, but the gradients of experts are averaged. Divide by "
                 "the number of ranks in the hook and set its attribute averages=True, or leave the "
                 "hook out")

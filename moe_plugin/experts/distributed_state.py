@@ -46,7 +46,7 @@ class ExpertWindow:
         offsets: the offset of the part along each axis.
         sizes: the size of the part along each axis.
         shard_axis: the axis along which each expert is split over several ranks. None if experts
-            are whole.
+            are not sharded.
     """
 
     shape: tuple[int, ...]
@@ -70,7 +70,8 @@ def window_of(name: str, sizes: Sequence[int], place: Placement, *,
         sizes: the shape of this rank's part.
         place: the ranks that store each expert.
         of_parameter: whether the tensor has the axes of the parameter. The position of other
-            tensors, such as factored optimizer states, is known only if experts are whole.
+            tensors, such as factored optimizer states, is known only if experts are not
+            sharded.
     Raises:
         ValueError: the first axis does not count experts, or experts are split along an unknown
             axis.

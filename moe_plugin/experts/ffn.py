@@ -233,7 +233,7 @@ class FFNExperts(Experts):
         return torch.stack(drawn)
 
     def _shards(self) -> Comm | None:
-        """Return the ranks that store shards of the same experts. None if experts are whole."""
+        """Return the ranks that store shards of the same experts. None if they are not sharded."""
         place = self.placement
         return place.comm.contiguous_subgroup(place.shards) if place.shards > 1 else None
 

@@ -84,8 +84,8 @@ class Tier(ABC):
 
     @abstractmethod
     def read_into(self, held: TierTensor, target: Tensor) -> None:
-        """Copy a stored tensor into a tensor of the same shape and any dtype and device, and wait
-        until this is complete.
+        """Copy a stored tensor into a tensor of the same shape, which may have any dtype and
+        device, and wait for the copy to finish.
         """
 
     def fetch(self, copier: Copier, wanted: Sequence[tuple[Tensor, TierTensor]],

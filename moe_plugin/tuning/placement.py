@@ -146,8 +146,8 @@ def resolve_open_settings(config: MoEConfig, comm: Comm) -> MoEConfig:
 
 def with_schedule(config: MoEConfig, place: Placement, tokens: int | None = None,
                   dtype: torch.dtype | None = None) -> tuple[MoEConfig, Placement, Comm | None]:
-    """Return settings and placement for `parallel.replicas`, and the group that shares tokens in
-    S1.
+    """Return the settings and the placement for `parallel.replicas`, and the group that shares
+    tokens in S1.
 
     The third value is None if no tokens are shared before routing. This is the case for one
     replica, for schedule S2 (whose ranks are in `Placement.replicas`), and for dispatchers with

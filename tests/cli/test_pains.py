@@ -12,7 +12,7 @@ import pytest
 pytestmark = pytest.mark.fast
 
 ROOT = Path(__file__).resolve().parents[2]
-TROUBLES = re.findall(r"^\*\*(\d+)\. .+?\*\*.+?^Held by\s(.+?)\.$",
+TROUBLES = re.findall(r"^\*\*(\d+)\. .+?\*\*.+?^Tested by\s(.+?)\.$",
                       (ROOT / "docs" / "pains.md").read_text(encoding="utf-8"),
                       re.MULTILINE | re.DOTALL)
 

@@ -80,10 +80,11 @@ scripts/test.sh --all tests/fake_gpu` also tests every cell of the tables below.
 """
 
 _AUCTION = f"""
-`base` reads which tokens are real, both to select them and to write their experts. It also looks at
-the device before its auction and every {LOOK} rounds, to see whether all tokens have an expert. R
-rounds take 1 + R / {LOOK} looks, rounded up, and at most {MOST_ROUNDS // LOOK}. The tests count R
-on a host, and find the same number of reads on the device.
+`base` reads which tokens are real, both to select them and to write their experts. It also
+checks on the device, before its auction and after every {LOOK} rounds, whether all tokens have an
+expert. For R rounds, this is checked ceil(1 + R / {LOOK}) times, up to a maximum of
+{MOST_ROUNDS // LOOK} times. The tests count R on a host, and find the same number of reads on
+the device.
 """
 _WITHOUT_A_GPU = """
 ## What else is tested without a GPU

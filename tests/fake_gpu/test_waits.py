@@ -91,7 +91,7 @@ def test_what_the_host_waits_for(all_cells: bool) -> None:
 
 
 def test_looks_at_auctions() -> None:
-    """The host reads in each look, and nothing else; many rounds take more looks than few."""
+    """The host reads in each check, and nothing else; many rounds take more checks than few."""
     [found] = on_ranks(1, auctions)
     assert all(reads == looks for reads, looks in found), found
     assert found[0] == (0, 0) and 2 <= found[1][0] < found[-1][0] <= MOST_ROUNDS // LOOK, found

@@ -179,7 +179,7 @@ def refused(path: Path, content: str, said: str, nodes: int | None = None) -> No
 def test_what_is_no_network_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "x.yaml"
     refused(path, "ranks: 2\nlinks: [[a, b, 1]]", "neither a rank nor a switch")
-    refused(path, "ranks: [a, b, a]\nlinks: [[a, b, 1]]", "'a' occurs twice")
+    refused(path, "ranks: [a, b, a]\nlinks: [[a, b, 1]]", "'a' is listed twice")
     refused(path, "ranks: [a, b]\nlinks: [[a, b, 0]]", "bandwidth")
     refused(path, "ranks: [a, b]\nlinks: [[a, b, -3]]", "-3; write a number")
     refused(path, "ranks: [a, b]\none_way: [[a, b, 2], [b, a, 1]]", "Both must be equal")

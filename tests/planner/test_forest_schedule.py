@@ -21,8 +21,8 @@ RING = {"name": "ring", "ranks": 3, "links": [[0, 1, 5], [1, 2, 2.5], [2, 0, "5/
 
 @pytest.mark.parametrize(("change", "message"), [
     ({"ranks": []}, "has 0 ranks; it needs at least 1"),
-    ({"ranks": ["0", "1", "2", "1"]}, "node '1' occurs twice"),
-    ({"switches": ["2"]}, "node '2' occurs twice"),
+    ({"ranks": ["0", "1", "2", "1"]}, "node '1' is listed twice"),
+    ({"switches": ["2"]}, "node '2' is listed twice"),
     ({"ranks": 2}, "wire '1' to '2': '2' is neither a rank nor a switch"),
     ({"ranks": -1}, "network: ranks is -1; write a number from 0"),
     ({"ranks": 10**9}, "ranks is 1000000000; write a number from 0"),
@@ -39,7 +39,7 @@ RING = {"name": "ring", "ranks": 3, "links": [[0, 1, 5], [1, 2, 2.5], [2, 0, "5/
     ({"links": [[0, 1]]}, r"links\[0\] is \[0, 1\]; write \[a, b, GB/s\]"),
     ({"links": [[0, 1, 1, -1.0], [1, 2, 1]]}, "alpha_s -1.0 must be seconds"),
     ({"links": [[0, 1, 1, "x"]]}, "alpha_s is 'x'; write the seconds"),
-    ({"links": [[0, 1, 1], [1, 0, 1]]}, "wire '1' to '0' occurs twice"),
+    ({"links": [[0, 1, 1], [1, 0, 1]]}, "wire '1' to '0' is listed twice"),
     ({"links": {}}, r"links is \{\}, but it must be a list"),
     ({"links": [[0, 1, 1]]}, "no path connects '0' with '2'"),
     ({"one_way": [[0, 2, 1]], "links": [[0, 1, 1], [1, 2, 1]]},

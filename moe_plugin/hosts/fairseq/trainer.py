@@ -166,14 +166,14 @@ class MoETrainer(Trainer):
 
     @property
     def checkpoint_suffix(self) -> str:
-        """The suffix `-rank-N`, if each rank writes a separate file."""
+        """The suffix `-rank-N` if each rank writes a separate file."""
         suffix = super().checkpoint_suffix
         return files.with_rank_suffix(suffix,
                                       self.data_parallel_rank) if self.saves_every_rank else suffix
 
     @property
     def should_save_checkpoint_on_current_rank(self) -> bool:
-        """True on every rank, if each rank writes a separate file."""
+        """True on every rank if each rank writes a separate file."""
         return self.saves_every_rank or super().should_save_checkpoint_on_current_rank
 
     @property

@@ -253,7 +253,7 @@ def _by_flag(where: str, action: argparse.Action, option: str, value: Any,
 def _with_value(where: str, action: argparse.Action, option: str, value: Any) -> list[str]:
     if isinstance(value, Mapping):
         raise ValueError(f"{where}={short(value)} must be a single value or a list. Write it as "
-                         "on the command line.")
+                         "you would on the command line.")
     if action.nargs in (None, "?"):
         return [f"{option}={value}"]
     return [option, *map(str, value if isinstance(value, list) else [value])]

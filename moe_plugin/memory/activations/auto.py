@@ -124,7 +124,8 @@ def manage_layers(settings: OffloadConfig, layers: Mapping[str, nn.Module], comm
         places: indices of these layers in the model, starting at 0. Defaults to all layers of the
             model.
         total: number of layers in the model. Needed if `places` is given.
-        refused: host settings that exclude activation policies, each with True if it is used.
+        refused: maps each host setting that is incompatible with activation policies to True if the
+            setting is used.
         contexts: see `manage`.
     Raises:
         ValueError: If settings contradict each other or settings of the host.

@@ -73,8 +73,8 @@ class Network:
                              f"{MAX_NODES}. Plan a part of the network")
         twice = [node for node, count in Counter(self.nodes).items() if count > 1]
         if twice:
-            raise ValueError(f"{where}: node {short(twice[0])} occurs twice. Assign a unique name "
-                             "to each rank and switch")
+            raise ValueError(f"{where}: node {short(twice[0])} is listed twice. Assign a unique "
+                             "name to each rank and switch")
         _check_wires(self, where)
         _check_balance(self, where)
         _check_connected(self, where)
@@ -302,8 +302,8 @@ def _check_wires(network: Network, where: str) -> None:
             raise ValueError(f"{which}: alpha_s {short(wire.alpha_s)} must be seconds from 0 to "
                              "1e9; correct the value")
         if wire.ends in seen:
-            raise ValueError(f"{which} occurs twice. Write one wire with the sum of both "
-                             "bandwidths")
+            raise ValueError(f"{which} is listed twice. Specify a single wire whose bandwidth "
+                             "is the sum of the two")
         seen.add(wire.ends)
 
 

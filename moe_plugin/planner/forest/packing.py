@@ -119,8 +119,9 @@ class _Packing:
         tree.edges.append(edge)
 
     def _room(self, source: int, target: int, most: int) -> int:
-        """Return the number of trees that may use an edge. If more than `most` may use it, the
-        result is at least `most`."""
+        """Return the number of trees that may use an edge. If more than `most` may use it, any
+        value >= `most` may be returned.
+        """
         if self._flows is None:
             more = [(self._ranks, v) for v in range(self._ranks)]
             for index, tree in enumerate(self._waiting):

@@ -73,8 +73,9 @@ class Program:
         return loads
 
     def inverse_bandwidth(self) -> Fraction:
-        """Return the time of the busiest wire in seconds per GB, a lower bound for any number of
-        chunks."""
+        """Return the time of the busiest wire, in seconds per GB. The total time cannot be lower
+        than this, however many chunks are used.
+        """
         loads = self.loads()
         return max((loads[w.ends] / w.bandwidth for w in self.network.wires), default=Fraction(0))
 

@@ -280,9 +280,9 @@ def lower_bound(problem: SwapProblem) -> float:
     The bound follows from a relaxed problem, which only requires that recomputing and swapping have
     freed the memory that a block lacks when the block's forward pass begins. In a step of T
     seconds, the time that is available for recomputation is T minus the time of all other
-    computation. Copies from the device can use the time of all forward passes between the first
-    block and this block, plus the time for recomputation. Copies to the device can use T minus the
-    time of the whole forward pass and of the shortest backward pass of a block.
+    computation. Copies from the device can overlap with the forward passes of all earlier blocks
+    except the shortest, and with the recomputation. Copies to the device can use T minus the time
+    of the whole forward pass and of the shortest backward pass of a block.
     """
     low = problem.compute_s
     if _enough(problem, low):

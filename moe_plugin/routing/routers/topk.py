@@ -45,7 +45,7 @@ class TopKRouter(Router):
         self.second_expert_policy = self.second_expert_policy or self.config.second_expert_policy
 
     def select(self, call: RoutingCall) -> Tensor:
-        """Choose the k best experts. The policy "sampling" draws the second of two experts. See
+        """Choose the k best experts. The policy "sampling" draws the second of the two experts. See
         `Router.select`.
         """
         policy = self.second_expert_policy

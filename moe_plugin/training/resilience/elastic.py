@@ -103,8 +103,9 @@ class ElasticReplica:
 
         Args:
             gradients: gradients of this rank, with any shapes and dtypes, which must be the same on
-                every replica. Integer tensors are treated as counts and are summed. None entries
-                must be None on all replicas and are ignored.
+                every replica. Integer tensors are treated as counts and are summed. Entries
+                that are None are ignored. An entry that is None on one replica must be None on all
+                of them.
         Returns:
             False if a replica was lost during this step. In that case the gradients must not be
                 used, no parameter may change, and counts are zero.

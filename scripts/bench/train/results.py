@@ -170,7 +170,7 @@ def reports(values: Sequence[dict[str, Any]]) -> list[TrainReport]:
     try:
         return [TrainReport.from_dict(one) for one in values]
     except (TypeError, KeyError, ValueError) as error:
-        raise ValueError(f"these numbers are not those of `bench train` ({error}). Choose another "
+        raise ValueError(f"the file was not written by `bench train` ({error}). Choose a different "
                          "--out") from error
 
 

@@ -92,7 +92,7 @@ def _rank(folder: Path, ids: torch.Tensor) -> dict[str, torch.Tensor]:
 
 @pytest.mark.distributed
 def test_experts_and_dense_matrices_on_two_ranks(tmp_path: Path) -> None:
-    """Experts are spread by expert, dense matrices are cut by FSDP2."""
+    """Experts are spread by expert, dense matrices are sharded by FSDP2."""
     tiny("mixtral").save_pretrained(tmp_path)
     model = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path, dtype=torch.float64, experts_implementation="moe_plugin")

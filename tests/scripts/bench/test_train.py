@@ -150,7 +150,7 @@ def test_pieces_are_planned_for_links_of_the_measured_rate(tmp_path: Path) -> No
 
 
 def test_files_of_another_kind_are_refused() -> None:
-    with pytest.raises(ValueError, match="are not those of `bench train`"):
+    with pytest.raises(ValueError, match="was not written by `bench train`"):
         reports([{"bound_ms": 1}])
 
 

@@ -1,7 +1,7 @@
-"""Names of Megatron-core that move between versions, imported on first use.
+"""Megatron-core symbols whose import path may differ between versions, imported on first use.
 
-If a name moves in a new version, only one line of this module must be changed. In Megatron 0.15 to
-0.19 each name is defined in the same module.
+If a symbol moves in a new version, only one line of this module must be changed. In Megatron 0.15
+to 0.19 each symbol is defined in the same module.
 
 Other modules may import only `parallel_state`, `tensor_parallel` and `dist_checkpointing` directly
 from Megatron-core (checked by `tests/packaging/test_host_names.py`).
