@@ -338,7 +338,7 @@ def test_other_numbers_of_readme_are_those_of_the_measurements() -> None:
         f"{offload[5]} times the tokens/s; {offload[4]} times the tokens/s")
     # the first of a name: those in plain PyTorch, Megatron's are below them
     weights = {row[0]: float(row[5]) for row in reversed(table_of("weights"))
-               if row[1] in ("", "as it is")}
+               if row[1] in ("", "full speed")}
     share = weights["streamed"] / weights["resident"]
     assert f"{share:.2f} times" in measured("third of the weights")
     auto = [row[1] for row in table_of("adaptive") if row[0] == "auto, exploring included"]
