@@ -135,7 +135,7 @@ UNGUARDED = [
     ([*VOTES, "--context-parallel-size", "2"], "--context-parallel-size"),
     ([*VOTES, "--use-distributed-optimizer"],
      "ranks cannot vote on parameters that only one rank"),
-    ([*VOTES, "--moe-router", "sigmoid_bias"], "not voted on"),
+    ([*VOTES, "--moe-router", "sigmoid_bias"], "without a vote"),
     ([*VOTES, "--moe-router-enable-expert-bias", "--moe-router-score-function", "sigmoid"],
      "follow the loads that every rank reports"),
     ([*VOTES, "--tensor-model-parallel-size", "2"], "--tensor-model-parallel-size"),
