@@ -158,7 +158,7 @@ def rebalancing_body(found: list[Any]) -> list[str]:
         f"and lasts {about['lives']:g} mean times of presence. A peer is present for a time with "
         "an exponential distribution, and then absent for a quarter of this time on average, so "
         "that four fifths of the peers are present on average. A new peer, and a peer that moves, "
-        f"loads weights for {about['load_s']:g} s. The decisions are made by the code that a "
+        f"loads weights for {about['load_s']:g} seconds. The decisions are made by the code that a "
         "trainer runs. Each number is the throughput of the slowest stage, divided by that of the "
         "best placement of the peers present at each moment.",
         columns(table, {"placement of new peers": "{places}", **{

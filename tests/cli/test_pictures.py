@@ -57,7 +57,7 @@ def test_shards_and_rows_are_those_of_the_dispatchers(script: ModuleType, r: int
 
 def test_rooms_are_in_the_order_of_their_imports() -> None:
     """A row of the picture is a level, bottom to top."""
-    text = (DOCS / "architecture.svg").read_text(encoding="utf-8").split("Rooms: ")[1]
+    text = (DOCS / "architecture.svg").read_text(encoding="utf-8").split("Packages: ")[1]
     boxes = re.findall(r'<text class="b" x="[\d.]+" y="(\d+)">([\w.]+)<', text)
     rows: dict[int, set[str]] = {}
     for height, name in boxes:

@@ -71,9 +71,10 @@ def test_the_page_is_made_from_its_numbers_and_no_run_differs_from_its_reference
         assert row.loss <= effective.TOLERANCE
     shares = {(row.host, row.replicas > 0): f"{row.hour():.2f}" for row in rows}
     said = " ".join((effective.ROOT / "docs" / "replicas.md").read_text(encoding="utf-8").split())
-    assert (f"two replicas {shares['fairseq', True]} of the time counts in fairseq and "
-            f"{shares['megatron', True]} in Megatron; without replicas, by checkpoints, "
-            f"{shares['fairseq', False]} and {shares['megatron', False]} (") in said
+    assert shares["fairseq", True] == shares["megatron", True]
+    assert (f"two replicas, {shares['fairseq', True]} of the time is useful in fairseq and in "
+            f"Megatron. With checkpoints instead of replicas, it is {shares['fairseq', False]} and "
+            f"{shares['megatron', False]} (") in said
 
 
 @pytest.mark.slow

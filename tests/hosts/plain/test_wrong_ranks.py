@@ -237,8 +237,8 @@ def test_what_cannot_be_voted_on_is_refused() -> None:
         biased = nn.ModuleList([MoELayer(from_dict(
             {"model_dim": 8, "num_experts": 2, "router": router}), LocalComm())])
         if rate:
-            with pytest.raises(ValueError, match="SigmoidBiasRouter of .0.router. does "
-                                                 "not fit votes: .* router.bias_rate=0"):
+            with pytest.raises(ValueError, match="SigmoidBiasRouter of .0.router. cannot "
+                                                 "be used with votes: .* router.bias_rate=0"):
                 VotedGradients(biased, cyclic(1, 1), LocalComm())
         else:
             VotedGradients(biased, cyclic(1, 1), LocalComm())

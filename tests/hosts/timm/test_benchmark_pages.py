@@ -48,7 +48,8 @@ def test_page_of_vision_states_the_overhead() -> None:
         "epochs": 3, "accuracy": {"dense": [0.97, 0.98], "moe": [0.98, 0.99]},
         "images_per_s": {"dense": [100.0, 120.0], "moe": [80.0, 90.0]}}}
     page = STUDIES["vision"].page(report)
-    assert "1.50 times the dense time in\ntraining and 1.25 forward" in page
+    assert ("1.50 times the dense time in training and 1.25 times in the forward pass"
+            in " ".join(page.split()))
     row = next(line for line in page.splitlines() if "| training " in line)
     assert [cell.strip() for cell in row.split("|")[1:8]] == [
         "`tiny`", "8", "training", "4", "2.67", "1.50", "1.050"]
@@ -68,7 +69,8 @@ def test_page_of_ensembles_compares_with_independent_members() -> None:
         last: [run(0.11, 0.02, [3, 1]), run(0.10, 0.03, [3, 1])]}}
     page = STUDIES["ensembles"].page(report)
     assert "11.00 (10.00 to 12.00)" in page and "10.50 (10.00 to 11.00)" in page
-    assert (f"* {last}: top-1 error -5%, lower in 1 of 2 seeds; oracle error -50%, lower in 2 of 2 "
+    assert (f"* {last}: top-1 error changed by -5% and was lower in 1 of 2 seeds; oracle error "
+            "changed by -50% and was lower in 2 of 2 "
             "seeds.") in " ".join(page.split())
     row = next(line for line in page.splitlines() if line.startswith(f"| {last} "))
     assert [cell.strip() for cell in row.split("|")[-3:-1]] == ["75%", "25%"]

@@ -22,7 +22,7 @@ def test_the_page_compares_with_rows_and_with_the_formula() -> None:
     cell = {"width": 8, "k": 8, "seconds": once.medians(ranks), "layout": "r=1 d=1 linear auto"}
     page = STUDIES["once"].page({"about": [], "exchange-2x2": {
         "grid": "2x2", "rounds": 3, "tokens": 8, "rate": 1e9, "load": [0, 0], "cells": [cell]}})
-    assert ("| 8 | 8 | 500 (1.00) | 200 (0.40) | 100 (0.20) | 110 (0.22) | 1.10 " in page
+    assert ("| 8     | 8 | 500 (1.00) | 200 (0.40) | 100 (0.20) | 110 (0.22) | 1.10 " in page
             and "| 0.45 " in page and "| 0.25 " in page)
 
 

@@ -27,8 +27,8 @@ def test_the_page_compares_with_the_larger_of_exchange_and_products() -> None:
     page = STUDIES["overlap"].page(
         {"rounds": 3, "tokens": 8, "load": [0, 0], "cells": {"cpu": [cell]}})
     # of the slowest rank
-    assert "| 50     | forward   | 100      | 200      | 200 (1.00) |" in page
-    assert "| 50     | backward  | 100      | 150      | 200 (1.33) |" in page
+    assert "| 50     | forward   | 100      | 200     | 200 (1.00) |" in page
+    assert "| 50     | backward  | 100      | 150     | 200 (1.33) |" in page
     assert "at most 1.10 times the limit in 1 of 2 rows." in page
 
 
