@@ -209,6 +209,7 @@ def run_local(folder: Path) -> list[str]:
 def test_what_has_one_ranks_experts_is_refused(tmp_path: Path) -> None:
     for *local, custom in run_gloo(2, run_local, tmp_path):
         for said in local:
+            assert "contains only the experts of this rank" in said
             assert "Pass it the results of get_model_state_dict(model)" in said
         assert "Use moe_plugin.checkpoint.save and load" in custom
 

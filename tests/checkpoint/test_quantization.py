@@ -259,7 +259,8 @@ def test_codes_without_a_description_are_no_numbers(tmp_path: Path) -> None:
     config = config_of(tmp_path / "in")
     del config["quantization_config"]
     (tmp_path / "in" / "config.json").write_text(json.dumps(config))
-    with pytest.raises(CheckpointError, match="is torch.float8_e4m3fn: .* no quantization_conf"):
+    with pytest.raises(CheckpointError, match="is torch.float8_e4m3fn: .* quantization codes, "
+                       ".* no quantization_conf"):
         open_source(tmp_path / "in")
     (tmp_path / "in" / "hf_quant_config.json").write_text("{}")
     with pytest.raises(CheckpointError, match="quant_method='modelopt'"):
@@ -296,5 +297,6 @@ def test_codes_of_another_format_are_not_cast(tmp_path: Path) -> None:
     module.register_buffer("codes", torch.ones(3, 3).to(CODES))
     save(tmp_path / "in", module)
     with open_source(tmp_path / "in") as source, pytest.raises(
-            CheckpointError, match="'codes' is torch.float8_e4m3fn: .* leave --dtype out"):
+            CheckpointError, match="'codes' is torch.float8_e4m3fn: .* quantization codes, "
+            ".* leave --dtype out"):
         Conversion(source, tmp_path / "out", "plain", CheckpointSizes(dtype=torch.bfloat16)).run()

@@ -153,7 +153,9 @@ def test_a_shell_completes_commands_and_options(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("words", [
     ["-m", "moe_plugin.cli.main", "bench", "layer"], [str(ROOT / "scripts" / "emulate")],
-    ["-m", "moe_plugin.cli.main", "audit"]])
+    ["-m", "moe_plugin.cli.main", "audit"], *(pytest.param(words, marks=pytest.mark.slow) for words
+    in ([str(ROOT / "scripts" / "bench"), "layer"], ["-m", "moe_plugin.cli.main", "emulate"],
+        [str(ROOT / "scripts" / "audit")]))])
 def test_the_laboratory_is_found_beside_another_folder_of_its_name(words: list[str],
                                                                    tmp_path: Path) -> None:
     (tmp_path / "scripts").mkdir()

@@ -117,7 +117,8 @@ def test_what_was_kept_is_for_ranks_like_these(capsys: pytest.CaptureFixture[str
 
 @pytest.mark.parametrize("flags, text", [
     (("--nodes", "2"), "--nodes 2 needs measurements of the exchange between two nodes"),
-    (("--ranks-per-node", "4"), "4 needs measurements of the exchange between two ranks of a"),
+    (("--ranks-per-node", "4"),
+     "--ranks-per-node 4 needs measurements of the exchange between two ranks of a node"),
     (("--repeats", "0"), "--repeats 0 must be >= 1"),
     (("--top", "-1"), "--top -1 must be >= 1"),
     (("--memory", "much"), "'much' is not a size"),

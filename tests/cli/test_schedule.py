@@ -47,7 +47,8 @@ def test_it_prints_the_optimum_and_its_proof(capsys: pytest.CaptureFixture[str])
     (["star:4", "--collective", "all_reduce"], "must enter, then leave"),
     (["ring:4", "--collective", "all_reduce", "--overlap"],
      "Each rank separately, 4 parts: every part except the root's must send its share of a "
-     "piece and receive the sum; 8 GB/s lead out of the parts in total. 2 (4 - 1) / 8 = 3/4 s per"),
+     "piece and receive the sum; 8 GB/s lead out of the parts in total. 2 (4 - 1) / 8 = 3/4 s per "
+     "GB"),
     (["star:1"], "With one rank, nothing moves."),
 ])
 def test_it_says_what_the_schedule_is(words: list[str], said: str,

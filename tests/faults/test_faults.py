@@ -99,7 +99,8 @@ def test_one_bit(tmp_path: Path) -> None:
 @pytest.mark.fast
 @pytest.mark.parametrize(("values", "says"), [
     ({"kind": "fire"}, "fault 'fire' is unknown. Use one of kill"),
-    ({"step": 0}, "step=0 must be >= 1"), ({"place": "lunch"}, "'lunch'. The place must be"),
+    ({"step": 0}, "step=0 must be >= 1"),
+    ({"place": "lunch"}, "at place 'lunch'. The place must be forward"),
     ({"kind": "nan-data", "place": "update"}, "at place 'update'. The place must be forward"),
     ({"bit": 64}, "bit=64 must be 0 to 63"), ({"ranks": (-1,)}, ">= 0")])
 def test_values_out_of_bounds(values: dict, says: str) -> None:

@@ -296,8 +296,10 @@ def test_a_copy_of_a_model_has_policies_of_its_own(tmp_path):
 
 @pytest.mark.parametrize("arguments, message", [
     ({"policy": "sometimes"}, "activations='sometimes' is unknown; use auto, keep"),
-    ({"policy": ["keep"]}, "1 activation policies were given for 4 blocks"),
-    ({"policy": "auto"}, "activations=auto does not work with memory=None"),
+    ({"policy": ["keep"]},
+     "1 activation policies were given for 4 blocks: use one policy for each block"),
+    ({"policy": "auto"},
+     "activations=auto does not work with memory=None: set the memory .* for example 8GiB"),
     ({"policy": "auto", "memory": "much"}, "not a size"),
 ])
 def test_what_it_refuses(arguments, message):

@@ -160,7 +160,8 @@ def test_a_trace_of_megatron_is_read(tmp_path: Path) -> None:
     (Model(0, top_k=1), 6, r"this pass has \(6, 1\)"),
     (Model(0, experts=2), 6, r"has experts 0..3, which must be in -1..1"),
     (Model(0, force="balance"), 6, "router.force='balance' cannot be combined with observe.replay"),
-    (Model(0, second_expert_policy="random"), 6, "second_expert_policy='random' cannot be"),
+    (Model(0, second_expert_policy="random"), 6,
+     "second_expert_policy='random' cannot be combined with observe.replay"),
     (Model(0, name="sinkhorn"), 6, "SinkhornRouter cannot be used with observe.replay"),
     (Model(0).layers[0], 6, "has 2 layers, but this rank has 1")])
 def test_a_trace_that_does_not_fit_is_named(model: Any, tokens: int, error: str,

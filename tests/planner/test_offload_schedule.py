@@ -51,7 +51,8 @@ def test_one_queue_of_copies_takes_turns() -> None:
 
 
 @pytest.mark.parametrize(("make", "match"), [
-    (lambda: OffloadStep("a", "side", 1.0), "'side' is unknown. Choose from compute"),
+    (lambda: OffloadStep("a", "side", 1.0),
+     "stream 'side' is unknown. Choose from compute, in, out"),
     (lambda: OffloadStep("a", "in", float("inf")), "seconds=inf must be a finite number"),
     (lambda: OffloadStep("a", "in", 1.0, takes=-1), "takes=-1"),
     (lambda: OffloadSchedule((OffloadStep("a", "out", 1.0, frees=3),)).run(),

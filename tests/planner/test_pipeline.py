@@ -35,7 +35,8 @@ def test_pipelines_by_how_they_send(stages: int, batches: int, send: float, bloc
 
 
 def test_an_unknown_way_to_send_is_refused() -> None:
-    with pytest.raises(ValueError, match="is unknown. Choose from paired, blocking"):
+    with pytest.raises(ValueError, match="is unknown. Choose from paired, blocking, "
+                                         "overlapped, eager"):
         Pipeline(stages=2, micro_batches=2).simulate("late")
 
 
@@ -102,7 +103,8 @@ def test_stages_may_differ() -> None:
 
 
 @pytest.mark.parametrize("wrong, words", [
-    ({"stages": 0}, "stages=0"), ({"forward_s": (1.0, 2.0, 3.0)}, "for each of 2 stages"),
+    ({"stages": 0}, "stages=0"),
+    ({"forward_s": (1.0, 2.0, 3.0)}, "one number for each of 2 stages"),
     ({"send_s": -1.0}, "send_s=-1.0"), ({"delayed_s": 3.0}, "larger than backward_s=2.0"),
 ])
 def test_bad_pipelines_are_named(wrong: dict, words: str) -> None:

@@ -75,7 +75,8 @@ def test_each_piece_takes_the_kernel_of_its_load() -> None:
 
 def test_bad_input_is_refused_by_name() -> None:
     for call, match in (
-            (lambda: choices(LOAD, EVEN, "both"), "'both' is unknown. Choose from experts"),
+            (lambda: choices(LOAD, EVEN, "both"),
+             "cut 'both' is unknown. Choose from experts, rows"),
             (lambda: choices(LOAD, EVEN, pieces=(41,)), "from 1 to 40, the number of experts"),
             (lambda: choices(LOAD, {}), "the profile contains no kernels"),
             (lambda: replace(LOAD, row_s=-1.0), "row_s=-1.0 must be"),

@@ -74,7 +74,8 @@ def test_worst_cases_of_35_workers_of_which_12_are_wrong() -> None:
 
 
 @pytest.mark.parametrize("make, words", [
-    (lambda: mols(4, 3), "must be a prime"), (lambda: mols(5, 5), "at most load - 1"),
+    (lambda: mols(4, 3), "must be a prime"),
+    (lambda: mols(5, 5), "copies must be at most load - 1"),
     (lambda: mols(5, 2), "an odd number"), (lambda: ramanujan(4, 4), "must be a prime"),
     (lambda: ramanujan(5, 7), "or a multiple"), (lambda: ramanujan(5, 4), "an odd number"),
     (lambda: repetition(0, 3), ">= 1"),

@@ -173,8 +173,10 @@ def test_what_does_not_fit_is_refused(changes: dict[str, Any], ids: Tensor, said
     (lambda: rollout(torch.ones(3, 2, dtype=torch.int32)), "must be integers"),
     (lambda: padded([choices(5)], 4), "5 tokens that starts at position 0 exceeds length=4"),
     (lambda: padded([choices(3), choices(3, 1)], 4), r"\[3, 2\] and \[1, 2\]. Pass"),
-    (lambda: tokens_of_rank(padded([choices(5)], 6), context=(0, 2)), "into 4 equal parts"),
-    (lambda: tokens_of_rank(padded([choices(5)], 5), sequence=(0, 2)), "into 2 equal parts"),
+    (lambda: tokens_of_rank(padded([choices(5)], 6), context=(0, 2)),
+     "6 tokens cannot be split into 4 equal parts"),
+    (lambda: tokens_of_rank(padded([choices(5)], 5), sequence=(0, 2)),
+     "5 tokens cannot be split into 2 equal parts"),
 ])
 def test_samples_that_do_not_fit_are_refused(call: Any, said: str) -> None:
     with pytest.raises(ValueError, match=said):

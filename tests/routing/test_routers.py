@@ -316,7 +316,8 @@ def test_token_ids_of_any_integer_dtype(dtype: torch.dtype) -> None:
 def test_negative_frequencies_are_refused(tmp_path) -> None:
     path = tmp_path / "counts.txt"
     path.write_text("3 0 -7 2")
-    with pytest.raises(ValueError, match="router.hash.path=.* contains the frequency -7"):
+    with pytest.raises(ValueError, match="router.hash.path=.* the frequency -7, but "
+                                         "frequencies must be >= 0"):
         make("hash", hash={"kind": "balanced", "path": str(path)})
 
 

@@ -197,7 +197,7 @@ def test_second_expert_policies_take_no_other_number_in_training(policy: str, k:
     router = make_router(second_expert_policy=policy)
     with pytest.raises(
             ValueError,
-            match=f"top_k={k} cannot .*second_expert_policy='{policy}', which requires"
+            match=f"top_k={k} cannot .*second_expert_policy='{policy}', which requires top_k=2"
     ):
         router(torch.randn(5, 8), None, k)
     assert router.eval()(torch.randn(5, 8), None, k).ids_TK.shape == (5, k)

@@ -218,8 +218,9 @@ def test_megatron_reads_width_and_its_own_section(tmp_path: Path) -> None:
     assert (config["experts.hidden_dim"], config["experts.activation"]) == (24, "relu")
     from tests.hosts.megatron.training import refusal
 
-    for flags, error in ((["--num-experts", "4"], "num_experts=6 contradicts .* which is 4"),
-                         (["--hidden-size", "64"], "model_dim=32 contradicts .* 64"),
+    for flags, error in ((["--num-experts", "4"],
+                          "num_experts=6 contradicts .*, which is 4. .* remove one of the two"),
+                         (["--hidden-size", "64"], "model_dim=32 contradicts .*, which is 64"),
                          (["--squared-relu"], "activation='relu' contradicts .*'squared_relu'")):
         [message] = on_ranks(1, refusal, [*words, *flags])
         with pytest.raises(ValueError, match=error):

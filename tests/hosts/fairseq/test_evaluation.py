@@ -207,11 +207,11 @@ def test_evaluation_says_that_rows_do_not_fit(corpus: Corpus, ep2: tuple[Path, R
     assert validated(repeated) == [pytest.approx(wanted[0], abs=2.1e-3)] * 2
     assert "the bound was raised, and the step is repeated" in repeated.log
     run("fairseq-validate", f"{arguments} --model-overrides {{{bounded}}}",
-        ranks=2).failed_with("aise dispatch.max_rows_factor")
+        ranks=2).failed_with("Raise dispatch.max_rows_factor")
     generate = (f"{evaluation(corpus, ep2[0])} --task language_modeling --gen-subset test "
                 "--tokens-per-sample 32 --sample-break-mode eos --beam 2 --max-len-b 4")
     run("fairseq-generate", f"{generate} --model-overrides {{{bounded}}}",
-        ranks=2).failed_with("aise dispatch.max_rows_factor")
+        ranks=2).failed_with("Raise dispatch.max_rows_factor")
 
 
 def hypotheses(text: str) -> dict[str, tuple[float, str]]:

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.fast
 @pytest.mark.parametrize(("name", "message"), [
     ("decoder.project_in_dim.weight", "--decoder-input-dim equal to --decoder-embed-dim"),
     ("decoder.project_out_dim.weight", "--decoder-output-dim equal to --decoder-embed-dim"),
-    ("decoder.adaptive_softmax.head.weight", "cannot be upcycled")])
+    ("decoder.adaptive_softmax.head.weight", "cannot be upcycled: only decoder language models")])
 def test_parts_of_fairseq_alone_are_named(name: str, message: str) -> None:
     with pytest.raises(CheckpointError, match=f"{name}' .*{message}"):
         list(neutral_tensors(InMemory(**{name: torch.zeros(2, 3)}), tied=True))

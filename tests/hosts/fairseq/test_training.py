@@ -135,7 +135,7 @@ def test_rows_that_do_not_fit_repeat_the_step(one_rank: Result, corpus: Corpus,
     rows = [json.loads(line) for line in records.read_text().splitlines()]
     assert {row["calls"] for row in rows if "layer" in row} == {2}, "one on each rank"
     ended = run("fairseq-train", f"{flags} --max-update 2", ranks=2)
-    ended.failed_with("aise dispatch.max_rows_factor")
+    ended.failed_with("Raise dispatch.max_rows_factor")
     assert not ended.steps
 
 
@@ -152,7 +152,7 @@ def test_validation_asks_whether_rows_fit(corpus: Corpus, tmp_path: Path) -> Non
     repeated = loss("--moe-dispatch bounded --moe-on-overflow repeat")
     assert repeated == pytest.approx(loss(""), abs=2.1e-3)
     run("fairseq-train", f"{flags} --moe-dispatch bounded", ranks=2).failed_with(
-        "aise dispatch.max_rows_factor")
+        "Raise dispatch.max_rows_factor")
 
 
 @pytest.mark.distributed

@@ -171,7 +171,7 @@ def test_rows_that_do_not_fit_repeat_the_step(data: str, whole_run: Any, tmp_pat
     assert [losses_of(log)[step]
             for step in (5, 8)] == pytest.approx([whole_run[1][step] for step in (5, 8)], abs=2e-4)
     for said in on_ranks(2, _overflow, [*argv, "--train-iters", "8"]):
-        assert "aise dispatch.max_rows_factor" in said
+        assert "Raise dispatch.max_rows_factor" in said
 
 
 @pytest.mark.distributed
@@ -189,7 +189,7 @@ def test_evaluation_asks_whether_rows_fit(sizes: list[str], data: str, whole_run
     assert losses[1] == pytest.approx(losses[0], abs=2e-4)
     if sizes == EP2:  # one rank of experts has nothing to bound
         for said in on_ranks(2, _overflow, [*argv, str(tmp_path / "error"), *bounded]):
-            assert "aise dispatch.max_rows_factor" in said
+            assert "Raise dispatch.max_rows_factor" in said
 
 
 @pytest.mark.parametrize("forward_only", [False, True])

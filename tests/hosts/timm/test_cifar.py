@@ -85,14 +85,15 @@ def test_pages_say_which_images() -> None:
         "data": "cifar10", "images": 0, "epochs": 2,
         "results": dict.fromkeys(ensembles.ROWS, runs)}).split())
     assert "CIFAR-10 (`--example cifar10`, 50,000 images to train on" in page
-    assert "dense SwinV2 (`cifar`)" in page and "MCL (k = 1)" in page and "digits" not in page
+    assert "a separate dense SwinV2 (`cifar`)" in page
+    assert "MCL (k = 1)" in page and "digits" not in page
     assert "MCL (k = 4)" in page
     sides = {"dense": [0.5], "moe": [0.6]}
     speed = json.loads((PAGES / "data" / "vision.json").read_text(encoding="utf-8"))["speed"]
     page = " ".join(STUDIES["vision"].page({"speed": speed, "accuracy": {
         "epochs": 3, "data": "cifar10", "images": 0, "accuracy": sides,
         "images_per_s": sides}}).split())
-    assert "50,000 photographs of CIFAR-10" in page
+    assert "(`cifar`) train for 3 epochs on 50,000 photographs of CIFAR-10" in page
     assert "The accuracy is the share of the 10,000 validation images" in page
 
 

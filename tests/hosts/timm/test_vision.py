@@ -198,7 +198,8 @@ def lines(folder: Path) -> list[dict]:
 
 
 @pytest.mark.parametrize("flags, message", [
-    (["--weights-on", "host"], "offload.weights='host' is not supported .* leave --weights-on out"),
+    (["--weights-on", "host"],
+     "offload.weights='host' is not supported .* value must be device; leave --weights-on out"),
     (["--pipeline-schedule", "terapipe"], "pipeline.schedule='terapipe' .*no pipeline stages"),
     (["--moe-check-twins", "5"], "guard.twins=5 .* leave --moe-check-twins out, or use Training"),
 ])

@@ -115,6 +115,6 @@ def test_what_is_missed_is_said() -> None:
     assert ("slowest of all policies has 0.667 times the throughput of the plain layer "
             '(`least_loaded` in the trace "two")') in page
     said = explain(record(3.0, 1.2), "2x1")
-    assert "parallel.spill: least_loaded (--moe-spill least_loaded)" in " ".join(said.split())
-    assert "45%" in said
+    assert ("Use parallel.spill: least_loaded (--moe-spill least_loaded). It saves 45%"
+            in " ".join(said.split()))
     assert "Use parallel.spill: never." in explain(record(1.0, 2.0), "2x1")
