@@ -119,8 +119,8 @@ def no_products(device: torch.device) -> str | None:
                 "experts for GPUs of compute capability 10; Triton 3.6 can")
     if (major, minor) >= (3, 4):
         return None
-    return ("the products of Triton {} need more shared memory than a GPU of compute capability "
-            "{}.{} has; Triton 3.4 is needed".format(triton.__version__, *capability))
+    return ("matmuls compiled by Triton {} need more shared memory than a GPU of compute "
+            "capability {}.{} has; Triton 3.4 is needed".format(triton.__version__, *capability))
 
 
 @functools.cache

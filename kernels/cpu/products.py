@@ -37,8 +37,8 @@ PARTS = 4  # every piece except the last can be cut into this number of equal pa
 
 
 def widened(x_ND: Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
-    """Yield (span, x[span] in `dtype`) for each piece of a CPU tensor in turn, using the same
-    memory for all pieces.
+    """Yield (span, x[span] in `dtype`) for each piece of a CPU tensor, one after another, using
+    the same memory for all pieces.
 
     x_ND: tensor [N, D] that is converted.
     """

@@ -12,7 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moe_plugin.utils.messages import aligned, alike, did_you_mean, printable, short
+from moe_plugin.utils.messages import aligned, did_you_mean, printable, short, similar_names
 from moe_plugin.utils.yaml_file import bundled
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def _files() -> dict[str, Path]:
 def _near(name: str) -> list[str]:
     names = list(_files())
     ends = [path for path in names if Path(path).stem == Path(name).stem]
-    return ends or alike(name, names)
+    return ends or similar_names(name, names)
 
 
 def summary(text: str) -> str:

@@ -12,7 +12,7 @@ from moe_plugin.config.flags import setting_specs
 from moe_plugin.config.options import check
 from moe_plugin.config.run import RunConfig
 from moe_plugin.config.tree import MoEConfig, flatten, to_dict, with_overrides
-from moe_plugin.utils.messages import alike, did_you_mean, short
+from moe_plugin.utils.messages import did_you_mean, short, similar_names
 
 
 def named_config(model_dim: int, **settings: Any) -> MoEConfig:
@@ -60,7 +60,7 @@ def _meant(name: str, flags: Mapping[str, str], top: list[str]) -> str:
     whose path ends with the name, or else settings with a similar spelling.
     """
     near = [flag for flag, path in flags.items() if path.rpartition(".")[2] == name]
-    return did_you_mean(near[:3] or alike(name, [*top, *flags]))
+    return did_you_mean(near[:3] or similar_names(name, [*top, *flags]))
 
 
 def layer_config(config: MoEConfig | int, settings: Mapping[str, Any], **either: Any) -> MoEConfig:

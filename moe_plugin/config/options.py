@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple, TypeGuard, TypeVar, cast
 
-from moe_plugin.utils.messages import alike, cut, did_you_mean, removed, short
+from moe_plugin.utils.messages import cut, did_you_mean, removed, short, similar_names
 
 LARGEST = 2**63 - 1  # largest integer that torch accepts
 # Upper bounds far above any practical value. They keep loops and memory finite.
@@ -230,7 +230,7 @@ def build(cls: type, values: Mapping[str, Any], prefix: str, base: Any = None,
         if removal := removed(prefix + unknown[0]):
             raise ValueError(removal)
         near = [*_below(cls, unknown[0], prefix), *_below(root or cls, unknown[0], ""),
-                *(prefix + name for name in alike(unknown[0], fields))]
+                *(prefix + name for name in similar_names(unknown[0], fields))]
         near = list(dict.fromkeys(near))
         raise ValueError(f"unknown key {short(prefix + unknown[0])}; {did_you_mean(near[:3])}known "
                          f"keys here: {', '.join(sorted(fields))}")

@@ -105,7 +105,7 @@ def aligned(rows: Sequence[Sequence[str]]) -> str:
                                ).rstrip() for row in rows)
 
 
-def alike(name: str, known: Iterable[str]) -> list[str]:
+def similar_names(name: str, known: Iterable[str]) -> list[str]:
     """Return the known names that may be meant by a wrong name, which are names with similar
     letters and longer names that start with the wrong name.
     """
@@ -181,9 +181,9 @@ class Parser(argparse.ArgumentParser):
         message.
         """
         known = self.flags()
-        wrong = {name: alike(name, known) for name in self.unknown()}
+        wrong = {name: similar_names(name, known) for name in self.unknown()}
         if match := _CHOICE.match(message):
-            wrong[match[2]] = alike(match[2], re.findall(r"[\w.-]+", match[3]))
+            wrong[match[2]] = similar_names(match[2], re.findall(r"[\w.-]+", match[3]))
         near = {name: meant for name, meant in wrong.items() if meant}
         words = [*self.prog.split()[-1:], *(w for w in self.given if not w.startswith("-"))][:2]
         if gone := [replacement for name in wrong if (replacement := removed(name, *words))]:

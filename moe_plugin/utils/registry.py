@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from moe_plugin.utils.messages import alike, did_you_mean, short
+from moe_plugin.utils.messages import did_you_mean, short, similar_names
 
 T = TypeVar("T")
 KINDS: dict[str, "Registry"] = {}
@@ -109,8 +109,9 @@ class Registry(Generic[T]):
     def entry(self, name: str) -> Entry[T]:
         """Return the entry called `name`, or raise a `ValueError` that lists the known names."""
         if name not in self._entries:
+            near = did_you_mean(similar_names(str(name), self.names()))
             raise ValueError(
-                f"unknown {self.kind} {short(name)}; {did_you_mean(alike(str(name), self.names()))}"
+                f"unknown {self.kind} {short(name)}; {near}"
                 f"known: {', '.join(self.names()) or 'none'}")
         return self._entries[name]
 

@@ -148,7 +148,7 @@ def test_products_are_refused_where_a_triton_makes_them_too_large(
     for cached in (triton_ops.no_products, triton_ops.no_e4m3):
         monkeypatch.setattr(triton_ops, cached.__name__, cached.__wrapped__)
     reason = None if fits else (
-        f"the products of Triton {version} need more shared memory than a GPU of compute "
+        f"matmuls compiled by Triton {version} need more shared memory than a GPU of compute "
         f"capability {capability[0]}.{capability[1]} has; Triton 3.4 is needed")
     lacks = ("a GPU of compute capability 8.0 has no e4m3, which needs 8.9"
              if capability == (8, 0) else None)

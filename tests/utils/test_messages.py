@@ -7,7 +7,7 @@ import pytest
 from moe_plugin.cli.main import main
 from moe_plugin.config.tree import run_from_dict
 from moe_plugin.routing.registry import routers
-from moe_plugin.utils.messages import REMOVED, Parser, alike
+from moe_plugin.utils.messages import REMOVED, Parser, similar_names
 
 pytestmark = pytest.mark.fast
 
@@ -66,7 +66,7 @@ def test_near_names_of_registries() -> None:
     with pytest.raises(ValueError, match="^unknown router 'swich'; did you mean switch\\? If not, "
                                          "known: .*topk"):
         routers.get("swich")
-    assert alike("loss_scale", ["loss_scale_window", "loss", "x"]) == ["loss_scale_window"]
+    assert similar_names("loss_scale", ["loss_scale_window", "loss", "x"]) == ["loss_scale_window"]
 
 
 def test_what_was_removed_says_so_in_every_place(capsys: pytest.CaptureFixture[str]) -> None:

@@ -46,8 +46,8 @@ def doctor(args: argparse.Namespace) -> int:
         return 0
     # quiet, because the self check's simulated groups log their choices; hosts are checked in
     # parallel, because importing them takes longest
-    with quiet(), ThreadPoolExecutor(1) as beside:
-        imports = beside.submit(packages.host_rows)
+    with quiet(), ThreadPoolExecutor(1) as background:
+        imports = background.submit(packages.host_rows)
         report = first()
         if not args.json:
             print(verdict(report), flush=True)

@@ -28,7 +28,7 @@ from typing import Any
 from moe_plugin.config import settings_from_yaml
 from moe_plugin.config.flags import CONFIG_FLAG, TRUST_FLAG, setting_specs
 from moe_plugin.hosts.megatron.translate import NATIVE_ARGUMENTS, native_arguments
-from moe_plugin.utils.messages import alike, did_you_mean, short
+from moe_plugin.utils.messages import did_you_mean, short, similar_names
 from moe_plugin.utils.yaml_file import read_yaml
 
 Flag = tuple[str, dict[str, Any]]
@@ -106,7 +106,7 @@ class FileArguments:
             raise ValueError(f"{where} is a setting of moe-plugin. {remedy} the section {SECTION}.")
         of_dest = [action for action in parser._actions if action.dest == key]
         if not of_dest and key not in by_flag:
-            near = alike(key, {*by_flag, *(action.dest for action in parser._actions)})
+            near = similar_names(key, {*by_flag, *(action.dest for action in parser._actions)})
             raise ValueError(f"{where} is not an argument of this script; {did_you_mean(near)}"
                              "leave it out (--help lists all arguments)")
         if value is _Nothing:
@@ -211,7 +211,7 @@ def _as_flag(path: str, text: str) -> str | None:
     if path in specs:
         return f"{specs[path].flag}={text}"
     if path.split(".")[0] in {known.split(".")[0] for known in specs if "." in known}:
-        raise ValueError(f"unknown key {short(path)}; {did_you_mean(alike(path, specs))}"
+        raise ValueError(f"unknown key {short(path)}; {did_you_mean(similar_names(path, specs))}"
                          "see docs/config.md for all settings")
     return None  # the word may be the value of a flag, or belong to the script
 

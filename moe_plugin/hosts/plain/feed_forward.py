@@ -69,7 +69,7 @@ def read_feed_forward(module: nn.Module) -> FeedForward | None:
 
     The test runs a copy of the module in float32 with random weights, because the module's own
     weights may be zeros, which would hide the activation. The copy is run once in evaluation mode,
-    and once more for each dropout module with only this dropout active. The copy is then run a few
+    and again for each dropout module with only this dropout active. The copy is then run a few
     times in training mode, to check that only dropout behaves differently in training.
     """
     maps = _linear_maps(module)

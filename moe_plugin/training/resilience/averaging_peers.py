@@ -173,8 +173,9 @@ class StreamedPeer:
         return save_weights(self.trainer, folder, self.outer_state)
 
     def outer_state(self, number: int) -> dict[str, list[Tensor]]:
-        """Return a copy of the outer optimizer's state for a block, or an empty dictionary if there
-        is no state.
+        """Return a copy of the outer optimizer's state for a block.
+
+        The dictionary is empty if the optimizer has no state yet.
         """
         if not self._kept:
             return {}

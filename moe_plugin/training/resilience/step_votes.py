@@ -21,7 +21,7 @@ from moe_plugin.layer import layers_in
 from moe_plugin.planner.vote_assignments import assign
 from moe_plugin.training.gradients.replicas import replica_comm
 from moe_plugin.training.resilience.overflow import StepStart, limits_of
-from moe_plugin.training.resilience.twins import alike
+from moe_plugin.training.resilience.twins import deterministic_layers
 from moe_plugin.training.resilience.vote import Ballots, flat_gradients, set_gradients, shared_first
 from moe_plugin.utils.run_feature import RunFeature, StepInput
 
@@ -102,7 +102,8 @@ class StepVotes(RunFeature):
     """Votes on the gradients in the steps of a run. The constructor is collective and must be
     called by all ranks.
 
-    The micro-batches that all ranks would process without votes are assigned to the files in turn.
+    The micro-batches that all ranks would process without votes are distributed over the files
+    round-robin.
     Each worker computes the micro-batches of its own files. The host calls `begin_file` at
     the beginning of each file.
 
@@ -148,7 +149,7 @@ class StepVotes(RunFeature):
         identically.
         """
         self.step = step.number
-        with alike(self.layers):
+        with deterministic_layers(self.layers):
             self.running = True
             try:
                 yield
@@ -158,10 +159,12 @@ class StepVotes(RunFeature):
     def batches(self, own: list[Any]) -> list[Any]:
         """Return the micro-batches of this rank's files. Collective."""
         every = gather_objects(own, "the batches of a step", self.group)
-        return self.deal([batch for turn in itertools.zip_longest(*every) for batch in turn])
+        return self.deal([batch for nth in itertools.zip_longest(*every) for batch in nth])
 
-    def deal(self, in_turn: list[Any]) -> list[Any]:
-        """From the micro-batches of all ranks, select in turn those of this rank's files.
+    def deal(self, interleaved: list[Any]) -> list[Any]:
+        """Select the micro-batches of this rank's files from those of all ranks.
+
+        interleaved: the first micro-batch of each rank, then the second of each rank, and so on.
         """
         me, self.dealt = self.ballots.comm.rank, []
         position, ranks = self.ballots.sharing.rank, self.ballots.sharing.size
@@ -169,8 +172,8 @@ class StepVotes(RunFeature):
         for file in self.ballots.files:
             speaks = self.ballots.assignment.workers_of[file][0] == me
             # each rank of a worker gets the batches it would have had without votes
-            own_batches = in_turn[file * ranks + position::step]
-            most = max(1, len(in_turn[file * ranks::step]))
+            own_batches = interleaved[file * ranks + position::step]
+            most = max(1, len(interleaved[file * ranks::step]))
             for i, batch in enumerate([*own_batches, *[None] * (most - len(own_batches))]):
                 empty = batch is None or (isinstance(batch, list | dict) and not batch)
                 self.dealt.append(FileBatch(batch, i == 0, speaks and not empty))

@@ -141,7 +141,7 @@ class TwinCheck(RunFeature):
         start = self.start([self.model])
         torch.manual_seed(step)
         try:
-            with alike(self.layers), _Recorder(self.model) as seen:
+            with deterministic_layers(self.layers), _Recorder(self.model) as seen:
                 seen.gradients(loss_of(batch))
         finally:
             start.restore()
@@ -211,7 +211,7 @@ def _first_difference(sums: Sequence[Sequence[Any]],
 
 
 @contextmanager
-def alike(layers: Sequence[MoELayer]) -> Iterator[None]:
+def deterministic_layers(layers: Sequence[MoELayer]) -> Iterator[None]:
     """Make layers compute with a fixed layout and choose it by rules instead of measured times, so
     that twins get bitwise equal results.
     """

@@ -27,7 +27,7 @@ from moe_plugin.layer import layers_in, named_layers_in
 from moe_plugin.planner.vote_assignments import Assignment
 from moe_plugin.routing.contract import RouterModule
 from moe_plugin.training.resilience.overflow import RowsCheck, RowsFit, limits_of
-from moe_plugin.training.resilience.twins import alike
+from moe_plugin.training.resilience.twins import deterministic_layers
 from moe_plugin.training.run import Run
 
 CHUNK = 1 << 20  # elements of every file in one exchange
@@ -307,7 +307,7 @@ class VotedGradients:
             self._run.after_passes()
             return torch.stack(found)
 
-        with alike(self._layers) if self._layers else nullcontext():
+        with deterministic_layers(self._layers) if self._layers else nullcontext():
             mine_LN = self._run.compute(passes)
         set_gradients(self.parameters, self.ballots.result(mine_LN, self._shared), lambda _: None)
         return self.ballots.verdict()

@@ -18,7 +18,7 @@ from typing import Any
 from moe_plugin.checkpoint import CheckpointError
 from moe_plugin.hosts.fairseq.compat.patching import Overlay, add_field, patch, replaces
 from moe_plugin.training.resilience.stopping import RUN
-from moe_plugin.utils.messages import alike, did_you_mean, short
+from moe_plugin.utils.messages import did_you_mean, short, similar_names
 
 logger = logging.getLogger(__name__)
 _LAST = "checkpoint_last.pt"  # fairseq's default, in the run's folder
@@ -316,7 +316,7 @@ def _refuse_unknown(overrides: Mapping[str, Any], written: Mapping[str, Any]) ->
                 name in (vars(group) if isinstance(group, Namespace) else group)
                 for group in groups if isinstance(group, (Namespace, Mapping))):
             raise ValueError(f"--model-overrides: {short(name)} is not a setting; "
-                             f"{did_you_mean(alike(name, known))}leave it out")
+                             f"{did_you_mean(similar_names(name, known))}leave it out")
 
 
 def _names_in(overrides: Mapping[str, Any]) -> Iterator[str]:

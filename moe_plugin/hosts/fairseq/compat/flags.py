@@ -17,7 +17,7 @@ from moe_plugin.checkpoint import trust
 from moe_plugin.config.flags import CONFIG_FLAG, as_given, flag_specs, setting_specs
 from moe_plugin.hosts.fairseq.compat.launch import errors_of_use_in_one_line
 from moe_plugin.hosts.fairseq.compat.patching import Overlay, patch, replace, replaces
-from moe_plugin.utils.messages import Parser, alike, flag_names, short
+from moe_plugin.utils.messages import Parser, flag_names, short, similar_names
 from moe_plugin.utils.yaml_file import read_yaml
 
 logger = logging.getLogger(__name__)
@@ -131,7 +131,8 @@ class CommandParser(Parser):
         """Return the remedies for an error message. See `Parser`."""
         brought, known = self._brought(), super().flags()
         if brought and (_OURS in message or any(
-                name in brought or set(alike(name, brought)) & set(alike(name, known | brought))
+                name in brought or (set(similar_names(name, brought))
+                                    & set(similar_names(name, known | brought)))
                 for name in flag_names(self.given) if name not in known)):
             message = (f"{_USER_DIR} moe_plugin is missing, which adds the MoE models and their "
                        "flags")

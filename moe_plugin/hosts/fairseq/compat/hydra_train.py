@@ -15,7 +15,7 @@ from typing import Any
 
 from moe_plugin.hosts.fairseq.compat.launch import STATUS_OF_USE, is_ours
 from moe_plugin.hosts.fairseq.compat.patching import patch
-from moe_plugin.utils.messages import alike, did_you_mean, short
+from moe_plugin.utils.messages import did_you_mean, short, similar_names
 from moe_plugin.utils.yaml_file import bundled
 
 _FOLDER = ("--config-dir", "-cd")
@@ -84,7 +84,7 @@ def _check_name(name: str) -> None:
                for folder in here if folder):
         known = [file for _, file in files]
         raise ValueError(f"--config-name {short(name)} is not in {', '.join(filter(None, here))}; "
-                         f"{did_you_mean(alike(name, known))}use the name of a file there")
+                         f"{did_you_mean(similar_names(name, known))}use the name of a file there")
 
 
 def _short(main: Callable[..., Any], name: str) -> Callable[..., Any]:
