@@ -213,8 +213,8 @@ FOUND = {
         "troubleshooting/#num_experts6-does-not-fit-4-expert-parallel-ranks",
     "rank 3 of the job gave up: RuntimeError: no":
         "troubleshooting/#rank-1-of-the-job-gave-up-at-the-end-of-another-ranks-error",
-    "--user-dir moe_plugin is missing":
-        "troubleshooting/#-user-dir-moe_plugin-is-missing-from-a-command-of-fairseq",
+    "has experts, which fairseq alone does not support":
+        "troubleshooting/#model-has-experts-which-fairseq-alone-does-not-support",
 }
 
 

@@ -268,3 +268,18 @@ def compare(case: Case) -> dict[str, float]:
             (native[name] - ours[name]).abs().max() / native[name].abs().max().clamp(min=1e-6))
         for name in native if native[name] is not None
     }
+
+
+def copy_native_weights(theirs: dict[str, torch.Tensor], ours: torch.nn.Module) -> None:
+    """Give a model with our layers the weights of one with Megatron's `SequentialMLP`, by name."""
+    with torch.no_grad():
+        for name, parameter in ours.named_parameters():
+            if name.endswith("router.weight_ED"):
+                parameter.copy_(theirs[name.removesuffix("_ED")])
+            elif ".experts." in name:
+                fc = "linear_fc1" if "w_in" in name else "linear_fc2"
+                stem = name.split(".experts.")[0]
+                for e in range(parameter.shape[0]):
+                    parameter[e].copy_(theirs[f"{stem}.experts.local_experts.{e}.{fc}.weight"].t())
+            else:
+                parameter.copy_(theirs[name])

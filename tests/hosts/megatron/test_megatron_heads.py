@@ -27,7 +27,7 @@ from moe_plugin.training.ensembles.cmcl import (
     confident_oracle_loss,
     ensemble_errors,
 )
-from tests.hosts.megatron.layers import Case, initialise_parallel
+from tests.hosts.megatron.layers import Case, copy_native_weights, initialise_parallel
 from tests.hosts.megatron.ranks import on_ranks
 from tests.hosts.megatron.training import MODEL, PP2, arguments_of, launched, ran
 
@@ -73,16 +73,7 @@ def _copy(native: Any, ours: Any) -> None:
         for name, parameter in theirs.items():
             if name.endswith("router.weight"):
                 parameter.mul_(20)  # choices that no rounding changes
-        for name, parameter in ours.named_parameters():
-            if name.endswith("router.weight_ED"):
-                parameter.copy_(theirs[name.removesuffix("_ED")])
-            elif ".experts." in name:
-                fc = "linear_fc1" if "w_in" in name else "linear_fc2"
-                stem = name.split(".experts.")[0]
-                for e in range(parameter.shape[0]):
-                    parameter[e].copy_(theirs[f"{stem}.experts.local_experts.{e}.{fc}.weight"].t())
-            else:
-                parameter.copy_(theirs[name])
+    copy_native_weights(theirs, ours)
 
 
 def _step(model: Any, config: Any) -> dict[str, torch.Tensor]:

@@ -19,6 +19,7 @@ import torch.distributed as dist
 pytest.importorskip("megatron.core",
                     reason="needs megatron-core: pip install 'moe-plugin[megatron]'")
 
+from tests.hosts.megatron.layers import copy_native_weights
 from tests.hosts.megatron.ranks import on_ranks
 from tests.hosts.megatron.training import (
     EP2,
@@ -46,27 +47,13 @@ def _curve(argv: list[str], weights: dict[str, torch.Tensor] | None = None
 
     def built(run: Run) -> None:
         if weights is not None:
-            _copy(weights, run.model)
+            copy_native_weights(weights, run.model)
             run.optimizer.reload_model_params()
         first.update((name, p.detach().clone()) for name, p in run.model.named_parameters())
 
     run = ran(argv, built)
     return [(r["lm_loss"], r["grad_norm"], r["aux_losses"]["load_balancing_loss"][0])
             for r in run.steps_logged], first
-
-
-def _copy(theirs: dict[str, torch.Tensor], ours: torch.nn.Module) -> None:
-    with torch.no_grad():
-        for name, parameter in ours.named_parameters():
-            if ".mlp.router." in name:
-                parameter.copy_(theirs[name.replace("weight_ED", "weight")])
-            elif ".mlp.experts." in name:
-                fc = "linear_fc1" if "w_in" in name else "linear_fc2"
-                stem = name.split(".experts.")[0]
-                for e in range(parameter.shape[0]):
-                    parameter[e].copy_(theirs[f"{stem}.experts.local_experts.{e}.{fc}.weight"].t())
-            else:
-                parameter.copy_(theirs[name])
 
 
 def _of_weights(argv: list[str], every: list[dict[str, torch.Tensor]]) -> Any:
