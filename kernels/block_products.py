@@ -13,13 +13,23 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from moe_plugin.kernels.block_formats import FORMATS, BlockFormat, Blocks
-from moe_plugin.kernels.expert_matmul import expert_matmul, expert_weight_grad, rows_of
+from moe_plugin.kernels.expert_matmul import (
+    expert_matmul,
+    expert_matmul_act,
+    expert_matmul_act_backward,
+    expert_matmul_gated,
+    expert_matmul_sum,
+    expert_weight_grad,
+    rows_of,
+)
+from moe_plugin.kernels.fp8 import FP8
 from moe_plugin.kernels.groups import RowGroups
 from moe_plugin.kernels.registry import op
 from moe_plugin.kernels.rounded import RoundedProducts, RoundedWeight
@@ -166,3 +176,25 @@ class BlockProducts(RoundedProducts):
 
 
 BLOCK_PRODUCTS = {name: BlockProducts(name) for name in FORMATS}
+
+
+@dataclass(frozen=True)
+class ExactProducts:
+    """Matmuls over rows without rounding, with the signatures in `kernels.expert_matmul`."""
+
+    plain: Callable[..., Tensor]
+    back: Callable[..., Tensor]
+    sum: Callable[..., Tensor]
+    act: Callable[..., tuple[Tensor, Tensor]]
+    gated: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    act_backward: Callable[..., tuple[Tensor, Tensor | None, Tensor, Tensor]]
+
+
+EXACT = ExactProducts(expert_matmul, expert_matmul, expert_matmul_sum, expert_matmul_act,
+                      expert_matmul_gated, expert_matmul_act_backward)
+ROUNDED: dict[str, RoundedProducts] = {"fp8": FP8, **BLOCK_PRODUCTS}
+
+
+def products_for(precision: str) -> ExactProducts | RoundedProducts:
+    """Return the matmuls of a precision."""
+    return ROUNDED.get(precision, EXACT)

@@ -16,7 +16,6 @@ All tensor names in the package end in a shape suffix made of these letters:
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -375,30 +374,6 @@ class Tokens:
     info: TokenInfo
     shape: torch.Size
     count: int
-
-
-@dataclass(frozen=True)
-class Overlap:
-    """The number of pieces into which rows are split so that exchanges and matmuls overlap.
-
-    Attributes:
-        forward: the number of pieces in the forward pass, `parallel.d`.
-        backward: the number of pieces in the backward pass, `parallel.d_backward`. If 0, it equals
-            the number of pieces in the forward pass.
-        background: True if even a single piece is sent in the background because other work is done
-            at the same time.
-        piece_axis: the axis along which rows are split, as in `dispatch.pieces`.
-    """
-
-    forward: int = 1
-    backward: int = 0
-    background: bool = False
-    piece_axis: str = "rows"
-
-    @property
-    def pieces(self) -> int:
-        """The number of pieces that travel, which both directions can group evenly."""
-        return math.lcm(self.forward, self.backward or self.forward)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ their destination. For backward, the module's `Workspace` stores the value befor
 also stores the value after the activation if recomputing it costs more than reading it and
 `FFNParameters.recompute` is off, and each output row for the gradient of the gates. If
 `native.passes` is available, it performs all operations between two matmuls in one pass. Output
-rows are then stored only for experts with an output bias (see `_FFNCall.late`), and the values of
+rows are then stored only for experts with an output bias (see `FFNCall.late`), and the values of
 gated experts after the activation are recomputed.
 
 In float32 each expert of a block is computed by one thread, and several experts run at the same
@@ -19,151 +19,34 @@ bits, consecutive experts with few rows are padded and multiplied in one matmul
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from moe_plugin.kernels.activations import ACTIVATIONS, Activation, first_derivative_only
+from moe_plugin.kernels.activations import ACTIVATIONS, first_derivative_only
 from moe_plugin.kernels.cpu.blocks import (
     BlockRows,
     GatheredRows,
-    Padding,
-    UnitBlock,
-    UnitRows,
     WeightedRows,
     blocks_of,
     by_block,
     clipped,
     padding_of,
 )
-from moe_plugin.kernels.cpu.native.functions import NativePasses, passes
-from moe_plugin.kernels.cpu.products import Products, products_of, row_rule
+from moe_plugin.kernels.cpu.ffn_call import FFNCall, Linear, Maps, by_unit
+from moe_plugin.kernels.cpu.native.functions import passes
+from moe_plugin.kernels.cpu.products import products_of, row_rule
 from moe_plugin.kernels.expert_ffn import FFNParameters, apply_to_rows, strategies
 from moe_plugin.kernels.registry import accumulate_dtype
 from moe_plugin.kernels.rows import at_choices, dot_rows, sum_rows
-from moe_plugin.kernels.weight_grads import WEIGHTS, GradSums, LaterGrads, MainGrad, WeightGrad
-from moe_plugin.kernels.workspace import Workspace
+from moe_plugin.kernels.weight_grads import WEIGHTS, GradSums, MainGrad, WeightGrad
 from moe_plugin.records import RowCounts, RowPlan
 
 # size of one tensor [N, F] of a block, measured so that a block stays in the cache
 BLOCK_BYTES = 4 << 20
 W_IN, W_GATE, W_OUT = WEIGHTS
-
-
-@dataclass(frozen=True)
-class _Maps:
-    """The mapping of rows to the tensors from which they are read and to which they are written.
-
-    Attributes:
-        token_R, source_R, position_TK, complete: see `kernels.rows`, which also describes the
-            padding of batches. All of them are None if `x` contains rows without padding. If there
-            is padding, each row is treated as a token with one choice and `source_R` is None.
-        real_R: bool [R], False for padding rows. None without padding.
-    """
-
-    token_R: Tensor | None = None
-    source_R: Tensor | None = None
-    position_TK: Tensor | None = None
-    complete: bool = True
-    real_R: Tensor | None = None
-
-    @classmethod
-    def of(cls, plan: RowPlan | None, padding: Padding | None) -> _Maps:
-        """Create the mapping for a call with tokens, or for a call with rows (`plan` is None)."""
-        if padding is None:
-            return cls() if plan is None else cls(plan.token_R, plan.source_R, plan.position_TK,
-                                                  plan.complete)
-        if plan is None:
-            return cls(padding.row_P, None, padding.padded_R[:-1, None], True, padding.real_P)
-        return cls(plan.token_R[padding.row_P], plan.source_R[padding.row_P],
-                   padding.positions(plan.position_TK), plan.complete, padding.real_P)
-
-
-@dataclass(frozen=True)
-class _FFNCall:
-    """The arguments of one call that autograd does not differentiate.
-
-    Attributes:
-        counts: number of rows of each expert.
-        products: object that multiplies rows by the experts' matrices.
-        native: the compiled passes, or None if torch's operations are used.
-        keep: whether a backward pass will follow.
-        keep_after: whether to store the value after the activation (and, if `native` is used, the
-            derivative of the activation in place of the value before it).
-        late: whether `native` applies the gates to the gradients of the inner values, rather than
-            to the output's gradient. If so, `native` also computes the gradient of the gates.
-        main_grad_weights, sums: see `FFNParameters`.
-        later, wanted: see `FFNParameters.leaving` and `LaterGrads.cut_off`.
-    """
-
-    counts: list[int]
-    blocks: list[UnitBlock]
-    products: Products
-    act: Activation
-    native: NativePasses | None
-    memory: Workspace
-    maps: _Maps
-    keep: bool
-    keep_after: bool
-    late: bool
-    main_grad_weights: Mapping[str, Tensor]
-    sums: GradSums
-    later: LaterGrads | None
-    wanted: tuple[bool, ...]
-
-    def make(self, purpose: str, width: int, like: Tensor, whole: bool = False) -> BlockRows:
-        """Allocate memory for the rows of all blocks if `whole` is true, otherwise of one block."""
-        end = 0
-        for block in self.blocks:
-            end = max(end, block.reach + (block.rows.start if whole else 0))
-        # `reach`, because products may write a few rows behind a unit's own rows.
-        memory = self.memory.empty(purpose, (end, width), like)
-        return BlockRows(self.blocks, memory, whole)
-
-    def gathered(self, x: Tensor, purpose: str) -> BlockRows | GatheredRows:
-        """Return the rows of tokens x [T, W], or `x` itself if it contains rows [R, W]."""
-        if self.maps.token_R is None:
-            return BlockRows(self.blocks, x, True)
-        return GatheredRows(self.blocks, x, self.maps.token_R, self.make(purpose, x.shape[1], x))
-
-
-def _by_unit(x_L: Tensor, blocks: list[UnitBlock]) -> list[list[Tensor]]:
-    """Return, for each block, the parts of a tensor [L, ...] that belong to the block's units."""
-    one_by_one = x_L.unbind(0)  # one operation, where indexing would take one per view
-    parts: list[list[Tensor]] = []
-    for block in blocks:
-        first = block.units[0].first
-        if block.single and block.units[-1].first - first + 1 == len(block.units):
-            parts.append(list(one_by_one[first:first + len(block.units)]))  # no expert left out
-        else:
-            parts.append([one_by_one[unit.first] if unit.experts == 1 else x_L[unit.index]
-                          for unit in block.units])
-    return parts
-
-
-class _Linear:
-    """The operation `x @ w + b` for each expert. All views are created at the same time."""
-
-    def __init__(self, call: _FFNCall, w_LIO: Tensor, b_LO: Tensor | None = None) -> None:
-        self.w = _by_unit(w_LIO, call.blocks)
-        self.b = (_by_unit(b_LO, call.blocks) if b_LO is not None
-                  else [[None] * len(block.units) for block in call.blocks])
-        self.products = call.products
-
-    def into(self, block: int, rows: UnitRows, out: BlockRows, add: bool = False) -> Tensor:
-        """Multiply the rows of one block by the matrices of their experts, and return the
-        corresponding rows [N, O] of `out`.
-
-        add: whether to add the result to the values of `out`. In this case no bias is added, and
-        only an expert's own rows are computed, because the next expert adds to its own rows.
-        """
-        into = out.of_units[block]
-        xs, ys = (rows.own, into.own) if add else (rows.computed, into.computed)
-        self.products(xs, self.w[block], ys, ys if add else self.b[block])
-        return out.of_block[block]
 
 
 @strategies.register("fused")
@@ -189,7 +72,7 @@ def fused(x: Tensor, rows: RowCounts | RowPlan, parameters: FFNParameters) -> Te
     single = exact = True
     for block in blocks:
         single, exact = single and block.single, exact and block.exact
-    maps = _Maps.of(plan, None if single else padding_of(counts, blocks))
+    maps = Maps.of(plan, None if single else padding_of(counts, blocks))
     # Rows that are not gathered end with the input's memory; nothing may be read behind them.
     if maps.token_R is None:
         blocks = clipped(blocks)
@@ -210,8 +93,8 @@ def fused(x: Tensor, rows: RowCounts | RowPlan, parameters: FFNParameters) -> Te
         later = None if torch.is_autocast_enabled(x.device.type) else p.leaving(x, gates_TK)
     if later is not None:
         tensors, wanted = later.cut_off(tensors)
-    call = _FFNCall(counts, blocks, products, act, native, p.memory, maps, keep, keep_after, late,
-                    redirected, sums, later, wanted)
+    call = FFNCall(counts, blocks, products, act, native, p.memory, maps, keep, keep_after, late,
+                   redirected, sums, later, wanted)
     if not torch.is_autocast_enabled(x.device.type):
         return _FusedFFN.apply(call, x, gates_TK, *tensors)
     # The operands are already cast, and products write into buffers of the same dtype.
@@ -221,7 +104,7 @@ def fused(x: Tensor, rows: RowCounts | RowPlan, parameters: FFNParameters) -> Te
 
 class _FusedFFN(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, call: _FFNCall, x: Tensor, gates_TK: Tensor | None, w_in: Tensor,
+    def forward(ctx: Any, call: FFNCall, x: Tensor, gates_TK: Tensor | None, w_in: Tensor,
                 b_in: Tensor | None, w_gate: Tensor | None, b_gate: Tensor | None, w_out: Tensor,
                 b_out: Tensor | None) -> Tensor:
         done = _Forward(call, x, w_in, b_in, w_gate, b_gate, w_out, b_out)
@@ -245,14 +128,14 @@ class _FusedFFN(torch.autograd.Function):
 class _Forward:
     """The memory of one forward pass, and the operations on one block."""
 
-    def __init__(self, call: _FFNCall, x: Tensor, w_in: Tensor, b_in: Tensor | None,
+    def __init__(self, call: FFNCall, x: Tensor, w_in: Tensor, b_in: Tensor | None,
                  w_gate: Tensor | None, b_gate: Tensor | None, w_out: Tensor,
                  b_out: Tensor | None) -> None:
         width, inner = w_in.shape[1:]
         self.call, self.input = call, call.gathered(x, "gathered")
-        self.w_in = _Linear(call, w_in, b_in)
-        self.w_out = _Linear(call, w_out, b_out)
-        self.w_gate = None if w_gate is None else _Linear(call, w_gate, b_gate)
+        self.w_in = Linear(call, w_in, b_in)
+        self.w_out = Linear(call, w_out, b_out)
+        self.w_gate = None if w_gate is None else Linear(call, w_gate, b_gate)
         self.before = call.make("before", inner, x, call.keep)
         self.after = call.make("after", inner, x, call.keep_after)
         self.up = self.gated = None
@@ -307,9 +190,9 @@ class _Backward:
             name: w.new_zeros(len(call.counts), w.shape[2])
             for (name, w), need in zip(weights.items(), needs[1::2], strict=True) if need
         }
-        self.bias_into = {name: _by_unit(g, call.blocks) for name, g in self.bias_grads.items()}
+        self.bias_into = {name: by_unit(g, call.blocks) for name, g in self.bias_grads.items()}
         self.transposed = {
-            name: _Linear(call, w.transpose(1, 2))
+            name: Linear(call, w.transpose(1, 2))
             for name, w in weights.items() if w is not None
         }
         self.grad_y, self.need_gates = grad_y, need_gates

@@ -21,45 +21,18 @@ import torch
 from torch import Tensor, nn
 
 from moe_plugin.kernels.activations import first_derivative_only
-from moe_plugin.kernels.block_products import BLOCK_PRODUCTS
+from moe_plugin.kernels.block_products import ROUNDED, products_for
 from moe_plugin.kernels.expert_ffn import FFNParameters, strategies
 from moe_plugin.kernels.expert_matmul import (
     expert_bias_grad,
-    expert_matmul,
-    expert_matmul_act,
-    expert_matmul_act_backward,
-    expert_matmul_gated,
-    expert_matmul_sum,
 )
-from moe_plugin.kernels.fp8 import FP8
 from moe_plugin.kernels.groups import RowGroups
 from moe_plugin.kernels.registry import accumulate_dtype
-from moe_plugin.kernels.rounded import RoundedCall, RoundedProducts, rounded_call
+from moe_plugin.kernels.rounded import RoundedCall, rounded_call
 from moe_plugin.kernels.rows import sum_rows, take_values
 from moe_plugin.kernels.saved import KeptRows
 from moe_plugin.kernels.weight_grads import WEIGHTS, GradSums, LaterGrads, RowWeightGrads
 from moe_plugin.records import DeviceCounts, RowCounts, RowPlan
-
-
-@dataclass(frozen=True)
-class _Products:
-    """Matmuls over rows without rounding, with the signatures in `kernels.expert_matmul`."""
-
-    plain: Callable[..., Tensor]
-    back: Callable[..., Tensor]
-    sum: Callable[..., Tensor]
-    act: Callable[..., tuple[Tensor, Tensor]]
-    gated: Callable[..., tuple[Tensor, Tensor, Tensor]]
-    act_backward: Callable[..., tuple[Tensor, Tensor | None, Tensor, Tensor]]
-
-
-_EXACT = _Products(expert_matmul, expert_matmul, expert_matmul_sum, expert_matmul_act,
-                   expert_matmul_gated, expert_matmul_act_backward)
-_ROUNDED: dict[str, RoundedProducts] = {"fp8": FP8, **BLOCK_PRODUCTS}
-
-
-def _products(precision: str) -> _Products | RoundedProducts:
-    return _ROUNDED.get(precision, _EXACT)
 
 
 @strategies.register("kernels")
@@ -77,9 +50,9 @@ def kernel_ffn(x: Tensor, rows: RowCounts | RowPlan, parameters: FFNParameters) 
                                                     plan.position_TK)
     with torch.autocast(x.device.type, enabled=False):
         rounded, traced = None, _traced(x)
-        if p.precision in _ROUNDED and not traced:
+        if p.precision in ROUNDED and not traced:
             rounded = rounded_call(
-                _ROUNDED[p.precision], p.rounded,
+                ROUNDED[p.precision], p.rounded,
                 {n: p.main_grad_weights.get(n, getattr(p, n)) for n in WEIGHTS},
                 dict(zip(WEIGHTS, tensors[::2], strict=True)))
         if traced and not redirected:
@@ -167,7 +140,7 @@ def _forward(groups: RowGroups, x: Tensor, gates_TK: Tensor | None, source_R: Te
              precision: str, rounded: RoundedCall | None = None) -> list[Tensor]:
     x = x.contiguous()
     w_in, w_gate, w_out = _factors(rounded, w_in, w_gate, w_out)
-    token_R, products = _tokens(source_R, position_TK), _products(precision)
+    token_R, products = _tokens(source_R, position_TK), products_for(precision)
     if w_gate is None:
         h_RF, a_RF = products.act(x, groups, w_in, b_in, token_R, activation, precision)
         gate_RF = x.new_empty(0)
@@ -244,9 +217,9 @@ def _gradients(groups: RowGroups, grad_y: Tensor, x: Tensor, gates_TK: Tensor | 
     if gates_TK is not None:
         gates_N = gates_TK.reshape(-1).to(accumulate_dtype(grad_y.dtype))
         scale_R = take_values(gates_N[None], source_R)
-    g_h, g_gate, scaled_RF, dots_CR = _products(precision).act_backward(
+    g_h, g_gate, scaled_RF, dots_CR = products_for(precision).act_backward(
         grad_y, groups, w_out, h_RF, gate, scale_R, token_R, activation, precision)
-    rounded_products = _ROUNDED.get(precision)
+    rounded_products = ROUNDED.get(precision)
     weights = RowWeightGrads(groups, "ieee" if rounded_products else precision, rounded_products,
                              main_grad_weights, sums)
     first = functools.partial(weights.first, x, token_R, g_h if needs[2] else None,
@@ -410,9 +383,9 @@ def _grad_x(groups: RowGroups, g_h: Tensor, g_gate: Tensor | None, w_in: Tensor,
             w_gate: Tensor | None, position_TK: Tensor | None, precision: str) -> Tensor:
     w_in = w_in.transpose(1, 2)
     if w_gate is None or g_gate is None:
-        rows_RD = _products(precision).back(g_h, groups, w_in, None, None, precision)
+        rows_RD = products_for(precision).back(g_h, groups, w_in, None, None, precision)
     else:
-        rows_RD = _products(precision).sum(g_h, g_gate, groups, w_in, w_gate.transpose(1, 2),
+        rows_RD = products_for(precision).sum(g_h, g_gate, groups, w_in, w_gate.transpose(1, 2),
                                            precision)
     return rows_RD if position_TK is None else sum_rows(rows_RD, position_TK, None)
 

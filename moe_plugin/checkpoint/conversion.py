@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from moe_plugin.checkpoint.derived import cast
 from moe_plugin.checkpoint.formats.base import (
     CheckpointSizes,
     WriteProgress,
@@ -34,7 +35,6 @@ from moe_plugin.checkpoint.source import (
     Derived,
     Source,
     View,
-    cast,
     refuse_damaged,
 )
 from moe_plugin.utils import checksums

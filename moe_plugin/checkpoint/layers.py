@@ -12,16 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_plugin.checkpoint.derived import part_of
 from moe_plugin.checkpoint.formats.base import convert
 from moe_plugin.checkpoint.formats.huggingface.files import write_safetensors
 from moe_plugin.checkpoint.neutral import DecoderSettings
 from moe_plugin.checkpoint.reshard import merge, window_of_rank
-from moe_plugin.checkpoint.source import (
-    MODEL,
-    CheckpointError,
-    Source,
-    part_of,
-)
+from moe_plugin.checkpoint.source import MODEL, CheckpointError, Source
 from moe_plugin.checkpoint.torch_files import SealedWriter
 from moe_plugin.comm.group import advice
 from moe_plugin.comm.placement import Placement

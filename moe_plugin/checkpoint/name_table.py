@@ -14,13 +14,7 @@ from typing import Any
 
 import torch
 
-from moe_plugin.checkpoint.source import (
-    MODEL,
-    CheckpointError,
-    Derived,
-    Key,
-    Source,
-    TensorEntry,
+from moe_plugin.checkpoint.derived import (
     every,
     interleaved,
     item_of,
@@ -30,6 +24,7 @@ from moe_plugin.checkpoint.source import (
     stacked,
     transposed,
 )
+from moe_plugin.checkpoint.source import MODEL, CheckpointError, Derived, Key, Source, TensorEntry
 from moe_plugin.experts.distributed_state import FLOAT32
 
 # Which tensors of a model stay in float32 when the data type of the model changes.

@@ -49,14 +49,8 @@ from typing import Any
 
 import torch
 
-from moe_plugin.checkpoint.source import (
-    MODEL,
-    CheckpointError,
-    Derived,
-    Source,
-    cast,
-    filled,
-)
+from moe_plugin.checkpoint.derived import cast, filled
+from moe_plugin.checkpoint.source import MODEL, CheckpointError, Derived, Source
 from moe_plugin.utils.messages import short
 
 NEUTRAL = "neutral"  # `Source.format` of views with these names

@@ -18,16 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_plugin.checkpoint.derived import joined, part_of
 from moe_plugin.checkpoint.name_table import marked
-from moe_plugin.checkpoint.source import (
-    MODEL,
-    Derived,
-    DerivedSource,
-    Source,
-    Window,
-    joined,
-    part_of,
-)
+from moe_plugin.checkpoint.source import MODEL, Derived, DerivedSource, Source, Window
 from moe_plugin.experts.base import with_current_names
 from moe_plugin.experts.ffn import PART_AXIS, SHARD_AXIS
 from moe_plugin.routed_experts import STATE_VERSION

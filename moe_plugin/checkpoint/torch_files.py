@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.torch_version import TorchVersion
 
 from moe_plugin.checkpoint import trust
+from moe_plugin.checkpoint.derived import in_memory
 from moe_plugin.checkpoint.file_workers import FileWorkers, read_strided
 from moe_plugin.checkpoint.source import (
     CheckpointError,
@@ -26,7 +27,6 @@ from moe_plugin.checkpoint.source import (
     Window,
     blocks,
     full_window,
-    in_memory,
     refused_if_unreadable,
     window_shape,
 )

@@ -28,6 +28,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from moe_plugin.checkpoint.derived import filled, pieces_of, stacked, transposed
 from moe_plugin.checkpoint.formats.base import CheckpointSizes, Format
 from moe_plugin.checkpoint.neutral import DecoderSettings
 from moe_plugin.checkpoint.source import (
@@ -38,10 +39,6 @@ from moe_plugin.checkpoint.source import (
     TensorEntry,
     View,
     Window,
-    filled,
-    pieces_of,
-    stacked,
-    transposed,
 )
 from moe_plugin.utils.messages import short
 from moe_plugin.utils.regular_files import write_remedy

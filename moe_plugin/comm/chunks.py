@@ -1,5 +1,5 @@
 """Functions that reorder and exchange pieces of a tensor along dimension 0, and functions that send
-several tensors in one exchange.
+several tensors in one exchange, and descriptions of messages.
 
 The all-to-all algorithms are built from these functions.
 """
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moe_plugin.comm.base import Comm, piece_lengths
+from moe_plugin.comm.base import Comm, Messages, piece_lengths
 from moe_plugin.kernels import transpose_chunks
 
 
@@ -187,3 +187,28 @@ def ring_reduce_scatter(comm: Comm, x: Tensor) -> Tensor:
         comm.send_receive([((me + 1) % size, total)], [((me - 1) % size, partial)])
         total = partial.add_(parts[(me - 2 - step) % size])
     return total
+
+
+def sizes_of(sends: Messages, recvs: Messages) -> str:
+    """Return the shapes of messages for error messages."""
+
+    def short(items: Messages) -> str:
+        shown = ", ".join(f"{peer}: {tuple(x.shape)}" for peer, x in items[:16])
+        return shown + (f" and {len(items) - 16} more" if len(items) > 16 else "")
+
+    dtype = next((x.dtype for _, x in (*sends, *recvs)), None)
+    return (f"send_receive of {dtype} (send to rank {short(sends) or 'none'}; receive from rank "
+            f"{short(recvs) or 'none'})")
+
+
+_WIDE = {torch.float8_e4m3fn, torch.float8_e5m2, torch.int16, torch.bool}
+
+
+def as_supported(x: Tensor) -> Tensor:
+    """Return a view of `x` in a dtype that every backend can send."""
+    return x.flatten().view(torch.uint8) if x.dtype in _WIDE else x
+
+
+def widening(x: Tensor) -> int:
+    """Return the number of elements in dimension 0 of `as_supported(x)` for each row of `x`."""
+    return math.prod(x.shape[1:]) * x.element_size() if x.dtype in _WIDE else 1

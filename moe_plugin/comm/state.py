@@ -10,8 +10,10 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
+import torch.distributed as dist
 
 from moe_plugin.comm.topology import Topology
 from moe_plugin.comm.watchdog import TimeoutWatch, Watchdog
@@ -197,3 +199,48 @@ class GroupState:
     def __reduce__(self) -> tuple[type[GroupState], tuple[Topology | None]]:
         # copies and pickles of a model do not include threads, streams and measurements
         return type(self), (self.topology,)
+
+
+# The only state that outlives a `Comm`. Each layer of a model creates a TorchComm for the same
+# process group, and all of them share one GroupState. Process groups accept no attributes, so the
+# states are stored here by group; each exists as long as its group. A state must not refer to its
+# group, or neither is ever freed.
+_STATES: WeakKeyDictionary[dist.ProcessGroup, GroupState] = WeakKeyDictionary()
+
+
+def group_state(group: dist.ProcessGroup | None) -> GroupState:
+    """Return the state of a process group, which all layers on the group share."""
+    assert group is not None  # the default group exists as long as any of its subgroups
+    if group not in _STATES:
+        _STATES[group] = GroupState()
+    return _STATES[group]
+
+
+class PostedMessages:
+    """A set of messages in progress on gloo. Calling the object waits for the messages.
+
+    If a pass raises an error, no code waits for its messages. If the tensors and work objects of
+    these messages were then freed, gloo would neither read the bytes of such a message from the
+    connection nor send them, and all later messages would wait behind it. Therefore the group's
+    state keeps them alive for a while.
+
+    Args:
+        state: the state of the group.
+        seconds: how long the messages are kept alive if no code waits for them.
+        wait: function that is called with `works` and `messages`, and waits for the messages.
+        works: torch's work objects of the messages.
+        messages: the messages that are sent, and those that are received.
+    """
+
+    def __init__(self, state: GroupState, seconds: float, wait: Callable[..., None],
+                 works: Sequence[Any], *messages: Any) -> None:
+        self.state, self.seconds, self.wait = state, seconds, wait
+        self.works, self.messages = works, messages
+
+    def __call__(self) -> None:
+        self.wait(self.works, *self.messages)
+        self.works = ()
+
+    def __del__(self) -> None:
+        if self.works:
+            self.state.keep_abandoned(self.seconds, self.works, *self.messages)

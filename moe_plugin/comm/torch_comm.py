@@ -9,30 +9,30 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_plugin.comm.base import Comm, CommError, Messages, piece_lengths
+from moe_plugin.comm.base import Comm, CommError, LocalComm, Messages, piece_lengths
 from moe_plugin.comm.by_nodes import gather_by_nodes, reduce_scatter_by_nodes
-from moe_plugin.comm.chunks import receive_first, ring_reduce_scatter
+from moe_plugin.comm.chunks import (
+    as_supported,
+    receive_first,
+    ring_reduce_scatter,
+    sizes_of,
+    widening,
+)
 from moe_plugin.comm.graph_ops import collective
 from moe_plugin.comm.group import key_of
 from moe_plugin.comm.new_group import make_group
-from moe_plugin.comm.state import GroupState
+from moe_plugin.comm.state import PostedMessages, group_state
 from moe_plugin.comm.topology import Topology, node_key
 from moe_plugin.comm.watchdog import TimeoutWatch
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX} if dist.is_available() else {}
 _TRACED_AS = {"sum": "all_reduce", "max": "all_max"}  # in `comm.graph_ops`
 _KEY_BYTES = 16
-# The only state that outlives a `Comm`. Each layer of a model creates a TorchComm for the same
-# process group, and all of them share one GroupState. Process groups accept no attributes, so the
-# states are stored here by group; each exists as long as its group. A state must not refer to its
-# group, or neither is ever freed.
-_STATES: WeakKeyDictionary[dist.ProcessGroup, GroupState] = WeakKeyDictionary()
 # newer versions of torch deprecate the old name
 _GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
 
@@ -63,7 +63,7 @@ class TorchComm(Comm):
         rank, size = dist.get_rank(self.group), dist.get_world_size(self.group)
         self.ranks = dist.get_process_group_ranks(self.group)
         name = f"ranks {self.ranks}" if size <= 16 else f"{size} ranks from {self.ranks[0]}"
-        super().__init__(rank, size, name, _state_of(self.group))
+        super().__init__(rank, size, name, group_state(self.group))
         self.timeout = timedelta(seconds=timeout_s)
         # backends by device, e.g. cpu:gloo,cuda:nccl
         self.backend = str(dist.get_backend_config(self.group))
@@ -118,7 +118,7 @@ class TorchComm(Comm):
         if self.device.type == "cpu":
             return self
         if self.state.hosts is None:
-            made = _state_of(dist.group.WORLD).groups_made
+            made = group_state(dist.group.WORLD).groups_made
             with self.error_context(lambda: f"making a group of the hosts of {self.name}"):
                 group = make_group(self.group, self.ranks, made, self.timeout, "gloo")
             self.state.hosts = TorchComm(group, self.timeout.total_seconds())
@@ -165,7 +165,7 @@ class TorchComm(Comm):
         out = x.new_empty((sum(recv), *x.shape[1:]))
         others = [n for peer, n in enumerate(send) if peer != self.rank and n]
         self._count_rows(len(others), x, sum(others))
-        source, target, factor = _as_supported(x.contiguous()), _as_supported(out), _widening(x)
+        source, target, factor = as_supported(x.contiguous()), as_supported(out), widening(x)
         with self.error_context(
                 lambda: f"all_to_all of {x.dtype} {tuple(x.shape)}, send {send}, receive {recv}"):
             self._bounded(dist.all_to_all_single, target, source, [n * factor for n in recv],
@@ -179,7 +179,7 @@ class TorchComm(Comm):
         x, out, rows = x.contiguous(), torch.empty_like(x), x.shape[0] // self.size
         self._count_rows((self.size - 1) * bool(rows), x, rows * (self.size - 1))
         return self._started(f"all_to_all of {x.dtype} {tuple(x.shape)} in equal pieces", out,
-                       dist.all_to_all_single, _as_supported(out), _as_supported(x))
+                       dist.all_to_all_single, as_supported(out), as_supported(x))
 
     def all_reduce(self, x: Tensor, op: str = "sum") -> Tensor:
         """See `Comm.all_reduce`. Bytes are not counted here, but by `Collectives` for its sums."""
@@ -205,7 +205,7 @@ class TorchComm(Comm):
         out = x.new_empty((self.size * x.shape[0], *x.shape[1:]))
         self._count_rows(self.size - 1, x, x.shape[0] * (self.size - 1))
         with self.error_context(lambda: f"all_gather of {x.dtype} {tuple(x.shape)}"):
-            self._bounded(getattr(dist, _GATHER), _as_supported(out), _as_supported(x.contiguous()))
+            self._bounded(getattr(dist, _GATHER), as_supported(out), as_supported(x.contiguous()))
         return out
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
@@ -247,13 +247,14 @@ class TorchComm(Comm):
         self.state.release_abandoned()
         self.counters.sent(len(sends), sum(x.nbytes for _, x in sends))
         group, tag = self.group, self.tag
-        with self.error_context(lambda: _sizes(sends, recvs)):
+        with self.error_context(lambda: sizes_of(sends, recvs)):
             # The methods that dist.isend calls. Calling them directly takes a third of the time per
             # small message.
             works = [group.recv([buffer], peer, tag) for peer, buffer in recvs]
             works += [group.send([x], peer, tag) for peer, x in sends]
 
-        return _Posted(self, works, sends, recvs)
+        return PostedMessages(self.state, self.timeout.total_seconds(), self._wait_for_messages,
+                              works, sends, recvs)
 
     @contextmanager
     def _watched(self, sends: Messages, recvs: Messages) -> Iterator[None]:
@@ -285,15 +286,15 @@ class TorchComm(Comm):
         waiting = sorted({p for p, _ in recvs[index:]})
         return self.error(
             f"{what.format(x.nbytes)} rank {peer} failed (not received yet: from ranks {waiting}) "
-            f"in {_sizes(sends, recvs)}: {error}{self.missing_ranks()}")
+            f"in {sizes_of(sends, recvs)}: {error}{self.missing_ranks()}")
 
     def _batched(self, sends: Messages, recvs: Messages) -> None:
         """Run all messages on NCCL in one grouped call on the current stream."""
-        ops = [dist.P2POp(dist.irecv, _as_supported(buffer), self.ranks[peer], self.group)
+        ops = [dist.P2POp(dist.irecv, as_supported(buffer), self.ranks[peer], self.group)
                for peer, buffer in recvs]
-        ops += [dist.P2POp(dist.isend, _as_supported(x), self.ranks[peer], self.group)
+        ops += [dist.P2POp(dist.isend, as_supported(x), self.ranks[peer], self.group)
                 for peer, x in sends]
-        with self.error_context(lambda: _sizes(sends, recvs)):
+        with self.error_context(lambda: sizes_of(sends, recvs)):
             for work in dist.batch_isend_irecv(ops):
                 work.wait()
             self._passes(*(x for _, x in (*sends, *recvs)))
@@ -302,7 +303,7 @@ class TorchComm(Comm):
         """See `Comm.subgroup`. Only ranks of the new group need to call this method."""
         if self.rank not in ranks:
             return None
-        made = _state_of(dist.group.WORLD).groups_made
+        made = group_state(dist.group.WORLD).groups_made
         with self.error_context(lambda: f"making a group of the ranks {list(ranks)}"):
             group = make_group(self.group, [self.ranks[r] for r in ranks], made, self.timeout)
         child = TorchComm(group, self.timeout.total_seconds())
@@ -364,59 +365,6 @@ class TorchComm(Comm):
         self.counters.sent(messages, rows * math.prod(x.shape[1:]) * x.element_size())
 
 
-class _Posted:
-    """A set of messages in progress on gloo. Calling the object waits for the messages.
-
-    If a pass raises an error, no code waits for its messages. If the tensors and work objects of
-    these messages were then freed, gloo would neither read the bytes of such a message from the
-    connection nor send them, and all later messages would wait behind it. Therefore the group's
-    state keeps them alive for a while.
-    """
-
-    def __init__(self, comm: TorchComm, works: Sequence[Any], sends: Messages, recvs: Messages
-                 ) -> None:
-        self.comm, self.works, self.sends, self.recvs = comm, works, sends, recvs
-
-    def __call__(self) -> None:
-        self.comm._wait_for_messages(self.works, self.sends, self.recvs)
-        self.works = ()
-
-    def __del__(self) -> None:
-        if self.works:
-            self.comm.state.keep_abandoned(self.comm.timeout.total_seconds(), self.works,
-                                           self.sends, self.recvs)
-
-
-def _state_of(group: dist.ProcessGroup | None) -> GroupState:
-    assert group is not None  # the default group exists as long as any of its subgroups
-    if group not in _STATES:
-        _STATES[group] = GroupState()
-    return _STATES[group]
-
-
-def _sizes(sends: Messages, recvs: Messages) -> str:
-    def short(items: Messages) -> str:
-        shown = ", ".join(f"{peer}: {tuple(x.shape)}" for peer, x in items[:16])
-        return shown + (f" and {len(items) - 16} more" if len(items) > 16 else "")
-
-    dtype = next((x.dtype for _, x in (*sends, *recvs)), None)
-    return (f"send_receive of {dtype} (send to rank {short(sends) or 'none'}; receive from rank "
-            f"{short(recvs) or 'none'})")
-
-
-_WIDE = {torch.float8_e4m3fn, torch.float8_e5m2, torch.int16, torch.bool}
-
-
-def _as_supported(x: Tensor) -> Tensor:
-    """Return a view of `x` in a dtype that every backend can send."""
-    return x.flatten().view(torch.uint8) if x.dtype in _WIDE else x
-
-
-def _widening(x: Tensor) -> int:
-    """Return the number of elements in dimension 0 of `_as_supported(x)` for each row of `x`."""
-    return math.prod(x.shape[1:]) * x.element_size() if x.dtype in _WIDE else 1
-
-
 def default_comm(timeout_s: float = 1800.0) -> Comm:
     """Return the default torch.distributed group if it exists, otherwise a group of one rank.
 
@@ -424,8 +372,6 @@ def default_comm(timeout_s: float = 1800.0) -> Comm:
         ValueError: If a launcher started several processes but no group is initialized. Otherwise
             each process would silently train a separate model.
     """
-    from moe_plugin.comm.base import LocalComm
-
     if dist.is_available() and dist.is_initialized():
         return TorchComm(None, timeout_s) if dist.get_world_size() > 1 else LocalComm()
     processes = os.environ.get("WORLD_SIZE", "1")

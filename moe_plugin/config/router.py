@@ -7,8 +7,16 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from typing import Any
 
+from moe_plugin.config.declared import (
+    built_in,
+    fixed_k_of,
+    may_be_read,
+    readers_of,
+    reads_of,
+    router_class,
+    router_remedy,
+)
 from moe_plugin.config.options import (
     MOST_EXPERTS,
     MOST_STEPS,
@@ -17,7 +25,6 @@ from moe_plugin.config.options import (
     option,
 )
 from moe_plugin.utils.messages import short
-from moe_plugin.utils.registry import KINDS
 
 
 @dataclass(kw_only=True)
@@ -142,70 +149,6 @@ _SECTIONS = {"hash": HashConfig(), "sparsity": SparsityConfig()}  # read by one 
 def router_names(text: str) -> list[str]:
     """Return the routers listed in `router.name`."""
     return [name.strip() for name in text.split(",")]
-
-
-def router_class(name: str) -> Any:
-    """Return the class or function registered as a router under `name`.
-
-    A router class of this package declares which settings the router reads and to how many experts
-    it sends a token (see `routing.RouterModule`). Users may also register functions.
-
-    Returns:
-        The registered object, or None if the name is unknown or no router is loaded yet. Settings
-            are checked again when a layer is built.
-    """
-    registry = KINDS.get("router")
-    return None if registry is None else registry.find(name)
-
-
-def reads_of(name: str) -> frozenset[str] | None:
-    """Return the names of the router settings that a router of this package reads.
-
-    The result is None for unknown names and for a user's router, which may read any setting.
-    """
-    return getattr(router_class(name), "__dict__", {}).get("reads")
-
-
-def fixed_k_of(name: str) -> int | None:
-    """Return the number of experts per token that a router always uses, or None if it reads
-    `top_k`.
-    """
-    return getattr(router_class(name), "fixed_k", None)
-
-
-def built_in() -> dict[str, frozenset[str]]:
-    """Return the names of this package's routers with the settings that each router reads."""
-    routers = {entry.name: reads_of(entry.name) for entry in KINDS.get("router", ())}
-    return {name: reads for name, reads in routers.items() if reads is not None}
-
-
-def readers_of(setting: str, value: Any) -> Collection[str]:
-    """Return the routers of this package that read a router setting if it has the given value.
-
-    All routers of this package are returned if no router declares the setting.
-    """
-    declared = built_in()
-    for key in (f"{setting}={value}", setting):
-        readers = [name for name, reads in declared.items() if key in reads]
-        if readers:
-            return readers
-    return declared
-
-
-def may_be_read(names: Collection[str], readers: Collection[str]) -> bool:
-    """Return whether any of the routers in `names` is one of `readers` or a user's own router."""
-    return not set(names).isdisjoint(readers) or None in map(reads_of, names)
-
-
-def _use(readers: Collection[str]) -> str:
-    """Return a remedy that names the routers in `readers`.
-
-    The remedy names the most common of these routers, or else the last one.
-    """
-    usual = [name for name in ("topk", "sigmoid_bias") if name in readers]
-    first = next(iter([*usual, *reversed(list(readers))]), "topk")
-    others = ", ".join(name for name in readers if name != first)
-    return f"use router.name={first}" + (f" (or {others})" if others else "")
 
 
 @dataclass(kw_only=True)
@@ -351,7 +294,7 @@ class RouterConfig(SettingsSection):
                 continue
             readers = readers_of(f.name, value)
             if not self.may_be_read(readers):
-                (value if section else self).read_where(False, where, _use(readers),
+                (value if section else self).read_where(False, where, router_remedy(readers),
                                                         *(() if section else [f.name]))
         others = [name for name in self.names if "force" not in (reads_of(name) or {"force"})]
         self.read_where(not others, f"with router {', '.join(others)}",

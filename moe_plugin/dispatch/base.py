@@ -7,6 +7,7 @@ everything that a call needs.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,10 +21,34 @@ from moe_plugin.config import DispatchConfig
 from moe_plugin.dispatch.rows_limit import RowsLimit
 from moe_plugin.kernels import slot_index
 from moe_plugin.planner.spill import Counts, SpillPlan
-from moe_plugin.records import DispatchPlan, KeptRouting, Overlap, Routing, Sent
+from moe_plugin.records import DispatchPlan, KeptRouting, Routing, Sent
 from moe_plugin.utils.registry import Registry
 
 SpillPlanner = Callable[[Counts], SpillPlan | None]  # maps rows by (source rank, expert) to a plan
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """The number of pieces into which rows are split so that exchanges and matmuls overlap.
+
+    Attributes:
+        forward: the number of pieces in the forward pass, `parallel.d`.
+        backward: the number of pieces in the backward pass, `parallel.d_backward`. If 0, it equals
+            the number of pieces in the forward pass.
+        background: True if even a single piece is sent in the background because other work is done
+            at the same time.
+        piece_axis: the axis along which rows are split, as in `dispatch.pieces`.
+    """
+
+    forward: int = 1
+    backward: int = 0
+    background: bool = False
+    piece_axis: str = "rows"
+
+    @property
+    def pieces(self) -> int:
+        """The number of pieces that travel, which both directions can group evenly."""
+        return math.lcm(self.forward, self.backward or self.forward)
 
 
 @dataclass(frozen=True)

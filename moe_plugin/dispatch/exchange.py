@@ -28,11 +28,11 @@ from moe_plugin.comm.functional import all_to_all
 from moe_plugin.comm.graph_ops import Route
 from moe_plugin.comm.handles import Series
 from moe_plugin.comm.placement import Placement
-from moe_plugin.dispatch.base import DispatchContext, Dispatcher, Sent
+from moe_plugin.dispatch.base import DispatchContext, Dispatcher, Overlap, Sent
 from moe_plugin.dispatch.pieces import ExchangePlan, Piece
 from moe_plugin.kernels import combine_rows, gather_rows
 from moe_plugin.kernels.activations import first_derivative_only
-from moe_plugin.records import ExpertRows, KeptRouting, Overlap
+from moe_plugin.records import ExpertRows, KeptRouting
 
 
 class PipelinedExchange:

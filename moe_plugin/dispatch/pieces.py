@@ -30,10 +30,11 @@ import torch
 from torch import Tensor
 
 from moe_plugin.comm.placement import Placement
+from moe_plugin.dispatch.base import Overlap
 from moe_plugin.dispatch.rows import inverse_permutation, positions
 from moe_plugin.kernels import permute_rows
 from moe_plugin.kernels.choices import slot_sources
-from moe_plugin.records import DispatchPlan, ExpertRows, Overlap, RowCounts, RowPlan
+from moe_plugin.records import DispatchPlan, ExpertRows, RowCounts, RowPlan
 from moe_plugin.utils.machine import to_device
 
 Counts = list[list[int]]  # rows by rank and local expert

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from moe_plugin.comm.placement import Placement
-from moe_plugin.dispatch.base import SpillPlanner, expand
+from moe_plugin.dispatch.base import Overlap, SpillPlanner, expand
 from moe_plugin.dispatch.pieces import ExchangePlan, count_rows, ragged_plan
 from moe_plugin.dispatch.rows import sort_by_expert
 from moe_plugin.planner.spill import SpillPlan
-from moe_plugin.records import KeptRouting, Overlap
+from moe_plugin.records import KeptRouting
 from moe_plugin.utils.machine import to_device
 
 

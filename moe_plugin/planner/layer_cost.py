@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from functools import lru_cache
 
 from moe_plugin.planner.all_to_all_cost import COSTS
 from moe_plugin.planner.choice import LayoutChoice, legal_choices
@@ -25,7 +24,7 @@ from moe_plugin.planner.once import (
     reduce_scatter_s,
     rows_of_token,
 )
-from moe_plugin.planner.spill import SpillCosts, Spread, plan_spill
+from moe_plugin.planner.spill import SpillCosts, Spread, spread_of
 
 COMPUTE, NETWORK = "compute", "network"
 # Returns the seconds of a collective over all ranks, given its kind (all_gather or reduce_scatter)
@@ -189,15 +188,7 @@ def _spread(shape: LayerShape, cluster: Cluster, device: Device,
     rest = (shape.rows - hot) / max(1, shape.experts - 1)
     row = tuple(round(hot if v < local * shards and v % local == 0 else rest)
                 for v in range(local * ranks))
-    return _spread_of(row, ranks, spill_costs(shape, cluster, device), choice.spill, shape.guests)
-
-
-@lru_cache(maxsize=8)  # many choices share a spread, because they differ in other fields
-def _spread_of(row: tuple[int, ...], ranks: int, costs: SpillCosts, policy: str,
-               guests: int) -> Spread | None:
-    """Return the busiest rank's load if every rank has `row[v]` rows for each expert v."""
-    plan = plan_spill([row] * ranks, costs, policy, guests)
-    return None if plan is None else plan.spread()
+    return spread_of(row, ranks, spill_costs(shape, cluster, device), choice.spill, shape.guests)
 
 
 def _sizes(shape: LayerShape, cluster: Cluster, device: Device, choice: LayoutChoice) -> _Sizes:

@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
+from functools import lru_cache
 
 LEAST_GAIN = 0.05  # share of a call's modelled time that a plan must save
 
@@ -354,3 +355,11 @@ def plan_spill(counts_WV: Counts, costs: SpillCosts, policy: str, guests: int,
         if seconds < best and spread.rows <= most:
             best, chosen = seconds, {e: list(rows) for e, rows in draft.amounts.items()}
     return None if chosen is None else SpillPlan(counts_WV, chosen)
+
+
+@lru_cache(maxsize=8)  # many choices share a spread, because they differ in other fields
+def spread_of(row: tuple[int, ...], ranks: int, costs: SpillCosts, policy: str,
+              guests: int) -> Spread | None:
+    """Return the busiest rank's load if every rank has `row[v]` rows for each expert v."""
+    plan = plan_spill([row] * ranks, costs, policy, guests)
+    return None if plan is None else plan.spread()

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from moe_plugin.comm.base import Comm
 from moe_plugin.comm.placement import HostContext
 from moe_plugin.config import MoEConfig
+from moe_plugin.config.declared import may_be_read, readers_of
 from moe_plugin.config.options import check
-from moe_plugin.config.router import may_be_read, readers_of
 from moe_plugin.records import Routing
 from moe_plugin.routing.call import check_range
 from moe_plugin.routing.contract import RouterModule, TopKSchedule, balances_by_itself

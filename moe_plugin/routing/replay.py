@@ -26,14 +26,13 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar, Token
-from dataclasses import dataclass
 from types import FrameType
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
+from moe_plugin.utils.determinism import Recorded
 from moe_plugin.utils.machine import inside_backward
 
 T = TypeVar("T")
@@ -46,51 +45,11 @@ _ATTRIBUTE = "moe_plugin_recording"  # set on the object that identifies a check
 _first: ContextVar[bool] = ContextVar("moe_plugin_first_pass", default=False)
 
 
-@dataclass(frozen=True)
-class _Recorded:
-    """A recorded choice, and the states of the random generators before and after the choice."""
-
-    value: Any
-    moves: tuple[tuple[torch.Generator, Tensor, Tensor], ...] = ()
-
-    @classmethod
-    def of(cls, choose: Callable[[], Any]) -> _Recorded:
-        before = [(g, g.get_state()) for g in _generators()]
-        value = choose()
-        moves = ((g, state, g.get_state()) for g, state in before)
-        return cls(value, tuple(move for move in moves if not _equal(move[1], move[2])))
-
-    def move_generators(self) -> None:
-        """Advance each generator past the recorded draws if its state is the one before them.
-
-        A different state means that the checkpoint does not preserve the state of random
-        generators.
-        """
-        for generator, before, after in self.moves:
-            if _equal(generator.get_state(), before):
-                generator.set_state(after)
-
-
-def _generators() -> list[torch.Generator]:
-    """Return the default random generators of this machine whose state can currently be read."""
-    generators = [torch.default_generator]
-    for device in (torch.cuda, torch.xpu):
-        if device.is_initialized() and not (
-                device is torch.cuda and torch.cuda.is_current_stream_capturing()):
-            generators += getattr(device, "default_generators", ())
-    return generators
-
-
-def _equal(a: Tensor, b: Tensor) -> bool:
-    # numpy, because a dispatch mode that counts operations would also count a torch comparison
-    return bool((a.numpy() == b.numpy()).all())
-
-
 class Recording:
     """The choices of a checkpointed call in its first pass, by key and in the order of calls."""
 
     def __init__(self) -> None:
-        self._entries: dict[Key, list[_Recorded]] = {}
+        self._entries: dict[Key, list[Recorded]] = {}
         self._read: dict[Key, int] = {}  # entries already read in the backward pass `_task`
         self._task = -1
 
@@ -105,10 +64,10 @@ class Recording:
             setattr(owner, _ATTRIBUTE, recording)
         return recording
 
-    def add(self, key: Key, entry: _Recorded) -> None:
+    def add(self, key: Key, entry: Recorded) -> None:
         self._entries.setdefault(key, []).append(entry)
 
-    def take(self, key: Key, shape: tuple[int, ...] | None) -> _Recorded:
+    def take(self, key: Key, shape: tuple[int, ...] | None) -> Recorded:
         """Return the next choice with this key in the current backward pass.
 
         Raises:
@@ -244,7 +203,7 @@ def replayed(owner: object, choose: Callable[[], T], training: bool, *, what: st
     elif not firsts:
         return choose()
     else:
-        entry = _Recorded.of(choose)
+        entry = Recorded.of(choose)
     for first in firsts:
         Recording.of(first).add((owner, what), entry)
     value: T = entry.value
@@ -277,18 +236,18 @@ class _Tape:
         self.position, self._numbers = position, {}
 
     def replayed(self, choose: Callable[[], Any], owner: object, what: str,
-                 shape: tuple[int, ...] | None) -> _Recorded:
+                 shape: tuple[int, ...] | None) -> Recorded:
         """Record `choose()`, or return the next recorded choice if it matches this call."""
         call = (self._numbers.setdefault(owner, len(self._numbers) + 1), what)
         if self.position is None:
-            entry = _Recorded.of(choose)
+            entry = Recorded.of(choose)
             self.ids.append(entry.value)
             self.calls.append(call)
             self._moves.append(entry.moves)
             return entry
         self._check(self.position, call, shape)
         moves = self._moves[self.position] if len(self._moves) == len(self.ids) else ()
-        entry = _Recorded(self.ids[self.position], moves)
+        entry = Recorded(self.ids[self.position], moves)
         entry.move_generators()
         self.position += 1
         return entry

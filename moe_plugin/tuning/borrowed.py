@@ -18,14 +18,14 @@ from torch import Tensor
 
 from moe_plugin.comm import algorithms
 from moe_plugin.comm.placement import Placement
-from moe_plugin.dispatch.base import Dispatcher, Sent, WrappedDispatcher
+from moe_plugin.dispatch.base import Dispatcher, Overlap, Sent, WrappedDispatcher
 from moe_plugin.dispatch.exchange import PipelinedExchange
 from moe_plugin.dispatch.pieces import Piece
 from moe_plugin.dispatch.spill import SpillingPlan
 from moe_plugin.experts.base import Experts
 from moe_plugin.kernels.expert_ffn import FFNParameters
 from moe_plugin.planner.spill import Loan, SpillPlan
-from moe_plugin.records import ExpertRows, Overlap, RowCounts
+from moe_plugin.records import ExpertRows, RowCounts
 
 
 class BorrowedExperts:

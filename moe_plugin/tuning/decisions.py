@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Hashable, Iterable, Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
-from moe_plugin.planner.trials import ContestRules
+from moe_plugin.planner.trials import Checks, Contest, ContestRules
 from moe_plugin.planner.units import show_time
 
 Bucket = TypeVar("Bucket", bound=Hashable)
@@ -141,3 +141,47 @@ def plain(value: Any) -> Any:
 def text_of(value: Any) -> str:
     """Convert plain values to a string that is the same for equal values."""
     return json.dumps(value, sort_keys=True)
+
+
+Choice = TypeVar("Choice", bound=Hashable)
+
+
+@dataclass
+class Trials(Generic[Choice]):
+    """State of the trials of one bucket.
+
+    Attributes:
+        known: whether a decision has been made.
+        contest: trials of the bucket, or None if there were no trials.
+        open: whether more rounds are needed to distinguish candidates.
+        checking: whether the running round checks the decision. `seen` is the preceding round.
+        sure, spread: whether the decision is certain, and spread of its times.
+        calls, explored: number of calls and number of trials so far.
+        untimed: number of calls since the last timed call.
+        timed: whether the call that was chosen last is timed.
+    """
+
+    predicted: dict[Choice, float | None]
+    settled: Choice
+    known: bool = False
+    asked: bool = False
+    contest: Contest[Choice] | None = None
+    open: bool = False
+    checking: bool = False
+    seen: Mapping[Choice, float] | None = None
+    sure: bool = True
+    spread: float = 0.0
+    checks: Checks = field(default_factory=Checks)
+    calls: int = 0
+    explored: int = 0
+    measured: dict[Choice, float] = field(default_factory=dict)
+    behind: dict[Choice, float] = field(default_factory=dict)
+    baseline: float | None = None
+    recent: list[float] = field(default_factory=list)
+    untimed: int = 0
+    timed: bool = False
+    latest: TunerDecision | None = None
+
+    @property
+    def running(self) -> bool:
+        return self.contest is not None and self.contest.running

@@ -14,16 +14,17 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Generic
 
-from moe_plugin.planner.trials import Checks, Contest, Decision
+from moe_plugin.planner.trials import Contest, Decision
 from moe_plugin.planner.units import show_time
 from moe_plugin.tuning.decisions import (
     Bucket,
+    Choice,
     KeptDecision,
     Memory,
+    Trials,
     TunerDecision,
     TunerSettings,
     filled,
@@ -33,53 +34,11 @@ from moe_plugin.tuning.decisions import (
     text_of,
 )
 
-Choice = TypeVar("Choice", bound=Hashable)
 STATE_VERSION = 1
 LOG_LENGTH = 256
 PAUSE = 8  # calls to wait for each earlier round
 DISTURBED = 0.3  # spread above which the machine is assumed to be busy with other work
 RETRIED = 0.01  # share of a bucket's calls that retries of candidates far behind may cost
-
-
-@dataclass
-class _Entry(Generic[Choice]):
-    """State of the trials of one bucket.
-
-    Attributes:
-        known: whether a decision has been made.
-        contest: trials of the bucket, or None if there were no trials.
-        open: whether more rounds are needed to distinguish candidates.
-        checking: whether the running round checks the decision. `seen` is the preceding round.
-        sure, spread: whether the decision is certain, and spread of its times.
-        calls, explored: number of calls and number of trials so far.
-        untimed: number of calls since the last timed call.
-        timed: whether the call that was chosen last is timed.
-    """
-
-    predicted: dict[Choice, float | None]
-    settled: Choice
-    known: bool = False
-    asked: bool = False
-    contest: Contest[Choice] | None = None
-    open: bool = False
-    checking: bool = False
-    seen: Mapping[Choice, float] | None = None
-    sure: bool = True
-    spread: float = 0.0
-    checks: Checks = field(default_factory=Checks)
-    calls: int = 0
-    explored: int = 0
-    measured: dict[Choice, float] = field(default_factory=dict)
-    behind: dict[Choice, float] = field(default_factory=dict)
-    baseline: float | None = None
-    recent: list[float] = field(default_factory=list)
-    untimed: int = 0
-    timed: bool = False
-    latest: TunerDecision | None = None
-
-    @property
-    def running(self) -> bool:
-        return self.contest is not None and self.contest.running
 
 
 class Tuner(Generic[Bucket, Choice]):
@@ -99,7 +58,7 @@ class Tuner(Generic[Bucket, Choice]):
                  always: Callable[[], Sequence[Choice]] = tuple) -> None:
         self.candidates, self.settings, self.memory = candidates, settings, memory
         self.always = always
-        self.entries: dict[Bucket, _Entry[Choice]] = {}
+        self.entries: dict[Bucket, Trials[Choice]] = {}
         self.calls = self.explored = 0
         self._used: set[Choice] = set()  # candidates whose (slower) first call has been made
         self.log: deque[TunerDecision] = deque(maxlen=LOG_LENGTH)
@@ -186,14 +145,14 @@ class Tuner(Generic[Bucket, Choice]):
         self._unread.clear()
         return fresh
 
-    def _entry(self, bucket: Bucket) -> _Entry[Choice]:
+    def _entry(self, bucket: Bucket) -> Trials[Choice]:
         if bucket not in self.entries:
             ranked = self._calibrated(bucket, dict(self.candidates(bucket)))
             if not ranked:
                 raise ValueError(
                     f"no candidate is possible for load bucket {bucket}; allow more candidates")
             best = min(ranked, key=lambda c: ranked[c] or 0.0)
-            entry = self.entries[bucket] = _Entry(ranked, best, known=len(ranked) == 1)
+            entry = self.entries[bucket] = Trials(ranked, best, known=len(ranked) == 1)
             self._note(bucket, entry, "predict", f"best of {len(ranked)} predicted")
         return self.entries[bucket]
 
@@ -217,14 +176,14 @@ class Tuner(Generic[Bucket, Choice]):
         usual = statistics.median(ratios.values())
         return {c: seconds * ratios.get(c, usual) for c, seconds in predicted.items()}
 
-    def _affords(self, entry: _Entry[Choice], trials: int) -> bool:
+    def _affords(self, entry: Trials[Choice], trials: int) -> bool:
         """Return True if the budget allows this number of trials. A first round is always allowed.
         """
         rules, spent = self.settings, entry if self.settings.each else self
         left = max(rules.allowance, rules.budget * spent.calls) - spent.explored
         return left >= trials or (left > 0 and not spent.explored)
 
-    def _goes_on(self, entry: _Entry[Choice]) -> bool:
+    def _goes_on(self, entry: Trials[Choice]) -> bool:
         """Return True if the next round of an exploration is due.
 
         After a few inconclusive rounds, waits become longer, because the machine may be busy."""
@@ -235,7 +194,7 @@ class Tuner(Generic[Bucket, Choice]):
         return (calm or entry.checks.calls >= PAUSE * len(contest.rounds)) and self._affords(
             entry, len(contest.contenders()))
 
-    def _begin(self, bucket: Bucket, entry: _Entry[Choice]) -> None:
+    def _begin(self, bucket: Bucket, entry: Trials[Choice]) -> None:
         """Begin a round if one is due and the budget allows it."""
         contest = entry.contest
         if entry.open:
@@ -253,7 +212,7 @@ class Tuner(Generic[Bucket, Choice]):
                 entry.seen = contest.rounds[-1] if contest.rounds else None
                 contest.begin(check=True, every=every)
 
-    def _tried(self, entry: _Entry[Choice]) -> list[Choice]:
+    def _tried(self, entry: Trials[Choice]) -> list[Choice]:
         rules, expected = self.settings, {**entry.predicted, **entry.measured}
         if None in entry.predicted.values():
             expected = dict.fromkeys(entry.predicted)
@@ -264,7 +223,7 @@ class Tuner(Generic[Bucket, Choice]):
             tried[-1:] = [entry.settled]
         return tried + [c for c in self.always() if c in expected and c not in tried]
 
-    def _contest(self, entry: _Entry[Choice], tried: Sequence[Choice]) -> Contest[Choice]:
+    def _contest(self, entry: Trials[Choice], tried: Sequence[Choice]) -> Contest[Choice]:
         """Return a new contest that excludes the candidates that were much slower before."""
         cold = () if self.settings.contest.warm_up else set(tried) - self._used
         contest = Contest(tried, entry.settled, self.settings.contest, cold)
@@ -275,7 +234,7 @@ class Tuner(Generic[Bucket, Choice]):
             contest.take_behind(entry.behind)
         return contest
 
-    def _explore(self, bucket: Bucket, entry: _Entry[Choice], why: str) -> None:
+    def _explore(self, bucket: Bucket, entry: Trials[Choice], why: str) -> None:
         tried = self._tried(entry)
         if not self._affords(entry, len(tried)):
             return
@@ -285,7 +244,7 @@ class Tuner(Generic[Bucket, Choice]):
         self._note(bucket, entry, "explore",
                    f"{why}: timing {len(tried)} of {len(entry.predicted)} candidates")
 
-    def _conclude(self, bucket: Bucket, entry: _Entry[Choice]) -> None:
+    def _conclude(self, bucket: Bucket, entry: Trials[Choice]) -> None:
         """Make a decision after a round, or continue with more rounds."""
         contest, entry.checks.calls = entry.contest, 0
         if entry.checking:
@@ -313,7 +272,7 @@ class Tuner(Generic[Bucket, Choice]):
         if not entry.open:
             self._settle(bucket, entry, decision)
 
-    def _settle(self, bucket: Bucket, entry: _Entry[Choice], decision: Decision[Choice]) -> None:
+    def _settle(self, bucket: Bucket, entry: Trials[Choice], decision: Decision[Choice]) -> None:
         contest = entry.contest
         changed = decision.choice != contest.current or not entry.known
         contest.current, entry.known = decision.choice, True
@@ -335,7 +294,7 @@ class Tuner(Generic[Bucket, Choice]):
         else:
             self.memory.forget(bucket)
 
-    def _watch(self, bucket: Bucket, entry: _Entry[Choice], seconds: float) -> None:
+    def _watch(self, bucket: Bucket, entry: Trials[Choice], seconds: float) -> None:
         rules = self.settings
         entry.recent = [*entry.recent, seconds][-rules.patience:]
         if entry.baseline is None:
@@ -351,7 +310,7 @@ class Tuner(Generic[Bucket, Choice]):
             self._explore(bucket, entry, f"time went from {show_time(entry.baseline)} to "
                                          f"{show_time(now)}")
 
-    def _note(self, bucket: Bucket, entry: _Entry[Choice], event: str, why: str) -> None:
+    def _note(self, bucket: Bucket, entry: Trials[Choice], event: str, why: str) -> None:
         choice = entry.settled
         entry.latest = TunerDecision(self.calls, bucket, choice, event, why,
                                 entry.predicted.get(choice), entry.measured.get(choice))
@@ -398,7 +357,7 @@ class Tuner(Generic[Bucket, Choice]):
                         for c, s in saved["measured"]]
             more = [name for name in new if len({getattr(c, name) for c in predicted}) > 1]
             again += [f"{', '.join(more)} was unknown when the state was saved"] * bool(more)
-            self.entries[bucket] = entry = _Entry(
+            self.entries[bucket] = entry = Trials(
                 predicted, settled, known=bool(saved["known"]) and not more,
                 measured={c: s for c, s in measured if c is not None})
             self._note(bucket, entry, "restore", "from a checkpoint")

@@ -17,7 +17,7 @@ from moe_plugin.comm.placement import Placement
 from moe_plugin.config import MoEConfig
 from moe_plugin.dispatch import DispatchContext, Dispatcher, PagedStash, dispatchers
 from moe_plugin.dispatch.all_gather import AllGatherDispatcher
-from moe_plugin.dispatch.base import SpillPlanner
+from moe_plugin.dispatch.base import Overlap, SpillPlanner
 from moe_plugin.dispatch.bounded_once import BoundedOnceDispatcher, BoundedOnceToNodesDispatcher
 from moe_plugin.dispatch.layout import LayerLayout
 from moe_plugin.dispatch.once import OnceDispatcher
@@ -31,7 +31,6 @@ from moe_plugin.kernels.expert_ffn import KEEPS_ROWS
 from moe_plugin.planner.choice import LayoutChoice, legal_r
 from moe_plugin.planner.layer_cost import spill_costs
 from moe_plugin.planner.spill import plan_spill
-from moe_plugin.records import Overlap
 from moe_plugin.tuning.borrowed import BorrowingDispatcher
 from moe_plugin.tuning.compute_tuner import takes_counts_of_device
 from moe_plugin.tuning.default_hardware import default_cluster, default_device, layer_shape

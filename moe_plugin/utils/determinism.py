@@ -5,16 +5,21 @@ This mode requires a layout that is not chosen by measured times, so `parallel: 
 also requires torch's strict mode, in which an operator without a deterministic implementation
 raises an error. Tile sizes of Triton kernels follow a fixed rule instead of measurements. Routing,
 dispatch and the kernels of this package always sum in a fixed order.
+
+The module also seeds random generators, and repeats the draws of a recorded value (`Recorded`).
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from hashlib import blake2b
+from typing import Any
 
 import torch
+from torch import Tensor
 
 
 def enable() -> None:
@@ -57,3 +62,43 @@ def seeded(device: torch.device, seed: int) -> Iterator[None]:
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
         yield
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """A recorded choice, and the states of the random generators before and after the choice."""
+
+    value: Any
+    moves: tuple[tuple[torch.Generator, Tensor, Tensor], ...] = ()
+
+    @classmethod
+    def of(cls, choose: Callable[[], Any]) -> Recorded:
+        before = [(g, g.get_state()) for g in _generators()]
+        value = choose()
+        moves = ((g, state, g.get_state()) for g, state in before)
+        return cls(value, tuple(move for move in moves if not _equal(move[1], move[2])))
+
+    def move_generators(self) -> None:
+        """Advance each generator past the recorded draws if its state is the one before them.
+
+        A different state means that the checkpoint does not preserve the state of random
+        generators.
+        """
+        for generator, before, after in self.moves:
+            if _equal(generator.get_state(), before):
+                generator.set_state(after)
+
+
+def _generators() -> list[torch.Generator]:
+    """Return the default random generators of this machine whose state can currently be read."""
+    generators = [torch.default_generator]
+    for device in (torch.cuda, torch.xpu):
+        if device.is_initialized() and not (
+                device is torch.cuda and torch.cuda.is_current_stream_capturing()):
+            generators += getattr(device, "default_generators", ())
+    return generators
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    # numpy, because a dispatch mode that counts operations would also count a torch comparison
+    return bool((a.numpy() == b.numpy()).all())

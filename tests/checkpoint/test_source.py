@@ -6,21 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from moe_plugin.checkpoint.derived import cast, item_of, joined, part_of, stacked, transposed
 from moe_plugin.checkpoint.formats.base import CheckpointSizes, Format
 from moe_plugin.checkpoint.neutral import check_names
-from moe_plugin.checkpoint.source import (
-    CheckpointError,
-    Source,
-    TensorEntry,
-    View,
-    Window,
-    cast,
-    item_of,
-    joined,
-    part_of,
-    stacked,
-    transposed,
-)
+from moe_plugin.checkpoint.source import CheckpointError, Source, TensorEntry, View, Window
 
 pytestmark = pytest.mark.fast
 

@@ -24,10 +24,11 @@ from moe_plugin.config import (
     run_from_dict,
     to_dict,
 )
+from moe_plugin.config.declared import built_in
 from moe_plugin.config.experts import MULTIPLY_BY_TORCH, ROUNDED
 from moe_plugin.config.flags import config_from_flags, file_settings, run_from_flags
 from moe_plugin.config.named import named_config
-from moe_plugin.config.router import built_in, router_names
+from moe_plugin.config.router import router_names
 from moe_plugin.config.run import reader_of
 from moe_plugin.config.tree import of_layer, of_run
 from moe_plugin.kernels import strategies

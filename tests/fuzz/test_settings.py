@@ -26,8 +26,9 @@ from moe_plugin.config import (
     to_dict,
     with_overrides,
 )
+from moe_plugin.config.declared import built_in, fixed_k_of, readers_of
 from moe_plugin.config.flags import config_from_flags, flag_specs, run_from_flags, setting_specs
-from moe_plugin.config.router import RouterConfig, built_in, fixed_k_of, readers_of
+from moe_plugin.config.router import RouterConfig
 from moe_plugin.records import TokenInfo
 from moe_plugin.tuning.prepare_group import read_topology
 from tests.distributed import run_gloo

@@ -28,7 +28,7 @@ from moe_plugin.observe.history import (
     StepRecord,
     read_run,
 )
-from moe_plugin.observe.report.content import NAME, sections, summary
+from moe_plugin.observe.report.content import sections
 from moe_plugin.observe.report.draw_svg import LEVELS, level, short_names, top_of
 from moe_plugin.observe.report.figure_records import Bands, HeatMap, LineChart, line, thinned
 from moe_plugin.observe.report.page import (
@@ -38,7 +38,7 @@ from moe_plugin.observe.report.page import (
     render_comparison,
     write_report,
 )
-from moe_plugin.observe.report.text import number, shortened, ticks
+from moe_plugin.observe.report.text import NAME, number, shortened, summary, ticks
 from moe_plugin.planner.choice import LayoutChoice
 
 pytestmark = pytest.mark.fast

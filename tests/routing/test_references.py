@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from moe_plugin.config import from_dict
-from moe_plugin.config.router import reads_of
+from moe_plugin.config.declared import reads_of
 from moe_plugin.records import TokenInfo
 from moe_plugin.routing import build_router, routers
 from moe_plugin.routing.replay import checkpoint

@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 
+from moe_plugin.checkpoint.derived import joined, part_of
 from moe_plugin.checkpoint.formats.base import (
     CheckpointSizes,
     Format,
@@ -46,8 +47,6 @@ from moe_plugin.checkpoint.source import (
     TensorEntry,
     View,
     Window,
-    joined,
-    part_of,
     window_shape,
 )
 from moe_plugin.checkpoint.torch_files import open_mapping

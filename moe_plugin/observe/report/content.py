@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import math
-import statistics
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from moe_plugin.observe.history import CopyRecord, LayerRecord, RunRecord, SpanRecord
-from moe_plugin.observe.history.records import DROPS, OWN_LOOPS
+from moe_plugin.observe.history.records import DROPS
 from moe_plugin.observe.report.figure_records import (
     Band,
     Bands,
@@ -26,13 +24,11 @@ from moe_plugin.observe.report.figure_records import (
     line,
     settled,
 )
-from moe_plugin.observe.report.text import HOSTS, number, shortened
-from moe_plugin.planner.choice import LayoutChoice
+from moe_plugin.observe.report.text import NAME, layout_words, number, shortened
 
 LINES = 6  # with more layers, only the highest, the middle and the lowest value are drawn
 COLUMNS, CELLS = 120, 200_000  # the largest number of columns of a heat map, and of cells in total
 DECISIONS, SPANS, TIMELINES = 200, 1500, 8
-NAME = 32  # the number of characters of a layer's name
 
 Options = dict[str, Any]  # the keyword arguments of `chart`
 # The charts of the training log: id, title, explanation, field of `StepRecord`, name of the curve.
@@ -332,7 +328,7 @@ def _most_frequent(row: int, records: Iterable[LayerRecord], field: str) -> list
         found = getattr(r, field)
         if found:
             if found is not known:  # equal counts in a log are the same object, which saves time
-                kind, known = _name(field, max(found, key=lambda name: found[name])), found
+                kind, known = layout_words(field, max(found, key=lambda name: found[name])), found
             start = before
             if stretches and stretches[-1][::2] == (kind, before):
                 start = stretches.pop()[1]
@@ -341,22 +337,14 @@ def _most_frequent(row: int, records: Iterable[LayerRecord], field: str) -> list
     return [Band(row, start, end, kind, kind) for kind, start, end in stretches]
 
 
-@functools.lru_cache(maxsize=1 << 10)
-def _name(field: str, name: str) -> str:
-    """Return a name in words if it is the label of a layout."""
-    try:
-        return LayoutChoice.from_label(name).words if field == "layouts" else name
-    except ValueError:  # the label was written by an earlier version
-        return name
-
-
 def _decisions(run: RunRecord) -> list[Table]:
     made = run.decisions
     if not made:
         return []
     rows = tuple(
         (str(d.step), d.layer, "–" if d.call is None else str(d.call), d.event,
-         _name("layouts", d.choice), number(d.predicted_s, "s"), number(d.measured_s, "s"), d.why)
+         layout_words("layouts", d.choice), number(d.predicted_s, "s"), number(d.measured_s, "s"),
+         d.why)
         for d in made[-DECISIONS:])
     cut = f"The last {DECISIONS} of {len(made)}. " if len(made) > DECISIONS else ""
     return [Table("decisions", "Decisions of the tuner",
@@ -404,59 +392,3 @@ def _time_table(id: str, step: int, spans: list[SpanRecord], end: float) -> Tabl
     return Table(id, f"Where the time of step {step} went",
                  "The largest sums. A nested span also counts in the span around it.",
                  ("kind", "name", "count", "total", "of the step"), rows)
-
-
-def summary(run: RunRecord) -> list[tuple[str, str]]:
-    """Return the rows (name, value) of the table at the top of the report."""
-    losses = [r for r in run.steps if r.loss is not None]
-    valid = [r for r in run.steps if r.valid_loss is not None]
-    rows = [("Host", HOSTS.get(run.host, "unknown (layer statistics only)")),
-            ("Steps", _steps(run))]
-    if losses:
-        first, last = (f"{number(r.loss)} (step {r.step:,})" for r in (losses[0], losses[-1]))
-        rows.append(("Loss, first and last", f"{first} → {last}"))
-    if valid:
-        best = min(valid, key=lambda r: r.valid_loss or 0.0)
-        rows.append(("Validation loss, best", f"{number(best.valid_loss)} at step {best.step:,}"))
-    speeds = [r.tokens_per_s for r in run.steps if r.tokens_per_s]
-    if speeds:
-        rows.append(("Tokens per second, median", number(statistics.median(speeds), "count")))
-    if run.seconds is not None:
-        rows.append(("Duration", number(run.seconds, "s")))
-    rows += [("Change of size", record.line()) for record in run.resizes]
-    return [*rows, *_layer_summary(run)]
-
-
-def _steps(run: RunRecord) -> str:
-    if run.host in OWN_LOOPS:  # a user's loop may count from 0, whereas hosts count from 1
-        first, last = run.steps_covered
-        return f"{last - first + 1:,} ({first:,} to {last:,})" if last >= 0 else "0"
-    total = run.total_steps
-    done = number(run.last_step, "count")
-    return f"{done} of {number(total, 'count')}" if total and total != run.last_step else done
-
-
-def _layer_summary(run: RunRecord) -> list[tuple[str, str]]:
-    last = run.last_records
-    if not last:
-        return []
-    experts = f", {run.experts} experts each" if run.experts else ""
-    rows = [("Layers with experts", f"{len(last)}{experts}")]
-    peaks = {name: r.max_over_mean for name, r in last.items() if r.max_over_mean is not None}
-    if peaks:
-        worst = max(peaks, key=lambda name: peaks[name])
-        rows.append(("Busiest expert over mean load, last record",
-                     f"{number(peaks[worst])} ({shortened(worst, NAME)})"))
-    drops = [r.drop_fraction for r in run.layer_records if r.drop_fraction is not None]
-    if drops:
-        rows.append(("Dropped choices, mean and worst",
-                     f"{number(sum(drops) / len(drops), '%')}, {number(max(drops), '%')}"))
-    # on one rank nothing is sent, and the layout has no meaning
-    if layouts := Counter(_name("layouts", max(r.layouts, key=lambda name: r.layouts[name]))
-                          for r in last.values() if r.layouts and r.bytes_sent):
-        rows.append(("Layout, last record", "; ".join(
-            f"{count} of {len(last)} layers: {words}" if len(layouts) > 1 else words
-            for words, count in layouts.most_common())))
-    if run.decisions:
-        rows.append(("Decisions of the tuner", str(len(run.decisions))))
-    return rows

@@ -24,13 +24,7 @@ from moe_plugin import __version__
 from moe_plugin.observe.findings import Finding, findings, too_few
 from moe_plugin.observe.history import LayerRecord, RunRecord
 from moe_plugin.observe.history.records import comparable
-from moe_plugin.observe.report.content import (
-    LAYER_CHARTS,
-    STEP_CHARTS,
-    over_steps,
-    sections,
-    summary,
-)
+from moe_plugin.observe.report.content import LAYER_CHARTS, STEP_CHARTS, over_steps, sections
 from moe_plugin.observe.report.draw_svg import drawing, top_of
 from moe_plugin.observe.report.figure_records import (
     Figure,
@@ -42,7 +36,7 @@ from moe_plugin.observe.report.figure_records import (
     mean_known,
     settled,
 )
-from moe_plugin.observe.report.text import HOSTS, number
+from moe_plugin.observe.report.text import HOSTS, number, summary
 from moe_plugin.utils.regular_files import write_regular
 
 MOST_RUNS = 8  # the number of colours that readers can distinguish

@@ -1,9 +1,15 @@
-"""Functions that format numbers and names for readers."""
+"""The summary of a report, and functions that format numbers and names for readers."""
 
 from __future__ import annotations
 
+import functools
 import math
+import statistics
+from collections import Counter
 
+from moe_plugin.observe.history import RunRecord
+from moe_plugin.observe.history.records import OWN_LOOPS
+from moe_plugin.planner.choice import LayoutChoice
 from moe_plugin.planner.units import show_size, show_time
 
 HOSTS = {"fairseq": "fairseq", "megatron": "Megatron-core", "pytorch": "plain PyTorch",
@@ -70,3 +76,71 @@ def ticks(low: float, high: float, count: int = 5, least: float = 0.0,
     step = next(f * power for f in (1, 2, 5, 10) if f * power >= raw * 0.999)
     first = math.ceil(low / step - 1e-9)
     return [round(i * step, 12) for i in range(first, math.floor(high / step + 1e-9) + 1)]
+
+
+NAME = 32  # the number of characters of a layer's name
+
+
+@functools.lru_cache(maxsize=1 << 10)
+def layout_words(field: str, name: str) -> str:
+    """Return a name in words if it is the label of a layout."""
+    try:
+        return LayoutChoice.from_label(name).words if field == "layouts" else name
+    except ValueError:  # the label was written by an earlier version
+        return name
+
+
+def summary(run: RunRecord) -> list[tuple[str, str]]:
+    """Return the rows (name, value) of the table at the top of the report."""
+    losses = [r for r in run.steps if r.loss is not None]
+    valid = [r for r in run.steps if r.valid_loss is not None]
+    rows = [("Host", HOSTS.get(run.host, "unknown (layer statistics only)")),
+            ("Steps", _steps(run))]
+    if losses:
+        first, last = (f"{number(r.loss)} (step {r.step:,})" for r in (losses[0], losses[-1]))
+        rows.append(("Loss, first and last", f"{first} → {last}"))
+    if valid:
+        best = min(valid, key=lambda r: r.valid_loss or 0.0)
+        rows.append(("Validation loss, best", f"{number(best.valid_loss)} at step {best.step:,}"))
+    speeds = [r.tokens_per_s for r in run.steps if r.tokens_per_s]
+    if speeds:
+        rows.append(("Tokens per second, median", number(statistics.median(speeds), "count")))
+    if run.seconds is not None:
+        rows.append(("Duration", number(run.seconds, "s")))
+    rows += [("Change of size", record.line()) for record in run.resizes]
+    return [*rows, *_layer_summary(run)]
+
+
+def _steps(run: RunRecord) -> str:
+    if run.host in OWN_LOOPS:  # a user's loop may count from 0, whereas hosts count from 1
+        first, last = run.steps_covered
+        return f"{last - first + 1:,} ({first:,} to {last:,})" if last >= 0 else "0"
+    total = run.total_steps
+    done = number(run.last_step, "count")
+    return f"{done} of {number(total, 'count')}" if total and total != run.last_step else done
+
+
+def _layer_summary(run: RunRecord) -> list[tuple[str, str]]:
+    last = run.last_records
+    if not last:
+        return []
+    experts = f", {run.experts} experts each" if run.experts else ""
+    rows = [("Layers with experts", f"{len(last)}{experts}")]
+    peaks = {name: r.max_over_mean for name, r in last.items() if r.max_over_mean is not None}
+    if peaks:
+        worst = max(peaks, key=lambda name: peaks[name])
+        rows.append(("Busiest expert over mean load, last record",
+                     f"{number(peaks[worst])} ({shortened(worst, NAME)})"))
+    drops = [r.drop_fraction for r in run.layer_records if r.drop_fraction is not None]
+    if drops:
+        rows.append(("Dropped choices, mean and worst",
+                     f"{number(sum(drops) / len(drops), '%')}, {number(max(drops), '%')}"))
+    # on one rank nothing is sent, and the layout has no meaning
+    if layouts := Counter(layout_words("layouts", max(r.layouts, key=lambda name: r.layouts[name]))
+                          for r in last.values() if r.layouts and r.bytes_sent):
+        rows.append(("Layout, last record", "; ".join(
+            f"{count} of {len(last)} layers: {words}" if len(layouts) > 1 else words
+            for words, count in layouts.most_common())))
+    if run.decisions:
+        rows.append(("Decisions of the tuner", str(len(run.decisions))))
+    return rows

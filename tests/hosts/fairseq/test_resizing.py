@@ -16,7 +16,7 @@ import pytest
 from moe_plugin.config import run_from_dict
 from moe_plugin.hosts.fairseq import resizing
 from moe_plugin.observe.history.reader import read_run
-from moe_plugin.observe.report.content import summary
+from moe_plugin.observe.report.text import summary
 from moe_plugin.training.resilience.resizing import ExpertParallelSteps
 from moe_plugin.utils.run_feature import StepInput
 from tests.hosts.fairseq.commands import run_command

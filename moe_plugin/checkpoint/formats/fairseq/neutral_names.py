@@ -23,19 +23,11 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from moe_plugin.checkpoint.derived import filled, joined, part_of
 from moe_plugin.checkpoint.layers import NEUTRAL_NAMES
 from moe_plugin.checkpoint.name_table import KINDS, NameRule, NameTable, both_kinds, same_parts
 from moe_plugin.checkpoint.neutral import zeros
-from moe_plugin.checkpoint.source import (
-    MODEL,
-    CheckpointError,
-    Derived,
-    Source,
-    View,
-    filled,
-    joined,
-    part_of,
-)
+from moe_plugin.checkpoint.source import MODEL, CheckpointError, Derived, Source, View
 
 POSITIONS = "decoder.embed_positions.weight"
 PADDING_ROWS = 2  # fairseq's positions start after the number of the padding word, which is 1

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from moe_plugin.checkpoint.derived import in_memory
 from moe_plugin.checkpoint.formats.base import (
     CheckpointSizes,
     Format,
@@ -32,14 +33,7 @@ from moe_plugin.checkpoint.formats.huggingface.settings import (
 )
 from moe_plugin.checkpoint.name_table import marked
 from moe_plugin.checkpoint.neutral import NEUTRAL, NeutralModel
-from moe_plugin.checkpoint.source import (
-    MODEL,
-    CheckpointError,
-    DerivedSource,
-    Source,
-    View,
-    in_memory,
-)
+from moe_plugin.checkpoint.source import MODEL, CheckpointError, DerivedSource, Source, View
 
 
 def to_neutral(source: Source) -> View:

@@ -19,16 +19,9 @@ from typing import Any
 
 import torch
 
+from moe_plugin.checkpoint.derived import item_of
 from moe_plugin.checkpoint.neutral import OPTIMIZER_VALUES
-from moe_plugin.checkpoint.source import (
-    MODEL,
-    MODEL_ONLY,
-    CheckpointError,
-    Derived,
-    Key,
-    Source,
-    item_of,
-)
+from moe_plugin.checkpoint.source import MODEL, MODEL_ONLY, CheckpointError, Derived, Key, Source
 from moe_plugin.utils.messages import short
 
 # Names in Megatron's distributed checkpoints: of files, and of tensors as stored and by layer.

@@ -20,7 +20,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -35,6 +35,31 @@ log = logging.getLogger(__name__)
 
 Address = tuple[str, int]
 Message = dict[str, Any]
+@dataclass
+class SwarmStep:
+    """The result of a step.
+
+    Attributes:
+        losses: loss of each micro-batch, including balance losses.
+        norm: L2 norm of all gradients before clipping.
+        logged: additional values returned by the loss function for each micro-batch.
+        by: the trainer that processed each micro-batch; empty string for this trainer.
+        resent: number of tasks that were sent more than once.
+        redone: number of backward passes recomputed because their gradients were lost with a peer.
+        gone: addresses of peers that were lost.
+        moved: the (address, old stage, new stage) of each peer that was moved.
+    """
+
+    losses: list[float] = field(default_factory=list)
+    norm: float = 0.0
+    logged: list[Message] = field(default_factory=list)
+    by: list[str] = field(default_factory=list)
+    resent: int = 0
+    redone: int = 0
+    gone: list[Address] = field(default_factory=list)
+    moved: list[tuple[Address, int, int]] = field(default_factory=list)
+
+
 _HEAD = struct.Struct("!4sQ")
 _MAGIC = b"moe1"
 WIRES = ("none", *FORMATS)

@@ -18,7 +18,6 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +34,7 @@ from moe_plugin.training.resilience.swarm.messages import (
     Message,
     MessageServer,
     PeerError,
+    SwarmStep,
     ask,
 )
 from moe_plugin.training.resilience.swarm.rounds import SharedRounds
@@ -44,31 +44,6 @@ from moe_plugin.utils.folder_lock import FolderLock, hold_saved
 log = logging.getLogger(__name__)
 # by (stage, micro-batch): peer that ran the backward pass, and its request if this trainer sent it
 _Taken = dict[tuple[int, int], tuple[Address, Message | None]]
-
-
-@dataclass
-class SwarmStep:
-    """The result of a step.
-
-    Attributes:
-        losses: loss of each micro-batch, including balance losses.
-        norm: L2 norm of all gradients before clipping.
-        logged: additional values returned by the loss function for each micro-batch.
-        by: the trainer that processed each micro-batch; empty string for this trainer.
-        resent: number of tasks that were sent more than once.
-        redone: number of backward passes recomputed because their gradients were lost with a peer.
-        gone: addresses of peers that were lost.
-        moved: the (address, old stage, new stage) of each peer that was moved.
-    """
-
-    losses: list[float] = field(default_factory=list)
-    norm: float = 0.0
-    logged: list[Message] = field(default_factory=list)
-    by: list[str] = field(default_factory=list)
-    resent: int = 0
-    redone: int = 0
-    gone: list[Address] = field(default_factory=list)
-    moved: list[tuple[Address, int, int]] = field(default_factory=list)
 
 
 class Swarm:
