@@ -128,3 +128,14 @@ def slot_index(ids_TK: Tensor, experts: int) -> Tensor:
     tokens, k = ids_TK.shape
     ids_N = ids_TK.t().reshape(-1)  # choice-major, so that first choices get slots before second
     return running_count(ids_N, experts)[0].view(k, tokens).t().contiguous()
+
+
+def tokens_of_rows(source_R: Tensor | None, position_TK: Tensor | None) -> Tensor | None:
+    """Return the index of the token of each row, or -1 for an empty slot."""
+    if source_R is None:
+        return None
+    assert position_TK is not None
+    choices = position_TK.shape[1]
+    if choices == 1:
+        return source_R
+    return torch.div(source_R, max(1, choices), rounding_mode="floor")

@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -48,7 +48,8 @@ class LowRank(NamedTuple):
 
     def to(self, dtype: torch.dtype) -> LowRank:
         """Return a copy of the adapter in a different dtype."""
-        return LowRank(*(value if value is None else value.to(dtype) for value in self))
+        factor_LO = None if self.factor_LO is None else self.factor_LO.to(dtype)
+        return LowRank(self.a_LIR.to(dtype), self.b_LRO.to(dtype), factor_LO)
 
 
 @dataclass(frozen=True)
@@ -126,22 +127,24 @@ class FFNParameters:
         wanted = any(x is not None and x.requires_grad for x in inputs)
         return self.later if wanted and torch.is_grad_enabled() else None
 
-    def operands(self, x: Tensor) -> tuple[list[Tensor | None], Mapping[str, Tensor]]:
+    def operands(self, x: Tensor) -> tuple[Tensor, list[Tensor | None], Mapping[str, Tensor]]:
         """Return the inputs of one autograd function, and a mapping of those inputs that are in
         `main_grad_weights`.
 
-        The inputs are [x, w_in, b_in, w_gate, b_gate, w_out, b_out], where x is [R, D] or [T, D].
+        The inputs are x, which is [R, D] or [T, D], and [w_in, b_in, w_gate, b_gate, w_out, b_out].
         Under autocast all inputs are cast to the autocast dtype (float64 stays float64), and the
         mapping is empty, because the fields themselves redirect their gradients.
         """
-        fields = [x, self.w_in_LDF, self.bias_in_LF, self.w_gate_LDF, self.bias_gate_LF,
-                  self.w_out_LFD, self.bias_out_LD]
+        fields: list[Tensor | None] = [self.w_in_LDF, self.bias_in_LF, self.w_gate_LDF,
+                                       self.bias_gate_LF, self.w_out_LFD, self.bias_out_LD]
         if not torch.is_autocast_enabled(x.device.type):
             for name in self.main_grad_weights:
-                fields[1 + OPERANDS.index(name)] = self.main_grad_weights[name]
-            return fields, self.main_grad_weights
+                fields[OPERANDS.index(name)] = self.main_grad_weights[name]
+            return x, fields, self.main_grad_weights
         dtype = torch.get_autocast_dtype(x.device.type)
-        return [t if t is None or t.dtype == torch.float64 else t.to(dtype) for t in fields], {}
+        x = x if x.dtype == torch.float64 else x.to(dtype)
+        return x, [t if t is None or t.dtype == torch.float64 else t.to(dtype)
+                   for t in fields], {}
 
 
 GroupedMatmul = Callable[[Tensor, RowCounts, Tensor, "Tensor | None"], Tensor]
@@ -182,11 +185,13 @@ def _ffn_keeping(matmul: GroupedMatmul, x: Tensor, counts: DeviceCounts,
     """Compute `_ffn`, and store the rows that it saves with `p.keep`."""
     if torch.is_autocast_enabled(x.device.type):
         # Autograd would save the casts of autocast, and a cast may have the size of rows.
-        (x, *tensors), _ = p.operands(x)
+        x, tensors, _ = p.operands(x)
         adapters = {name: adapter.to(x.dtype) for name, adapter in p.adapters.items()}
-        p = replace(p, **dict(zip(OPERANDS, tensors, strict=True)), adapters=adapters)
+        fields: dict[str, Any] = dict(zip(OPERANDS, tensors, strict=True))
+        p = replace(p, **fields, adapters=adapters)
     x = x.contiguous()
     widths = p.w_in_LDF.shape[1:]
+    assert p.keep is not None
     keep = functools.partial(p.keep, lengths_L=counts.lengths_L)
     with torch.autocast(x.device.type, enabled=False), rows_kept(
             keep, x, widths, [*(getattr(p, name) for name in OPERANDS),
@@ -243,7 +248,7 @@ def _products(matmul: GroupedMatmul, rows_RI: Tensor, counts: RowCounts,
     """
     if adapter is None:
         return [matmul(rows_RI, counts, w, b) for w, b in maps]
-    factors = [None] * len(maps)
+    factors: Sequence[Tensor | None] = [None] * len(maps)
     if adapter.factor_LO is not None:
         factors = _for_each_row(adapter.factor_LO, counts).chunk(len(maps), -1)
     low_RR = matmul(rows_RI, counts, adapter.a_LIR, None)

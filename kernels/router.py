@@ -232,6 +232,7 @@ def route_top_k_backward(logits_TE: Tensor, mask_T: Tensor | None, ids_TK: Tenso
             grad_TE.addcmul_(s_TE, outside_T1, value=-1)
         grad_TE.scatter_add_(1, ids_TK, local_TK)
     if grad_z is not None:
+        assert lse_T is not None
         share_T = 2 * grad_z * lse_T
         if mask_T is not None:
             share_T = share_T * mask_T
@@ -276,8 +277,8 @@ class _Route(torch.autograd.Function):
                 bias_E: Tensor | None, rule: Rule) -> tuple[Tensor | None, ...]:
         ids_TK, weights_TK, lse_T, importance_E, z, p_log_p = route_top_k(
             logits_TE, mask_T, chosen_TK, bias_E, rule)
-        if ids_TK is chosen_TK:  # autograd does not allow to return an input as a new output
-            ids_TK = ids_TK.clone()
+        if chosen_TK is not None and ids_TK is chosen_TK:
+            ids_TK = chosen_TK.clone()  # autograd does not allow to return an input as an output
         ctx.rule, ctx.sure = rule, _sure(chosen_TK, bias_E, rule)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(ids_TK, p_log_p)

@@ -162,7 +162,8 @@ class _Packer:
                 rows_RW = saved.detach().as_strided((self.rows, width), (width, 1), start)
                 buffer = _Buffer(self.keep(rows_RW))
             self._known[storage._cdata] = StorageWeakRef(storage), weakref.ref(buffer)
-        return _View(buffer, tuple(saved.size()), saved.stride(), saved.storage_offset() - start)
+        return _View(buffer, tuple(saved.size()), saved.stride(),
+                     int(saved.storage_offset()) - start)
 
     def _part(self, saved: Tensor) -> tuple[int, int] | None:
         """If a tensor is a view of rows, return (first element, width) of the view, otherwise
@@ -176,7 +177,7 @@ class _Packer:
             last = saved.storage_offset() + sum(
                 (n - 1) * step for n, step in zip(saved.shape, saved.stride(), strict=True))
             inside = first <= saved.storage_offset() and last < first + self.rows * width
-            return (first, width) if inside else None
+            return (int(first), width) if inside else None
         width, rest = divmod(storage.nbytes() // saved.element_size(), self.rows)
         return (0, width) if not rest and width in self.widths else None
 

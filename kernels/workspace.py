@@ -32,7 +32,7 @@ SHRINK = 4  # free memory is not used for requests smaller than 1/4 of its size
 SWEEP = 4096  # requests between two searches for purposes without any further request
 PATIENCE = 64  # minimum of unsuccessful requests before free memory is released; see `_Kept`
 # Exists in torch >= 2.1. Without this function no memory is retained.
-_use_count = getattr(torch._C, "_storage_Use_Count", None)
+_use_count: Any = getattr(torch._C, "_storage_Use_Count", None)
 
 
 @dataclass

@@ -47,7 +47,7 @@ class Unit(NamedTuple):
     computed: int
 
     @property
-    def index(self) -> int | slice:
+    def index(self) -> int | slice:  # type: ignore[override]  # not the method of tuples
         """The index with which the unit's part of a tensor [L, ...] is selected."""
         return self.first if self.experts == 1 else slice(self.first, self.first + self.experts)
 

@@ -60,8 +60,8 @@ def fused(x: Tensor, rows: RowCounts | RowPlan, parameters: FFNParameters) -> Te
     if plan is not None and not plan.complete and (x.device.type != "cpu"
                                                    or bool((plan.source_R < 0).any())):
         return apply_to_rows(lambda rows_RD, counts: fused(rows_RD, counts, p), x, plan)
-    counts = rows.host if plan is None else plan.counts.host
-    (x, *tensors), redirected = p.operands(x)
+    counts = (rows.counts if isinstance(rows, RowPlan) else rows).host
+    x, tensors, redirected = p.operands(x)
     gates_TK = None if plan is None else plan.weights_TK
     keep = False
     for t in (x, gates_TK, *tensors) if torch.is_grad_enabled() else ():
@@ -138,7 +138,8 @@ class _Forward:
         self.w_gate = None if w_gate is None else Linear(call, w_gate, b_gate)
         self.before = call.make("before", inner, x, call.keep)
         self.after = call.make("after", inner, x, call.keep_after)
-        self.up = self.gated = None
+        self.up: BlockRows | None = None
+        self.gated: BlockRows | None = None
         if w_gate is not None:
             self.up = call.make("up", inner, x, call.keep)
             if call.native is None:
@@ -169,6 +170,7 @@ class _Forward:
         self.call.act.into(h_NF, a_NF)
         if up_NF is None:
             return self.after
+        assert self.gated is not None
         torch.mul(a_NF, up_NF, out=self.gated.of_block[block])
         return self.gated
 
@@ -188,7 +190,8 @@ class _Backward:
         self.weights = weights = dict(zip(WEIGHTS, (w_in, w_gate, w_out), strict=True))
         self.bias_grads = {
             name: w.new_zeros(len(call.counts), w.shape[2])
-            for (name, w), need in zip(weights.items(), needs[1::2], strict=True) if need
+            for (name, w), need in zip(weights.items(), needs[1::2], strict=True)
+            if need and w is not None
         }
         self.bias_into = {name: by_unit(g, call.blocks) for name, g in self.bias_grads.items()}
         self.transposed = {
@@ -198,6 +201,7 @@ class _Backward:
         self.grad_y, self.need_gates = grad_y, need_gates
         self.scale_R, self.dots_R = self._scale(), None
         if call.late and need_gates:
+            assert self.scale_R is not None
             self.dots_R = torch.empty_like(self.scale_R)
         self.scales = self._by_block(self.scale_R if call.late else None)
         self.dots = self._by_block(self.dots_R)
@@ -211,13 +215,15 @@ class _Backward:
         # `inner` is the input of the last matmul: the activation, for gated experts times `up`.
         self.recompute, self.inner = after is None, self.after
         self.activation_grad = make("activation grad")
-        self.up = self.up_grad = None
+        self.up: BlockRows | None = None
+        self.up_grad: BlockRows | None = None
         if w_gate is not None:
             self.up = BlockRows(call.blocks, up, True, by_row=False)
             self.up_grad = make("up grad")
             if call.native is None:
                 self.inner = make("gated")
-        self.x, self.input, self.columns = x, None, {}
+        self.x, self.columns = x, dict[str, Any]()
+        self.input: BlockRows | GatheredRows | None = None
         self.grads: dict[str, MainGrad | WeightGrad] = {}
         if call.later is None:
             self._begin_weights(needs[::2])
@@ -232,8 +238,8 @@ class _Backward:
         if W_OUT in self.grads:
             self.columns[W_OUT] = self.inner.columns()
         if W_IN in self.grads or W_GATE in self.grads:
-            self.input = call.gathered(self.x, "gathered")
-            self.columns[W_IN] = self.columns[W_GATE] = self.input.columns()
+            self.input = gathered = call.gathered(self.x, "gathered")
+            self.columns[W_IN] = self.columns[W_GATE] = gathered.columns()
 
     def _left_weights(self) -> dict[str, Tensor | None]:
         """Return the weight gradients that `run` has postponed."""
@@ -287,6 +293,7 @@ class _Backward:
             self.call.act.into(h_NF, a_NF)
         if up_NF is not None:
             torch.mul(a_NF, up_NF, out=self.inner.of_block[block])
+            assert self.up_grad is not None
             torch.mul(grad_NF, a_NF, out=self.up_grad.of_block[block])
             grad_NF.mul_(up_NF)
         self.call.act.gradient(grad_NF, h_NF, grad_NF)

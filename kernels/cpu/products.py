@@ -21,7 +21,7 @@ import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -240,7 +240,7 @@ def _gemm_of_torch() -> int | None:
     """
     path = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
     try:
-        gemm = ctypes.CDLL(str(path)).sgemm_ if torch.backends.mkl.is_available() else None
+        gemm: Any = ctypes.CDLL(str(path)).sgemm_ if torch.backends.mkl.is_available() else None
     except (OSError, AttributeError):
         return None
     return ctypes.cast(gemm, POINTER).value

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from moe_plugin.kernels.activations import first_derivative_only
 from moe_plugin.kernels.block_products import ROUNDED, products_for
+from moe_plugin.kernels.choices import tokens_of_rows
 from moe_plugin.kernels.expert_ffn import FFNParameters, strategies
 from moe_plugin.kernels.expert_matmul import (
     expert_bias_grad,
@@ -43,8 +44,8 @@ def kernel_ffn(x: Tensor, rows: RowCounts | RowPlan, parameters: FFNParameters) 
     other devices the torch references of the kernels run.
     """
     p, plan = parameters, rows if isinstance(rows, RowPlan) else None
-    counts = rows if plan is None else plan.counts
-    (x, *tensors), redirected = p.operands(x)
+    counts = rows.counts if isinstance(rows, RowPlan) else rows
+    x, tensors, redirected = p.operands(x)
     autocast = torch.is_autocast_enabled(x.device.type)
     maps = (None, None, None) if plan is None else (plan.weights_TK, plan.source_R,
                                                     plan.position_TK)
@@ -129,6 +130,7 @@ def _expert_ffn(x: Tensor, gates_TK: Optional[Tensor], source_R: Optional[Tensor
 def _groups(counts: Sequence[int] | None, lengths_L: Tensor | None, x: Tensor,
             source_R: Tensor | None) -> RowGroups:
     if lengths_L is None:
+        assert counts is not None
         return RowGroups(RowCounts(list(counts)), x.device)
     total = (x if source_R is None else source_R).shape[0]
     return RowGroups(DeviceCounts(lengths_L, total), x.device)
@@ -140,7 +142,7 @@ def _forward(groups: RowGroups, x: Tensor, gates_TK: Tensor | None, source_R: Te
              precision: str, rounded: RoundedCall | None = None) -> list[Tensor]:
     x = x.contiguous()
     w_in, w_gate, w_out = _factors(rounded, w_in, w_gate, w_out)
-    token_R, products = _tokens(source_R, position_TK), products_for(precision)
+    token_R, products = tokens_of_rows(source_R, position_TK), products_for(precision)
     if w_gate is None:
         h_RF, a_RF = products.act(x, groups, w_in, b_in, token_R, activation, precision)
         gate_RF = x.new_empty(0)
@@ -159,18 +161,8 @@ def _factors(rounded: RoundedCall | None, *weights: Tensor | None) -> tuple[Any,
     return tuple(rounded.weights.get(name) for name in WEIGHTS)
 
 
-def _tokens(source_R: Tensor | None, position_TK: Tensor | None) -> Tensor | None:
-    """Return the index of the token of each row, or -1 for an empty slot."""
-    if source_R is None:
-        return None
-    choices = position_TK.shape[1]
-    if choices == 1:
-        return source_R
-    return torch.div(source_R, max(1, choices), rounding_mode="floor")
-
-
 def _fake(x: Tensor, gates_TK: Any, source_R: Any, position_TK: Any, w_in: Tensor, b_in: Any,
-          w_gate: Any, b_gate: Any, w_out: Tensor, b_out: Any, counts: Sequence[int] | None,
+          w_gate: Any, b_gate: Any, w_out: Tensor, b_out: Any, counts: Any,
           lengths_L: Any, activation: str, precision: str) -> list[Tensor]:
     rows = sum(counts) if lengths_L is None else (x if source_R is None else source_R).shape[0]
     h_RF = x.new_empty(rows, w_in.shape[2])
@@ -211,7 +203,7 @@ def _gradients(groups: RowGroups, grad_y: Tensor, x: Tensor, gates_TK: Tensor | 
     weight gradients. later: object that receives all weight gradients.
     """
     w_in, w_gate, w_out = _factors(rounded, w_in, w_gate, w_out)
-    token_R = _tokens(source_R, position_TK)
+    token_R = tokens_of_rows(source_R, position_TK)
     x, grad_y, gate = x.contiguous(), grad_y.contiguous(), None if w_gate is None else gate_RF
     scale_R = None
     if gates_TK is not None:
@@ -234,7 +226,7 @@ def _gradients(groups: RowGroups, grad_y: Tensor, x: Tensor, gates_TK: Tensor | 
     return [
         _grad_x(groups, g_h, g_gate, w_in, w_gate, position_TK, precision) if needs[0] else None,
         _grad_gates(groups, dots_CR, grad_y, b_out, token_R, position_TK).to(gates_TK.dtype)
-        if needs[1] else None,
+        if needs[1] and gates_TK is not None else None,
         grad_in,
         expert_bias_grad(g_h, groups, None, None) if needs[3] else None,
         grad_gate,
@@ -283,7 +275,7 @@ def _backward(backward: Any, ctx: Any, grads: list[Tensor]) -> tuple[Tensor | No
 
 
 def _operation(suffix: str, **options: Any) -> Any:
-    define = functools.partial(torch.library.custom_op, mutates_args=(), **options)
+    define: Any = functools.partial(torch.library.custom_op, mutates_args=(), **options)
     forward = define(f"moe_plugin::expert_ffn{suffix}", _expert_ffn)
     backward = define(f"moe_plugin::expert_ffn_backward{suffix}", _expert_ffn_backward)
     forward.register_fake(_fake)
@@ -313,7 +305,8 @@ class _Direct(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: _Call, *operands: Any) -> Tensor:
-        output = _forward(call.groups, *operands, call.activation, call.precision, call.rounded)
+        settings: tuple[Any, ...] = call.activation, call.precision, call.rounded
+        output = _forward(call.groups, *(*operands, *settings))
         ctx.call = call
         ctx.save_for_backward(*_kept(operands, output))
         return output[0]
@@ -326,8 +319,9 @@ class _Direct(torch.autograd.Function):
         if call.later is not None:
             needed[2::2] = call.wanted
         x, gates, *rest = _gradients(
-            call.groups, grad_y, *ctx.saved_tensors, call.activation, call.precision, needed,
-            call.main_grad_weights, call.sums, call.rounded, call.later)
+            call.groups, grad_y, *(
+                *ctx.saved_tensors, call.activation, call.precision, needed,
+                call.main_grad_weights, call.sums, call.rounded, call.later))
         if call.rounded is not None:
             call.rounded.spent()
         return None, x, gates, None, None, *rest
@@ -357,11 +351,11 @@ class _Stashed(torch.autograd.Function):
         rows = [each for each in (saved[0], saved[4], saved[5]) if each.numel()]
 
         def stand_in(saved: Tensor | None) -> Tensor | None:
-            if not any(saved is one for one in rows):
+            if saved is None or not any(saved is one for one in rows):
                 return saved
             # An attribute of a saved tensor is freed with it; one of the context would live longer.
-            token = saved.new_empty(0)
-            token.kept = keep(saved)  # type: ignore[attr-defined]
+            token: Any = saved.new_empty(0)
+            token.kept = keep(saved)
             return token
 
         ctx.save_for_backward(*map(stand_in, saved))
@@ -391,8 +385,9 @@ def _grad_x(groups: RowGroups, g_h: Tensor, g_gate: Tensor | None, w_in: Tensor,
 
 
 def _grad_gates(groups: RowGroups, dots_CR: Tensor, grad_y: Tensor, b_out: Tensor | None,
-                token_R: Tensor, position_TK: Tensor) -> Tensor:
+                token_R: Tensor | None, position_TK: Tensor | None) -> Tensor:
     """Return `<gradient of y, output row>` of each choice: `<u, a>` plus the bias's part."""
+    assert token_R is not None and position_TK is not None
     if b_out is not None and grad_y.shape[0] and dots_CR.numel():
         share_TL = grad_y.to(dots_CR.dtype) @ b_out.to(dots_CR.dtype).t()
         dots_CR = torch.cat([dots_CR, share_TL[token_R.clamp(min=0), groups.group_R][None]])

@@ -220,8 +220,9 @@ def expert_weight_grad_pair(x: Tensor, grad_RO: Tensor, also_RO: Tensor, groups:
     elif all(each.is_contiguous() for each in into) and into[0].dtype == into[1].dtype:
         outs = into
     else:
-        return tuple(expert_weight_grad_add(x, grad, groups, x_token_R, None, precision, each)
-                     for grad, each in zip((grad_RO, also_RO), into, strict=True))
+        first, second = (expert_weight_grad_add(x, grad, groups, x_token_R, None, precision, each)
+                         for grad, each in zip((grad_RO, also_RO), into, strict=True))
+        return first, second
     _weight_grads(x, (grad_RO, also_RO), groups, x_token_R, None, precision, outs,
                   into is not None)
     return outs
@@ -240,7 +241,8 @@ def _weight_grads(x: Tensor, grads: Sequence[Tensor], groups: RowGroups, x_token
                                                         len(grads), _odd(x, inner, outer))
     tiles = triton.cdiv(inner, t.rows) * triton.cdiv(outer, t.columns)
     height = rows_of_a_part(chip, t, tiles, groups.total, _LEAST_PART)
-    parts, table, work = [x] * len(grads), (x, x, x), groups.number * tiles
+    parts: Sequence[Tensor] = [x] * len(grads)
+    table, work = (x, x, x), groups.number * tiles
     if height is not None:
         # Two slots for each `height` rows: one for a full part and one for a group's last part.
         slots = 2 * (groups.total // height + 1)

@@ -93,13 +93,14 @@ def expert_matmul_blocks(x_blocks: Blocks, groups: RowGroups, w_blocks: Blocks,
 def expert_weight_grad_blocks(x_blocks: Blocks, grad_blocks: Blocks, groups: RowGroups,
                               dtype: torch.dtype) -> Tensor:
     """Compute the matmul with torch; see `kernels.block_products.expert_weight_grad_blocks`."""
-    scales = (_tiled_columns(blocks.scales, blocks.block, groups)
-              for blocks in (x_blocks, grad_blocks))
-    return _call(x_blocks, grad_blocks, *scales, groups)
+    x_scales, grad_scales = (_tiled_columns(blocks.scales, blocks.block, groups)
+                             for blocks in (x_blocks, grad_blocks))
+    return _call(x_blocks, grad_blocks, x_scales, grad_scales, groups)
 
 
 def _call(a: Blocks, b: Blocks, a_scales: Tensor, b_scales: Tensor, groups: RowGroups) -> Tensor:
-    kinds = F.ScalingType
+    functional: Any = F  # some names exist only in new versions of torch
+    kinds = functional.ScalingType
     recipe: Any = kinds.BlockWise1x32
     codes, scales = [a.codes, b.codes], [[a_scales], [b_scales]]
     if a.tensor is None:
@@ -110,9 +111,10 @@ def _call(a: Blocks, b: Blocks, a_scales: Tensor, b_scales: Tensor, groups: RowG
         # The product needs a tensor scale for each group; all groups share the same value.
         for found, each in zip(scales, (a, b), strict=True):
             found.append(each.tensor.expand(groups.number).contiguous())
-    return F.scaled_grouped_mm(
+    return functional.scaled_grouped_mm(
         codes[0], codes[1].transpose(-2, -1), scales[0], recipe, scales[1], recipe,
-        swizzle_a=F.SwizzleType.SWIZZLE_32_4_4, swizzle_b=F.SwizzleType.SWIZZLE_32_4_4,
+        swizzle_a=functional.SwizzleType.SWIZZLE_32_4_4,
+        swizzle_b=functional.SwizzleType.SWIZZLE_32_4_4,
         offs=groups.ends_L, output_dtype=torch.bfloat16)
 
 

@@ -64,8 +64,8 @@ def library(source: str, *defines: str) -> ctypes.CDLL | str:
     try:
         loaded = _loaded(SOURCES / source, compiler_command(defines))
         _use_threads_of_torch(loaded)
-    except (Unavailable, ValueError) as reason:
-        return str(reason)
+    except (Unavailable, ValueError) as refusal:
+        return str(refusal)
     except OSError as error:
         reason = f"cannot be compiled or loaded: {short(error)}"
         logger.warning("Experts on CPU use torch's operations, which are slower, instead of %s, "
