@@ -193,7 +193,7 @@ def combinations(values: Mapping[str, Sequence[Any]], ranks: int) -> Iterator[La
     tokens and layouts that spill rows use the largest possible r. Layouts that send each token once
     per rank or once per node cannot use the piece axis `experts`.
     """
-    choices = {}
+    choices: dict[LayoutChoice, None] = {}
     for row in itertools.product(*values.values()):
         choice = LayoutChoice(**dict(zip(values, row, strict=True)))
         if choice.gather_tokens:

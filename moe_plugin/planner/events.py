@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -97,7 +97,7 @@ class Timeline:
         return sum(s.task.seconds for s in self.spans) - self.seconds
 
 
-def simulate(tasks: Sequence[Task]) -> Timeline:
+def simulate(tasks: Iterable[Task]) -> Timeline:
     """Run tasks in issue order.
 
     A task starts as soon as its resources are free and the tasks in `after` have ended.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -196,9 +197,8 @@ def _with_values(cluster: Cluster, values: dict[str, float]) -> Cluster:
             if key.startswith(f"{name}.")
         } for name in ("intra", "inter", "host")
     }
-    changed = {
+    changed: dict[str, Any] = {
         name: dataclasses.replace(getattr(cluster, name), **link) for name, link in links.items()
     }
-    return dataclasses.replace(
-        cluster, **changed,
-        **{key: float(value) for key, value in values.items() if "." not in key})
+    changed |= {key: float(value) for key, value in values.items() if "." not in key}
+    return dataclasses.replace(cluster, **changed)

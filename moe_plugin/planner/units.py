@@ -36,9 +36,11 @@ def record(kind: type[T], values: Mapping[str, Any], where: str) -> T:
     schema = OmegaConf.structured(kind)
     _make_writable(schema)
     try:
-        return OmegaConf.to_object(OmegaConf.merge(schema, values))
+        made: Any = OmegaConf.to_object(OmegaConf.merge(schema, values))
+        return made
     except ConfigKeyError as error:
-        known = ", ".join(f.name for f in fields(error.object_type or kind))
+        of: Any = error.object_type or kind
+        known = ", ".join(f.name for f in fields(of))
         raise ValueError(
             f"{where}: unknown key {short(error.full_key)}. Known keys: {known}") from error
     except OmegaConfBaseException as error:
@@ -157,9 +159,9 @@ def _three(value: float) -> str:
     return f"{value:.3g}" if abs(value) < 999.5 else f"{value:,.0f}"
 
 
-def _parse(text: str, units: dict[str, float], default: str, what: str) -> float:
+def _parse(text: str, units: Mapping[str, float], default: str, what: str) -> float:
     match = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,15})?)\s*([a-zA-Z]*)", text.strip())
     unit = (match[2].lower() or default) if match else ""
-    if unit not in units:
+    if match is None or unit not in units:
         raise ValueError(f"{short(text)} is not {what}")
     return float(match[1]) * units[unit]

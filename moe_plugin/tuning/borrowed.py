@@ -20,6 +20,7 @@ from moe_plugin.comm import algorithms
 from moe_plugin.comm.placement import Placement
 from moe_plugin.dispatch.base import Dispatcher, Overlap, Sent, WrappedDispatcher
 from moe_plugin.dispatch.exchange import PipelinedExchange
+from moe_plugin.dispatch.once import OncePlan
 from moe_plugin.dispatch.pieces import Piece
 from moe_plugin.dispatch.spill import SpillingPlan
 from moe_plugin.experts.base import Experts
@@ -115,7 +116,7 @@ class BorrowingDispatcher(WrappedDispatcher):
     loans.
 
     Args:
-        inner: dispatcher that creates `SpillingPlan`s.
+        inner: dispatcher that creates a `SpillingPlan` or an `OncePlan`.
         experts: experts of the layer.
     """
 
@@ -123,14 +124,14 @@ class BorrowingDispatcher(WrappedDispatcher):
         super().__init__(inner)
         self.experts = experts
 
-    def dispatch(self, x_TD: Tensor, plan: SpillingPlan, anchor: Tensor | None) -> Sent:
+    def dispatch(self, x_TD: Tensor, plan: SpillingPlan | OncePlan, anchor: Tensor | None) -> Sent:
         """See `Dispatcher`. The transfer of weights starts before rows are sent."""
         if plan.spill is None:
             return self.inner.dispatch(x_TD, plan, anchor)
         borrowed = BorrowedExperts(self.experts, self.placement, plan.spill)
         return _SentWithGuests(self.inner.dispatch(x_TD, plan, anchor), borrowed)
 
-    def combine(self, sent: Sent, plan: SpillingPlan) -> Tensor:
+    def combine(self, sent: Sent, plan: SpillingPlan | OncePlan) -> Tensor:
         return self.inner.combine(sent.sent if isinstance(sent, _SentWithGuests) else sent, plan)
 
 

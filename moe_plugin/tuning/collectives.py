@@ -239,7 +239,9 @@ class AutoCollectives(Collectives):
         trial.
         """
         if self.cluster is not None:
-            return self.chosen(comm, kind, size).name, None
+            chosen = self.chosen(comm, kind, size)
+            assert chosen is not None  # a cluster file predicts it
+            return chosen.name, None
         bucket = kind, bucket_of(size)
         name, timed = turn(Choices.of(comm).tuner, bucket, x)
         return name, bucket if timed else None

@@ -101,6 +101,7 @@ class MeasuredChoices:
         entry = self.tuner.entries.get(key)
         if entry is None or not entry.known:
             return ComputeChoice(names[0], "not measured yet")
+        assert entry.latest is not None
         return ComputeChoice(entry.settled, entry.latest.why)
 
     def _measure(self, key: Key, start: Callable[[int], Runs], device: torch.device) -> None:

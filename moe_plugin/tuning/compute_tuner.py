@@ -142,7 +142,8 @@ def auto(x: Tensor, rows: RowCounts | RowPlan, parameters: FFNParameters) -> Ten
     The strategy is chosen by a rule. If the rule allows several strategies, the fastest measured
     strategy is used (see `experts.compute_selection`).
     """
-    counts, (_, width, inner) = getattr(rows, "counts", rows), parameters.w_in_LDF.shape
+    counts = rows.counts if isinstance(rows, RowPlan) else rows
+    _, width, inner = parameters.w_in_LDF.shape
     # small loads on a CPU use the first candidate without the cost of a choice
     if x.device.type == "cpu" and not isinstance(counts, DeviceCounts) and (
             2 * sum(counts.host) * width * inner < SMALL_LAYER) and (
@@ -168,7 +169,8 @@ def choose(x: Tensor, rows: RowCounts | RowPlan, parameters: FFNParameters) -> C
         return ComputeChoice("kernels", "it stores the fewest rows of all strategies with pages")
     usable = usable_ways(x, parameters, counts)
     if len(usable) == 1:
-        return ComputeChoice(*usable, "by rule the only candidate")
+        [only] = usable
+        return ComputeChoice(only, "by rule the only candidate")
     load = load_of(x, rows, parameters)
     names = candidates(load, usable)
     why = why_unmeasured(load, names, parameters.choice)
@@ -186,11 +188,13 @@ def choose(x: Tensor, rows: RowCounts | RowPlan, parameters: FFNParameters) -> C
 
 def load_of(x: Tensor, rows: RowCounts | RowPlan, p: FFNParameters) -> ComputeLoad:
     """Return the load of a forward call."""
-    planned = isinstance(rows, RowPlan)
-    counts = rows.counts if planned else rows
+    if isinstance(rows, RowPlan):
+        counts, planned, choices = rows.counts, True, rows.position_TK.shape[1]
+    else:
+        counts, planned, choices = rows, False, 1
     experts, width, inner = p.w_in_LDF.shape
     return ComputeLoad(x.device.type, _dtype(x), experts, width, inner, p.w_gate_LDF is not None,
-                counts.total, counts.even, planned, rows.position_TK.shape[1] if planned else 1)
+                counts.total, counts.even, planned, choices)
 
 
 def trial(load: ComputeLoad, names: list[str], device: torch.device, parameters: FFNParameters,

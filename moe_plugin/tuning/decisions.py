@@ -11,6 +11,7 @@ from moe_plugin.planner.trials import Checks, Contest, ContestRules
 from moe_plugin.planner.units import show_time
 
 Bucket = TypeVar("Bucket", bound=Hashable)
+Stored = TypeVar("Stored", bound=Hashable, contravariant=True)  # a bucket
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,16 +92,16 @@ class KeptDecision:
     made: float = 0.0
 
 
-class Memory(Protocol[Bucket]):
+class Memory(Protocol[Stored]):
     """Storage of decisions by bucket for later processes."""
 
-    def get(self, bucket: Bucket) -> KeptDecision | None:
+    def get(self, bucket: Stored) -> KeptDecision | None:
         """Return the decision for a bucket, or None if there is none."""
 
-    def put(self, bucket: Bucket, kept: KeptDecision) -> None:
+    def put(self, bucket: Stored, kept: KeptDecision) -> None:
         """Store a decision."""
 
-    def forget(self, bucket: Bucket) -> None:
+    def forget(self, bucket: Stored) -> None:
         """Remove the decision for a bucket."""
 
 
@@ -133,7 +134,7 @@ def filled(saved: Any, new: Mapping[str, Any]) -> Any:
 
 def plain(value: Any) -> Any:
     """Convert a choice or a bucket to plain values."""
-    if is_dataclass(value):
+    if is_dataclass(value) and not isinstance(value, type):
         return asdict(value)
     return list(value) if isinstance(value, tuple) else value
 

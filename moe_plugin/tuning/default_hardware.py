@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -60,7 +61,7 @@ def default_cluster(comm: Comm, device: torch.device) -> Cluster:
     if known is not None:
         return known.with_nodes(sizes)
     gpu = device.type == "cuda"
-    links = _GPU_LINKS if gpu else _CPU_LINKS
+    links: dict[str, Any] = _GPU_LINKS if gpu else _CPU_LINKS
     together = not gpu and len(sizes) == 1  # between nodes, the links dominate these costs
     return Cluster(name="default", nics=max(sizes) if gpu else 1, **links,
                    phase_s=_CPU_MEETING_S if together else 0.0,
@@ -126,7 +127,8 @@ def layer_shape(config: MoEConfig, place: Placement, probe: Tensor, tokens: int,
 
 
 def _limits(config: MoEConfig) -> Limits:
-    router, reads = config.router, [routers.get(name).reads for name in config.router.names]
+    factories: list[Any] = [routers.get(name) for name in config.router.names]
+    router, reads = config.router, [factory.reads for factory in factories]
     if not router.groups or any("groups" not in names for names in reads):
         return Limits()
     return Limits(router.groups, max(

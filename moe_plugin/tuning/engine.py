@@ -69,15 +69,16 @@ class Tuner(Generic[Bucket, Choice]):
         entry = self._entry(bucket)
         self.calls, entry.calls = self.calls + calls, entry.calls + calls
         entry.checks.calls, entry.untimed = entry.checks.calls + calls, entry.untimed + calls
-        if entry.running and not entry.contest.trying:
-            entry.contest.wait()
-            if not entry.contest.running:
-                self._conclude(bucket, entry)
-        elif not entry.running:
+        contest = entry.contest if entry.running else None
+        if contest is None:
             self._begin(bucket, entry)
-        choice, trial = entry.settled, entry.running and entry.contest.trying
-        if trial:
-            choice = entry.contest.next()
+        elif not contest.trying:
+            contest.wait()
+            if not contest.running:
+                self._conclude(bucket, entry)
+        contest, choice, trial = entry.contest, entry.settled, False
+        if contest is not None and contest.trying:
+            choice, trial = contest.next(), True
             self.explored, entry.explored = self.explored + 1, entry.explored + 1
         entry.timed = trial or entry.untimed >= self.settings.watch
         if entry.timed:
@@ -101,7 +102,9 @@ class Tuner(Generic[Bucket, Choice]):
 
     def latest(self, bucket: Bucket) -> TunerDecision:
         """Return a bucket's latest decision, which contains the current choice and the reason."""
-        return self._entry(bucket).latest
+        latest = self._entry(bucket).latest
+        assert latest is not None  # every entry begins with a decision
+        return latest
 
     def exploring(self, bucket: Bucket) -> bool:
         """Return True if trials of the bucket or their times are pending."""
@@ -114,8 +117,8 @@ class Tuner(Generic[Bucket, Choice]):
 
     def tries(self, bucket: Bucket) -> bool:
         """Return True if the running round has trials that have not been started."""
-        entry = self.entries[bucket]
-        return entry.running and entry.contest.trying
+        contest = self.entries[bucket].contest
+        return contest is not None and contest.trying
 
     def warms_up(self, bucket: Bucket) -> bool:
         """Return True if the times of the current or next round are ignored."""
@@ -127,16 +130,17 @@ class Tuner(Generic[Bucket, Choice]):
         entry = self.entries.get(bucket)
         if entry is None:
             return
-        if entry.running and entry.contest.add(choice, seconds):
-            if not entry.contest.running:
+        contest = entry.contest if entry.running else None
+        if contest is not None and contest.add(choice, seconds):
+            if not contest.running:
                 self._conclude(bucket, entry)
-        elif choice == entry.settled and not entry.running and 0 < seconds < math.inf:
+        elif choice == entry.settled and contest is None and 0 < seconds < math.inf:
             self._watch(bucket, entry, seconds)
 
     def repeat(self, bucket: Bucket, choice: Choice) -> None:
         """Schedule a trial again instead of recording its time, which is not meaningful."""
         entry = self.entries.get(bucket)
-        if entry is not None and entry.running:
+        if entry is not None and entry.contest is not None and entry.running:
             entry.contest.repeat(choice)
 
     def pop_decisions(self) -> tuple[TunerDecision, ...]:
@@ -161,20 +165,23 @@ class Tuner(Generic[Bucket, Choice]):
         """Return predictions, corrected by the error of predictions in the nearest explored bucket.
 
         The error is that of the same choice or the median error. Buckets are tuples of integers."""
-        explored = [b for b, e in self.entries.items() if e.measured]
+        explored: list[Any] = [b for b, e in self.entries.items() if e.measured]
+        wanted: Any = bucket
         if None in predicted.values() or not explored:
             return predicted
         near = self.entries[min(
-            explored, key=lambda b: (sum(abs(i - j) for i, j in zip(b, bucket, strict=True)), b))]
+            explored, key=lambda b: (sum(abs(i - j) for i, j in zip(b, wanted, strict=True)), b))]
         # The model's error is similar for neighbouring loads. The ranking of choices follows from
         # how much the error of each choice differs from the usual error.
         ratios = {
-            c: s / near.predicted[c] for c, s in near.measured.items() if near.predicted.get(c)
+            c: s / expected for c, s in near.measured.items()
+            if (expected := near.predicted.get(c))
         }
         if not ratios:
             return predicted
         usual = statistics.median(ratios.values())
-        return {c: seconds * ratios.get(c, usual) for c, seconds in predicted.items()}
+        return {c: None if seconds is None else seconds * ratios.get(c, usual)
+                for c, seconds in predicted.items()}
 
     def _affords(self, entry: Trials[Choice], trials: int) -> bool:
         """Return True if the budget allows this number of trials. A first round is always allowed.
@@ -187,9 +194,9 @@ class Tuner(Generic[Bucket, Choice]):
         """Return True if the next round of an exploration is due.
 
         After a few inconclusive rounds, waits become longer, because the machine may be busy."""
-        if not entry.open:
-            return False
         contest = entry.contest
+        if not entry.open or contest is None:
+            return False
         calm = contest.spread() < DISTURBED and len(contest.rounds) <= self.settings.contest.least
         return (calm or entry.checks.calls >= PAUSE * len(contest.rounds)) and self._affords(
             entry, len(contest.contenders()))
@@ -197,7 +204,7 @@ class Tuner(Generic[Bucket, Choice]):
     def _begin(self, bucket: Bucket, entry: Trials[Choice]) -> None:
         """Begin a round if one is due and the budget allows it."""
         contest = entry.contest
-        if entry.open:
+        if entry.open and contest is not None:
             if self._goes_on(entry):
                 contest.begin()
         elif not entry.known:
@@ -238,15 +245,16 @@ class Tuner(Generic[Bucket, Choice]):
         tried = self._tried(entry)
         if not self._affords(entry, len(tried)):
             return
-        entry.contest, entry.open, entry.checking = self._contest(entry, tried), True, False
-        entry.recent = []
-        entry.contest.begin()
+        entry.contest = contest = self._contest(entry, tried)
+        entry.open, entry.checking, entry.recent = True, False, []
+        contest.begin()
         self._note(bucket, entry, "explore",
                    f"{why}: timing {len(tried)} of {len(entry.predicted)} candidates")
 
     def _conclude(self, bucket: Bucket, entry: Trials[Choice]) -> None:
         """Make a decision after a round, or continue with more rounds."""
         contest, entry.checks.calls = entry.contest, 0
+        assert contest is not None
         if entry.checking:
             latest = contest.rounds[-1] if contest.rounds else {}
             few = latest is entry.seen or len(latest) < min(2, len(contest.alive()))
@@ -274,6 +282,7 @@ class Tuner(Generic[Bucket, Choice]):
 
     def _settle(self, bucket: Bucket, entry: Trials[Choice], decision: Decision[Choice]) -> None:
         contest = entry.contest
+        assert contest is not None
         changed = decision.choice != contest.current or not entry.known
         contest.current, entry.known = decision.choice, True
         entry.sure, entry.spread = decision.sure, contest.spread()
@@ -344,7 +353,7 @@ class Tuner(Generic[Bucket, Choice]):
         self.entries, self.calls, self.explored = {}, int(state["calls"]), int(state["explored"])
         again = []
         for saved in state["buckets"]:
-            bucket = saved["bucket"]
+            bucket: Any = saved["bucket"]
             bucket = tuple(bucket) if isinstance(bucket, list) else bucket
             predicted = dict(self.candidates(bucket))
             choices = {text_of(plain(choice)): choice for choice in predicted}

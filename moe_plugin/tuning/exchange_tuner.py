@@ -155,7 +155,9 @@ class AutoAllToAll(Exchange):
             return algorithms.get(tuner.names[0])
         size = tuner.size(comm, x, send is None and recv is None)
         if tuner.cluster is not None:
-            return algorithms.get(tuner.chosen(comm, size))
+            name = tuner.chosen(comm, size)
+            assert name is not None  # a cluster file predicts it
+            return algorithms.get(name)
         name, timed = turn(tuner.tuner, bucket_of(size), x)
         tuner.trials += timed
         return _Trial(tuner.tuner, bucket_of(size), name) if timed else algorithms.get(name)

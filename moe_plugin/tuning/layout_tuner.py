@@ -95,6 +95,7 @@ class LayoutTuner:
     """
 
     settled = False
+    decisions: tuple[TunerDecision, ...] = ()
 
     def __init__(self, config: MoEConfig, layouts: Layouts, probe: Tensor,
                  measure: Callable[[torch.device], CallTimer] = CallTimer) -> None:
@@ -269,6 +270,7 @@ class LayoutTuner:
     def algorithms(self) -> list[str]:
         """Return the all-to-all algorithms to choose from, with the configured algorithm first."""
         name = self.config.comm.all_to_all
+        assert name is not None  # set with the placement
         if name == "auto" or self.comm.size == 1 or algorithms.get(name).lacks(self.comm):
             return [name]
         predicted = (other for other in algorithms.candidates(self.comm) if other in COSTS)

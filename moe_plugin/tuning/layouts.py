@@ -84,11 +84,12 @@ class Layouts:
     def from_config(self) -> LayoutChoice:
         """Return the layout choice that the settings define."""
         parallel, place = self.config.parallel, self.place
-        r = parallel.r
+        r, algorithm = parallel.r, self.config.comm.all_to_all
+        assert algorithm is not None  # set with the placement
         if r is None:
             r = place.shards if place.comm.size > 1 else 1
         return LayoutChoice(r=r, d=parallel.d, d_backward=parallel.d_backward,
-                            algorithm=self.config.comm.all_to_all,
+                            algorithm=algorithm,
                             kernel=self.config.experts.compute, piece_axis=parallel.cut,
                             spill=(parallel.spill or "never") if place.comm.size > 1 else "never",
                             send=self.sends()[0])
@@ -255,6 +256,7 @@ class Layouts:
     def _spill_planner(self, policy: str) -> SpillPlanner:
         """Return a planner that uses the loads of the call or, for `standing`, of earlier steps."""
         comm, probe = self.place.comm, self.experts.anchor
+        assert probe is not None
         shape = layer_shape(self.config, self.place, probe, tokens=1)
         costs = spill_costs(shape, default_cluster(comm, probe.device),
                             default_device(self.config, probe.device))

@@ -191,6 +191,7 @@ def _schedule(config: MoEConfig, place: Placement, tokens: int,
             "Use dispatch.name='padded' with a capacity factor, or parallel.schedule='s1'")
     if asked != "auto" or not slots:
         return "s2" if asked == "s2" or traits.splits_slots else "s1"
+    assert dispatch.capacity_factor is not None
     factor = config.router.experts_per_token * (abs(dispatch.capacity_factor) or 1.0)
     shape = ParmShape(tokens=tokens, model_dim=config.model_dim,
                       rows_factor=factor * config.row_dim / config.model_dim,

@@ -170,7 +170,8 @@ class PredictedLayout:
         choice.
         """
         fixed, layouts = self.layouts.fixed, self.layouts
-        values = {"r": layouts.legal(), "algorithm": [fixed.algorithm], "kernel": [fixed.kernel],
+        values: dict[str, Sequence[Any]] = {
+                  "r": layouts.legal(), "algorithm": [fixed.algorithm], "kernel": [fixed.kernel],
                   "d": [fixed.d], "d_backward": [fixed.d_backward],
                   "piece_axis": [fixed.piece_axis],
                   "spill": [fixed.spill], "send": layouts.sends(),

@@ -94,7 +94,8 @@ class MeasuredSpeeds:
 
     def __init__(self, comm: Comm, experts: Experts) -> None:
         self.comm, self._average = comm, Throughput()
-        self._rows, self._marks = 0, []
+        self._rows = 0
+        self._marks: list[Any] = []
         experts.register_forward_pre_hook(self._before)
         experts.register_forward_hook(self._after)
 
@@ -108,7 +109,8 @@ class MeasuredSpeeds:
         seconds = sum(_between(start, end) for start, end in self._marks)
         if self._rows and seconds > 0:
             self._average.add(self._rows, seconds)
-        self._rows, self._marks = 0, []
+        self._rows = 0
+        self._marks = []
         mine_1 = torch.tensor([self._average.value or 0.0], dtype=torch.float64)
         speeds = self.comm.hosts.all_gather(mine_1).tolist()
         known = [speed for speed in speeds if speed]

@@ -201,7 +201,8 @@ def _hamiltonian(pairs: Mapping[tuple[int, int], Fraction], ranks: int) -> list[
     for a, b in pairs:
         if (b, a) in pairs:
             beside[a].add(b)
-    path, visited, tries = [0], {0}, [None]
+    path, visited = [0], {0}
+    tries: list[list[int] | None] = [None]
     for _ in range(SEARCH_STEPS):
         if tries[-1] is None:
             tries[-1] = sorted(beside[path[-1]] - visited,

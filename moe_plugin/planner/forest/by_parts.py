@@ -245,8 +245,8 @@ class _Assembly:
     def __init__(self, names: Sequence[str], parts: Parts, lanes: Sequence[list[list[Lane]]],
                  inner: Sequence[Sequence[Inner]], k: int) -> None:
         self._parts, self._lanes, self._inner, self._k = parts, lanes, inner, k
-        moved = range(len(names))
-        self._names = []  # by part: names of the images of part 0's nodes
+        moved: Sequence[int] = range(len(names))
+        self._names: list[list[str]] = []  # by part: names of the images of part 0's nodes
         for _ in range(parts.count):
             self._names.append([names[v] for v in moved])
             moved = [parts.turned[v] for v in moved]

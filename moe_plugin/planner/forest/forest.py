@@ -218,7 +218,8 @@ def _both_ways(counted: Graph, network: Network, roots: Sequence[int],
 
     Inward trees are computed as outward trees of the network with all wires reversed.
     """
-    outward, inward = [], []
+    outward: Sequence[Tree] = []
+    inward: Sequence[Tree] = []
     turned = counted.reversed()
     same = turned.capacity == counted.capacity
     if collective != "reduce_scatter":
@@ -268,7 +269,8 @@ class Naming:
             Edge(*edge, self._paths(edge, weight)) for edge in _by_depth(root, edges)))
 
     def _paths(self, edge: tuple[int, int], weight: int) -> tuple[tuple[tuple[str, ...], int], ...]:
-        pool, used = self._pools[edge], Counter()
+        pool = self._pools[edge]
+        used: Counter[Path] = Counter()
         while weight:
             count = min(weight, pool[-1][1])
             used[take(pool, count)] += count
@@ -301,10 +303,11 @@ def _paired(inward: Sequence[Tree], outward: Sequence[Tree]) -> tuple[list[Tree]
         waiting[tree.root].append(tree)
     pairs: tuple[list[Tree], list[Tree]] = [], []
     for tree in inward:
-        while tree is not None:
-            other = waiting[tree.root].pop()
-            weight = min(tree.weight, other.weight)
-            first, tree = _split(tree, weight)
+        left: Tree | None = tree
+        while left is not None:
+            other = waiting[left.root].pop()
+            weight = min(left.weight, other.weight)
+            first, left = _split(left, weight)
             second, rest = _split(other, weight)
             if rest is not None:
                 waiting[rest.root].append(rest)

@@ -212,7 +212,7 @@ def _text(compiled: _Compiler) -> str:
                 ElementTree.SubElement(tb, "step", _attributes(
                     s=step.index, type=step.kind, srcbuf=step.source[0], srcoff=step.source[1],
                     dstbuf=step.target[0], dstoff=step.target[1], cnt=step.count,
-                    depid=step.after.block.number if step.after else -1,
+                    depid=step.after.block.number if step.after and step.after.block else -1,
                     deps=step.after.index if step.after else -1, hasdep=int(step.awaited)))
     ElementTree.indent(root)
     return ElementTree.tostring(root, encoding="unicode") + "\n"

@@ -153,7 +153,9 @@ class Network:
         significant digits. Alpha and the fixed time of a round are charged on the wire on which a
         message leaves a rank.
         """
-        ranks, switches, wires = [], [], []
+        ranks: list[str] = []
+        switches: list[str] = []
+        wires: list[Wire] = []
 
         def both(rank: str, switch: str, bandwidth: Fraction, alpha_s: float) -> None:
             wires.append(Wire(rank, switch, bandwidth, alpha_s))
@@ -215,7 +217,8 @@ def shortest_paths(network: Network, node: str) -> dict[str, tuple[str, ...]]:
     after: dict[str, list[str]] = {name: [] for name in network.nodes}
     for wire in network.wires:
         after[wire.source].append(wire.target)
-    paths, border = {node: (node,)}, deque([node])
+    paths: dict[str, tuple[str, ...]] = {node: (node,)}
+    border = deque([node])
     while border:
         current = border.popleft()
         for neighbour in after[current]:
@@ -308,7 +311,8 @@ def _check_wires(network: Network, where: str) -> None:
 
 
 def _check_balance(network: Network, where: str) -> None:
-    leaving, entering = Counter(), Counter()
+    leaving: dict[str, Fraction] = defaultdict(Fraction)
+    entering: dict[str, Fraction] = defaultdict(Fraction)
     for wire in network.wires:
         leaving[wire.source] += wire.bandwidth
         entering[wire.target] += wire.bandwidth

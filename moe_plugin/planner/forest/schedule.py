@@ -289,7 +289,7 @@ def _check_tree(tree: Tree, ranks: int) -> None:
 
 
 def _check_weights(schedule: Schedule, trees: list[Tree]) -> None:
-    total = Counter()
+    total: Counter[int] = Counter()
     for tree in trees:
         total[tree.root] += tree.weight
     if schedule.overlap:

@@ -10,7 +10,7 @@ wires require.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -63,9 +63,9 @@ class Program:
     shares: tuple[Fraction, ...]
     moves: tuple[ShareMove, ...]
 
-    def loads(self) -> Counter[tuple[str, str]]:
+    def loads(self) -> dict[tuple[str, str], Fraction]:
         """Return, for each wire, the fraction of the result that it transfers."""
-        loads: Counter[tuple[str, str]] = Counter()
+        loads: dict[tuple[str, str], Fraction] = defaultdict(Fraction)
         for move in self.moves:
             for route, share in move.routes:
                 for ends in zip(route, route[1:]):
@@ -145,7 +145,7 @@ def verify(program: Program) -> None:
 
 
 def _verify_shares(program: Program, ranks: int) -> None:
-    by_root: Counter[int] = Counter()
+    by_root: dict[int, Fraction] = defaultdict(Fraction)
     for root, share in zip(program.roots, program.shares, strict=True):
         by_root[root] += share
     even = program.collective == "all_reduce" or all(
@@ -246,7 +246,9 @@ class _Hop:
 
 def _hops(program: Program, size: float, chunks: int) -> list[_Hop]:
     wires = {wire.ends: wire for wire in program.network.wires}
-    rests, waves, into, hops = _rests(program), starts(program)[0], defaultdict(list), []
+    rests, waves = _rests(program), starts(program)[0]
+    into: dict[tuple[int, int], list[str]] = defaultdict(list)
+    hops: list[_Hop] = []
     for index, move in enumerate(program.moves):
         # a source forwards or adds everything that has reached it before
         after = tuple(into[move.piece, move.source])

@@ -182,10 +182,10 @@ class Streamed:
         """Yield all stages of a step in the order in which they run."""
         padded = [None, *parts, None]
         yield Stage(load=parts[0], need=parts[0].weights)
-        for here, following in pairwise(padded[1:]):
+        for here, following in zip(parts, padded[2:], strict=True):
             yield self.forward_stage(here, following)
-        for i in reversed(range(1, len(parts) + 1)):
-            yield self.backward_stage(*padded[i - 1:i + 2])
+        for i in reversed(range(len(parts))):
+            yield self.backward_stage(padded[i], parts[i], padded[i + 2])
         yield Stage(out=parts[0], need=parts[0].gradients)
 
     def seconds(self, ends: Sequence[int]) -> float:

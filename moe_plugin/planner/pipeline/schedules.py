@@ -121,6 +121,7 @@ class Pipeline:
                 raise ValueError(f"{name}={value} must be seconds from 0 to 1e9, either one number "
                                  f"or one number for each of {count} {unit}")
             object.__setattr__(self, name, values)
+        assert isinstance(self.delayed_s, tuple) and isinstance(self.backward_s, tuple)
         for late, whole in zip(self.delayed_s, self.backward_s, strict=True):
             if late > whole:
                 raise ValueError(f"delayed_s={late} is larger than backward_s={whole}. It must be "
@@ -134,6 +135,7 @@ class Pipeline:
         In general, the time of the slowest stage is added m times, and the time of every other
         stage once.
         """
+        assert isinstance(self.forward_s, tuple) and isinstance(self.backward_s, tuple)
         times = [f + b for f, b in zip(self.forward_s, self.backward_s, strict=True)]
         return sum(times) + (self.micro_batches - 1) * max(times)
 
@@ -174,6 +176,7 @@ class Pipeline:
         return order(self.stages, stage, self.micro_batches, mode, self.slices or 1)
 
     def _of(self, seconds: Seconds, stage: int, part: int) -> float:
+        assert isinstance(seconds, tuple)  # since `__post_init__`
         return seconds[part if self.slices else stage]
 
     def _label(self, stage: int, each: Pass) -> str:
@@ -220,7 +223,8 @@ class Pipeline:
         """
         passes, in_turns = self._order(stage, "paired"), self.micro_batches >= self.stages - stage
         for last, following in pairwise([None, *passes, None]):
-            sent, received = set(), set()
+            sent: set[Transfer] = set()
+            received: set[Transfer] = set()
             if last and self._neighbour(stage, last[0]) is not None:
                 sent = {(stage, last)}
             if following and (source := self._neighbour(stage, following[0], -1)) is not None:
@@ -239,16 +243,19 @@ class Pipeline:
             before: tuple[str, ...] = ()
             for call in self._calls(stage):
                 if isinstance(call, tuple):
-                    steps.append(self._work(stage, call, before))
-                    before = (steps[-1].name,)
+                    work = self._work(stage, call, before)
+                    steps.append(work)
+                    before = (work.name,)
                 elif call:
                     # both stages sort by the kind of pass, so they agree on the order
-                    call = sorted(call, key=lambda transfer: transfer[1])
-                    for source, each in call:
+                    transfers = sorted(call, key=lambda transfer: transfer[1])
+                    for source, each in transfers:
                         waits[source, each] += before
-                        if stage == min(source, self._neighbour(source, each[0])):
+                        target = self._neighbour(source, each[0])
+                        assert target is not None
+                        if stage == min(source, target):
                             steps.append((source, each))
-                    before = tuple(f"send {self._label(*transfer)}" for transfer in call)
+                    before = tuple(f"send {self._label(*transfer)}" for transfer in transfers)
         return [[step if isinstance(step, Task) else Task(
             f"send {self._label(*step)}", f"link {stage} {stage + 1}",
             self._of(self.send_s, stage, 0), waits[step], "send") for step in steps]
@@ -258,7 +265,8 @@ class Pipeline:
 def _interleaved(programs: Iterable[Sequence[Task]]) -> Iterator[Task]:
     """Yield the tasks of several programs. Each program stays in order, and a task follows all
     tasks that it waits for."""
-    waiting, issued = [deque(program) for program in programs], set()
+    waiting = [deque(program) for program in programs]
+    issued: set[str] = set()
     while any(waiting):
         for queue in waiting:
             while queue and issued.issuperset(queue[0].after):

@@ -23,6 +23,7 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -135,7 +136,7 @@ def cut_batch(times: BatchTimes, batch: int, length: int, stages: int, *, granul
     if batch < 1:
         raise ValueError(f"batch={batch} is too small; it must be >= 1")
     cuts = {
-        size: cut(lambda l, c, size=size: times(size, l, c), length, stages,  # noqa: E741
+        size: cut(partial(times, size), length, stages,
                   granularity=granularity, gap_s=gap_s)
         for size in range(1, batch + 1)
     }
@@ -336,7 +337,7 @@ class SliceProfile:
         The candidates are the undivided sequence and two results of the dynamic program: one for
         the stages alone, and one in which each link is treated as an additional stage.
         """
-        candidates = {(self.length,)}
+        candidates: set[tuple[int, ...]] = {(self.length,)}
         for parts in (self.stages, 2 * self.stages - 1):
             share = 1 + (parts - 1) / self.micro_batches
             gap = self._seconds(self.length, 0) / GAPS
