@@ -280,8 +280,9 @@ class RoutedExperts:
         if routing.chosen_TK is not None:
             chosen_KE = expert_load(routing.chosen_TK, experts, per_choice=True)
         comm, traced, tuner = self.placement.comm, torch.compiler.is_compiling(), self.tuner
-        silent = tuner is None or traced or (tuner.settled and not tuner.decisions)
-        decisions = () if silent else tuner.pop_decisions()
+        decisions: tuple[TunerDecision, ...] = ()
+        if tuner is not None and not traced and (not tuner.settled or tuner.decisions):
+            decisions = tuner.pop_decisions()
         sent = Counters() if traffic is None else traffic.sent()
         return LayerStats(
             load_KE, kept_KE, routing.entropy, routing.tokens,
@@ -317,7 +318,8 @@ class RoutedExperts:
 
     def state(self) -> dict[str, Any]:
         """Return the origin of this rank's experts, the state of the tuner, and the replicas."""
-        place, optional = self.placement, {}
+        place = self.placement
+        optional: dict[str, Any] = {}
         if self.layouts.replicas is not None:
             optional["replicas"] = self.layouts.replicas.standing.state()
         if self.tuner is not None:
@@ -352,7 +354,8 @@ class RoutedExperts:
                 f"{type(self.experts).__name__} of {self.placement.comm.size} ranks")
 
     def _make_tuner(self, host: HostContext) -> LayoutTuner | PredictedLayout | None:
-        mode, probe = self.config.parallel.mode, self.experts.anchor
+        mode = self.config.parallel.mode
+        probe: Any = self.experts.anchor  # None for experts without parameters
         if mode == "predicted":
             return PredictedLayout(self.config, self.layouts, probe)
         if mode == "auto":

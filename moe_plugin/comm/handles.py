@@ -109,9 +109,10 @@ class Series:
         if not self.expected:
             algorithm = algorithm.resolve(self.comm, x, *splits)
         if self.expected is None:
-            alone = self.comm.threaded and algorithm.direct is not None and not x.is_cuda
-            self.expected = {index: _Expected(self.comm, algorithm.direct, x, recv)
-                             for index, recv in enumerate(self.recvs) if alone}
+            alone, direct = self.comm.threaded and not x.is_cuda, algorithm.direct
+            self.expected = {index: _Expected(self.comm, direct, x, recv)
+                             for index, recv in enumerate(self.recvs)
+                             if alone and direct is not None}
         if self.expected:
             self.posted[number] = self.expected.pop(number).send(x, self.sends[number])
         else:

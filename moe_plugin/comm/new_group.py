@@ -61,12 +61,14 @@ def make_group(parent: dist.ProcessGroup, ranks: Sequence[int], made: dict[tuple
     ranks = sorted(ranks)
     key = tuple(ranks)
     made[key] = made.get(key, 0) + 1
+    assert dist.group.WORLD is not None
     store = c10d._world.pg_map[dist.group.WORLD][1]
     with _not_split():
+        name: Any = f"moe_plugin/{made[key]}/{'_'.join(map(str, ranks))}"
         group, _ = c10d._new_process_group_helper(
             len(ranks), ranks.index(dist.get_rank()), ranks,
             backend or dist.get_backend(parent), store,
-            f"moe_plugin/{made[key]}/{'_'.join(map(str, ranks))}", timeout=timeout,
+            name, timeout=timeout,
             group_desc="moe_plugin")
     c10d._world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(ranks)}
     return group

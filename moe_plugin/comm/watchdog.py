@@ -205,8 +205,9 @@ def _break(group: Any) -> None:
         try:
             if isinstance(backend, dist.ProcessGroupGloo):
                 # gloo's `abort` does nothing, but a message that times out ends the group
+                gloo: Any = backend  # torch's stubs lack `recv`
                 nothing, peer = torch.empty(1), (group.rank() + 1) % group.size()
-                backend.recv([nothing], peer, _TAG).wait(timedelta(milliseconds=1))
+                gloo.recv([nothing], peer, _TAG).wait(timedelta(milliseconds=1))
             else:
                 backend.abort()
         except RuntimeError as error:
@@ -222,7 +223,7 @@ def _bounded(call: Callable[[Any], Any]) -> Any:
 
     def run() -> None:
         try:
-            answers.append(call(dist.distributed_c10d._get_default_store().clone()))
+            answers.append(call(getattr(dist.distributed_c10d._get_default_store(), "clone")()))
         except (RuntimeError, ValueError) as error:
             log.debug("the job's store does not answer: %s", error)
 

@@ -56,7 +56,7 @@ class GatheredPlan(TokenPlan):
 
 
 @dispatchers.register("all_gather")
-class AllGatherDispatcher(Dispatcher):
+class AllGatherDispatcher(Dispatcher[GatheredPlan]):
     """A dispatcher that gathers all tokens on every rank and reduce-scatters the results."""
 
     traits = DispatchTraits(single_layout=True)

@@ -11,7 +11,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,6 +25,8 @@ from moe_plugin.records import DispatchPlan, KeptRouting, Routing, Sent
 from moe_plugin.utils.registry import Registry
 
 SpillPlanner = Callable[[Counts], SpillPlan | None]  # maps rows by (source rank, expert) to a plan
+
+PlanT = TypeVar("PlanT", bound=DispatchPlan)  # the plans of a dispatcher
 
 
 @dataclass(frozen=True)
@@ -115,7 +117,7 @@ class DispatchContext:
     weights_first: bool = False
 
 
-class Dispatcher(ABC):
+class Dispatcher(ABC, Generic[PlanT]):
     """Sends tokens to the ranks of their experts and brings the results back, in one layout.
 
     Attributes:
@@ -130,7 +132,7 @@ class Dispatcher(ABC):
         self.reads_anchor = self.placement.comm.size > 1
 
     @abstractmethod
-    def plan(self, kept: KeptRouting) -> DispatchPlan:
+    def plan(self, kept: KeptRouting) -> PlanT:
         """Agree on all sizes of a call.
 
         This is the only step in which the host may wait for the device.
@@ -151,7 +153,7 @@ class Dispatcher(ABC):
         return None
 
     @abstractmethod
-    def dispatch(self, x_TD: Tensor, plan: DispatchPlan, anchor: Tensor | None) -> Sent:
+    def dispatch(self, x_TD: Tensor, plan: PlanT, anchor: Tensor | None) -> Sent:
         """Send the rows to their experts.
 
         Exchanges that run in the background (`Overlap`) have been started on return.
@@ -164,7 +166,7 @@ class Dispatcher(ABC):
         """
 
     @abstractmethod
-    def combine(self, sent: Sent, plan: DispatchPlan) -> Tensor:
+    def combine(self, sent: Sent, plan: PlanT) -> Tensor:
         """Return the outputs [T, D]: the weighted sum of each token's rows.
 
         Args:
@@ -173,7 +175,7 @@ class Dispatcher(ABC):
         """
 
 
-class WrappedDispatcher(Dispatcher):
+class WrappedDispatcher(Dispatcher[Any]):
     """Base of dispatchers that add work around the steps of another dispatcher.
 
     Args:
@@ -190,10 +192,10 @@ class WrappedDispatcher(Dispatcher):
     def start_sizes(self, routing: Routing, tokens: bool = False) -> Any:
         return self.inner.start_sizes(routing, tokens)
 
-    def dispatch(self, x_TD: Tensor, plan: DispatchPlan, anchor: Tensor | None) -> Sent:
+    def dispatch(self, x_TD: Tensor, plan: Any, anchor: Tensor | None) -> Sent:
         return self.inner.dispatch(x_TD, plan, anchor)
 
-    def combine(self, sent: Sent, plan: DispatchPlan) -> Tensor:
+    def combine(self, sent: Sent, plan: Any) -> Tensor:
         return self.inner.combine(sent, plan)
 
 
@@ -213,7 +215,7 @@ def _check_traits(name: str, dispatcher: type[Dispatcher]) -> None:
                     "must be exact. Declare only one of the two traits")
 
 
-dispatchers: Registry[type[Dispatcher]] = Registry("dispatcher", base=Dispatcher,
+dispatchers: Registry[type[Dispatcher[Any]]] = Registry("dispatcher", base=Dispatcher,
                                                    check=_check_traits)
 
 

@@ -27,13 +27,14 @@ from moe_plugin.records import DeviceCounts, KeptRouting
 
 
 @dispatchers.register("bounded")
-class BoundedDispatcher(ExchangeDispatcher):
+class BoundedDispatcher(ExchangeDispatcher[ExchangePlan]):
     """A dispatcher that pads exact rows to a fixed bound, so that the host never waits."""
 
     traits = DispatchTraits(supports_pieces=True, bounded=True, sends_once=True)
 
     def __init__(self, context: DispatchContext) -> None:
         super().__init__(context)
+        assert context.limit is not None
         self.limit = context.limit
 
     @property

@@ -27,14 +27,13 @@ from torch import Tensor
 from moe_plugin.comm.base import Comm
 from moe_plugin.dispatch.base import DispatchContext, DispatchTraits, Sent, expand
 from moe_plugin.dispatch.bounded import says_load
-from moe_plugin.dispatch.bundles import Arrived, Bundles, Pairs, code_dtype
+from moe_plugin.dispatch.bundles import Arrived, Bundles, Pairs, bounded_plan, code_dtype
 from moe_plugin.dispatch.exchange import ExchangeDispatcher
-from moe_plugin.dispatch.once import Forwarding, OncePiece, OncePlan, Sizes
+from moe_plugin.dispatch.once import Forwarding, OncePiece, Sizes
 from moe_plugin.dispatch.once_nodes import NodePeers
-from moe_plugin.dispatch.pieces import count_rows, slot_positions
-from moe_plugin.dispatch.rows import sort_by_expert
+from moe_plugin.dispatch.pieces import ExchangePlan, count_rows, slot_positions
 from moe_plugin.kernels.choices import expert_load, slot_sources
-from moe_plugin.records import DeviceCounts, KeptRouting, RowPlan
+from moe_plugin.records import KeptRouting
 
 
 @dataclass(frozen=True)
@@ -190,39 +189,26 @@ class ArrivedSlots:
                        weights_N[:choices].view(sources * slots, self.choices))
 
 
-def bounded_plan(arrived: Arrived, first_shard: int, local: int, most: int) -> RowPlan:
-    """Return `Arrived.row_plan` in a buffer for `most` pairs, with counts on the device.
-
-    Args:
-        arrived: the received pairs.
-        first_shard: the first expert shard of this rank.
-        local: the number of expert shards on this rank.
-        most: the size of the buffer.
-    """
-    expert_Q = torch.where(arrived.shard_Q >= 0, arrived.shard_Q - first_shard, -1)
-    order_Q, count_L = sort_by_expert(expert_Q[:, None], local)
-    order_Q = order_Q[:most]
-    source_R = torch.where(expert_Q[order_Q] >= 0, arrived.choice_Q[order_Q], -1)
-    position_RK = slot_sources(source_R, arrived.weights_RK.numel()).view(arrived.weights_RK.shape)
-    return RowPlan(source_R, position_RK, arrived.weights_RK,
-                   DeviceCounts(count_L, source_R.numel()))
-
-
-@dataclass(frozen=True)
-class BoundedOncePlan(OncePlan):
+@dataclass(frozen=True, kw_only=True)
+class BoundedOncePlan(ExchangePlan):
     """The plan of bounded rows that are sent once.
 
     Attributes:
+        gates_TK: the gate weights, differentiable.
+        pairs: the encoded pairs to send.
         hop: the first exchange, which sends the tokens.
         starts: the first slot of each piece, followed by the number of slots.
         slots: the bound P.
         sound: a scalar factor of all results, 1 or, if rows did not fit, NaN.
     """
 
-    hop: SlotHop | None = None
-    starts: tuple[int, ...] = ()
-    slots: int = 0
-    sound: Tensor | None = None
+    pieces: tuple[OncePiece, ...]
+    gates_TK: Tensor
+    pairs: Pairs
+    hop: SlotHop
+    starts: tuple[int, ...]
+    slots: int
+    sound: Tensor
 
 
 class _GradTimes(torch.autograd.Function):
@@ -238,7 +224,7 @@ class _GradTimes(torch.autograd.Function):
         return grad_TD * ctx.factor.to(grad_TD.dtype), None
 
 
-class BoundedOnceDispatcher(ExchangeDispatcher):
+class BoundedOnceDispatcher(ExchangeDispatcher[BoundedOncePlan]):
     """A dispatcher that sends bounded rows once to each rank.
 
     The class has no registered name, like `OnceDispatcher`.
@@ -248,6 +234,7 @@ class BoundedOnceDispatcher(ExchangeDispatcher):
 
     def __init__(self, context: DispatchContext) -> None:
         super().__init__(context)
+        assert context.limit is not None
         self.limit, self.weights_first = context.limit, context.weights_first
 
     def plan(self, kept: KeptRouting) -> BoundedOncePlan:
@@ -267,9 +254,9 @@ class BoundedOnceDispatcher(ExchangeDispatcher):
         pieces = tuple(OncePiece(*hop.sizes(end - start), False, self.weights_first)
                        for start, end in pairwise(starts))
         plan = BoundedOncePlan(
-            rows, source_N, position_TK, None, pieces, self.even, False, gates_TK * sound,
-            loaded.pairs(ids_TK, place.virtual), hop=hop, starts=starts, slots=slots,
-            sound=sound)
+            rows, source_N, position_TK, None, self.even, False, pieces=pieces,
+            gates_TK=gates_TK * sound, pairs=loaded.pairs(ids_TK, place.virtual), hop=hop,
+            starts=starts, slots=slots, sound=sound)
         count_rows(plan, place)
         return plan
 

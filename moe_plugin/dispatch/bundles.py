@@ -25,7 +25,7 @@ from moe_plugin.comm.chunks import pack, unpack
 from moe_plugin.comm.functional import all_to_all
 from moe_plugin.dispatch.rows import positions, sort_by_expert
 from moe_plugin.kernels.choices import expert_load, slot_sources, stable_order
-from moe_plugin.records import RowCounts, RowPlan
+from moe_plugin.records import DeviceCounts, RowCounts, RowPlan
 
 
 def first_of_each(key_TK: Tensor) -> Tensor:
@@ -235,3 +235,21 @@ class Arrived:
         complete = source_Q.numel() == self.weights_RK.numel()
         return RowPlan(source_Q, positions(source_Q, self.weights_RK, complete), self.weights_RK,
                        RowCounts(list(counts)), complete)
+
+
+def bounded_plan(arrived: Arrived, first_shard: int, local: int, most: int) -> RowPlan:
+    """Return `Arrived.row_plan` in a buffer for `most` pairs, with counts on the device.
+
+    Args:
+        arrived: the received pairs.
+        first_shard: the first expert shard of this rank.
+        local: the number of expert shards on this rank.
+        most: the size of the buffer.
+    """
+    expert_Q = torch.where(arrived.shard_Q >= 0, arrived.shard_Q - first_shard, -1)
+    order_Q, count_L = sort_by_expert(expert_Q[:, None], local)
+    order_Q = order_Q[:most]
+    source_R = torch.where(expert_Q[order_Q] >= 0, arrived.choice_Q[order_Q], -1)
+    position_RK = slot_sources(source_R, arrived.weights_RK.numel()).view(arrived.weights_RK.shape)
+    return RowPlan(source_R, position_RK, arrived.weights_RK,
+                   DeviceCounts(count_L, source_R.numel()))

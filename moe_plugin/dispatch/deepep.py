@@ -17,7 +17,6 @@ from typing import Any
 
 from torch import Tensor
 
-from moe_plugin.comm.base import Comm
 from moe_plugin.dispatch.base import DispatchTraits, dispatchers
 from moe_plugin.dispatch.token_exchange import (
     Arrival,
@@ -72,7 +71,7 @@ class DeepEP(_Buffered):
     agrees = False
     later = {"async_finish": True}
 
-    def __init__(self, comm: Comm, size: Size) -> None:
+    def __init__(self, comm: Any, size: Size) -> None:
         super().__init__(comm, size)
         buffer_class = importlib.import_module(PACKAGE).Buffer
         configs = (buffer_class.get_dispatch_config(comm.size),
@@ -96,7 +95,7 @@ class ElasticDeepEP(_Buffered):
 
     later = {"async_with_compute_stream": True}
 
-    def __init__(self, comm: Comm, size: Size) -> None:
+    def __init__(self, comm: Any, size: Size) -> None:
         super().__init__(comm, size)
         self.buffer = importlib.import_module(PACKAGE).ElasticBuffer(
             comm.group, num_max_tokens_per_rank=size.tokens, hidden=size.width,

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -29,10 +29,12 @@ from moe_plugin.comm.graph_ops import Route
 from moe_plugin.comm.handles import Series
 from moe_plugin.comm.placement import Placement
 from moe_plugin.dispatch.base import DispatchContext, Dispatcher, Overlap, Sent
-from moe_plugin.dispatch.pieces import ExchangePlan, Piece
+from moe_plugin.dispatch.pieces import ExchangePlan, RowsPiece
 from moe_plugin.kernels import combine_rows, gather_rows
 from moe_plugin.kernels.activations import first_derivative_only
 from moe_plugin.records import ExpertRows, KeptRouting
+
+ExchangePlanT = TypeVar("ExchangePlanT", bound=ExchangePlan)
 
 
 class PipelinedExchange:
@@ -46,7 +48,7 @@ class PipelinedExchange:
         reverse: whether the rows travel in the opposite direction, back to their tokens.
     """
 
-    def __init__(self, placement: Placement, pieces: Sequence[Piece], even: bool,
+    def __init__(self, placement: Placement, pieces: Sequence[RowsPiece], even: bool,
                  overlap: Overlap, reverse: bool = False) -> None:
         there = [_Sizes(p.recv, p.send, p.local) if reverse else _Sizes(p.send, p.recv, p.local)
                  for p in pieces]
@@ -138,6 +140,7 @@ class _Direction:
         """Wait for a piece and return its rows."""
         if number not in self.arrived:
             members = self.members[self.group_of[number]]
+            assert self.series is not None  # all pieces are put before the first is taken
             rows = self.series.take(self.group_of[number])
             parts = by_piece(rows, [self.pieces[n].recv for n in members])
             self.arrived.update(zip(members, parts, strict=True))
@@ -233,7 +236,7 @@ class SentPieces(Sent):
         return (self.back.take(number, token) for number, token in enumerate(self.results))
 
 
-class ExchangeDispatcher(Dispatcher):
+class ExchangeDispatcher(Dispatcher[ExchangePlanT]):
     """Base of dispatchers that send and return rows by all-to-all. Subclasses implement `plan`."""
 
     def __init__(self, context: DispatchContext) -> None:
@@ -249,10 +252,10 @@ class ExchangeDispatcher(Dispatcher):
         return 1 if torch.compiler.is_compiling() else self.overlap.pieces
 
     @abstractmethod
-    def plan(self, kept: KeptRouting) -> ExchangePlan:
+    def plan(self, kept: KeptRouting) -> ExchangePlanT:
         """See `Dispatcher`."""
 
-    def dispatch(self, x_TD: Tensor, plan: ExchangePlan, anchor: Tensor | None) -> Sent:
+    def dispatch(self, x_TD: Tensor, plan: ExchangePlanT, anchor: Tensor | None) -> Sent:
         rows_ND = gather_rows(x_TD, plan.source_N, plan.position_TK, plan.complete)
         background = self.overlap.background and not torch.compiler.is_compiling()
         # one piece without other work has nothing to overlap with
@@ -267,7 +270,7 @@ class ExchangeDispatcher(Dispatcher):
         back = PipelinedExchange(self.placement, plan.pieces, plan.even, self.overlap, reverse=True)
         return SentPieces(arriving, anchor, plan, self.maps_rows, back)
 
-    def combine(self, sent: Sent, plan: ExchangePlan) -> Tensor:
+    def combine(self, sent: Sent, plan: ExchangePlanT) -> Tensor:
         if isinstance(sent, SentPieces):
             rows_ND = torch.cat([self.all_parts(rows) for rows in sent.returned()])
         else:
@@ -288,7 +291,7 @@ class ExchangeDispatcher(Dispatcher):
         return (piece.work(out.take(number, tokens[number]), self.maps_rows)
                 for number, piece in enumerate(plan.pieces))
 
-    def weigh(self, rows_ND: Tensor, plan: ExchangePlan) -> Tensor:
+    def weigh(self, rows_ND: Tensor, plan: ExchangePlanT) -> Tensor:
         """Return the weighted sum of each token's rows, [T, D]."""
         return combine_rows(rows_ND, plan.weights_TK, plan.source_N, plan.position_TK,
                             plan.complete)
@@ -313,7 +316,7 @@ class ExchangeDispatcher(Dispatcher):
 
     def _exchange(self, route: Route, rows: Tensor, send: list[int], recv: list[int], even: bool,
                   anchor: Tensor | None) -> Tensor:
-        splits = (None, None) if even else (send, recv)
+        sent, got = (None, None) if even else (send, recv)
         if torch.compiler.is_compiling():
-            return graph_ops.all_to_all(rows, anchor, route.key, *splits)
-        return all_to_all(rows, route.comm, route.algorithm, *splits, anchor)
+            return graph_ops.all_to_all(rows, anchor, route.key, sent, got)
+        return all_to_all(rows, route.comm, route.algorithm, sent, got, anchor)

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from moe_plugin.comm.base import Comm
 from moe_plugin.dispatch.base import DispatchTraits, dispatchers
 from moe_plugin.dispatch.token_exchange import (
     Arrival,
@@ -59,7 +58,7 @@ class _Handle:
 class HybridEP(TokenExchange):
     """An exchange that uses `deep_ep.HybridEPBuffer`."""
 
-    def __init__(self, comm: Comm, size: Size) -> None:
+    def __init__(self, comm: Any, size: Size) -> None:
         super().__init__(comm, size)
         self.buffer = importlib.import_module(PACKAGE).HybridEPBuffer(
             comm.group, size.width, size.tokens, size.experts // comm.size)

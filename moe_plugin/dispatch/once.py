@@ -144,6 +144,7 @@ class OncePiece:
     def work(self, rows_RD: Tensor, mapped: bool) -> ExpertRows:
         """See `Piece.work`. The experts read rows through an index, or get a copy of each row."""
         plan = self.rows
+        assert plan is not None
         if self.forwarding is not None:
             rows_RD = self.forwarding.there(rows_RD)
         # with weights on the inputs, each expert needs a separate copy of the row
@@ -158,6 +159,7 @@ class OncePiece:
     def results(self, rows_RD: Tensor, mapped: bool) -> Tensor:
         """See `Piece.results`. Returns one result for each received row."""
         plan = self.rows
+        assert plan is not None
         if self.weights_first or not mapped:
             weights_TK = None if self.weights_first else plan.weights_TK
             rows_RD = combine_rows(rows_RD, weights_TK, plan.source_R, plan.position_TK,
@@ -165,7 +167,7 @@ class OncePiece:
         return rows_RD if self.forwarding is None else self.forwarding.back(rows_RD)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class OncePlan(ExchangePlan):
     """The plan of rows that are sent once. `weights_TK` is None, because results arrive weighted.
 
@@ -177,14 +179,15 @@ class OncePlan(ExchangePlan):
         spill: which rank computes which rows (`SpillingPlan.spill`).
     """
 
-    gates_TK: Tensor | None = None
-    pairs: Pairs | None = None
-    agreed: Agreed | None = None
-    width: int = 0
+    pieces: tuple[OncePiece, ...]
+    gates_TK: Tensor
+    pairs: Pairs
+    agreed: Agreed
+    width: int
     spill: SpillPlan | None = None
 
 
-class OnceDispatcher(ExchangeDispatcher):
+class OnceDispatcher(ExchangeDispatcher[OncePlan]):
     """A dispatcher that sends a token's row once to each rank.
 
     The class has no registered name. The setting `dispatch.send` selects it instead of a dispatcher
@@ -230,13 +233,14 @@ class OnceDispatcher(ExchangeDispatcher):
             source_N = source_N[order_by_piece(send_PW1, source_N)]
         complete = source_N.numel() == ids_TK.numel()
         pieces = tuple(
-            OncePiece(*([rows for [rows] in by_rank] for by_rank in sizes), piece in shares.local,
-                      self.weights_first)
-            for piece, sizes in enumerate(zip(send_PW1, recv_PW1, strict=True)))
+            OncePiece([rows for [rows] in send_W1], [rows for [rows] in recv_W1],
+                      piece in shares.local, self.weights_first)
+            for piece, (send_W1, recv_W1) in enumerate(zip(send_PW1, recv_PW1, strict=True)))
         pairs = Pairs.of(bundles, ids_TK, comm.size * width, first.pairs_out, first.pairs_in)
         plan = OncePlan(sum(map(sum, agreed.counts_PL)), source_N,
-                        positions(source_N, ids_TK, complete), None, pieces, False, complete,
-                        gates_TK, pairs, agreed, width, spill)
+                        positions(source_N, ids_TK, complete), None, False, complete,
+                        pieces=pieces, gates_TK=gates_TK, pairs=pairs, agreed=agreed, width=width,
+                        spill=spill)
         count_rows(plan, place)
         return plan
 

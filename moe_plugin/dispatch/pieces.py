@@ -25,6 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -125,6 +126,23 @@ def shares_along(name: str, number: int, ranks: int, local: int) -> PieceShares:
     return PIECE_AXES[name if number > 1 else "rows"](number, ranks, local)
 
 
+class RowsPiece(Protocol):
+    """Rows that are sent together. For the attributes and methods, see `Piece`."""
+
+    @property
+    def send(self) -> list[int]: ...
+
+    @property
+    def recv(self) -> list[int]: ...
+
+    @property
+    def local(self) -> bool: ...
+
+    def work(self, rows_RD: Tensor, mapped: bool) -> ExpertRows: ...
+
+    def results(self, rows_RD: Tensor, mapped: bool) -> Tensor: ...
+
+
 @dataclass(frozen=True)
 class Piece:
     """Rows that are sent together.
@@ -177,6 +195,7 @@ class Piece:
     def _orders(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return (order_R, inverse_R), computed on the device if `slots` is set."""
         if self.slots is None:
+            assert self.order_R is not None and self.inverse_R is not None
             return self.order_R, self.inverse_R
         ranks, experts = len(self.recv), len(self.counts.host)
         rows_R = torch.arange(ranks * experts * self.slots, device=device)
@@ -217,7 +236,7 @@ class ExchangePlan(DispatchPlan):
     source_N: Tensor
     position_TK: Tensor
     weights_TK: Tensor | None
-    pieces: tuple[Piece, ...]
+    pieces: tuple[RowsPiece, ...]
     even: bool
     complete: bool = False
 
@@ -276,7 +295,7 @@ def padded_plan(place: Placement, ids_TK: Tensor, weights_TK: Tensor, slots_TK: 
     sharer_slots = -(-capacity // sharers)
     number = max(1, min(number, sharer_slots))  # no piece may be empty
     starts = [sharer_slots * c // number for c in range(number + 1)]
-    sharer_TK = 0
+    sharer_TK: Tensor | int = 0
     if sharers > 1:
         sharer_TK, slots_TK = slots_TK // max(1, sharer_slots), slots_TK % max(1, sharer_slots)
     owner_TK = torch.where(ids_TK >= 0, sharer_TK * place.virtual + ids_TK, -1)
@@ -309,7 +328,8 @@ def slot_positions(owner_TK: Tensor, slots_TK: Tensor, owners: int, starts: list
     return torch.where(owner_TK >= 0, position_TK, -1)
 
 
-def _slot_parts(slots_TK: Tensor, starts: list[int], capacity: int) -> tuple[Tensor | int, ...]:
+def _slot_parts(slots_TK: Tensor, starts: list[int], capacity: int
+                ) -> tuple[Tensor | int, Tensor | int]:
     """Return the first slot and the length of the piece that contains each slot."""
     number = len(starts) - 1
     if number == 1:

@@ -48,7 +48,7 @@ from moe_plugin.utils.machine import start_to_host
 
 
 @dispatchers.register("padded")
-class PaddedDispatcher(ExchangeDispatcher):
+class PaddedDispatcher(ExchangeDispatcher[ExchangePlan]):
     """A dispatcher with fixed slots. The exchange turns [E, C, D] into [L, W*C, D] (Tutel's
     flexible layout), so that each expert computes one large matmul.
     """
@@ -161,12 +161,12 @@ def start_sizes(owner: object, place: Placement, ids_TK: Tensor, routing: Routin
 
 
 def _sorted(place: Placement, ids_TK: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
-    counted = known_load(routing) if place.shards == 1 else ()
-    return sort_by_expert(ids_TK, place.virtual, *counted)
+    load_KE, complete = known_load(routing) if place.shards == 1 else (None, False)
+    return sort_by_expert(ids_TK, place.virtual, load_KE, complete)
 
 
 @dispatchers.register("ragged")
-class RaggedDispatcher(ExchangeDispatcher):
+class RaggedDispatcher(ExchangeDispatcher[ExchangePlan]):
     """A dispatcher that sends exactly the routed rows: sort by expert, exchange of counts, uneven
     all-to-all. Sources: FastMoE, MegaBlocks.
     """
@@ -194,7 +194,9 @@ class RaggedDispatcher(ExchangeDispatcher):
         # capacity has dropped choices, or if the call runs in another layout.
         if sizes is None or sizes.owner is not self or kept.capacity is not None:
             sizes = agreed_sizes(self, place, ids_TK, kept.routing)
-        plan = ragged_plan(sizes.order_N, *sizes.rows(), ids_TK, weights_TK, place, self.overlap)
+        send_WL, recv_WL = sizes.rows()
+        plan = ragged_plan(sizes.order_N, send_WL, recv_WL, ids_TK, weights_TK, place,
+                           self.overlap)
         count_rows(plan, place)
         return plan
 

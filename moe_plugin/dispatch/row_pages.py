@@ -255,9 +255,9 @@ class PagedStash(Limit):
         key, page = (like.dtype, like.device), PAGE * like.element_size()
         wanted = self.bytes // page, self.host_bytes // page
         old = self._pages.get(key)
-        slots = (0, 0) if old is None else tuple(ring.slots for ring in old.rings)
-        if old is None or wanted[0] > slots[0] or wanted[1] > slots[1]:
-            new = self._pages[key] = Pages(*map(max, wanted, slots), like)
+        device, host = (0, 0) if old is None else (ring.slots for ring in old.rings)
+        if old is None or wanted[0] > device or wanted[1] > host:
+            new = self._pages[key] = Pages(max(wanted[0], device), max(wanted[1], host), like)
             if old is not None:  # stored tensors remain in the old pages; keep their counters
                 new.lost.copy_(old.lost)
                 new.most.copy_(old.most)

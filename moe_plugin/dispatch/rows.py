@@ -164,7 +164,7 @@ class TokenPlan(DispatchPlan):
     row_plan: RowPlan
 
 
-class LocalDispatcher(Dispatcher):
+class LocalDispatcher(Dispatcher[TokenPlan]):
     """A dispatcher for a rank that has all experts, stored or gathered. Tokens stay on the rank.
 
     Rows have the form of the configured dispatcher: exact, in fixed slots, or bounded.
@@ -172,8 +172,9 @@ class LocalDispatcher(Dispatcher):
 
     def __init__(self, context: DispatchContext) -> None:
         super().__init__(context)
-        self.traits = DispatchTraits(fixed_slots=context.configured.fixed_slots,
-                                     bounded=context.configured.bounded)
+        traits = DispatchTraits(fixed_slots=context.configured.fixed_slots,
+                                bounded=context.configured.bounded)
+        self.traits = traits  # type: ignore[misc]  # follow the configured dispatcher
 
     def plan(self, kept: KeptRouting) -> TokenPlan:
         """See `Dispatcher`.
@@ -211,7 +212,7 @@ def with_weights(plan: RowPlan, weights_TK: Tensor) -> RowPlan:
 
 
 @dispatchers.register("index_slice")
-class IndexSliceDispatcher(Dispatcher):
+class IndexSliceDispatcher(Dispatcher[TokenPlan]):
     """A dispatcher for ranks with the same tokens. Each rank computes the rows of its own experts,
     and an all-reduce sums the results (PPMoE).
     """
@@ -225,6 +226,7 @@ class IndexSliceDispatcher(Dispatcher):
 
     def dispatch(self, x_TD: Tensor, plan: TokenPlan, anchor: Tensor | None) -> Sent:
         # backward sums the gradients of tokens and gate weights over the ranks, in one all-reduce
+        assert plan.row_plan.weights_TK is not None
         x_TD, weights_TK = enter(x_TD, plan.row_plan.weights_TK, anchor, self.placement.comm)
         return Sent([ExpertRows(x_TD, with_weights(plan.row_plan, weights_TK))], anchor)
 

@@ -112,16 +112,16 @@ def settle(limits: Sequence[Limit], needs: Tensor) -> bool:
         RowsOverflow: a limit was exceeded for which steps are not repeated.
     """
     classes = _kinds()
-    needs = needs.tolist()  # the only wait for the device
-    for limit, need in zip(limits, needs[2 * len(classes):], strict=True):
+    counts: list[int] = needs.tolist()  # the only wait for the device
+    for limit, need in zip(limits, counts[2 * len(classes):], strict=True):
         limit.grow(need) if limit.repeats and need else limit.forget()
-    errors = [limit_class.remedy.format(needed=needs[2 * index])
-              for index, limit_class in enumerate(classes) if needs[2 * index]]
+    errors = [limit_class.remedy.format(needed=counts[2 * index])
+              for index, limit_class in enumerate(classes) if counts[2 * index]]
     if errors:
         raise RowsOverflow(
             f"{'; '.join(errors)}; or set dispatch.on_overflow to repeat. The outputs or gradients "
             "of this step are NaN, so the step must be discarded")
-    return any(needs[1:2 * len(classes):2])
+    return any(counts[1:2 * len(classes):2])
 
 
 def _kinds() -> list[type[Limit]]:
@@ -165,7 +165,7 @@ class RowsLimit(Limit):
             self.tokens * config.router.most_per_token(config.num_experts) or None)
         self.least, self.stashes = 0, dispatch.stash_mib > 0
         # created before any call, because a new object would cause another compilation
-        self.needed = _zero(device)
+        self.needed: Tensor = _zero(device)
 
     def to(self, device: torch.device) -> None:
         """Move to the device of the layer's parameters. This resets `needed`."""

@@ -82,6 +82,7 @@ class TokenEntry:
                 parameter.register_hook(self._summed)
 
     def _summed(self, grad: Tensor) -> Tensor:
+        assert self.sharing is not None
         return self.sharing.collectives.all_reduce(self.sharing, grad.contiguous())
 
     def _check(self, x: Tensor, token_mask: Tensor | None, dtype: torch.dtype | None) -> None:

@@ -219,7 +219,7 @@ class _SentTokens(Sent):
                                           self.waits))
 
 
-class TokenDispatcher(Dispatcher):
+class TokenDispatcher(Dispatcher[TokenExchangePlan]):
     """Base of dispatchers that use the exchange of a package.
 
     Attributes:

@@ -70,7 +70,7 @@ class WireFormat(Exchange):
     other: str
 
     @property
-    def in_background(self) -> bool:
+    def in_background(self) -> bool:  # type: ignore[override]
         """Whether the wrapped all-to-all may run in the background."""
         return self.algorithm.in_background
 

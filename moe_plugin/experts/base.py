@@ -148,7 +148,7 @@ class Experts(nn.Module):
         return None
 
     @property
-    def anchor(self) -> nn.Parameter | None:
+    def anchor(self) -> Tensor | None:
         """A parameter that connects exchanges to the autograd graph (`comm.functional`).
 
         The anchor is a trainable parameter if there is one. None without parameters.

@@ -12,7 +12,7 @@ from moe_plugin.comm.placement import HostContext, Placement
 from moe_plugin.config import MoEConfig
 from moe_plugin.experts.base import Experts, expert_kinds
 from moe_plugin.kernels.expert_ffn import apply_to_rows
-from moe_plugin.records import ExpertRows, RowCounts
+from moe_plugin.records import ExpertRows, ParameterRequest, RowCounts
 from moe_plugin.utils.machine import memory_bytes
 
 
@@ -44,12 +44,13 @@ class CustomExperts(Experts):
             factory(self.first + slot) for slot in range(placement.local))
         self.mark()
 
-    def forward(self, work: ExpertRows) -> Tensor:
+    def forward(self, work: ExpertRows | ParameterRequest) -> Tensor:
         """See `Experts`.
 
         Raises:
             ValueError: the result of an expert does not have the shape of its rows.
         """
+        assert isinstance(work, ExpertRows), "parameters are only asked of experts that gather"
         return apply_to_rows(self._each, work.x, work.rows)
 
     def _each(self, rows_RD: Tensor, counts: RowCounts) -> Tensor:
@@ -88,7 +89,8 @@ def build_device_experts(config: MoEConfig, place: Placement, host: HostContext,
     """
     if factory is not None:
         return CustomExperts(factory, place)
-    return expert_kinds.get(config.experts.kind)(config, place, host=host, **where)
+    kind: Callable[..., Experts] = expert_kinds.get(config.experts.kind)
+    return kind(config, place, host=host, **where)
 
 
 def check_memory(config: MoEConfig, place: Placement, factory: Callable[[int], nn.Module] | None,

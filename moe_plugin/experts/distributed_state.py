@@ -183,7 +183,7 @@ def as_dtensor(value: Tensor, window: ExpertWindow, place: Placement) -> Any:
         mesh = DeviceMesh.from_group(comm.group, device)
         axes = [Shard(window.shard_axis or 0)]
     else:
-        parts = comm.strided_subgroup(shards), comm.contiguous_subgroup(shards)
+        parts: tuple[Any, ...] = comm.strided_subgroup(shards), comm.contiguous_subgroup(shards)
         mesh = DeviceMesh.from_group([part.group for part in parts], device,
                                      torch.tensor(comm.ranks).view(-1, shards),
                                      mesh_dim_names=("experts", "shards"))

@@ -192,7 +192,7 @@ class FFNExperts(Experts):
 
     def weights_of(self) -> dict[str, list[Tensor]]:
         """Return the stored weights by place (`lora.PLACES`)."""
-        first = [w for w in (self.w_in_LDF, self.w_gate_LDF) if w is not None]
+        first: list[Tensor] = [w for w in (self.w_in_LDF, self.w_gate_LDF) if w is not None]
         return {"in": first, "out": [self.w_out_LFD]}
 
     def add_lora(self, ranks: ExpertRanks, seed: int) -> None:
@@ -246,8 +246,8 @@ class FFNExperts(Experts):
         ranks, shards = self.adapters, self._shards()
         if ranks is None or ranks.merged is not None:
             return {}
-        tensors = {name: value for name in ADAPTER_AXIS
-                   if (value := self._parameters.get(name)) is not None}
+        tensors: dict[str, Tensor] = {name: value for name in ADAPTER_AXIS if (
+            value := self._parameters.get(name)) is not None}
         cut = {name: tensors[name] for name in WHOLE if name in tensors and shards is not None}
         if shards is not None and cut:
             tensors |= gather_parameters(cut, shards, shards.size, ADAPTER_AXIS)

@@ -90,7 +90,8 @@ class OverwriteCheck:
         if self.calls == 1:
             self._built_N = self._before_N
         else:
-            self._exchange(now_N, shared_N, None if layer is None else layer.router)
+            router = None if layer is None else layer.get_submodule("router")
+            self._exchange(now_N, shared_N, router)
         self._before_N, self._shared_N = now_N, shared_N
 
     @torch.no_grad()

@@ -151,15 +151,15 @@ class RoutingCall:
             None, in which case z is computed from `logits_TE`.
     """
 
-    logits_TE: Tensor = None  # until hook `scores`
-    ids_TK: Tensor = None  # until hook `select`
+    logits_TE: Tensor = None  # type: ignore[assignment]  # until hook `scores`
+    ids_TK: Tensor = None  # type: ignore[assignment]  # until hook `select`
     mask_T: Tensor | None = None
     k: int = 1
     # Defaults are None, not objects: up to version 2.11, torch's compiler cannot wrap objects that
     # it finds in a class. Every call of a router sets `info` and `score`.
-    info: TokenInfo = None
+    info: TokenInfo = None  # type: ignore[assignment]
     noise: float = 0.0
-    score: ScoreFunction = None
+    score: ScoreFunction = None  # type: ignore[assignment]
     divides: bool = False
     added: float = ADDED
     least: float = 0.0
@@ -222,6 +222,7 @@ class RoutingCall:
             self.choose(ids_TK)
         else:
             return self._weights_of_some(ids_TK)
+        assert self.routed is not None
         return self.routed.weights_TK
 
     def _weights_of_some(self, ids_TK: Tensor) -> Tensor:
@@ -232,6 +233,7 @@ class RoutingCall:
         divides, self.divides, self.leaves_none = self.divides, False, False
         self.choose(ids_TK.clamp(min=0))
         self.divides = divides
+        assert self.routed is not None
         weights_TK = self.routed.weights_TK * (ids_TK >= 0)
         return shares_of_rest(weights_TK, self.added, self.least) if divides else weights_TK
 
@@ -291,6 +293,7 @@ class RoutingCall:
         if self.deviation_TE is None:
             return None
         clean_TE, k = self.clean_TE, self.k
+        assert clean_TE is not None
         if k == self.experts:
             # 0 * clean_TE connects the result to the graph, so that its gradients are zeros.
             return torch.full_like(clean_TE, float("inf")) + 0 * clean_TE

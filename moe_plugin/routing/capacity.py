@@ -154,6 +154,7 @@ class _Rule:
     def slots(self, tokens: int, experts: int, top_k: int) -> int:
         if self.fraction:
             return math.ceil(self.fraction * tokens)
+        assert self.factor is not None
         return fixed_slots(tokens, experts, top_k, self.factor)
 
     def slots_on_device(self, tokens: Tensor, experts: int, top_k: int) -> Tensor:
@@ -162,6 +163,7 @@ class _Rule:
         """
         if self.fraction:
             return (tokens.double() * self.fraction).ceil().long()
+        assert self.factor is not None
         slots_per_choice = torch.div(tokens + (experts - 1), experts, rounding_mode="floor")
         return ((slots_per_choice.double() * abs(self.factor)).long() * top_k).clamp(min=1)
 
@@ -315,6 +317,7 @@ def slots(routing: Routing, experts: int, prioritized: bool) -> Tensor:
     """
     if not prioritized:
         return slot_index(routing.ids_TK, experts)
+    assert routing.priority_T is not None
     # Slots are counted in the order of priority and then returned to the order of tokens.
     order_T = torch.argsort(routing.priority_T, descending=True, stable=True)
     sorted_TK = slot_index(routing.ids_TK[order_T], experts)
@@ -342,6 +345,7 @@ def drop(routing: Routing, slots_TK: Tensor | None, limit: int | Tensor | None,
         return routing
     keep_TK = routing.ids_TK >= 0
     if limit is not None:
+        assert slots_TK is not None
         keep_TK = keep_TK & (slots_TK < limit)
     weights_TK = routing.weights_TK * keep_TK
     if normalize_after and weights_TK.shape[1] > 1:

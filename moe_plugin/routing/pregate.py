@@ -81,6 +81,7 @@ class RoutingMailbox:
                 "call all blocks in the order in which moe_plugin.routing.pregate.link joined "
                 "them, and only torch.utils.checkpoint.checkpoint may recompute a block. "
                 "Otherwise set router.pre_gate=0.")
+        assert pending.routing is not None
         count = pending.routing.ids_TK.shape[0]
         if count != tokens:
             raise ValueError(
@@ -120,6 +121,7 @@ class LinkableLayer(nn.Module):
     experts: Any
     capacity: Any
     layouts: Any
+    routed_experts: Any
     route: Callable[..., Routing]
     link: Any = None
 
@@ -198,6 +200,7 @@ class NextBlockRouting:
         pending = replayed(self, lambda: inbox.take(count), self.layer.training,
                            what="received decision", values=False)
         routing = pending.routing
+        assert routing is not None
         if top_k not in (None, routing.ids_TK.shape[1]):
             raise ValueError(
                 f"top_k={top_k} differs from the {routing.ids_TK.shape[1]} experts per token that "
@@ -215,6 +218,7 @@ class NextBlockRouting:
                              "router.pre_gate=0, run the model without torch.compile, or compile "
                              "only the parts between the MoE layers.")
         after = self.following
+        assert after is not None  # a block with an outbox has a next block
         routing = _routed(after, tokens, top_k)
         new_pendings: list[PendingRouting] = []
 
@@ -233,16 +237,16 @@ class NextBlockRouting:
     def _tie(self, layer: nn.Module, args: Any, output: MoEOutput) -> MoEOutput:
         """Return the block's output unchanged, but connected to the gradients of the decision."""
         decided, self._decided = self._decided, None
-        values = () if decided is None else decided.values
-        if not torch.is_grad_enabled() or not any(x.requires_grad for x in values):
+        if decided is None or not torch.is_grad_enabled() or not any(
+                x.requires_grad for x in decided.values):
             return output
-        y = _Send.apply(decided.pending, output.output, *values)
+        y = _Send.apply(decided.pending, output.output, *decided.values)
         return replace(output, output=y)
 
     def _while_computing(self, experts: nn.Module, args: tuple[ExpertRows]) -> Any:
         """Start to fetch the next block's chosen experts while this block computes its experts."""
         decided, after = self._decided, self.following
-        if decided is None:
+        if decided is None or after is None:
             return None
         ids_TK = decided.routing.ids_TK
         return (replace(args[0], started=lambda: after.experts.prefetch(ids_TK)),)
@@ -301,14 +305,13 @@ def link(model: nn.Module) -> int:
         return 0
     # One mailbox between each pair of neighbours. The first layer has no inbox, the last no outbox.
     boxes = [RoutingMailbox() for _ in layers[1:]]
-    for layer, after, inbox, outbox in zip(layers, [*layers[1:], None], [None, *boxes],
-                                           [*boxes, None], strict=True):
-        NextBlockRouting(layer, after, inbox, outbox).attach()
+    for layer, following, inbox, outbox in zip(layers, [*layers[1:], None], [None, *boxes],
+                                               [*boxes, None], strict=True):
+        NextBlockRouting(layer, following, inbox, outbox).attach()
     logger.info(
         "Pre-gates choose the experts of MoE layers 2 to %d of %d in the block before each layer. "
         "With a checkpoint without pre-gates, each pre-gate starts as the gate of its layer.",
-        len(layers),
-        len(layers))
+        len(layers), len(layers))
     return len(layers) - 1
 
 
@@ -347,16 +350,12 @@ def _values(routing: Routing) -> list[Tensor]:
 
 
 def _with_values(routing: Routing, values: Sequence[Tensor]) -> Routing:
-    weights_TK, *more = values
+    (weights_TK, *more), priority_T = values, routing.priority_T
     passthrough_T = None if routing.passthrough_T is None else more.pop(0)
     return replace(routing, weights_TK=weights_TK, passthrough_T=passthrough_T,
                    losses=dict(zip(routing.losses, more, strict=True)),
-                   priority_T=_without_graph(routing.priority_T),
-                   entropy=_without_graph(routing.entropy))
-
-
-def _without_graph(x: Tensor | None) -> Tensor | None:
-    return None if x is None else x.detach()
+                   priority_T=None if priority_T is None else priority_T.detach(),
+                   entropy=routing.entropy.detach())
 
 
 class _Receive(torch.autograd.Function):

@@ -118,7 +118,7 @@ def check_losses(router: nn.Module, weights: Mapping[str, float]) -> None:
 
     weights: mapping from the name of each loss to its weight.
     """
-    own = getattr(router, "own_losses", frozenset())
+    own: frozenset[str] = getattr(router, "own_losses", frozenset())
     for name, weight in weights.items():
         if weight > 0 and name not in own:
             losses.get(name)
@@ -228,8 +228,9 @@ def _with_own_losses(config: MoEConfig, factory: Callable[..., nn.Module],
 
 
 def _own_losses(factory: Callable[..., nn.Module]) -> frozenset[str]:
-    declared = isinstance(factory, type) and issubclass(factory, RouterModule)
-    return factory.own_losses if declared else frozenset()
+    if isinstance(factory, type) and issubclass(factory, RouterModule):
+        return factory.own_losses
+    return frozenset()
 
 
 def only_read(settings: Mapping[str, Any], names: Collection[str], top_k: int) -> dict[str, Any]:

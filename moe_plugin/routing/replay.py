@@ -146,7 +146,7 @@ def enclosing() -> tuple[Any, list[Any]]:
     Each call is represented by the object that exists from its first pass to its recomputation.
     """
     firsts: list[Any] = []
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         place = _PLACES.get(frame.f_code.co_name)
         if place is not None:
@@ -369,8 +369,10 @@ def counts(training: bool) -> bool:
 def _is_first_pass() -> bool:
     # Never compiled, because reading the call stack breaks the compiler's graph. A reentrant
     # checkpoint has `next_functions` exactly if autograd will return to it in backward.
-    return _first.get() or any(isinstance(first, FunctionCtx) and first.next_functions
-                               for first in enclosing()[1])
+    return _first.get() or any(
+        isinstance(first, FunctionCtx)
+        and first.next_functions  # type: ignore[attr-defined]  # torch's stubs lack it
+        for first in enclosing()[1])
 
 
 @contextmanager

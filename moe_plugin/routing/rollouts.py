@@ -73,7 +73,7 @@ def check_replaceable(router: nn.Module, what: str) -> None:
             f"Router {type(router).__name__} cannot be used with {what}. Use a router that reads "
             "router.force, such as topk. With Megatron's own router, use "
             "--moe-enable-routing-replay and its RouterReplay.")
-    config = router.config
+    config: Any = router.config
     for name, value, bound in (("force", config.force, "none"), (
             "second_expert_policy", config.second_expert_policy, "all")):
         if value != bound:
@@ -222,7 +222,7 @@ def replay_rollouts(model: nn.Module, ids_TLK: Tensor,
 
 
 @contextmanager
-def replay_choices(routers: Sequence[nn.Module], ids_TLK: Tensor,
+def replay_choices(routers: Sequence[Any], ids_TLK: Tensor,
                    layers: Sequence[int] | None = None) -> Iterator[None]:
     """Replay choices as `replay_rollouts` does, for a given list of routers."""
     for router in routers:

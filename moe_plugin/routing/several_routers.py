@@ -125,6 +125,8 @@ class RouterSelector(BuffersKeepDtype, RouterModule):
         ValueError: If the rule is unknown, or if the settings differ between ranks.
     """
 
+    step: Tensor
+
     def __init__(self, routers: Sequence[nn.Module], config: RouterConfig | None = None, *,
                  comm: Comm | None = None, host: HostContext = HostContext(),
                  device: Any = None) -> None:

@@ -184,6 +184,7 @@ def verify(path: str | os.PathLike[str]) -> bool:
             raise DamagedFile("its end differs from the end that was written")
         return False
     if trailer is None:
+        assert inside is not None
         at, wanted = inside
         actual = crc_of(path, size, at)
     else:
@@ -210,7 +211,7 @@ def open_json(text: str) -> tuple[Any, bool]:
     if match := re.search(_JSON_END.pattern + r"\Z", text[-64:]):
         end = len(text) - len(text[-64:]) + match.start()
     if start or end is not None:
-        if not start or end is None or crc32(text[:end].encode()) != int(match[1], 16):
+        if not start or match is None or crc32(text[:end].encode()) != int(match[1], 16):
             raise DamagedFile("its checksum differs from the checksum with which it was written")
     try:
         values = json.loads(text)

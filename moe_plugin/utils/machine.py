@@ -157,7 +157,7 @@ def pinned_buffer(shape: Sequence[int], dtype: torch.dtype, device: torch.device
         runtime.cudaHostUnregister(address)
 
     # the argument keeps the memory alive until then; at exit the system frees it anyway
-    weakref.finalize(owner, give_back, memory).atexit = False
+    weakref.finalize(owner, give_back, memory).atexit = False  # type: ignore[misc]  # not a slot
     return bytes_N[:math.prod(shape) * dtype.itemsize].view(dtype).view(torch.Size(shape))
 
 
@@ -232,7 +232,12 @@ def fresh_cache() -> Path:
     process."""
     folder = tempfile.mkdtemp(prefix="moe-plugin-")
     owner = os.getpid()
-    atexit.register(lambda: os.getpid() == owner and shutil.rmtree(folder, ignore_errors=True))
+
+    def remove() -> None:
+        if os.getpid() == owner:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    atexit.register(remove)
     return Path(folder)
 
 

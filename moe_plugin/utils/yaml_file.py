@@ -13,7 +13,7 @@ from moe_plugin.utils.regular_files import check_input
 # Limits far above any settings file: characters, nested brackets, and values after aliases are
 # expanded.
 MAX_CHARACTERS, MAX_DEPTH, MAX_VALUES = 4_000_000, 50, 1_000_000
-_NAMES = {dict: "mapping", list: "list"}
+_NAMES: dict[type, str] = {dict: "mapping", list: "list"}
 
 
 def bundled(path: str | Path) -> str | Path:

@@ -72,6 +72,8 @@ class Router(BuffersKeepDtype, RouterModule):
     leaves_none: bool = True
     adapted: bool = False
     multiplies_in_blocks: bool = True
+    penalty_E: Tensor | None
+    step_load_E: Tensor
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()

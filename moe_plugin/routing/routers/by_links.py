@@ -24,7 +24,7 @@ from moe_plugin.routing.routers.topk import TopKRouter
 ROUNDS = 4  # attempts to find another expert for choices beyond a capacity
 
 
-def _note_nodes(router: Router, device: Any) -> None:
+def _note_nodes(router: TAMoERouter | TopologyQuotaRouter, device: Any) -> None:
     """Set `own_node`, and set `nodes_EN` if `router.links.visited` is used (otherwise to None)."""
     comm, links = router.comm, router.config.links
     nodes_EN = None
@@ -35,9 +35,10 @@ def _note_nodes(router: Router, device: Any) -> None:
     router.own_node = comm.topology.node_of[comm.rank]
 
 
-def _near_visited(router: Router, call: RoutingCall) -> Tensor:
+def _near_visited(router: TAMoERouter | TopologyQuotaRouter, call: RoutingCall) -> Tensor:
     # Detached, so that a first pass saves the same tensors for backward as its recomputation, which
     # repeats the choice without these operations.
+    assert router.nodes_EN is not None
     scores_TE = call.score.scores(call.logits_TE.detach())
     return prefer_visited(scores_TE, call.k, router.nodes_EN, router.own_node,
                           router.config.links.visited)
@@ -62,6 +63,9 @@ class TAMoERouter(TopKRouter):
 
     reads = WITH_POLICY
     leaves_none = True
+    nodes_EN: Tensor | None
+    own_node: int
+    shares_E: Tensor
 
     def build(self, dtype: torch.dtype | None, device: Any) -> None:
         """Create `weight_ED` and the fractions of this rank's tokens for each expert."""
@@ -149,6 +153,9 @@ class TopologyQuotaRouter(Router):
 
     reads = BY_SCORE
     own_losses = frozenset()
+    nodes_EN: Tensor | None
+    own_node: int
+    near_E: Tensor
 
     def build(self, dtype: torch.dtype | None, device: Any) -> None:
         """Create `weight_ED` and the mask of experts on this rank's node."""

@@ -30,6 +30,7 @@ class DenseToSparseRouter(Router):
     any_number = True
     own_losses = frozenset()
     score_name = "softmax"
+    step: Tensor
 
     def build(self, dtype: torch.dtype | None, device: Any) -> None:
         """Create `weight_ED` and the step count."""

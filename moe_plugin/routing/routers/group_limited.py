@@ -59,7 +59,7 @@ class GroupLimitedRouter(Router):
         """Choose the k best experts of the best groups; see `Router.select`."""
         return call.choose(**self.limits(call.k))
 
-    def limits(self, k: int) -> dict[str, int]:
+    def limits(self, k: int) -> dict[str, Any]:
         """Return the arguments that limit a choice to groups in `RoutingCall.choose`."""
         if not self.config.groups:
             return {}
@@ -132,6 +132,8 @@ class SigmoidBiasRouter(GroupLimitedRouter):
     groups_needed = False
     leaves_none = True
     score_name = "sigmoid"
+    bias_E: Tensor
+    load_E: Tensor
 
     def build(self, dtype: torch.dtype | None, device: Any) -> None:
         """Create the parameters, the biases and the counts; see `Router.build`."""

@@ -37,6 +37,7 @@ class HashRouter(Router):
     score_name = "softmax"
     adds_noise = False
     needs = frozenset({"token_ids"})
+    table_V: Tensor
 
     def build(self, dtype: torch.dtype | None, device: Any) -> None:
         """Create the table as a buffer. The router has no parameters."""
@@ -56,6 +57,7 @@ class HashRouter(Router):
         The choice is recorded, because a host may pass the ids of other tokens before the
         recomputation.
         """
+        assert call.info.token_ids_T is not None
         # Padding may carry any id, also one outside the vocabulary.
         last, ids_T = self.table_V.numel() - 1, torch.where(call.real_T, call.info.token_ids_T, 0)
         check_range(ids_T, 0, last, f"The token ids are in {{}}..{{}}, but must be in 0..{last}. "

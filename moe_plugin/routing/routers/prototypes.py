@@ -63,6 +63,7 @@ class PrototypeRouter(Router):
         """Return the probability of each choice within its prototype; see `Router.weigh`."""
         if call.routed is None:
             self._pass(call, ids_TK)
+        assert call.routed is not None
         call.leaves_none = True
         # The priority is the largest score. A replayed choice need not have the largest score, so
         # that its weight cannot serve as priority.
@@ -130,6 +131,7 @@ def _part(call: RoutingCall, index: int) -> RoutingCall:
     k, width = call.k, call.experts // call.k
     columns = slice(index * width, (index + 1) * width)
     load_E, penalty_E, routed = call.step_load_E, call.penalty_E, call.routed
+    assert routed is not None
     part = RoutingCall(
         call.logits_TE[:, columns], call.ids_TK[:, index:index + 1] - index * width, call.mask_T,
         info=call.info, score=SOFTMAX, noise=call.noise, comm=call.comm, leaves_none=True,

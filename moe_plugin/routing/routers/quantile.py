@@ -39,6 +39,8 @@ class QuantileRouter(Router):
     reads = BY_SCORE | FORCED | LINEAR | {"quantile_ema"}
     leaves_none = True
     balances = True
+    bias_E: Tensor
+    passes_E: Tensor
 
     def build(self, dtype: torch.dtype | None, device: Any) -> None:
         """Create the parameters, the biases and the sums; see `Router.build`."""
