@@ -20,6 +20,7 @@ class FormerNamesPlanner(DefaultLoadPlanner):
                        is_coordinator: bool = False) -> None:
         """See `LoadPlanner`."""
         super().set_up_planner(state_dict, metadata, is_coordinator)
+        assert metadata is not None
         stored = {current_name(name): name for name in metadata.state_dict_metadata}
         self.state_dict, self.mappings = (
             {stored.get(name, name): value for name, value in column.items()}

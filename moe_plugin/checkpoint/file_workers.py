@@ -72,7 +72,7 @@ def _read_span(file: int, start: int, count: int, dtype: torch.dtype) -> Tensor:
     # numpy and not torch.empty: torch requests memory aligned to 64 bytes, which glibc before 2.38
     # hardly reuses, so that a conversion would need three times as much memory.
     memory = np.empty(count * dtype.itemsize, np.uint8)
-    if missing := read_at(file, memoryview(memory), start):
+    if missing := read_at(file, memory.data, start):
         raise EOFError(f"the file ends {missing} bytes before the end of a tensor: it was "
                        "truncated while it was being read")
     return torch.from_numpy(memory).view(dtype)
@@ -161,7 +161,7 @@ class FileWorkers:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
-                 *_: object) -> None:
+                 *_rest: object) -> None:
         try:
             if error is None:
                 for _ in range(self.at_once + 1):  # Ctrl-C interrupts this wait, but not `shutdown`

@@ -52,7 +52,8 @@ def _fields(source: Source) -> dict[str, Any]:
 def _layers(source: Source) -> dict[str, Any]:
     layers = {}
     for prefix, origin in source.layers.items():
-        ahead, shapes = prefix + "experts.", {}
+        ahead = prefix + "experts."
+        shapes: dict[str, Any] = {}
         for (field, name), entry in source.entries.items():
             if field == "model" and name.startswith(ahead):
                 own, shape = name.removeprefix(ahead), list(entry.shape)

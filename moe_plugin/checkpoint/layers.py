@@ -172,6 +172,7 @@ def load_layer(layer: MoELayer, source: Source, prefix: str) -> None:
                                   layer.placement)
         if ours in on_disk:
             whole = source.tensor((MODEL, prefix + name))
+            assert window is not None  # only experts are stored on disk
             stored[ours.removeprefix("experts.")] = part_of(whole, window)
             continue
         value = source.read((MODEL, prefix + name), window)

@@ -41,8 +41,9 @@ def moe_layers(state: State) -> dict[str, dict[str, int]]:
     See `MoELayer.get_extra_state`.
     """
     suffix = "_extra_state"
-    return {key.removesuffix(suffix): value for key, value in state.items()
-            if key.endswith(suffix) and isinstance(value, Mapping) and "ep_size" in value}
+    layers: Any = {key.removesuffix(suffix): value for key, value in state.items()
+                   if key.endswith(suffix) and isinstance(value, Mapping) and "ep_size" in value}
+    return layers
 
 
 def merge(states: Sequence[State],
@@ -62,11 +63,11 @@ def merge(states: Sequence[State],
     """
     layers = moe_layers(states[0]) if layers is None else layers
     for rank, state in enumerate(states):
-        for prefix, origin in moe_layers(state).items():
+        for name, origin in moe_layers(state).items():
             if origin["ep_size"] != len(states) or origin["ep_rank"] != rank:
                 raise ValueError(
                     f"state {rank} of {len(states)} was saved by rank {origin['ep_rank']} of "
-                    f"{origin['ep_size']} for layer {prefix!r}; pass the states of all ranks of "
+                    f"{origin['ep_size']} for layer {name!r}; pass the states of all ranks of "
                     "the group in rank order")
     whole: dict[str, Any] = {}
     for key, value in states[0].items():
@@ -221,7 +222,7 @@ def _shape(value: Any) -> tuple[int, ...]:
 def _join(pieces: Sequence[Any], axis: int) -> Any:
     if isinstance(pieces[0], Derived):
         return pieces[0] if len(pieces) == 1 else joined(pieces, axis)
-    return torch.cat(pieces, axis)
+    return torch.cat(list(pieces), axis)
 
 
 def _axis(key: str, name: str) -> int:

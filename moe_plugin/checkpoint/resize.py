@@ -218,7 +218,7 @@ def _change(layer: MoELayer, optimizer: torch.optim.Optimizer | None, comm: Comm
         target = new.experts.get_parameter(name)
         layouts = [_layout(place, name, tensor, positions) for place, tensor, positions in (
             (old, parameter, before), (new.placement, target, after))]
-        move = Resharding(world, *layouts)
+        move = Resharding(world, layouts[0], layouts[1])
         updated = copies.pop(parameter, parameter)
         state = {key: _moved(move, value) if _moves(value, updated) else value
                  for key, value in _state(optimizer, updated).items()}
@@ -254,12 +254,12 @@ def _rebuilt(layer: MoELayer, comm: Comm) -> MoELayer:
     """Build a layer like the given layer for a different group. The new layer has the same router
     and uninitialized experts.
     """
-    probe = layer.experts.anchor
-    where = {"dtype": probe.dtype, "device": probe.device}
+    probe: Any = layer.experts.anchor
     cards = [probe.device] if probe.device.type == "cuda" else []
     with torch.random.fork_rng(cards):  # the random values drawn here are overwritten
         new = MoELayer(layer.given, comm, host=layer.routed_experts.host,
-                       router=layer.router if layer.has_own_router else None, **where)
+                       router=layer.router if layer.has_own_router else None,
+                       dtype=probe.dtype, device=probe.device)
     for name, module in layer.router.named_modules():
         twin = new.router.get_submodule(name)
         _keep_hooks(module, twin)

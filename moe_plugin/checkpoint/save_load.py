@@ -248,7 +248,7 @@ def _whole_folder(target: Path, comm: Comm) -> tuple[Path, dict[str, Any]]:
 
 def _verify(source: Path, comm: Comm) -> dict[str, Any]:
     """Divide the files among the ranks, verify them and return the index, or fail on all ranks."""
-    error, index, sealed = None, {}, True
+    error, sealed = None, True
     try:
         index, sealed = read_index(source)
         for rank in range(comm.rank, index["parts"], comm.size):

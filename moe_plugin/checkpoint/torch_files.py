@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -85,8 +85,9 @@ def _stored_tensor(path: Path, tensor: Tensor, part: tuple[int, int],
     """
     if tensor.layout is not torch.strided or tensor.is_quantized:
         raise ValueError(f"it contains a tensor of layout {tensor.layout}, which is not dense")
-    storage, item = tensor.untyped_storage(), tensor.dtype.itemsize
-    ahead = tensor.storage_offset() * item
+    storage: Any = tensor.untyped_storage()
+    item = tensor.dtype.itemsize
+    ahead = int(tensor.storage_offset()) * item
     start = part[0] + storage._checkpoint_offset + ahead  # see torch.load
     reach = sum((length - 1) * stride
                 for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
@@ -293,8 +294,9 @@ def _blocks(order: Iterable[tuple[int, Derived]],
 
     A different thread reads the next block while the caller processes the current block.
     """
-    ahead = None
-    for start, tensor in order:
+    ahead: tuple[int | None, Future[memoryview]] | None = None
+    for offset, tensor in order:
+        start: int | None = offset
         for window in blocks(tensor.entry, BLOCK):
             reading = reader.submit(_bytes_of, tensor, window)
             if ahead is not None:
@@ -325,7 +327,7 @@ def _write_all(file: io.FileIO, data: memoryview) -> None:
 
 def _bytes_of(tensor: Derived, window: Window) -> memoryview:
     values = tensor.read(window).contiguous()
-    return memoryview(values.reshape(-1).view(torch.uint8).numpy())
+    return values.reshape(-1).view(torch.uint8).numpy().data
 
 
 def _sum_existing(file: io.FileIO, at: int, until: int, crc: int) -> tuple[int, int]:
@@ -339,8 +341,8 @@ def _sum_existing(file: io.FileIO, at: int, until: int, crc: int) -> tuple[int, 
 
 def _offsets_by_id(written: Any, skeleton: Any) -> dict[int, int]:
     """Return the file offset of each tensor of a skeleton, by the `id()` of the tensor."""
-    return {id(fake): stored.untyped_storage()._checkpoint_offset
-            for stored, fake in zip(_tensors(written), _tensors(skeleton), strict=True)}
+    pairs: Any = zip(_tensors(written), _tensors(skeleton), strict=True)
+    return {id(fake): stored.untyped_storage()._checkpoint_offset for stored, fake in pairs}
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

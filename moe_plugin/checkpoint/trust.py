@@ -123,7 +123,8 @@ class _FromStart(io.RawIOBase):
     """
 
     def __init__(self, file: Any) -> None:
-        self.read, self.tell, self._file = file.read, file.tell, file
+        self.read, self.tell = file.read, file.tell  # type: ignore[method-assign]
+        self._file = file
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         """See `io.IOBase.seek`."""

@@ -229,11 +229,11 @@ def add_commands(parser: argparse.ArgumentParser, commands: Mapping[str, Command
     """
     listed = all(command.study for command in commands.values())
     parser.set_defaults(run=lambda _: _help(parser, 0 if listed else 2))
-    heading = {"title": f"{level}s (each has its own --help)"} if shown else {
+    heading: dict[str, Any] = {"title": f"{level}s (each has its own --help)"} if shown else {
         "help": argparse.SUPPRESS}
     group = parser.add_subparsers(dest=level, metavar=level, prog=parser.prog, **heading)
     for name, command in commands.items():
-        listed_as = {"help": command.help} if shown else {}
+        listed_as: dict[str, Any] = {"help": command.help} if shown else {}
         child = group.add_parser(name, description=f"{command.help}.", **listed_as)
         if words[:1] != [name]:
             continue

@@ -70,7 +70,7 @@ def summary(text: str) -> str:
     """
     if text.startswith("{"):
         return str(json.loads(text).get("name", ""))
-    lines = []
+    lines: list[str] = []
     for line in text.splitlines():
         if not line.startswith("#") or lines and lines[-1].endswith(":"):
             break

@@ -123,7 +123,7 @@ class BlockPasses:
         """Start a new step with the given inputs and targets."""
         self._x = [x for x, _ in micro_batches]  # output of the block that ran last
         self._targets = [target for _, target in micro_batches]
-        self._inputs: list[list[Tensor]] = [[] for _ in self.modules]
+        self._inputs: list[list[Any]] = [[] for _ in self.modules]  # None once used
         self._tapes: list[list[Any]] = [[] for _ in self.modules]
         self._gradients: list[Tensor | None] = [None] * len(self._x)
         self._losses: list[Tensor] = []
@@ -193,13 +193,14 @@ class BlockPasses:
                     y = self.loss(y, self._targets[m])
                     self._losses.append(y.detach())
                     self._add_balance(m, own_loss)
-            ends = [(y, None if last else self._gradients[m]), (own_loss, None)]
+            results = [(y, None if last else self._gradients[m]), (own_loss, None)]
             # scalar losses start with an implicit gradient of 1; an output without a gradient is
             # skipped, because nothing after it depends on it
-            ends = [(end, gradient) for end, gradient in ends if end is not None
+            ends = [(end, gradient) for end, gradient in results if end is not None
                     and end.requires_grad and (end.dim() == 0 or gradient is not None)]
             if ends:
-                torch.autograd.backward([end for end, _ in ends], [given for _, given in ends])
+                given: Any = [gradient for _, gradient in ends]
+                torch.autograd.backward([end for end, _ in ends], given)
             after()
             self._gradients[m] = x.grad
             if last:
@@ -252,6 +253,7 @@ def unchanged_buffers(module: nn.Module, places: Sequence[Place] | None = None) 
         places = [place for place, _ in _buffers(module)]
     before = [(owner, name, owner._buffers[name]) for owner, name in places]
     for owner, name, buffer in before:
+        assert buffer is not None
         # the clone may be saved for backward, and is never written again
         owner._buffers[name] = buffer.clone()
     try:

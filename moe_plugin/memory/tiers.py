@@ -49,6 +49,12 @@ class TierTensor:
     def nbytes(self) -> int:
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
+    @property
+    def in_memory(self) -> Tensor:
+        """The tensor of a tier in host memory."""
+        assert self.tensor is not None
+        return self.tensor
+
 
 class Tier(ABC):
     """Storage for tensors that is larger and slower than the device."""
@@ -142,25 +148,25 @@ class HostTier(Tier):
     def put_later(self, copier: Copier, tensors: Sequence[Tensor]
                   ) -> tuple[list[TierTensor], Ticket]:
         held = [self._room(x) for x in tensors]
-        return held, copier.start([(h.tensor, x.detach()) for h, x in
+        return held, copier.start([(h.in_memory, x.detach()) for h, x in
                                    zip(held, tensors, strict=True)])
 
     def take(self, held: Sequence[TierTensor]) -> list[Tensor]:
         """See `Tier`. The tensors of this tier are already in memory."""
-        return [stored.tensor for stored in held]
+        return [stored.in_memory for stored in held]
 
     def read_into(self, held: TierTensor, target: Tensor) -> None:
         with torch.no_grad():
-            target.copy_(held.tensor)
+            target.copy_(held.in_memory)
 
     def fetch(self, copier: Copier, wanted: Sequence[tuple[Tensor, TierTensor]],
               after: Ticket | None = None) -> Ticket:
         """See `Tier`. Copies from existing memory do not fail, so `after` is not needed."""
-        return copier.start([(target, held.tensor) for target, held in wanted])
+        return copier.start([(target, held.in_memory) for target, held in wanted])
 
     def _write(self, pairs: Sequence[tuple[TierTensor, Tensor]]) -> None:
         for held, x in pairs:
-            held.tensor.copy_(x.detach())
+            held.in_memory.copy_(x.detach())
 
     def _room(self, x: Tensor) -> TierTensor:
         try:
@@ -187,7 +193,8 @@ class DiskTier(Tier):
         self._lock = threading.Lock()
         self._file: Any = None
         # free offsets by size: space is reused only for tensors of exactly the same size
-        self.end, self._free = 0, {}
+        self.end = 0
+        self._free: dict[int, list[int]] = {}
 
     def read_into(self, held: TierTensor, target: Tensor) -> None:
         """See `Tier`. Raise `TierError` if the file was truncated."""
@@ -240,7 +247,7 @@ class DiskTier(Tier):
         return {"folder": self.folder}  # a copy creates a separate file
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(state["folder"])
+        DiskTier.__init__(self, state["folder"])
 
 
 class TierBuffer:
@@ -287,11 +294,13 @@ class TierBuffer:
     def fetch(self, copier: Copier, flat_N: Tensor) -> Ticket:
         """Start copying the stored buffer into a buffer of the same size."""
         # the read must wait for a write that is in progress
+        assert self.held is not None
         return self.tier.fetch(copier, [(flat_N, self.held)], self._ticket)
 
     def read(self, flat_N: Tensor) -> None:
         """Copy the stored buffer into a buffer of the same size and wait until this is complete."""
         self.settle()
+        assert self.held is not None
         self.tier.read_into(self.held, flat_N)
 
     def settle(self) -> None:
@@ -362,4 +371,4 @@ def read_values(held: TierTensor, target: Tensor, name: str) -> None:
 
 def _bytes(x: Tensor) -> memoryview:
     """Return the memory of a contiguous tensor as bytes."""
-    return memoryview(x.reshape(-1).view(torch.uint8).numpy()) if x.numel() else memoryview(b"")
+    return x.reshape(-1).view(torch.uint8).numpy().data if x.numel() else memoryview(b"")

@@ -14,6 +14,7 @@ import re
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from moe_plugin.observe.history.records import OWN_LOOPS, LayerRecord, RunRecord, SpanRecord
 from moe_plugin.observe.layer_rules import (
@@ -247,7 +248,8 @@ def slower(run: RunRecord) -> Iterator[Finding]:
 
 _OF_RUNS: tuple[Callable[[RunRecord], Iterator[Finding]], ...] = (
     not_finite, spikes, exchange_dominates, undecided, slower)
-_KNOWN = {**{rule.__name__: rule for rule in _OF_RUNS}, **{rule.name: rule for rule in LAYER_RULES}}
+_KNOWN: dict[str, Any] = {**{rule.__name__: rule for rule in _OF_RUNS},
+                          **{rule.name: rule for rule in LAYER_RULES}}
 # in the order of severity
 RULES: Mapping[str, LayerRule | Callable[[RunRecord], Iterator[Finding]]] = {
     name: _KNOWN[name] for name in (

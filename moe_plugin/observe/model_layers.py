@@ -84,6 +84,7 @@ def listen_to(model: nn.Module, take: Take) -> dict[str, nn.Module]:
                          "replace_ffn(model) or swap_moe_blocks(model) first")
     foreign = [module for module in found.values() if not isinstance(module, MoELayer)]
     masks = follow_masks(model, foreign) if foreign else TokenMasks()
+    module: Any
     for name, module in found.items():
         if isinstance(module, MoELayer):
             module.register_forward_hook(partial(_of_layer, take, name))

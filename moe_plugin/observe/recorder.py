@@ -102,7 +102,8 @@ class _Collected:
 
     def add(self, stats: LayerStats) -> None:
         self.pending.append(stats)
-        self.host.update(stats.store, calls=1, bytes_sent=stats.bytes_sent, rows=stats.rows,
+        rows: Any = stats.rows  # a tensor, if only the device knows it
+        self.host.update(stats.store, calls=1, bytes_sent=stats.bytes_sent, rows=rows,
                          rows_sent=stats.rows_sent, rows_between=stats.rows_between,
                          capacity=stats.capacity or 0, capped=stats.capacity is not None,
                          balanced=stats.self_balanced)

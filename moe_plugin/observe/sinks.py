@@ -63,7 +63,8 @@ def watch_store(layer: MoELayer, name: Callable[[], str]) -> None:
     """
     if not layer.experts.stored or (dist.is_initialized() and dist.get_rank() > 0):
         return
-    log = _LOGS.setdefault(layer.experts.store.cache, StoreLog())
+    experts: Any = layer.experts
+    log = _LOGS.setdefault(experts.store.cache, StoreLog())
 
     def called(_module: MoELayer, _args: Any, out: MoEOutput) -> None:
         if out.stats is not None:
@@ -187,8 +188,9 @@ class TensorBoardSink:
 
     def write(self, record: dict[str, Any]) -> None:
         if not self._failed:
+            writer: Any = self._writer
             self._unless_it_fails(lambda: [
-                self._writer.add_scalar(name, value, record["step"], record["time"])
+                writer.add_scalar(name, value, record["step"], record["time"])
                 for name, value in points(record).items()])
 
     def alert(self, step: int, rule: str, title: str, text: str) -> None:

@@ -120,7 +120,7 @@ class _Pass:
     name: str
     begin: float
     end: float
-    first: int
+    first: float
     after: float
 
 

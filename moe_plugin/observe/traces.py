@@ -134,7 +134,7 @@ class RoutingTrace:
                              f"rank has {len(moes)}. Pass a trace of the same model in the same "
                              "parallel layout")
         for moe, steps in zip(moes, trace.values(), strict=True):
-            router = moe.router
+            router: Any = moe.router
             check_replaceable(router, "observe.replay")
             self.replays.append(_Replay(router, _checked(steps, moe.config.num_experts, path)))
             router.forced = self.replays[-1]

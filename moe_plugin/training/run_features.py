@@ -191,7 +191,7 @@ def make_run(settings: RunConfig, host: HostSeams) -> Run:
     if (rows := run.find(RowsFit)) is not None:
         rows.votes = run.find(StepVotes)
     takers = [take for take in (host.training, records and records.recorder.add) if take]
-    listen(host.layers, takers, drops and drops.validation.add)
+    listen(host.layers, takers, None if drops is None else drops.validation.add)
     if records is not None:
         if (activations := run.find(Activations)) is not None:
             records.recorder.watch("activations", activations.swapper.copier,

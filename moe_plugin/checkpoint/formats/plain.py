@@ -179,7 +179,8 @@ def part_of_rank(source: Source, rank: int, size: int,
     """Return the content of one rank's part, which consists of the tensors and values that this
     rank stores.
     """
-    columns, by_name = columns_of_rank(source, rank, size, shards), {}
+    columns = columns_of_rank(source, rank, size, shards)
+    by_name: dict[str, Any] = {}
     for field, column in columns.items():
         if field != MODEL:
             for name, value in column.items():

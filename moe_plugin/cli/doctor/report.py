@@ -89,11 +89,11 @@ def _errors(device: torch.device, dtype: torch.dtype, dispatcher: str,
 
 def _share(whole: MoELayer, config: MoEConfig, comm: Comm) -> MoELayer:
     """Return the layer of this rank with weights copied from the whole layer."""
-    layer = MoELayer(config, comm, dtype=whole.router.weight_ED.dtype,
-                     device=whole.router.weight_ED.device)
+    weight_ED = whole.router.get_parameter("weight_ED")
+    layer = MoELayer(config, comm, dtype=weight_ED.dtype, device=weight_ED.device)
     first, local = comm.rank * layer.placement.local, layer.placement.local
     with torch.no_grad():
-        layer.router.weight_ED.copy_(whole.router.weight_ED)
+        layer.router.get_parameter("weight_ED").copy_(weight_ED)
         for shard, full in zip(layer.experts.parameters(), whole.experts.parameters(), strict=True):
             shard.copy_(full[first : first + local])
     return layer
@@ -105,9 +105,11 @@ def _run(layer: MoELayer, x_TD: Tensor, target_TD: Tensor) -> tuple[Tensor, ...]
     Return the output [T, D], the input gradient [T, D], and the gradients of both expert matrices.
     """
     x_TD = x_TD.clone().requires_grad_()
+    experts: Any = layer.experts
     out_TD = layer(x_TD).output
     (out_TD * target_TD).sum().backward()
-    return out_TD.detach(), x_TD.grad, layer.experts.w_in_LDF.grad, layer.experts.w_out_LFD.grad
+    assert x_TD.grad is not None
+    return out_TD.detach(), x_TD.grad, experts.w_in_LDF.grad, experts.w_out_LFD.grad
 
 
 def dense(layer: MoELayer, x_TD: Tensor, target_TD: Tensor) -> tuple[Tensor, ...]:
@@ -120,12 +122,13 @@ def dense(layer: MoELayer, x_TD: Tensor, target_TD: Tensor) -> tuple[Tensor, ...
     routing = layer.router(x_TD)
     weight_TE = torch.zeros(x_TD.shape[0], EXPERTS, dtype=torch.float64, device=x_TD.device)
     weight_TE = weight_TE.scatter(1, routing.ids_TK, routing.weights_TK)
-    e = layer.experts
+    e: Any = layer.experts
     out_TD = x_TD.new_zeros(x_TD.shape)
     for i in range(EXPERTS):
         inner_TF = F.gelu(x_TD @ e.w_in_LDF[i] + e.bias_in_LF[i])
         out_TD = out_TD + weight_TE[:, i, None] * (inner_TF @ e.w_out_LFD[i] + e.bias_out_LD[i])
     (out_TD * target_TD.double()).sum().backward()
+    assert x_TD.grad is not None
     return out_TD.detach(), x_TD.grad, e.w_in_LDF.grad, e.w_out_LFD.grad
 
 

@@ -7,6 +7,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -108,10 +109,11 @@ def sample_device(device: str, dtype: torch.dtype, width: int, inner: int,
         raise ValueError(f"model_dim={short(width)} and hidden_dim={short(inner)} must be >= 1 and "
                          f"fit the {memory} bytes of memory of {device}. Use e.g. 512 and 2048")
     w_DF = torch.randn(width, inner, dtype=dtype, device=where)
-    launch = _seconds(lambda x=torch.zeros(8, device=where): x + 1, where, repeats * 10, least_s)
+    one = torch.zeros(8, device=where)
+    launch = _seconds(lambda: one + 1, where, repeats * 10, least_s)
     products = {
-        n: _seconds(lambda x=torch.randn(n, width, dtype=dtype, device=where): x @ w_DF, where,
-                    repeats, least_s) for n in ROWS
+        n: _seconds(partial(torch.matmul, torch.randn(n, width, dtype=dtype, device=where), w_DF),
+                    where, repeats, least_s) for n in ROWS
     }
     big = torch.randn(1 << 24, device=where)
     copy = _seconds(lambda: big.clone(), where, repeats, least_s)

@@ -5,6 +5,7 @@ the alternatives.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from moe_plugin.cli.figures import columns, log_scale, log_ticks, pyplot, save_figure
@@ -22,6 +23,10 @@ def sent(size: int) -> str:
     return f"{show_size(size)} by each rank"
 
 
+def _time_of(name: str, item: tuple[int, dict[str, float]]) -> str:
+    return show_time(item[1][name] / 1e3)
+
+
 def predicted_parts(rows: list[dict[str, Any]]) -> list[str]:
     """Return the parts of a page with predicted times, which are a title and a table for each size.
     """
@@ -33,8 +38,7 @@ def predicted_parts(rows: list[dict[str, Any]]) -> list[str]:
                 by_ranks.setdefault(row["ranks"], {})[row["algorithm"]] = row["ms"]
         parts += [f"{sent(size)}, predicted time:", columns(by_ranks.items(), {
             "ranks": "{0[0]:,} ranks",
-            **{name: lambda item, name=name: show_time(item[1][name] / 1e3)
-               for name in next(iter(by_ranks.values()))},
+            **{name: partial(_time_of, name) for name in next(iter(by_ranks.values()))},
             "linear / 2dh": lambda item: (
                 f"{item[1]['linear'] / item[1]['2dh'] if item[1]['2dh'] else 1:.2f}x"),
             "best": lambda item: min(item[1], key=item[1].get)})]

@@ -17,6 +17,7 @@ from collections import Counter, defaultdict
 from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 from torch import nn
@@ -98,7 +99,7 @@ def manage(blocks: Sequence[nn.Module], policy: str | Sequence[str] = "auto", *,
         tier = tier_of(device, folder)
     smallest = _size(smallest) if isinstance(smallest, str) else smallest
     swapper = Swapper(tier, Copier(device, throttle), smallest)
-    if policy == "auto":
+    if policy == "auto" and limit is not None:
         return AutoActivations(blocks, names, swapper, contexts, int(limit), comm, profile)
     policies = [policy] * len(blocks) if isinstance(policy, str) else policy
     return Activations(blocks, names, policies, swapper, contexts)
@@ -263,11 +264,12 @@ class AutoActivations(Activations):
 
     def _plan_first(self) -> None:
         self.tell = no_probe
-        self.profile = self._agreed(self._measured.profile(self.names, self.swapper.copier))
+        measured = self._measured.profile(self.names, self.swapper.copier)
+        self.profile = profile = self._agreed(measured)
         self.sizes = {i: BlockSizes(block.activation_bytes, block.kept_bytes)
-                      for i, block in enumerate(self.profile.blocks)}
+                      for i, block in enumerate(profile.blocks)}
         if self._file is not None and self.comm.rank == 0:
-            self.profile.save(self._file)
+            profile.save(self._file)
         self._in_flight = int(self.comm.agree_max([float(self.in_flight)])[0])
         try:
             self._plan()
@@ -298,6 +300,7 @@ class AutoActivations(Activations):
     def _plan(self) -> None:
         # each micro-batch in flight has its own activations
         limit = int(self.limit * self._margin) // self._in_flight
+        assert self.profile is not None  # since `_plan_first`
         self.planned = True
         self.decision = plan_activations(blocks_of(self.profile), limit,
                                          duplex=self.profile.duplex)
@@ -328,6 +331,7 @@ class AutoActivations(Activations):
 def order_of(plan: SwapPlan) -> Order:
     """Return when the copies of a plan start, and which passes wait for these copies."""
     waits = plan.problem.waits(plan.decisions)
+    assert waits is not None  # the plan fits
     fetches: dict[int, tuple[int, ...]] = {}
     for i in reversed(range(len(plan.decisions))):
         if plan.decisions[i] == SWAP:
@@ -350,7 +354,8 @@ class _Measured:
 
     def complete(self, blocks: int) -> bool:
         """Return whether all blocks have been measured. Frozen blocks have no backward pass."""
-        kinds = [direction for direction, _ in self.steady.best()]
+        measured: Any = self.steady.best()  # by direction and block
+        kinds = [direction for direction, _ in measured]
         return len(self.sizes) == kinds.count("forward") == blocks and "backward" in kinds
 
     def __call__(self, what: str, begins: bool, block_pass: Pass) -> None:

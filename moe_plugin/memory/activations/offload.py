@@ -128,7 +128,7 @@ class Pass:
         """
         candidate: Pass | None = self
         while candidate is not None and candidate.ended:
-            candidate = candidate._later and candidate._later()
+            candidate = None if candidate._later is None else candidate._later()
         return candidate is not None
 
     def count(self, nbytes: int) -> None:
@@ -142,7 +142,7 @@ class Pass:
         """Start the backward pass. This method is a hook of the outputs."""
         if not self.begun:
             self.begun = True
-            later = self._later and self._later()
+            later = None if self._later is None else self._later()
             if later and later.begun:  # the later pass's own hook runs after this one
                 later.end_backward()
             # without an input with a gradient, the pass ends with the whole backward pass
@@ -193,7 +193,8 @@ class Activations(RunFeature):
         self.sizes: dict[int, BlockSizes] = {}
         self.tell: Probe = no_probe
         self.use(policies)
-        self._number, self._latest, self._step_peak = 0, None, 0
+        self._number, self._step_peak = 0, 0
+        self._latest: Pass | None = None
         # number of passes before this step; whether the warning below was logged
         self._passes_before, self._said = 0, False
         self._live: WeakSet[Pass] = WeakSet()  # passes of the first block
@@ -281,11 +282,11 @@ class Activations(RunFeature):
         if earlier is not None and (index <= earlier.index or earlier.begun):
             earlier = None  # a new micro-batch begins
         self._number += 1
-        self._latest = Pass(self, self._number, index, self.policies[index], earlier)
+        self._latest = latest = Pass(self, self._number, index, self.policies[index], earlier)
         if index == 0:
-            self._live.add(self._latest)
+            self._live.add(latest)
             self.in_flight = max(self.in_flight, sum(one.in_flight() for one in self._live))
-        return self._latest
+        return latest
 
     def _wait(self, block_pass: Pass, waits: Mapping[int, int]) -> None:
         before = block_pass.of(waits.get(block_pass.index, -1))

@@ -68,8 +68,8 @@ class SwappedStorage:
         self.swapper, self.block, self.nbytes = swapper, block, storage.nbytes()
         self.key, self.version = StorageWeakRef(storage), x._version
         self._alias: Tensor | None = x.detach()  # shares the version counter
-        self._source: Tensor | None = x.new_empty(0, dtype=torch.uint8).set_(
-            storage, 0, (self.nbytes,))
+        whole: Any = x.new_empty(0, dtype=torch.uint8)  # the stubs of `set_` lack such storages
+        self._source: Tensor | None = whole.set_(storage, 0, (self.nbytes,))
         self._held: TierTensor | None = None
         self._target: Tensor | None = None
         self._in: Ticket | None = None
@@ -96,7 +96,7 @@ class SwappedStorage:
         with self._lock:
             self._wanted = True
             # after a change in place, only the tier has the values that were saved
-            on_device = self._source is not None and self._alias._version == self.version
+            on_device = self._alias is not None and self._alias._version == self.version
         if not on_device and self._in is None:
             # allocated here, so that the memory belongs to this stream
             if self.swapper.copier.device.type == "cuda":
@@ -112,8 +112,10 @@ class SwappedStorage:
         if self._in is None:
             if self._out.done:
                 self.leave()
+            assert self._source is not None  # it is still on the device
             return self._source
         self._wait(self._in, "back from")
+        assert self._target is not None
         return self._target
 
     def _wait(self, ticket: Ticket, where: str) -> None:
@@ -125,6 +127,7 @@ class SwappedStorage:
             raise self._error(where, error) from error
 
     def _put(self) -> None:
+        assert self._source is not None and self._alias is not None
         held = self.swapper.tier.put(self._source)
         # changed in place during the copy, which may have mixed old and new values
         if self._alias._version != self.version:
@@ -143,14 +146,14 @@ class SwappedStorage:
     def _read(self) -> None:
         if self._held is None:
             raise _modified_error()
-        if self._target is None:
-            self._allocate()
-        self.swapper.tier.read_into(self._held, self._target)
+        target = self._allocate() if self._target is None else self._target
+        self.swapper.tier.read_into(self._held, target)
 
-    def _allocate(self) -> None:
-        self._target = torch.empty(self.nbytes, dtype=torch.uint8,
-                                   device=self.swapper.copier.device)
+    def _allocate(self) -> Tensor:
+        self._target = target = torch.empty(self.nbytes, dtype=torch.uint8,
+                                            device=self.swapper.copier.device)
         self.swapper.ledger.add(self.nbytes)
+        return target
 
     def _error(self, where: str, error: BaseException) -> SwapError:
         # the job keeps its error, and the frames of the traceback would keep the graph that keeps
@@ -169,8 +172,9 @@ class SwappedStorage:
                      if t is not None]
         if on_device:
             self.swapper.ledger.add(-self.nbytes * len(on_device))
-        if vars(self).get("_held") is not None:
-            self.swapper.tier.free(self._held)
+        held = vars(self).get("_held")
+        if held is not None:
+            self.swapper.tier.free(held)
 
 
 def _modified_error() -> RuntimeError:
@@ -237,7 +241,7 @@ class Swapper:
         return {"tier": self.tier, "copier": self.copier, "smallest": self.smallest}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(**state)
+        Swapper.__init__(self, **state)
 
 
 class Saved:
@@ -282,7 +286,7 @@ class Saved:
         if nbytes < self.swapper.smallest or nbytes > LARGEST_STORAGE * x.nbytes:
             self._kept[place] = min(nbytes, x.nbytes)
             return x
-        return _View(self._storage(x, place), x.dtype, x.storage_offset(), tuple(x.shape),
+        return _View(self._storage(x, place), x.dtype, int(x.storage_offset()), tuple(x.shape),
                      x.stride())
 
     def fetch(self) -> None:

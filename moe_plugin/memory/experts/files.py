@@ -80,8 +80,10 @@ class ExpertFile:
                                        f"instead of {wanted}: it was truncated; load a checkpoint "
                                        "again")
         # the file has no name, so it is opened again through /proc
-        storage = torch.UntypedStorage.from_file(f"/proc/self/fd/{self._file.fileno()}", True, size)
-        return {name: torch.empty(0, dtype=self.dtype).set_(
+        storage = torch.UntypedStorage.from_file(
+            f"/proc/self/fd/{self._file.fileno()}", True, size)
+        empty: Any = torch.empty(0, dtype=self.dtype)  # the stubs of `set_` lack such storages
+        return {name: empty.new_empty(0).set_(
             storage, self._offsets[name] // self.dtype.itemsize,
             torch.Size((self.local, *shape))) for name, shape in self.shapes.items()}
 

@@ -234,7 +234,7 @@ class ExpertStore:
         self.number = self.cache.add_layer(self.local)
         self._leaving = weakref.finalize(self, self.cache.drop_layer, self.number, self.local)
         # when the interpreter exits, the cache needs no update
-        self._leaving.atexit = False
+        self._leaving.atexit = False  # type: ignore[misc]  # typeshed lists no such slot
         self._seen = self.weights.version
 
     def move(self, spec: CacheSpec) -> None:
@@ -294,5 +294,5 @@ class ExpertStore:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         counters = state.pop("counters")
-        self.__init__(**state)
+        ExpertStore.__init__(self, **state)
         self.counters = counters

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ from moe_plugin.memory.experts.store import (
     with_counts,
 )
 from moe_plugin.planner.units import parse_size
-from moe_plugin.records import ExpertRows, RowCounts, RowPlan
+from moe_plugin.records import ExpertRows, ParameterRequest, RowCounts, RowPlan
 from moe_plugin.utils.machine import pinned_copy, to_device, user_cache
 from moe_plugin.utils.regular_files import check_input
 
@@ -50,6 +51,7 @@ class StoredExperts(Experts):
     """
 
     traceable = False
+    stored = True
 
     def __init__(self, config: MoEConfig, placement: Placement, *, host: HostContext,
                  dtype: torch.dtype | None = None, device: Any = None) -> None:
@@ -58,7 +60,7 @@ class StoredExperts(Experts):
         self._probe = torch.empty(0, dtype=dtype, device=device)
         self._values_wanted = True
         self._taken: dict[str, int] = {}
-        kind = expert_kinds.get(config.experts.kind)
+        kind: Callable[..., Any] = expert_kinds.get(config.experts.kind)
         self.on_disk = config.experts.store == "disk"
         where = "meta" if self.on_disk or self._probe.is_meta else "cpu"
         # in a tuple, so that torch does not register it as a submodule
@@ -89,13 +91,14 @@ class StoredExperts(Experts):
         """
         return self._probe.requires_grad_(any(p.requires_grad for p in self.parameters()))
 
-    def forward(self, work: ExpertRows) -> Tensor:
+    def forward(self, work: ExpertRows | ParameterRequest) -> Tensor:
         """See `Experts`.
 
         Raises:
             ValueError: If the layer is trained with experts in a file or with dropout in experts.
             TierError: If experts cannot be read.
         """
+        assert isinstance(work, ExpertRows), "parameters are only asked of experts that gather"
         gates_TK = work.rows.weights_TK if isinstance(work.rows, RowPlan) else None
         parameters = tuple(self.parameters())
         if not torch.is_grad_enabled() or not any(
@@ -162,10 +165,6 @@ class StoredExperts(Experts):
             yield {name: buffer.index_select(0, index_A)
                    for name, buffer in self.store.cache.buffers.items()}
 
-    @property
-    def stored(self) -> bool:
-        return True
-
     def prefetch(self, ids_TK: Tensor) -> None:
         """See `Experts`. The host reads the expert indices with a single synchronization."""
         self.store.prefetch(expert for expert in ids_TK.unique().tolist() if expert >= 0)
@@ -211,8 +210,7 @@ class StoredExperts(Experts):
         if not self.on_disk:
             return HostWeights(self._parameters, self._probe.device)
         path = self._config.store_path
-        given = path is not None and path.endswith(".safetensors")
-        if given:
+        if path is not None and path.endswith(".safetensors"):
             check_input(path, "experts.store_path")
             layer = 0 if self._host.numbered_later else self._host.layer_number
             file = given_file(path, self.shapes, self._place, layer)
@@ -221,8 +219,9 @@ class StoredExperts(Experts):
         return FileWeights(file, self._new_file, self.template.draw)
 
     def _new_file(self, dtype: torch.dtype | None = None) -> ExpertFile:
-        folder = self._config.store_path
-        if folder is None or folder.endswith(".safetensors"):
+        path = self._config.store_path
+        folder: str | Path = path or ""
+        if path is None or path.endswith(".safetensors"):
             folder = user_cache("experts cannot be stored there") / "experts"
         return own_file(folder, dtype or self.dtype, self.shapes, self._place.local)
 
@@ -385,6 +384,7 @@ def _gradients(ctx: Any, x: Tensor, gates_TK: Tensor | None, grad: Tensor, *,
         x = x.detach().requires_grad_()
         inputs = [x]
         if gates_TK is not None:
+            assert isinstance(rows, RowPlan)
             gates_TK = gates_TK.detach().requires_grad_()
             rows = dataclasses.replace(rows, weights_TK=gates_TK)
             inputs.append(gates_TK)

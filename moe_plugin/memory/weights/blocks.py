@@ -65,7 +65,6 @@ class StreamedBlock:
         self.trained = [i for i, p in enumerate(self.params) if p.requires_grad]
         self.mains = [i for i in self.trained if main_weights and self.params[i].dtype in HALVES]
         self.streams = tier is not None
-        in_files = isinstance(tier, DiskTier)
         values = [self.params[i].detach().float() for i in self.mains]
         self.graded = self.stepped = self._with_mains(
             [absent(x) for x in values] if self.streams else values)
@@ -79,7 +78,7 @@ class StreamedBlock:
             self._leave_device(tier)
         self.optimizer = make_optimizer(
             [self.stepped[i] for i in self.trained]) if self.trained else None
-        self._state = StateInFiles(tier, self.optimizer) if in_files else None
+        self._state = StateInFiles(tier, self.optimizer) if isinstance(tier, DiskTier) else None
         if self._state is not None and self.mains:
             self._state.hold_mains({id(self.stepped[i]): x
                                     for i, x in zip(self.mains, values, strict=True)})
@@ -96,10 +95,10 @@ class StreamedBlock:
 
     def _leave_device(self, tier: Tier) -> None:
         self._weights = TierBuffer(tier)
-        in_host = isinstance(tier, HostTier)
-        flat_N = aligned_buffer(self.layout.nbytes, "cpu", tier.pinned_for if in_host else None)
+        pinned_for = tier.pinned_for if isinstance(tier, HostTier) else None
+        flat_N = aligned_buffer(self.layout.nbytes, "cpu", pinned_for)
         self.layout.fill(flat_N, self.params)
-        if in_host:
+        if isinstance(tier, HostTier):
             self._weights.held = TierTensor(tuple(flat_N.shape), flat_N.dtype, flat_N)
             # the optimizer updates views of the buffer in place, so that one copy moves all weights
             self._lower = self.layout.views(flat_N)
@@ -192,6 +191,7 @@ class StreamedBlock:
         if self._state is None:
             return
         drop_gradients(self.stepped)
+        assert self._flat_N is not None
         self._weights.put_later(copier, self._flat_N)
         self._state.leave(copier, room)
 
@@ -214,11 +214,11 @@ class StreamedBlock:
         """Start storing the gradients in the tier, where they stay until `step`. Call `wait_kept`
         to wait for the copy.
         """
-        owners = [i for i in self.trained if self.graded[i].grad is not None]
-        if self.tier is None or not owners:
+        gradients = {i: g for i in self.trained if (g := self.graded[i].grad) is not None}
+        if self.tier is None or not gradients:
             return
-        held, ticket = self.tier.put_later(copier, [self.graded[i].grad for i in owners])
-        self._aside = (owners, held, ticket)
+        held, ticket = self.tier.put_later(copier, list(gradients.values()))
+        self._aside = (list(gradients), held, ticket)
         drop_gradients(self.graded)
 
     def wait_kept(self) -> None:
@@ -228,7 +228,7 @@ class StreamedBlock:
             ticket.synchronize()  # the GPU's stream does not order the optimizer in host memory
 
     def _take_gradients(self) -> None:
-        if self._aside is not None:
+        if self._aside is not None and self.tier is not None:
             owners, held, _ = self._aside
             taken = self.tier.take(held)
             self._aside = None
@@ -237,7 +237,7 @@ class StreamedBlock:
 
     def forget_gradients(self) -> None:
         """Drop all gradients after an error, including those stored in the tier."""
-        if self._aside is not None:
+        if self._aside is not None and self.tier is not None:
             _, held, ticket = self._aside
             self._aside = None
             try:
@@ -280,7 +280,7 @@ class StreamedBlock:
         self.layout.fill(flat_N, weights)
         staged = [self._weights.stage(flat_N)]
         try:
-            if self.mains:
+            if self.mains and self._state is not None:
                 staged.append(self._state.stage_mains({id(self.stepped[i]): weights[i]
                                                        for i in self.mains}))
         except BaseException:

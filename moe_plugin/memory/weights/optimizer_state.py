@@ -89,6 +89,7 @@ class StateInFiles:
 
         values: values of the parameters, by `id()` of the parameter.
         """
+        assert self.optimizer is not None
         self._mains = {i: p for i, p in enumerate(_params(self.optimizer)) if id(p) in values}
         self.load({(i, _MAIN): values[id(p)] for i, p in self._mains.items()})
 
@@ -132,6 +133,7 @@ class StateInFiles:
         if self._ticket is not None:
             self._ticket.wait()
             self._held.settle()
+            assert self._flat_N is not None
             self._replace_state(self._state_in(self._flat_N))
             self._ticket = None
 

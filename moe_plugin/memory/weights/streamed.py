@@ -146,7 +146,6 @@ class StreamedTrainer:
         self.gradients, self.clip = reduction(gradients), clip
         self.skip_not_finite, self.float32_sums = skip_not_finite, float32_sums
         self._room = OptimizerStateBuffer()
-        self._slots: Slots | None = None
         self.blocks: list[StreamedBlock] = []
         for number, block in enumerate(blocks):
             module = (block if isinstance(block, nn.Module) else block()).to(self.device)
@@ -195,9 +194,9 @@ class StreamedTrainer:
                 f"with gradients and state of one block, {needed} bytes; use more segments or "
                 "smaller blocks, or raise the limit")
         self.settle()
-        if self._slots is not None:
+        if hasattr(self, "_slots"):  # absent in the constructor
             self._slots.clear()
-        self._slots = Slots(cut, self.device, self.copier)
+        self._slots: Slots = Slots(cut, self.device, self.copier)
 
     @property
     def bytes_beside_segments(self) -> int:
@@ -220,7 +219,7 @@ class StreamedTrainer:
                 other ranks are terminated.
         """
         result = self.accumulate(micro_batches)
-        if self.clip is not None:
+        if result.norm is not None:
             self.update(self.skip_not_finite and not bool(result.norm.isfinite()))
         return result
 
@@ -277,6 +276,7 @@ class StreamedTrainer:
         if skip:
             self.forget()
         else:
+            assert self.clip is not None
             with self._forgetting():
                 self._step_clipped(self.clip)
         self.steps += 1

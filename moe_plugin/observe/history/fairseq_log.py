@@ -113,8 +113,9 @@ def _confidence(values: dict[str, Any]) -> dict[str, tuple[float, ...]]:
     # histograms have the form `confidence_other: 3/0/12`
     found = {}
     for key, value in values.items():
-        counts = [_number(part) for part in str(value).split("/")]
-        if key.startswith(_CONFIDENCE) and None not in counts:
+        parts = str(value).split("/")
+        counts = [n for n in map(_number, parts) if n is not None]
+        if key.startswith(_CONFIDENCE) and len(counts) == len(parts):
             found[key.removeprefix(_CONFIDENCE)] = tuple(counts)
     return found
 

@@ -141,8 +141,8 @@ def _decision(step: int, layer: str, row: Any) -> DecisionRecord:
         raise ValueError(f"decision {short(row)} is not a JSON object")
     call = _maybe(row, "call")
     return DecisionRecord(step=step, layer=layer, call=None if call is None else int(call),
-                          **{name: str(row.get(name, "")) for name in ("event", "choice", "why")},
-                          **_floats(row, "predicted_s", "measured_s"))
+                          event=str(row.get("event", "")), choice=str(row.get("choice", "")),
+                          why=str(row.get("why", "")), **_floats(row, "predicted_s", "measured_s"))
 
 
 @functools.cache
@@ -203,7 +203,7 @@ def _maybe(row: Mapping[str, Any], name: str) -> float | None:
     return None if row.get(name) is None else _number(row[name], name)
 
 
-def _floats(row: Mapping[str, Any], *names: str) -> dict[str, float | None]:
+def _floats(row: Mapping[str, Any], *names: str) -> dict[str, Any]:
     return {name: _maybe(row, name) for name in names}
 
 

@@ -6,6 +6,7 @@ With this parser, a run that does not use this plugin can be compared with a run
 from __future__ import annotations
 
 import re
+from typing import Any
 
 from moe_plugin.observe.history.json_lines import LARGEST
 from moe_plugin.observe.history.records import StepRecord
@@ -38,12 +39,12 @@ def parse_step(line: str, length: str | None) -> StepRecord | None:
     seconds = numbers.pop(_MS) / 1000
     samples = numbers.get("global batch size")
     speed = samples * _number(length) / seconds if samples and length and seconds else None
+    known: dict[str, Any] = {field: numbers.get(name) for name, field in _KNOWN.items()}
     return StepRecord(
         step=int(found[1]), tokens_per_s=speed,
         not_finite=sum(numbers.get(name, 0.0) for name in _SKIPPED),
         extra={f"loss {name}": value for name, value in numbers.items()
-               if name.endswith("_loss")},
-        **{field: numbers.get(name) for name, field in _KNOWN.items()})
+               if name.endswith("_loss")}, **known)
 
 
 def parse_argument(line: str) -> tuple[str, str] | None:

@@ -301,7 +301,8 @@ class RunRecord:
     @property
     def step_range(self) -> tuple[int, int]:
         """The first and the last step of all records, or (0, 0) if there are no records."""
-        steps = [r.step for records in (self.steps, *self.layers.values()) if records
+        lists: tuple[Sequence[StepRecord | LayerRecord], ...] = (self.steps, *self.layers.values())
+        steps = [r.step for records in lists if records
                  for r in (records[0], records[-1])]
         return min(steps, default=0), max(steps, default=0)
 
@@ -316,7 +317,7 @@ class RunRecord:
 
         A record covers all steps since the previous record.
         """
-        known = sorted({r.step for r in (*self.steps, *self.layer_records)})
+        known = sorted({*(r.step for r in self.steps), *(r.step for r in self.layer_records)})
         if not known:
             return 0, -1
         return (known[0] - (known[1] - known[0]) + 1 if len(known) > 1 else 0), known[-1]
@@ -324,8 +325,8 @@ class RunRecord:
     @property
     def total_steps(self) -> int | None:
         """The configured number of steps, or None if it is unknown."""
-        text = self.settings.get("max-update") or self.settings.get("train-iters")
-        known = text is not None and text.isdecimal() and len(text) <= 15
+        text = self.settings.get("max-update") or self.settings.get("train-iters") or ""
+        known = text.isdecimal() and len(text) <= 15
         return int(text) or None if known else None
 
     @property

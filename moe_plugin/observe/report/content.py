@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable
@@ -126,7 +127,7 @@ def sections(run: RunRecord) -> list[ReportSection]:
         ReportSection("Training", training(run)),
         ReportSection("Ensemble", ensemble(run)),
         ReportSection("Load balance", balance(run)),
-        ReportSection("Load by layer and by expert", heat_maps(run)),
+        ReportSection("Load by layer and by expert", [*heat_maps(run)]),
         ReportSection("Router", router(run)),
         ReportSection("Exchange and layouts", [*exchange(run), *layouts(run)]),
         ReportSection("Experts outside the device", [
@@ -246,6 +247,10 @@ def router(run: RunRecord) -> list[Figure]:
     return [*of_layers(run, "entropy", even), *_losses(run)]
 
 
+def _loss(name: str, r: LayerRecord) -> float | None:
+    return r.losses.get(name)
+
+
 def _losses(run: RunRecord) -> list[Figure]:
     """Return the charts of router losses from the layers' records, or from the training log."""
     names = sorted({name for record in run.layer_records for name in record.losses})
@@ -256,7 +261,7 @@ def _losses(run: RunRecord) -> list[Figure]:
         return [figure for i, (name, lines) in enumerate(found) for figure in chart(
             f"loss-{i}", f"Router loss: {name}", about, lines, floor=None)]
 
-    return charts([(name, by_layer(run, lambda r, name=name: r.losses.get(name)))
+    return charts([(name, by_layer(run, functools.partial(_loss, name)))
                    for name in names], "Before it is multiplied by its weight.") or charts(
         [(key.removeprefix("loss "), [_extra(run, key, key)]) for key in keys],
         "Mean over layers, from the training log.")
@@ -323,7 +328,8 @@ def layouts(run: RunRecord) -> list[Figure]:
 
 def _most_frequent(row: int, records: Iterable[LayerRecord], field: str) -> list[Band]:
     stretches: list[tuple[str, float, float]] = []  # name, start, end
-    before, known, kind = 0, None, ""
+    before: float = 0
+    known, kind = None, ""
     for r in records:
         found = getattr(r, field)
         if found:

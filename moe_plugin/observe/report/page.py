@@ -319,8 +319,10 @@ def _files(run: RunRecord, place: Path | None) -> Iterator[tuple[str, str | None
     """Yield the names of the run's files, with a link if the file exists."""
     for name in run.files:
         path = run.folder / name if run.folder else None
-        known = place is not None and path is not None and path.is_file()
-        yield name, quote(os.path.relpath(path, place)) if known else None
+        if place is None or path is None or not path.is_file():
+            yield name, None
+        else:
+            yield name, quote(os.path.relpath(path, place))
 
 
 def _asset(name: str) -> str:

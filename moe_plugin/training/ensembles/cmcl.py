@@ -216,7 +216,7 @@ def _choose(ce_NM: Tensor, kl_NM: Tensor, k: int, beta: float, group_N: Tensor |
     if group_N is None:
         return responsible(ce_NM, kl_NM, k, beta)
     total_2GM = [x.new_zeros(groups, x.shape[1]).index_add_(0, group_N, x) for x in (ce_NM, kl_NM)]
-    return responsible(*total_2GM, k, beta)[group_N]
+    return responsible(total_2GM[0], total_2GM[1], k, beta)[group_N]
 
 
 def ensemble_errors(logits_NMC: Tensor, target_N: Tensor) -> tuple[Tensor, Tensor]:

@@ -98,7 +98,8 @@ def muon_groups(model: nn.Module, lr: float, adamw_lr: float, *, weight_decay: f
     if dense:
         forms |= {id(module.weight): MatrixForm() for module in model.modules()
                   if isinstance(module, nn.Linear)}
-    stacks, groups = stacked(model), {}
+    stacks = stacked(model)
+    groups: dict[str, dict[str, Any]] = {}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
@@ -274,8 +275,8 @@ def _of_whole(part: Tensor, place: tuple[str, Placement] | None,
         return compute(part)
     name, at = place
     comm = at.comm.contiguous_subgroup(at.shards)
-    whole = gather_parameters({name: part}, comm, at.shards)[name]
-    return compute(whole).chunk(at.shards, SHARD_AXIS[name])[at.shard]
+    gathered = gather_parameters({name: part}, comm, at.shards)[name]
+    return compute(gathered).chunk(at.shards, SHARD_AXIS[name])[at.shard]
 
 
 def _orthogonalized(stack: Tensor, group: Mapping[str, Any]) -> Tensor:

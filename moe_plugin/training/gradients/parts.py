@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -97,10 +98,12 @@ def shards(parameters: Iterable[nn.Parameter], comm: Comm) -> list[Part]:
         parameters: parameters of the model.
         comm: the ranks over which DTensors are sharded along their first axis.
     """
-    return [
-        Part(p, _stand_in(p, p.detach().to_local()), p.shape, comm, stays=True)
-        if is_sharded(p) else Part(p, p, p.shape, None) for p in parameters
-    ]
+    parts: list[Part] = []
+    for parameter in parameters:
+        p: Any = parameter  # a DTensor is a Parameter, too
+        parts.append(Part(p, _stand_in(p, p.detach().to_local()), p.shape, comm, stays=True)
+                     if is_sharded(parameter) else Part(p, p, p.shape, None))
+    return parts
 
 
 def slices(parameters: Iterable[nn.Parameter], comm: Comm, replicas: Comm | None) -> list[Part]:

@@ -263,7 +263,7 @@ class StreamedPeer:
         """Return a digest of the outer optimizer's state and the number of steps, int64 [4]."""
         digest = blake2b(str(self.trainer.steps).encode(), digest_size=32)
         for kept in self._kept:
-            digest.update(kept.read()[0].numpy())
+            digest.update(kept.read()[0].numpy().data)
         return torch.frombuffer(bytearray(digest.digest()), dtype=torch.int64)
 
     def _changes(self, blocks: Iterator[list[Tensor]], staged: list[Callable[[bool], None]]
@@ -281,6 +281,7 @@ class StreamedPeer:
             for x, start in zip(weights, theta, strict=True):
                 torch.sub(start, x, out=x)
             yield tensors
+            assert self.outer is not None
             self.outer.step(theta, momenta, weights)
             for x, new in zip(weights, theta, strict=True):
                 x.copy_(new)

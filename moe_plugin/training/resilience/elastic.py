@@ -74,7 +74,8 @@ class ElasticReplica:
         if rank == 0:
             store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
         place = (host, store.port) if store is not None else None
-        host, port = (gather_objects(place, "stores") if ranks > 1 else [place])[0]
+        places: list[Any] = gather_objects(place, "stores") if ranks > 1 else [place]
+        host, port = places[0]
         wait, quorum_s = timedelta(seconds=timeout_s), max(timeout_s, QUORUM_S)
         self._store = store  # keeps the store alive as long as this object
         self.members, self.lost, self.healed = 0, 0, False

@@ -163,9 +163,11 @@ class TwinCheck(RunFeature):
             return batch
         # The data comes from a rank of this job, not from a file, so pickle is safe. Tensors on a
         # GPU are loaded to this rank's GPU.
+        def to_own(storage: Any, place: str) -> Any:
+            return storage if place == "cpu" else storage.to(device=device)
+
         return torch_load(io.BytesIO(got.cpu().numpy().tobytes()), weights_only=False,
-                          map_location=lambda storage, place: storage if place == "cpu" else
-                          storage.to(device=device))
+                          map_location=to_own)
 
     def _compare(self, step: int, seen: _Recorder) -> None:
         sums = torch.stack(seen.sums).to(self.world.device)
@@ -234,7 +236,9 @@ class _Recorder:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self.model, self.sums, self.names = model, [], []
+        self.model = model
+        self.sums: list[Tensor] = []
+        self.names: list[str] = []
         self._hooks = ExitStack()
 
     def __enter__(self) -> _Recorder:

@@ -94,7 +94,8 @@ def _open(paths: Sequence[str], trusted: bool) -> Source:
                               f"{sorted(map(str, steps))}; use files of one step")
     parts, ep = [(shared, shared[MODEL], paths[0])], count // local
     for rank, state in enumerate(ranks[:ep]):
-        numbered = {renumbered(name, rank * local + expert_of(name)[1]): value
+        places: dict[str, Any] = {name: expert_of(name) for name in state[MODEL]}
+        numbered = {renumbered(name, rank * local + places[name][1]): value
                     for name, value in state[MODEL].items()}
         parts.append((state, numbered, paths[1 + rank]))
     unread = next(filter(None, (_why_unassignable(*part) for part in parts)), "")

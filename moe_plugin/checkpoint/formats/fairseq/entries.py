@@ -31,7 +31,9 @@ def renamed(state: Any) -> Any:
     """
     extra = state.get("extra_state") if isinstance(state, dict) else None
     for part, keys in ((state, (MODEL,)), (extra, AVERAGES)):
-        for key in keys if isinstance(part, dict) else ():
+        if not isinstance(part, dict):
+            continue
+        for key in keys:
             if isinstance(column := part.get(key), dict):
                 part[key] = with_current_names(column)
     return state

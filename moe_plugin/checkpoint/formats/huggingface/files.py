@@ -55,7 +55,8 @@ def open_safetensors(path: Path) -> DerivedSource:
     config = read_json(path / CONFIG)
     if (path / MODELOPT).is_file():
         config.setdefault("quantization_config", {"quant_method": "modelopt"})
-    weights, found = weight_map(path), {}
+    weights = weight_map(path)
+    found: dict[str, Any] = {}
     files = list(dict.fromkeys(weights.values()))
     for file in files:
         held = _tensors_in(path / file)

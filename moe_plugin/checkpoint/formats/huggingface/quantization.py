@@ -160,8 +160,9 @@ def dtype_of(config: Mapping[str, Any]) -> torch.dtype:
     none.
     """
     dtype = getattr(torch, str(config.get("dtype") or config.get("torch_dtype")), None)
-    plain = isinstance(dtype, torch.dtype) and dtype.is_floating_point and not is_code(dtype)
-    return dtype if plain else torch.bfloat16
+    if isinstance(dtype, torch.dtype) and dtype.is_floating_point and not is_code(dtype):
+        return dtype
+    return torch.bfloat16
 
 
 def _plain(source: Source, quantization: Mapping[str, Any],
@@ -209,6 +210,7 @@ def _product(codes: Derived, scales: Derived, quantization: Mapping[str, Any],
     block, wide = _block(codes, scales, quantization), torch.promote_types(dtype, torch.float32)
 
     def read(window: Window) -> Tensor:
+        assert block is not None
         *outer, down, across = window
         grid = scales.read((*outer, _blocks_of(down, block[0]), _blocks_of(across, block[1])))
         scale = _numbers(grid, wide).index_select(-2, _block_of_each(down, block[0]))

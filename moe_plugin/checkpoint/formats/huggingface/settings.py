@@ -312,8 +312,9 @@ def _latent_of(decoder: Decoder, model: NeutralModel) -> dict[str, Any]:
 
 def _routing_of(block: Block, decoder: Decoder, model: NeutralModel) -> dict[str, Any]:
     s = model.settings
-    config = {block.key("experts"): model.experts, block.key("width"): model.expert_width,
-              block.key("top_k"): s.top_k}
+    config: dict[str, Any] = {
+        block.key("experts"): model.experts, block.key("width"): model.expert_width,
+        block.key("top_k"): s.top_k}
     if block.normalize is None:
         config[block.key("normalize_top_k")] = s.normalize_top_k
     if block.scales:

@@ -116,7 +116,7 @@ def to_decoder(settings: Mapping[str, Any], *, tied: bool, learned: bool,
         **_groups(settings, score))
 
 
-def _groups(settings: Mapping[str, Any], score: str) -> dict[str, int]:
+def _groups(settings: Mapping[str, Any], score: str) -> dict[str, Any]:
     """Return the neutral settings of group-limited routing, or an empty dict if there are no
     groups.
     """

@@ -116,6 +116,7 @@ class DistributedFiles:
             CheckpointError: If the chunks do not cover the window, or if a file is damaged.
         """
         stored, shape = self._metadata[name], window_shape(window)
+        assert isinstance(stored, TensorStorageMetadata)
         found, out = 0, torch.empty(shape, dtype=stored.properties.dtype)
         for chunk in stored.chunks:
             inside = [slice(max(want.start, at), min(want.stop, at + size))

@@ -132,6 +132,8 @@ def _uniform(entries: Mapping[Key, TensorEntry]) -> bool:
 def _pieces(entries: Mapping[Key, TensorEntry], stacked: bool, master: str) -> Iterator[_Piece]:
     layers = len(common.layer_numbers(name for field, name in entries if field == MODEL))
     shapes: dict[str, tuple[Any, ...]] = {}
+    ahead: tuple[int, ...]
+    shape: tuple[int, ...]
     for key, entry in entries.items():
         rest, number = common.without_number(key[1])
         if stacked and number is not None:

@@ -269,7 +269,9 @@ def _chosen(trees: Iterable[Tree]) -> list[Tree]:
     are none.
     """
     trees = sorted(trees, key=lambda tree: (-tree.weight, tree.inward))
-    seen, first, rest = set(), [], []
+    seen: set[tuple[int, bool]] = set()
+    first: list[Tree] = []
+    rest: list[Tree] = []
     for tree in trees:
         (rest if (tree.root, tree.inward) in seen else first).append(tree)
         seen.add((tree.root, tree.inward))

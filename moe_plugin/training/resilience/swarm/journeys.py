@@ -88,7 +88,8 @@ class Driver:
             answer = self.task(last, step, number, "evaluate", {"x": inputs[last],
                                                                 "target": target})
             return Driven(answer["loss"], answer["logged"])
-        grad, loss, logged = None, 0.0, {}
+        grad, loss = None, 0.0
+        logged: Message = {}
         for stage in range(last, -1, -1):
             answer = self.task(stage, step, number, "backward", {
                 "x": inputs[stage], "grad": grad, "target": given(stage)})
@@ -229,7 +230,8 @@ class JoinedTrainer:
     def _follow(self, members: list[list[tuple[Address, float, float]]]) -> None:
         """Connect to the peers that the leading trainer uses."""
         for stage, (there, current) in enumerate(zip(members, self.members.stages, strict=True)):
-            new = {tuple(address): about for address, *about in there}
+            new: dict[Address, Any] = {
+                (host, port): about for (host, port), *about in there}
             for address in set(current) - new.keys():
                 self.members.leave(stage, address)
             for address in new.keys() - set(current):

@@ -8,6 +8,7 @@ import logging
 import threading
 import time
 from dataclasses import dataclass
+from typing import Any
 
 from moe_plugin.planner.peer_choice import Wiring
 from moe_plugin.training.resilience.swarm.messages import Address
@@ -110,7 +111,8 @@ class SwarmMembers:
         with self._changed:
             wiring = self._wirings[stage]
             left_out = frozenset(but & wiring.peers)
-            return wiring.choose(size, but=left_out) if wiring.peers - left_out else None
+            peer: Any = wiring.choose(size, but=left_out) if wiring.peers - left_out else None
+            return peer
 
     def done(self, stage: int, address: Address, size: float, seconds: float) -> None:
         """Record how long a task took, excluding the time spent waiting for other tasks."""

@@ -146,7 +146,7 @@ class Connection:
     @classmethod
     def to(cls, address: Address, timeout_s: float, access: Access = OPEN) -> Connection:
         """Connect to an address."""
-        return cls(socket.create_connection(tuple(address), timeout_s), timeout_s, access)
+        return cls(socket.create_connection((address[0], address[1]), timeout_s), timeout_s, access)
 
     def send(self, message: Message) -> None:
         """Send a message."""
@@ -181,7 +181,7 @@ class Connection:
                 f"a message cannot be read: {short(error)}") from error
 
     def _read(self, size: int, within_s: float) -> memoryview:
-        made, end, at = memoryview(np.empty(size, np.uint8)), time.monotonic() + within_s, 0
+        made, end, at = np.empty(size, np.uint8).data, time.monotonic() + within_s, 0
         while at < size:
             self._socket.settimeout(max(1e-3, min(PATIENCE_S, end - time.monotonic())))
             count = self._socket.recv_into(made[at:])

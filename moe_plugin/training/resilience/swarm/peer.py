@@ -264,7 +264,7 @@ class _Sums:
             part: the part that the member contributes.
         """
         with self._changed:
-            parts = self._parts.setdefault(tuple(key), {})
+            parts = self._parts.setdefault((key[0], key[1]), {})
             parts[source] = part
             self._changed.notify_all()
             if not self._changed.wait_for(lambda: len(parts) == members, self.timeout_s):

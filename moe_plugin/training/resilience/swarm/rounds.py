@@ -146,7 +146,8 @@ class SharedRounds:
                  lost: Callable[[int, Address, object], None]) -> None:
         self.members, self.run, self.steps, self.took, self.lost = members, run, steps, took, lost
         self.timeout_s: float = run["timeout_s"]
-        self._changed, self._now, self._serial = threading.Condition(), None, 0
+        self._changed, self._serial = threading.Condition(), 0
+        self._now: SharedRound | None = None
         self._results: dict[RoundId, Message] = {}
         self._owed: set[str] = set()  # trainers that have not received the last result yet
 
@@ -154,9 +155,9 @@ class SharedRounds:
         """Start a round with `count` micro-batches."""
         with self._changed:
             self._serial += 1
-            self._now = SharedRound(about, self._serial, count, self._changed)
+            self._now = now = SharedRound(about, self._serial, count, self._changed)
             self._changed.notify_all()
-            return self._now
+            return now
 
     def end(self, about: RoundId, result: Message | None, by: list[str]) -> None:
         """End the round.
@@ -205,7 +206,7 @@ class SharedRounds:
         """Return a micro-batch of a round or the result of the round. If neither is available after
         a while, return neither.
         """
-        about = tuple(about)
+        about = (about[0], about[1], about[2])  # a list, if it was sent
 
         def present() -> SharedRound | None:
             now = self._now
@@ -235,12 +236,12 @@ class SharedRounds:
         if now is None or now.over:  # the result does not count and need not be repeated
             return {"counted": True}
         now.alive(trainer)
-        return {"counted": self.took(stage, number, tuple(peer), None)}
+        return {"counted": self.took(stage, number, (peer[0], peer[1]), None)}
 
     def _lost(self, trainer: str, serial: int, stage: int, peer: Address, why: str) -> Message:
         now = self._current(serial)
         if now is not None and not now.over:
-            self.lost(stage, tuple(peer), why)
+            self.lost(stage, (peer[0], peer[1]), why)
         return {}
 
     def _back(self, trainer: str, serial: int, number: int) -> Message:

@@ -138,6 +138,7 @@ class ServedStage:
         return output if isinstance(output, tuple) else (output, None)
 
     def _loss_of(self, out: Tensor, target: Any) -> tuple[Tensor, Message]:
+        assert self.loss is not None  # the last stage has one
         result = self.loss(out, _moved(target, self.device))
         return result if isinstance(result, tuple) else (result, {})
 
@@ -159,7 +160,8 @@ class ServedStage:
         if x.is_floating_point():
             x.requires_grad_()
         with torch.enable_grad(), self._pass(micro_batch), self._no_state():
-            (out, balance), logged = self._output(x, target), {}
+            out, balance = self._output(x, target)
+            logged: Message = {}
             if grad is None:
                 out, logged = self._loss_of(out, target)
             roots = [(out, None if grad is None else grad.to(out))]
@@ -167,7 +169,7 @@ class ServedStage:
             if balance is not None:
                 roots.append((balance, None))
                 losses.append(balance)
-            torch.autograd.backward(*zip(*roots, strict=True))
+            torch.autograd.backward([root for root, _ in roots], [start for _, start in roots])
         grads = [torch.zeros(p.numel()) if p.grad is None else p.grad.flatten().float().cpu()
                  for p in self.parameters]
         given = torch.tensor([float(p.grad is not None) for p in self.parameters])
