@@ -66,7 +66,8 @@ class BlockOptimizers(FairseqOptimizer):
 
         In float32 this method has no effect, because the passes have already scaled the gradients.
         """
-        self.trainer.clip.multiply(c)
+        clip: Any = self.trainer.clip
+        clip.multiply(c)
 
     def clip_grad_norm(self, max_norm: float, aggregate_norm_fn: Any = None) -> Tensor:
         """Return the norm of all gradients. The gradients themselves are clipped when their block
@@ -85,6 +86,7 @@ class BlockOptimizers(FairseqOptimizer):
         state: dict[int, Any] = {}
         groups: list[dict[str, Any]] = []
         for block, first in self._with_optimizers():
+            assert block.optimizer is not None
             block_state = block.optimizer.state_dict()
             groups = groups or [{**block_state["param_groups"][0], "params": []}]
             for i, values in block_state["state"].items():
@@ -113,6 +115,7 @@ class BlockOptimizers(FairseqOptimizer):
             own = {i: {name: x.clone() if isinstance(x, Tensor) else x
                        for name, x in state[first + i].items()}
                    for i in numbers if first + i in state}
+            assert block.optimizer is not None
             block.optimizer.load_state_dict({
                 "state": own, "param_groups": [{**group, "params": list(numbers)}]})
             # torch has cast the state to the dtype of its parameter: load the original dtypes
@@ -134,10 +137,12 @@ class BlockOptimizers(FairseqOptimizer):
 class _DropsGradients:
     """Mixin for a 16-bit fairseq optimizer that also discards the gradients in its blocks."""
 
-    def zero_grad(self) -> None:
+    blocks: Any
+
+    def zero_grad(self: Any) -> None:
         """Discard the gradients stored by fairseq and by the blocks."""
         self.blocks.zero_grad()
-        super().zero_grad()
+        super().zero_grad()  # type: ignore[misc]  # of fairseq's optimizer
 
 
 def in_16_bits(cfg: Any, blocks: BlockOptimizers) -> FairseqOptimizer:
@@ -188,12 +193,13 @@ class FairseqNorm:
 
         place: index of the block.
         """
-        owners = [p for p in parameters if p.grad is not None]
+        owners = [(p, p.grad) for p in parameters if p.grad is not None]
         if self.size is not None:
-            multi_tensor.scale_([p.grad for p in owners], 1 / self.size())
-        experts = [p for p in owners if is_expert(p)]
-        self._experts.add(place, [p.grad for p in experts], [replicas_of(p) for p in experts])
-        self._dense[place] = [torch.norm(p.grad, p=2, dtype=torch.float32) for p in owners
+            multi_tensor.scale_([grad for _, grad in owners], 1 / self.size())
+        experts = [(p, grad) for p, grad in owners if is_expert(p)]
+        self._experts.add(place, [grad for _, grad in experts],
+                          [replicas_of(p) for p, _ in experts])
+        self._dense[place] = [torch.norm(grad, p=2, dtype=torch.float32) for p, grad in owners
                               if not is_expert(p)]
 
     @torch.no_grad()
@@ -277,14 +283,14 @@ class FusedAdam(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            whole: dict[tuple[torch.device, torch.dtype, int], list[list[Tensor]]] = {}
+            whole: dict[tuple[torch.device, torch.dtype, int], list[tuple[Tensor, ...]]] = {}
             for parameter in group["params"]:
                 if parameter.grad is None:
                     continue
                 state = self._counted_state(parameter)
                 weight = local(parameter)
-                row = [tensor.to(state["exp_avg"].dtype).contiguous() for tensor in (
-                    weight, *map(local, (parameter.grad, state["exp_avg"], state["exp_avg_sq"])))]
+                row = tuple(tensor.to(state["exp_avg"].dtype).contiguous() for tensor in (
+                    weight, *map(local, (parameter.grad, state["exp_avg"], state["exp_avg_sq"]))))
                 if row[0] is weight and not self.half:
                     whole.setdefault((weight.device, weight.dtype, state["step"]), []).append(row)
                     continue
@@ -314,7 +320,7 @@ class FusedAdam(torch.optim.Optimizer):
         The moments are contiguous tensors in float32, or in the parameter's dtype if its precision
         is higher.
         """
-        if parameter.grad.is_sparse:
+        if parameter.grad is not None and parameter.grad.is_sparse:
             raise RuntimeError("Adam does not support sparse gradients. Use another optimizer")
         state = _decoded(self.state[parameter])
         dtype = torch.float32 if parameter.dtype in _HALF else parameter.dtype

@@ -76,7 +76,7 @@ def changed(cfg: Any) -> dict[str, tuple[str, str]]:
 def _defaults(group: str, kind: dataclasses.Field[Any], values: Mapping[str, Any]
               ) -> dict[str, Any]:
     """Return the declared defaults of the settings in a group, or {} if there are none."""
-    name = values.get("_name") or values.get("arch")
+    name: Any = values.get("_name") or values.get("arch")
     declared = {
         "model": MODEL_DATACLASS_REGISTRY.get(ARCH_MODEL_NAME_REGISTRY.get(name, name)),
         "task": TASK_DATACLASS_REGISTRY.get(name)

@@ -58,7 +58,7 @@ class GateLoss:
             raise ValueError(
                 f"--moe-gate-loss-wt {cfg.moe_gate_loss_wt} is out of bounds: it must be >= 0. Use "
                 "0 for no gate loss")
-        criterion = super().build_criterion(cfg, task)
+        criterion = super().build_criterion(cfg, task)  # type: ignore[misc]  # of a criterion
         criterion.flags = cfg
         return criterion
 
@@ -70,7 +70,8 @@ class GateLoss:
         """
         for moe in layers_in(model):
             moe.forget()  # fairseq continues after a step that ran out of memory
-        inner, sample_size, logged = super().forward(model, sample, reduce=reduce)
+        inner, sample_size, logged = super().forward(  # type: ignore[misc]
+            model, sample, reduce=reduce)
         layers = moe_layers(model)
         if not layers:
             return inner, sample_size, {
@@ -116,7 +117,7 @@ class GateLoss:
                 metrics.log_scalar("nll_loss", inner / tokens / math.log(2), tokens, round=3)
             # equal counts keep fairseq from logging its own nll_loss
             named = [{**log, "ntokens": log.get("sample_size", 0)} for log in logging_outputs]
-        super().reduce_metrics(named)
+        super().reduce_metrics(named)  # type: ignore[misc]
         gate = sum(log.get("moe_loss", 0) for log in logging_outputs)
         metrics.log_scalar("moe_gate_loss", gate / sample_size, sample_size, round=4)
         for key in METRICS:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moe_plugin.comm import LocalComm, default_comm
+from moe_plugin.comm import Comm, LocalComm, default_comm
 from moe_plugin.comm.placement import HostContext
 from moe_plugin.config import MoEConfig, RunConfig, flatten, to_dict
 from moe_plugin.dispatch import dispatchers
@@ -61,7 +61,7 @@ class LayerSettings:
     @property
     def host(self) -> HostContext:
         """Information about the host that is passed to `MoELayer`."""
-        batch_comm = None
+        batch_comm: Comm | None = None
         if self.evaluation is not None:
             batch_comm = LocalComm()  # in evaluation, every rank has its own batches
         elif self.groups.world > 1 and (self.groups.replicas > 1
@@ -161,9 +161,9 @@ class FairseqMoELayer(TakesTokenIds, nn.Module):
             mask_BT = ~padding_BT[:, -length:].bool()
         if self.ignored:
             mask_BT = x_BTD.new_zeros(x_BTD.shape[:2], dtype=torch.bool)
-        known = "token_ids" in self.needs and self.tokens_BT is not None
-        # incremental decoding passes all earlier tokens as well
-        ids_BT = self.tokens_BT[:, -length:] if known else None
+        ids_BT = self.tokens_BT if "token_ids" in self.needs else None
+        if ids_BT is not None:  # incremental decoding passes all earlier tokens as well
+            ids_BT = ids_BT[:, -length:]
         info = token_info(x_BTD, ids_BT, self.needs, batch_axis=0)
         if self._turns is not None:
             self._turns.wait_for(self._number)
@@ -192,7 +192,8 @@ class FairseqMoELayer(TakesTokenIds, nn.Module):
     def _without_tokens(self) -> None:
         """Participate without tokens when other ranks call this layer, without changing `stats`."""
         self.moe.eval()
-        x_BTD = self.moe.experts.anchor.detach().new_empty(1, 0, self.moe.config.model_dim)
+        anchor: Any = self.moe.experts.anchor
+        x_BTD = anchor.detach().new_empty(1, 0, self.moe.config.model_dim)
         ids_BT = x_BTD.new_empty(1, 0, dtype=torch.int64) if "token_ids" in self.needs else None
         self._compute(x_BTD, None, token_info(x_BTD, ids_BT, self.needs, batch_axis=0))
 

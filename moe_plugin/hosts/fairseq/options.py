@@ -30,8 +30,9 @@ def _generated_field(spec: FlagSpec) -> tuple[str, Any, Any]:
     return spec.dest, Optional[str], field(default=None, metadata=flag_metadata(spec))
 
 
-GeneratedFlags = make_dataclass("GeneratedFlags", [_generated_field(spec) for spec in flag_specs()],
-                                bases=(FairseqDataclass,))
+GeneratedFlags: Any = make_dataclass(
+    "GeneratedFlags", [_generated_field(spec) for spec in flag_specs()],
+    bases=(FairseqDataclass,))
 GeneratedFlags.__doc__ = ("One field for each flag of `moe_plugin.config.flags`. Values are text, "
                           "as on a command line, and None if the flag was not passed.")
 
@@ -43,7 +44,7 @@ class BranchFlags(FairseqDataclass):
     moe_expert_count: int = _option(0, "number of experts in each MoE layer (fairseq moe)")
     moe_gating_use_fp32: bool = _option(
         False, "route in fp32 (fairseq moe); this package always does")
-    moe_second_expert_policy: ChoiceEnum(["sampling", "all", "random"]) = _option(
+    moe_second_expert_policy: ChoiceEnum(["sampling", "all", "random"]) = _option(  # type: ignore[valid-type]
         "sampling", "for top-2 in training: how the second expert is chosen (fairseq moe)")
     moe_normalize_gate_prob_before_dropping: bool = _option(
         False, "normalize gate weights before tokens are dropped, not after (fairseq moe)")
@@ -55,7 +56,7 @@ class BranchFlags(FairseqDataclass):
         "slots of an expert in evaluation, as a fraction of the batch's tokens; <= 0: as in "
         "training (fairseq moe)"
     )
-    moe_normalize_expert_grad: ChoiceEnum(["world_size", "sqrt_world_size"]) = _option(
+    moe_normalize_expert_grad: ChoiceEnum(["world_size", "sqrt_world_size"]) = _option(  # type: ignore[valid-type]
         "world_size",
         "divide expert gradients by the world size, or by its square root (fairseq moe)")
     use_moe_pad_mask: bool = _option(False, "do not route padding tokens (fairseq moe)")
@@ -112,9 +113,9 @@ class GateLossFlags(FairseqDataclass):
     """Flags of the MoE criteria."""
 
     moe_gate_loss_wt: float = _option(1.0, "weight of the gate loss (fairseq moe)")
-    moe_gate_loss_combine_method: ChoiceEnum(["average", "sum"]) = _option(
+    moe_gate_loss_combine_method: ChoiceEnum(["average", "sum"]) = _option(  # type: ignore[valid-type]
         "average", "combine the gate losses of the MoE layers by their mean or sum (fairseq moe)")
-    moe_gate_loss_transform: ChoiceEnum(["none", "neg_log"]) = _option(
+    moe_gate_loss_transform: ChoiceEnum(["none", "neg_log"]) = _option(  # type: ignore[valid-type]
         "none", "transformation of the combined gate loss (fairseq moe)")
 
 
@@ -146,9 +147,9 @@ class ConfidentOracleConfig(GateLossFlags, CrossEntropyCriterionConfig):
     oracle_k: int = _option(1, "number of heads responsible for a sentence or token")
     oracle_beta: float = _option(
         0.75, "weight of the loss that pulls the other heads to the uniform distribution")
-    oracle_labels: ChoiceEnum(["exact", "stochastic"]) = _option(
+    oracle_labels: ChoiceEnum(["exact", "stochastic"]) = _option(  # type: ignore[valid-type]
         "exact", "how that loss is computed: its exact gradient, or cross entropy to random labels")
-    oracle_unit: ChoiceEnum(["sentence", "token"]) = _option(
+    oracle_unit: ChoiceEnum(["sentence", "token"]) = _option(  # type: ignore[valid-type]
         "sentence", "whether heads are responsible for whole sentences or for single tokens")
 
 

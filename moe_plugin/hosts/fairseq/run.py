@@ -138,8 +138,9 @@ def seams_of(model: nn.Module, world: Any) -> HostSeams:
 def _activations(cfg: Any, model: nn.Module, comm: Any) -> Activations | None:
     """Return an object that manages the activations of encoder and decoder layers, or None."""
     asked = run_settings(model)
+    stacks: dict[str, Any] = dict(model.named_children())
     layers = {f"{stack}.layers.{i}": layer for stack in ("encoder", "decoder")
-              if (part := dict(model.named_children()).get(stack)) is not None
+              if (part := stacks.get(stack)) is not None
               for i, layer in enumerate(part.layers)}
     return manage_layers(asked.offload, layers, comm, refused={
         "--checkpoint-activations": bool(setting(cfg.model, "checkpoint_activations", False)),

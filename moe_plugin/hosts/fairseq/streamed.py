@@ -168,7 +168,8 @@ class StreamedLanguageModel:
         self._calls: list[_Call] = []
         self._given: Sequence[Given] = ()
         self._numbers: Iterator[Numbers] = iter(())
-        self._cfg, self._kind = cfg.optimizer, BlockOptimizers
+        self._cfg = cfg.optimizer
+        self._kind: Any = BlockOptimizers
         offload, decoder = run_settings(model).offload, model.decoder
         on_gpu = torch.cuda.is_available() and not cfg.common.cpu
         device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device(
@@ -218,6 +219,7 @@ class StreamedLanguageModel:
         self.model.train()
         self.model.set_num_updates(self.trainer.steps)
         norm = self.trainer.accumulate(self._micro_batches(self._given)).norm
+        assert norm is not None  # the trainer clips gradients
         self.blocks.gradient_norm = norm
         return self._taken()
 
@@ -233,7 +235,7 @@ class StreamedLanguageModel:
         return [(call.tokens, call) for call in self._calls]
 
     def _taken(self) -> list[Numbers]:
-        numbers = [call.numbers for call in self._calls]
+        numbers: list[Any] = [call.numbers for call in self._calls]
         self._calls = []
         return numbers
 
@@ -255,7 +257,8 @@ class StreamedLanguageModel:
 
     def _size(self) -> float:
         """Return the sample size of the step, summed in the same way as in fairseq."""
-        sizes = [call.numbers[1] for call in self._calls]
+        numbers: list[Any] = [call.numbers for call in self._calls]
+        sizes = [size for _, size, _ in numbers]
         return 1.0 if self._calls[-1].ignored else float(sum(sizes)) or 1.0
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:

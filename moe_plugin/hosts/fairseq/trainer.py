@@ -57,6 +57,8 @@ _OF_STEP = "a collective of the training step (gradients in DistributedDataParal
 class MoETrainer(Trainer):
     """fairseq's trainer for models with experts, which `fairseq-train` uses with this package."""
 
+    _wrapped_model: Any
+
     def __init__(self, cfg: Any, task: Any, model: Any, criterion: Any,
                  quantizer: Any = None) -> None:
         self.has_experts = bool(expert_parameters(model))
@@ -391,8 +393,8 @@ def norm_squared(parameters: list[torch.nn.Parameter], group: Any,
 
     Raises: CommError: If the collective call failed or timed out.
     """
-    squared = multi_tensor.squared_norm([p.grad for p in parameters], device,
-                                        [replicas_of(p) for p in parameters])
+    grads: list[Any] = [p.grad for p in parameters]
+    squared = multi_tensor.squared_norm(grads, device, [replicas_of(p) for p in parameters])
     if group is not None:
         with named("all_reduce of the gradient norm", group):
             dist.all_reduce(squared, group=group)

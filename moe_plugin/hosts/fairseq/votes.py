@@ -51,9 +51,10 @@ class FileTurns(StepVotes):
 
         Each parameter is included once. This is a collective call of the ranks within the worker.
         """
-        shared, experts = (
-            multi_tensor.squared_norm([p.grad for p in parameters if is_expert(p) == expert],
-                                      device) for expert in (False, True))
+        grads: dict[bool, list[Any]] = {
+            expert: [p.grad for p in parameters if is_expert(p) == expert]
+            for expert in (False, True)}
+        shared, experts = (multi_tensor.squared_norm(some, device) for some in grads.values())
         return shared + self.ballots.sharing.all_reduce(experts)
 
     def check_norm(self, norm: Tensor) -> None:

@@ -116,7 +116,8 @@ def add_heads(model: nn.Module, ensemble: EnsembleSettings, classes: int | None 
         ValueError: If tensor parallelism is used, which would split the output layer over ranks, or
             if the output layer shares the weights of the embeddings.
     """
-    config = model.config
+    language_model: Any = model
+    config = language_model.config
     if config.tensor_model_parallel_size > 1:
         raise ValueError(
             f"tensor_model_parallel_size={config.tensor_model_parallel_size} cannot be used with "
@@ -127,13 +128,13 @@ def add_heads(model: nn.Module, ensemble: EnsembleSettings, classes: int | None 
         raise ValueError(
             "share_embeddings_and_output_weights=True cannot be used with ensemble heads, which "
             "have separate weights. Set it to False.")
-    made = EnsembleHeads(config.hidden_size, classes or model.vocab_size, ensemble.heads,
+    made = EnsembleHeads(config.hidden_size, classes or language_model.vocab_size, ensemble.heads,
                          hidden=ensemble.hidden, sharing=ensemble.sharing,
                          dtype=config.params_dtype)
     loss = OracleLosses(ensemble)
     model.output_layer = _OutputHeads(made, loss).to(next(model.parameters()).device)
     model.register_forward_pre_hook(loss.take_mask, with_kwargs=True)
-    model.compute_language_model_loss = loss
+    language_model.compute_language_model_loss = loss
     return model
 
 

@@ -148,6 +148,9 @@ def _as_ours(leaf: ShardedTensor | ShardedTensorFactory, prefix: str, name: str,
     def convert(one: ShardedTensor) -> ShardedTensor:
         ours = names[-1]
         axis = len(one.global_shape) - (2 if swap else 1)  # the axis of the FFN's inner width
+        whole: Any
+        offset: Any
+        parts: Any
         whole, offset, parts = (list(values) for values in (
             one.global_shape, one.global_offset, one.axis_fragmentations))
         if gated:

@@ -130,7 +130,7 @@ class FileSteps(StepVotes):
         worker = comm_of(ps.get_expert_tensor_model_pipeline_parallel_group())
         assignment = assign(guard.assignment, comm.size, guard.votes)
         super().__init__(Ballots(assignment, comm, guard.aggregate, sharing, worker), [self.chunk],
-                         lambda p: p.main_grad, MegatronStart)
+                         lambda p: getattr(p, "main_grad"), MegatronStart)
         self.config, self._votes = config, guard.votes
         total, parts = microbatches * comm.size * sharing.size, assignment.count * sharing.size
         if total % parts:

@@ -79,6 +79,11 @@ class PluginMoELayer(TakesTokenIds, stages.Stages, core.MoELayer):
         ValueError: If a setting cannot be honoured. The error message contains value and remedy.
     """
 
+    layer_number: Any
+    router: Any
+    experts: Any
+    shared_experts: Any
+
     @settings_errors()
     def __init__(self, config: Any, submodules: Any = None, layer_number: int | None = None,
                  pg_collection: Any = None, settings: Mapping[str, Any] | None = None,
@@ -294,7 +299,8 @@ class PluginMoELayer(TakesTokenIds, stages.Stages, core.MoELayer):
 
     def _run(self, x_SBD: Tensor, real_SB: Tensor | None) -> Tensor:
         self._check_store()
-        ranks, shared = self.groups.tensor.size(), None
+        ranks: int = self.groups.tensor.size()
+        shared: Any = None
         if self.shared_experts is not None:
             shared = functools.cache(functools.partial(self.shared_experts_compute, x_SBD))
         overlapped = shared if self.plan.config.experts.shared_overlap else None
@@ -340,7 +346,8 @@ class PluginMoELayer(TakesTokenIds, stages.Stages, core.MoELayer):
 
     def _before_routing(self, x_SBD: Tensor) -> TokenInfo | None:
         if self.plan.native_router:
-            self.moe.router.batch_size = x_SBD.shape[1]
+            router: Any = self.moe.router
+            router.batch_size = x_SBD.shape[1]
         # with a pre-gate, routing for this layer starts in the block before, so that the end of a
         # step must be detected here
         if (has_own_gate(self.moe) and counts(self.training) and not self.continues

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -58,7 +59,7 @@ class NativeRouter(RouterModule):
             )
         padding_SB = None if mask_T is None else ~mask_T.view(-1, self.batch_size)
         x_SBD = x_TD.view(-1, self.batch_size, x_TD.shape[-1])
-        notes = nullcontext({}) if torch.compiler.is_compiling() else logged_losses()
+        notes: Any = nullcontext({}) if torch.compiler.is_compiling() else logged_losses()
         with self._weighed(x_TD.shape[0] if mask_T is None else mask_T.sum()), notes as losses:
             probs_TE, map_TE, undropped = core.call_native_router(self.native, x_SBD, padding_SB)
         probs_TE = probs_TE.view(-1, probs_TE.shape[-1])

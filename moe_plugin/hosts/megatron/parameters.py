@@ -33,6 +33,7 @@ def mark(experts: nn.Module) -> None:
     optimizers treat the biases of experts as vectors.
     """
     biases_are_vectors()
+    parameter: Any  # the attributes are read by Megatron
     for parameter in experts.parameters():
         parameter.allreduce = False
         parameter.tensor_model_parallel = True

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch.nn.functional as F
 from megatron.core import parallel_state as ps
@@ -63,7 +64,8 @@ def _place(layer: PluginMoELayer, layers: int) -> int:
     """Return the index of a layer's choices in a tensor that contains either all layers or only the
     MoE layers.
     """
-    number, count = layer.layer_number, layer.config.num_layers
+    number: Any = layer.layer_number
+    count = layer.config.num_layers
     before, all_moe = (losses.moe_layers_before(layer.config, n)
                        for n in (number, count + 1))
     if layers == count:

@@ -95,9 +95,7 @@ class StepClock:
         if microbatches is None:
             return False
         ended = self.left == 0
-        if self.left in (None, 0):
-            self.left = microbatches
-        self.left -= 1
+        self.left = (self.left or microbatches) - 1
         return ended
 
     def ended(self) -> bool:

@@ -164,10 +164,10 @@ class Script:
         if settings.offload.weights == "host":
             from moe_plugin.hosts.megatron import script_features
 
-            built = script_features.set_up(given, lambda: self.run)
-            self.passes, self._save = built[0][0].passes, script_features.save
-            self.connect(*built)
-            return built
+            streamed = script_features.set_up(given, lambda: self.run)
+            self.passes, self._save = streamed[0][0].passes, script_features.save
+            self.connect(*streamed)
+            return streamed
         with collectives_named("a collective of Megatron's set-up"):
             built = setup()
             if self.stages is not None:
@@ -358,7 +358,7 @@ def _refuse_unfit() -> None:
     ensemble.ensemble_of(args)
     replicas.check(args)
     resizing.check(args, run_config(settings_from_flags(arguments)))
-    given = getattr(args, "data_path", None) or ()
+    given: list[str] = getattr(args, "data_path", None) or []
     # only a single local path is checked: scripts may accept other kinds of paths
     if len(given) == 1 and "://" not in given[0] and not os.path.exists(given[0]):
         check_prefix(given[0])

@@ -63,12 +63,11 @@ def set_up(given: Mapping[str, Any], run: Callable[[], Run]
     """
     arguments = script_arguments()
     args = argparse.Namespace(**arguments)
-    model, optimizer = build(stages_of(given), args, settings_from_flags(arguments))
+    model, built = build(stages_of(given), args, settings_from_flags(arguments))
+    optimizer = None if args.skip_train else built
     model.model_type = arguments["model_type"] = given.get("model_type")
     scheduler = None
-    if args.skip_train:
-        optimizer = None
-    else:
+    if optimizer is not None:
         PreparedGradients(optimizer, run)
         scheduler = training_module("training").get_optimizer_param_scheduler(optimizer)
     arguments.update(iteration=0, num_floating_point_operations_so_far=0)

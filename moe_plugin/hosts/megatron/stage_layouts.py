@@ -273,8 +273,8 @@ def boundaries(stages: StageLayouts, world: Comm,
     for stage in range(len(stages.layouts) - 1):
         sides = range(stage * stages.ranks, (stage + 2) * stages.ranks)
         # one group per direction, so that on a GPU their messages do not wait for each other
-        groups = [world.subgroup(sides), world.subgroup(sides)]
-        if None in groups:
+        there, back = world.subgroup(sides), world.subgroup(sides)
+        if there is None or back is None:
             found.append(None)
             continue
         first, second = (stages.activation(s, args.seq_length, args.hidden_size)
@@ -282,8 +282,8 @@ def boundaries(stages: StageLayouts, world: Comm,
         second = TensorLayout(second.shape, {stages.ranks + device: box
                                              for device, box in second.boxes.items()})
         scale = stages.replicas(stage) / stages.replicas(stage + 1)
-        found.append(_Boundary(Resharding(groups[0], first, second),
-                               Resharding(groups[1], second, first),
+        found.append(_Boundary(Resharding(there, first, second),
+                               Resharding(back, second, first),
                                1.0 if args.calculate_per_token_loss else scale))
     return found
 
@@ -314,8 +314,9 @@ def unequal_passes(stages: StageLayouts, args: argparse.Namespace, config: Any,
         def _communicate(self, *, tensor_send_next: Tensor | None, tensor_send_prev: Tensor | None,
                          recv_prev: bool, recv_next: bool, tensor_shape: Any,
                          wait_on_reqs: bool = True) -> tuple[Tensor | None, Tensor | None, None]:
-            before = between[own - 1] if own else None
-            after = between[own] if own < len(between) else None
+            # None where this stage has no neighbour, with which it then exchanges nothing
+            before: Any = between[own - 1] if own else None
+            after: Any = between[own] if own < len(between) else None
             dtype = self.config.pipeline_dtype
             moves = {}
             if tensor_send_next is not None:
@@ -327,8 +328,9 @@ def unequal_passes(stages: StageLayouts, args: argparse.Namespace, config: Any,
             if recv_next:
                 moves["got back"] = after.backward.start(None, dtype)
             ended = {name: move.end() for name, move in moves.items()}
-            got = [ended.get(name) for name in ("got", "got back")]
-            return (*(None if x is None else x.requires_grad_() for x in got), None)
+            got, got_back = (None if x is None else x.requires_grad_() for x in (
+                ended.get("got"), ended.get("got back")))
+            return got, got_back, None
 
     groups = ProcessGroupCollection()
     groups.tp, groups.pp = (ps.get_tensor_model_parallel_group(),

@@ -232,11 +232,14 @@ def check(layer: Any) -> None:
             ("cuda_graph_impl", graphs, "'none'", graphs is None))))
 
 
-def _weights(plan: DispatchPlan) -> Tensor:
-    return plan.row_plan.weights_TK if isinstance(plan, TokenPlan) else plan.weights_TK
+def _weights(plan: Any) -> Tensor:
+    of: Any = plan.row_plan if isinstance(plan, TokenPlan) else plan
+    weights_TK: Tensor = of.weights_TK
+    return weights_TK
 
 
 def _with_weights(plan: DispatchPlan, weights_TK: Tensor) -> DispatchPlan:
     if isinstance(plan, TokenPlan):
         return dataclasses.replace(plan, row_plan=with_weights(plan.row_plan, weights_TK))
-    return dataclasses.replace(plan, weights_TK=weights_TK)
+    changed: Any = {"weights_TK": weights_TK}  # a field of all other plans
+    return dataclasses.replace(plan, **changed)

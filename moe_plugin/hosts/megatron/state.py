@@ -25,7 +25,6 @@ from typing import Any
 
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
-from torch import nn
 
 from moe_plugin.hosts.megatron import expert_layouts
 from moe_plugin.hosts.megatron.compat.checkpointing import is_wrapped
@@ -43,7 +42,7 @@ def tuner_state(moe: MoELayer) -> dict[str, Any] | None:
     return moe.get_extra_state().get(TUNER)
 
 
-def drop_repeated(layer: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
+def drop_repeated(layer: Any, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
     """Hook that runs after `state_dict`, removes the keys that `layer.moe` repeats, and adds the
     tuner's state.
     """
@@ -54,7 +53,7 @@ def drop_repeated(layer: nn.Module, state: dict[str, Any], prefix: str, _metadat
         state[prefix + TUNER] = tuner
 
 
-def add_repeated(layer: nn.Module, state: dict[str, Any], prefix: str, *_rest: Any) -> None:
+def add_repeated(layer: Any, state: dict[str, Any], prefix: str, *_rest: Any) -> None:
     """Hook that runs before `load_state_dict` and reverses the changes made by `drop_repeated`.
 
     Tuner state in the state dict is optional. It is ignored if the layer has no tuner.

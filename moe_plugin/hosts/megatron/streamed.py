@@ -67,9 +67,10 @@ class ModelPart(nn.Module):
     The output has shape [T, B, D]. The last part returns losses [B, T].
     """
 
-    def __init__(self, part: nn.Module, calls: _Calls) -> None:
+    def __init__(self, part: Any, calls: _Calls) -> None:
         super().__init__()
-        self.part, self.calls = part, calls
+        self.part: Any = part
+        self.calls = calls
 
     def forward(self, x: Tensor) -> Tensor:
         """Compute the output of the part for `x` [T, B, D]. The first part ignores `x`."""
@@ -138,6 +139,8 @@ class StreamedModel(nn.Module):
     peers: PeerSteps | None = None
     loaded: Path | None = None
 
+    model_type: Any  # read by Megatron
+
     def __init__(self, make: MakePart, args: argparse.Namespace, offload: OffloadConfig) -> None:
         super().__init__()
         self._calls, self._logged, self._count = _Calls(), list[dict[str, Tensor]](), 1
@@ -158,7 +161,7 @@ class StreamedModel(nn.Module):
             main_weights=args.fp16 or args.bf16,
             float32_sums=args.accumulate_allreduce_grads_in_fp32)
         self.module = nn.ModuleList(block.module for block in self.trainer.blocks)
-        first = self.module[0].part
+        first: Any = self.module[0].part
         self.config, self.pg_collection = first.config, getattr(first, "pg_collection", None)
         self._signature, self.norm = inspect.signature(first.forward), 0.0
 
@@ -173,7 +176,7 @@ class StreamedModel(nn.Module):
             return [] if first or last else [numbered(specs[number - 1], number)]
 
         with core.chosen_layers(chosen):
-            part = make(pre_process=first, post_process=last)
+            part: Any = make(pre_process=first, post_process=last)
         if args.fp16 or args.bf16:
             part = part.half() if args.fp16 else part.bfloat16()
         RankGradients.mark(part)
@@ -215,7 +218,9 @@ class StreamedModel(nn.Module):
                 self.trainer.evaluate(given)
                 continue
             with core.auxiliary_scale(self._scale * (1 / num_microbatches)):
-                self.norm = float(self.trainer.accumulate(given).norm)
+                norm = self.trainer.accumulate(given).norm
+                assert norm is not None  # the trainer clips gradients
+                self.norm = float(norm)
         self._calls.given.clear()
         return self._logged
 

@@ -47,8 +47,8 @@ def save(root: str, model: StreamedModel, optimizer: StreamedOptimizer,
         progress = {**progress, _SCALER: {name: float(x) for name, x in
                                           scaler.state_dict().items()}}
     with refused_together("a checkpoint") if dist.get_world_size() > 1 else nullcontext():
-        save_weights(model.trainer, _own(folder), model.peers and model.peers.outer_state,
-                     finite=True)
+        outer = None if model.peers is None else model.peers.outer_state
+        save_weights(model.trainer, _own(folder), outer, finite=True)
     if dist.get_rank() > 0:
         return folder
     write_whole(Path(folder, META), checksums.seal_json(

@@ -95,7 +95,7 @@ class RankGradients:
                      False: ps.get_data_parallel_group(with_context_parallel=True)}
 
     @staticmethod
-    def mark(part: nn.Module) -> None:
+    def mark(part: Any) -> None:
         """Mark the parameters whose gradients must be summed over tensor-parallel ranks."""
         for name, p in part.named_parameters():
             p.sum_over_tensor_ranks = part.config.sequence_parallel and getattr(
@@ -104,7 +104,7 @@ class RankGradients:
 
     def __call__(self, parameters: Sequence[nn.Parameter]) -> None:
         """Reduce the gradients of these parameters. This is a collective call."""
-        trained = [p for p in parameters if p.requires_grad]
+        trained: list[Any] = [p for p in parameters if p.requires_grad]
         for p in trained:
             if p.grad is None:  # the other ranks may have a gradient and wait in the collective
                 p.grad = torch.zeros(p.shape, dtype=p.dtype, device=p.device)
@@ -171,8 +171,8 @@ class StreamedNorm:
         """Return the norm of all gradients added since the last call, as a 0-dim float64 tensor.
         Collective.
         """
-        kinds = [self._norm_of(expert) for expert in (False, True)]
-        kinds = [norm for norm in kinds if norm is not None]
+        norms = [self._norm_of(expert) for expert in (False, True)]
+        kinds = [norm for norm in norms if norm is not None]
         total = kinds[0] if len(kinds) == 1 else math.sqrt(sum(norm**2 for norm in kinds))
         self._factor = self.max_norm / (total + 1e-6) if self.max_norm > 0 else 1.0
         self.forget()

@@ -58,7 +58,8 @@ class SwarmStage(nn.Module):
 
     def __init__(self, part: nn.Module, forward_step: ForwardStep) -> None:
         super().__init__()
-        self.part, self.forward_step = part, forward_step
+        self.part: Any = part
+        self.forward_step = forward_step
         self.loss: Callable[[Tensor], Any] | None = None
 
     def forward(self, x: Tensor, batch: dict[str, Tensor]) -> Tensor:
@@ -110,7 +111,9 @@ def serve(swarm: SwarmConfig, args: argparse.Namespace, make: MakePart, forward_
         return found
 
     def loss(output: Tensor, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
-        total, *tokens, logged = made[0].loss(output)
+        of_stage = made[0].loss
+        assert of_stage is not None
+        total, *tokens, logged = of_stage(output)
         mean = total / tokens[0].clamp(min=1) if tokens else total
         return mean / count, {name: x.detach() for name, x in logged.items()}
 
@@ -157,6 +160,8 @@ class SwarmModel(nn.Module):
 
     vp_stage, pre_process, post_process = None, True, True
 
+    model_type: Any  # read by Megatron
+
     def __init__(self, empty: nn.Module, trainer: Swarm | JoinedTrainer) -> None:
         super().__init__()
         self.config, self.pg_collection = empty.config, getattr(empty, "pg_collection", None)
@@ -179,11 +184,12 @@ class SwarmModel(nn.Module):
         iterator = data_iterator[0] if isinstance(data_iterator, list) else data_iterator
         given = [(torch.zeros(1, dtype=torch.int64), _tensors(next(iterator)))
                  for _ in range(num_microbatches)]
-        leads = isinstance(self.trainer, Swarm)
+        trainer: Any = self.trainer
+        leads = isinstance(trainer, Swarm)
         if forward_only:
-            found = self.trainer.evaluate(given)
+            found = trainer.evaluate(given)
         else:
-            found = self.trainer.accumulate(given) if leads else self.trainer.step(given)
+            found = trainer.accumulate(given) if leads else trainer.step(given)
             self.norm = float(found.norm if leads else found["norm"])
         return list(found.logged if leads else found["logged"])
 
@@ -233,7 +239,9 @@ def set_up(given: Mapping[str, Any], run: Callable[[], Run], forward_step: Forwa
         raise SystemExit(0)
     with core.chosen_layers(lambda specs: []):
         empty = make(pre_process=False, post_process=False)
-    settings, progress, folder = model_settings(args, empty.config), {}, None
+    settings = model_settings(args, empty.config)
+    progress: dict[str, Any] = {}
+    folder = None
     if swarm.role == "lead" and args.load is not None:
         progress, folder = _saved(args.load, settings, args.ckpt_step)
     trainer = _trainer(swarm, args, folder)

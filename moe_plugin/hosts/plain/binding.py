@@ -18,7 +18,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 log = logging.getLogger(__name__)
 # environment variables in which torchrun, Slurm and Open MPI pass the local rank and the number of
@@ -138,7 +138,7 @@ def gpu_bus_ids() -> list[str]:
 
     bus_ids = []
     for index in range(torch.cuda.device_count()):
-        p = torch.cuda.get_device_properties(index)
+        p: Any = torch.cuda.get_device_properties(index)
         if not hasattr(p, "pci_bus_id"):
             return []
         bus_ids.append(f"{p.pci_domain_id:04x}:{p.pci_bus_id:02x}:{p.pci_device_id:02x}.0")

@@ -170,7 +170,7 @@ def _explained(maps: list[Any], twin: nn.Module, ran: _Ran) -> FeedForward | Non
     number = distances.index(min(distances))
     if not distances[number] <= NEAR:
         return None
-    placed: dict[str, float] = {}
+    placed: dict[str, Any] = {}
     for call, part in enumerate(part for part in ran.parts if isinstance(part, nn.Dropout)):
         place = _place(candidates[number], twin, call, ran.x_TD) if part.p else None
         if part.p and (place is None or place in placed):

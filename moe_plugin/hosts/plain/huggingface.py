@@ -67,7 +67,7 @@ class SwappedBlock(MoEBlock):
         self.original: tuple[nn.Module] = (block.to_empty(device="meta"),)
         self.family = family
 
-    def forward(self, x: Tensor) -> Any:
+    def forward(self, x: Tensor) -> Any:  # type: ignore[override]  # transformers passes no mask
         """Apply the MoE layer to `x`.
 
         Returns a tensor, or (tensor, None) if the model's own block also returns router logits.
@@ -121,7 +121,7 @@ def swap_moe_blocks(model: nn.Module, comm: Comm | None = None,
     swapped = []
     for index, layer in enumerate(decoder.layers):
         block = getattr(layer, child, None)
-        if not hasattr(block, "experts"):
+        if block is None or not hasattr(block, "experts"):
             continue
         state = {f"model.layers.{index}.{child}.{name}": value
                  for name, value in block.state_dict().items()}

@@ -127,9 +127,8 @@ class TrainingSteps:
         self._voting = self.run.find(StepVotes)
 
     def _hold(self, folder: str | os.PathLike[str], take_over: bool) -> None:
-        several = isinstance(self.world, TorchComm)
         with (refused_together("the folder of the run", self.world.group)
-              if several else nullcontext()):
+              if isinstance(self.world, TorchComm) else nullcontext()):
             if self.world.rank == 0:
                 self._lock = hold_folder(folder, take_over)
 
@@ -272,7 +271,7 @@ class TrainingSteps:
             self._lock = None
 
 
-def _tell(layer: MoELayer, _: Any, out: MoEOutput) -> None:
+def _tell(layer: Any, _: Any, out: MoEOutput) -> None:
     # with recomputed activations only the first of the two passes is counted
     if out.stats is not None and (not layer.training or (
             torch.is_grad_enabled() and not replaying())):

@@ -114,6 +114,7 @@ class BlockGradients:
                 refuse_same_tokens(layer)
             self._replicas[name] = replica_comm(group, self.world)
         replicas = self._replicas[name]
-        for parameter in expert_parameters(block).values() if replicas is not None else ():
-            mark_replicas(parameter, replicas.size)  # so that the norm counts each expert once
+        size = 0 if replicas is None else replicas.size
+        for parameter in expert_parameters(block).values() if size else ():
+            mark_replicas(parameter, size)  # so that the norm counts each expert once
         sync_gradients(block, self.world, group, replicas if group.size > 1 else None)

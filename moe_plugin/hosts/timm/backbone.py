@@ -89,7 +89,7 @@ def distance_attention() -> Any:
     similarities instead of dot products, and a sigmoid after the network. Source: Swin-Transformer,
     `models/swin_transformer_moe.py`.
     """
-    swin = optional("timm.models.swin_transformer")
+    swin: Any = optional("timm.models.swin_transformer")
 
     class DistanceAttention(swin.WindowAttention):
         def __init__(self, dim: int, num_heads: int, window_size: tuple[int, int]) -> None:

@@ -7,6 +7,7 @@ C the number of classes, and D the number of features.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -71,7 +72,7 @@ class SwinEnsemble(nn.Module):
         return logits
 
 
-def steps_of(model: nn.Module) -> list[str]:
+def steps_of(model: Any) -> list[str]:
     """Return the names of the modules that a Swin transformer calls, in order and without the head.
     """
     names = ["patch_embed"]

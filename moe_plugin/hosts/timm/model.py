@@ -176,7 +176,7 @@ def _without_output_biases(model: nn.Module) -> None:
 
 def _widen(model: nn.Module, place: str, factor: int) -> None:
     """Replace the MLP at `place` with an MLP whose inner width is `factor` times as large."""
-    mlp = model.get_submodule(place)
+    mlp: Any = model.get_submodule(place)
     wide = type(mlp)(mlp.fc1.in_features, factor * mlp.fc1.out_features, act_layer=type(mlp.act))
     draw_linear(wide)
     model.set_submodule(place, wide)

@@ -298,6 +298,7 @@ class Trainer:
                                                         self.comm.size):
             sums = sums + self.task.counts(self.model(x_BCSS), y, real_B)
             for _, block in self.blocks:
+                assert block.last is not None and block.last.stats is not None
                 stats = block.last.stats
                 routed_2 += torch.stack([stats.load_KE.sum(), stats.kept_KE.sum()]).double()
         routed, kept = self.comm.all_reduce(routed_2).tolist()
@@ -333,7 +334,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line of the training script."""
     args = parser(__doc__).parse_args(argv)
     args.out.mkdir(parents=True, exist_ok=True)
-    gloo = {"backend": "gloo", "timeout": timedelta(seconds=args.timeout)}
+    gloo: dict[str, Any] = {"backend": "gloo", "timeout": timedelta(seconds=args.timeout)}
     if "RANK" in os.environ:
         dist.init_process_group(**gloo)
     else:

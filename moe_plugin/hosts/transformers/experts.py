@@ -34,7 +34,7 @@ _LARGE = torch.logspace(-3, 4, 29)  # a clipped activation differs from ours onl
 _POINTS = torch.cat([torch.linspace(-6, 6, 97), _LARGE, -_LARGE])
 
 
-def activation_of(module: nn.Module) -> str | None:
+def activation_of(module: Any) -> str | None:
     """Return the name (in `ACTIVATIONS`) of the activation that an experts module uses.
 
     Returns None if the module computes anything else between its two matmuls, for example a clamped
@@ -54,7 +54,7 @@ def activation_of(module: nn.Module) -> str | None:
     return None
 
 
-def check_module(module: nn.Module) -> None:
+def check_module(module: Any) -> None:
     """Raise a `ValueError` unless an experts module declares how its weights are stored.
 
     The weights must be floating-point numbers of 16 bits or more that are used without scaling.
@@ -71,7 +71,7 @@ def check_module(module: nn.Module) -> None:
         "implementation")
 
 
-def experts_of(module: nn.Module, config: MoEConfig, placement: Placement) -> Experts:
+def experts_of(module: Any, config: MoEConfig, placement: Placement) -> Experts:
     """Return the object that computes a module's experts on the current rank.
 
     Experts with a special activation or gate are computed by torch's grouped matmul, which supports
@@ -131,7 +131,7 @@ def _halves(both: Tensor, concatenated: bool) -> tuple[Tensor, Tensor]:
     return both[..., ::2], both[..., 1::2]
 
 
-def _input_first(module: nn.Module, weight: Tensor) -> Tensor:
+def _input_first(module: Any, weight: Tensor) -> Tensor:
     """Return a stack of a module's matrices with the shape [L, I, O]."""
     return weight if module.is_transposed else weight.transpose(1, 2)
 
@@ -149,7 +149,7 @@ class ModuleExperts(FFNExperts):
         placement: describes which experts the current rank stores.
     """
 
-    def __init__(self, module: nn.Module, config: MoEConfig, placement: Placement) -> None:
+    def __init__(self, module: Any, config: MoEConfig, placement: Placement) -> None:
         Experts.__init__(self)
         self.module = (module,)  # a tuple keeps the module from being registered as a submodule
         self.config, self.placement = config.experts, placement
@@ -195,7 +195,7 @@ class OwnFormExperts(Experts):
     The module defines this function in `_apply_gate`, `act_fn` and `post_expert_norm`.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: Any) -> None:
         super().__init__()
         self.module = (module,)
 
@@ -223,7 +223,7 @@ class OwnFormExperts(Experts):
         return grouped(rows_RI, counts, _input_first(module, getattr(module, name)), bias_LO)
 
 
-def stacks_read_once(module: nn.Module) -> AbstractContextManager[None]:
+def stacks_read_once(module: Any) -> AbstractContextManager[None]:
     """Compute parametrized stacks of weights (for example adapted by `peft`) only once per call, in
     a fixed order.
 
@@ -235,19 +235,19 @@ def stacks_read_once(module: nn.Module) -> AbstractContextManager[None]:
 
 
 @contextmanager
-def _read_once(module: nn.Module, names: list[str]) -> Iterator[None]:
+def _read_once(module: Any, names: list[str]) -> Iterator[None]:
     with parametrize.cached():
         for name in names:
             getattr(module, name)
         yield
 
 
-def first_stack(module: nn.Module) -> Tensor:
+def first_stack(module: Any) -> Tensor:
     stack: Tensor = module.gate_up_proj if module.has_gate else module.up_proj
     return stack
 
 
-def _anchor(module: nn.Module) -> Any:
+def _anchor(module: Any) -> Any:
     values = [p for p in module._parameters.values() if p is not None]
     # adapters move stacks into submodules, and replicas of `nn.DataParallel` have no parameters
     values = values or list(module.parameters()) or [first_stack(module)]

@@ -91,7 +91,7 @@ def check(model: nn.Module) -> list[str]:
     return names
 
 
-def _is_ours(module: nn.Module) -> bool:
+def _is_ours(module: Any) -> bool:
     if _OVER_RANKS in vars(module):
         return True
     name = of_transformers(module) and implementation_of(module)
@@ -134,7 +134,7 @@ class _Kept:
         return _Kept, ()
 
 
-def _experts_forward(settings: Mapping[str, Any], self: nn.Module, hidden_states: Tensor,
+def _experts_forward(settings: Mapping[str, Any], self: Any, hidden_states: Tensor,
                      top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """Compute the experts that the current rank stores. Called through `ALL_EXPERTS_FUNCTIONS`.
 
@@ -150,7 +150,7 @@ def _experts_forward(settings: Mapping[str, Any], self: nn.Module, hidden_states
         return _experts_read(settings, self, hidden_states, top_k_index, top_k_weights)
 
 
-def _experts_read(settings: Mapping[str, Any], self: nn.Module, hidden_states: Tensor,
+def _experts_read(settings: Mapping[str, Any], self: Any, hidden_states: Tensor,
                   top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     kept, key = self.__dict__.get(KEPT), (settings, self)
     if kept is None or kept.key != key:  # a replica of `nn.DataParallel` inherits this attribute
@@ -215,7 +215,7 @@ class PluginEP(EPImplementation):
         part = _part(hidden_states, top_k_index, top_k_weights, self.sharing)
         return gather(_call(routed, module, *part), self.sharing)[:tokens]
 
-    def _check(self, module: nn.Module) -> None:
+    def _check(self, module: Any) -> None:
         """Compare the experts of all ranks in some of the training calls. See `OverwriteCheck`."""
         if torch.compiler.is_compiling() or self.comm.size == 1 or not (
                 module.training and torch.is_grad_enabled()):
@@ -235,7 +235,7 @@ def _part(x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor,
     return split_tokens(x_TD, None, comm)[0], ids_TK, split_tokens(weights_TK, None, comm)[0]
 
 
-def _call(routed: RoutedExperts, module: nn.Module, x_TD: Tensor, ids_TK: Tensor,
+def _call(routed: RoutedExperts, module: Any, x_TD: Tensor, ids_TK: Tensor,
           weights_TK: Tensor) -> Tensor:
     routed.experts.training = module.training
     wide = x_TD
@@ -244,7 +244,7 @@ def _call(routed: RoutedExperts, module: nn.Module, x_TD: Tensor, ids_TK: Tensor
     return routed(wide, ids_TK, weights_TK, training=module.training).to(x_TD.dtype)
 
 
-def _routed(module: nn.Module, settings: Mapping[str, Any], comm: Comm, experts: int,
+def _routed(module: Any, settings: Mapping[str, Any], comm: Comm, experts: int,
             choices: int) -> RoutedExperts:
     """Build the object that computes the calls of an experts module. Collective."""
     check_module(module)  # again, because the weights may be quantized after the model is built

@@ -343,7 +343,8 @@ def _add_overrides(path: str, state: Mapping[str, Any], overrides: Mapping[str, 
     for name in sorted((overrides.keys() & _names_of_settings()) - set(settings)):
         logger.info("%s lacks the setting %s of a newer release; --model-overrides sets it to %s",
                     path, name, overrides[name])
-        with open_dict(settings):
+        container: Any = settings
+        with open_dict(container):
             settings[name] = overrides[name]
 
 

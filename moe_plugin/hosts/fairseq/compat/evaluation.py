@@ -253,7 +253,7 @@ COMMANDS: dict[str, type[_Command]] = {
 
 
 def _command_of(main: Any) -> Any:
-    code = getattr(main, "__code__", None)  # `main` may be any callable
+    code: Any = getattr(main, "__code__", None)  # `main` may be any callable
     command = COMMANDS.get(Path(code.co_filename).stem) if code is not None else None
     return main if command is None or "fairseq_cli" not in code.co_filename else command(main)
 
@@ -337,7 +337,7 @@ def generation_by_several(original: Callable[..., Any], *args: Any, **kwargs: An
     `--distributed-rank` the current process computes only its own part, as in fairseq.
     """
     for name in ("fairseq_cli.generate", "__main__"):  # the command imports fairseq.options earlier
-        module = sys.modules.get(name)
+        module: Any = sys.modules.get(name)
         main = module and module.__dict__.get("main")
         if isinstance(_command_of(main), Generate):
             module.main = _Start(module, main)

@@ -109,7 +109,7 @@ def place_experts(state: dict[str, Any]) -> str | None:
     _for_evaluation(parser)
     values, _ = parser.parse_known_args(sys.argv[1:])
     flags = {name: value for name, value in vars(values).items() if value is not None}
-    settings = (state.get("cfg") or {}).get("model") or state.get("args")
+    settings: Any = (state.get("cfg") or {}).get("model") or state.get("args")
     if flags and isinstance(settings, argparse.Namespace):
         vars(settings).update(flags)
     elif flags:

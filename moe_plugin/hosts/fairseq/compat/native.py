@@ -143,11 +143,12 @@ def swap_native(module: ModuleType) -> type:
                 {"_moe_plugin": True, "__module__": native.__module__,
                  # only the presence of CMRLayer shows which version of the branch this is
                  "_loss_by_name": hasattr(module, "CMRLayer")})
+    loaded: Any
     for name, loaded in list(sys.modules.items()):
         if name.split(".")[0] in ("fairseq", "fairseq_cli") and getattr(loaded, "MOELayer",
                                                                         None) is native:
             loaded.MOELayer = ours
-    module.MOELayer = ours
+    module.MOELayer = ours  # type: ignore[attr-defined]
     logger.info("moe-plugin's layer replaces %s.MOELayer; its settings are the --moe-... flags of "
                 "docs/config.md", module.__name__)
     return ours
@@ -203,7 +204,7 @@ class _SwappedLayer(nn.Module):
         self.expert_group, self.all2all_group = group, all2all_group
         self.metadata: dict[str, Any] = {}
         comm = _comm(all2all_group, args)
-        weight_ED = gate.wg.weight
+        weight_ED = gate.get_parameter("wg.weight")
         # the branch's expert modules contain their own dropout
         config = with_overrides(
             layer_config(args, model_dim=weight_ED.shape[1], ffn_dim=4 * weight_ED.shape[1],
@@ -220,7 +221,8 @@ class _SwappedLayer(nn.Module):
         """Map the input [B, T, D] to a tuple of the output [B, T, D] and the gate loss.
         input_padding_mask: bool tensor [B, T] that is True for padding.
         """
-        layer: MoELayer = self.layer
+        layer = self.layer
+        assert isinstance(layer, MoELayer)
         layer.train(self.training)
         mask_BT = None if input_padding_mask is None else ~input_padding_mask.bool()
         out = layer(inputs[0], mask_BT)

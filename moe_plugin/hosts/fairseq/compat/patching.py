@@ -187,7 +187,7 @@ def tell_of_validations() -> None:
             trainer.validated(stats)
         return stats_of(cfg, trainer, stats, *args, **kwargs)
 
-    train.get_valid_stats = get_valid_stats
+    train.get_valid_stats = get_valid_stats  # type: ignore[attr-defined]
 
 
 def sharding_without_fairscale() -> None:

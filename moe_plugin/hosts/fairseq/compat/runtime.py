@@ -119,7 +119,8 @@ def ddp_wrapping(original: Callable[..., Any], module: torch.nn.Module, device_i
     """
     if all(parameter.device.type == "cpu" for parameter in module.parameters()):
         device_ids = output_device = None
-    module._ddp_params_and_buffers_to_ignore = [  # attribute that torch's DDP reads
+    read_by_ddp: Any = module
+    read_by_ddp._ddp_params_and_buffers_to_ignore = [
         *getattr(module, "_ddp_params_and_buffers_to_ignore", []), *_encoder_copies(module)]
     return original(module, device_ids=device_ids, output_device=output_device, **options)
 

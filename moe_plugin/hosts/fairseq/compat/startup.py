@@ -78,7 +78,7 @@ class _Finder:
         finally:
             self.searching = False
         if spec is not None and spec.loader is not None:
-            spec.loader = _Loader(spec.loader)
+            spec.loader = _Loader(spec.loader)  # type: ignore[assignment]  # has a loader's methods
         return spec
 
 
@@ -103,7 +103,7 @@ def hashable_fairseq_dataclasses(original: Any) -> Any:
 
 def _keep_identity_hash(cls: type, **_: Any) -> None:
     if "__hash__" not in cls.__dict__:
-        cls.__hash__ = object.__hash__  # type: ignore[method-assign]
+        cls.__hash__ = object.__hash__  # type: ignore[method-assign, assignment]
 
 
 def _install() -> None:

@@ -125,7 +125,8 @@ def take_moe_group(cfg: Any) -> None:
     if group is None:
         return
     cfg.moe = None
-    values = without_hosts(OmegaConf.to_container(group, resolve=True))
+    given: Any = OmegaConf.to_container(group, resolve=True)
+    values = without_hosts(given)
     from_dict(of_layer(values))  # its errors name keys, types and bounds
     run_from_dict(of_run(values))
     if CONFIG_FLAG.dest not in cfg.model:

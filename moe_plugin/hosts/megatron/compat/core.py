@@ -183,7 +183,7 @@ class Undropped:
     capacity: int
 
 
-def call_native_router(router: torch.nn.Module, x_SBD: Tensor, padding_SB: Tensor | None
+def call_native_router(router: Any, x_SBD: Tensor, padding_SB: Tensor | None
                        ) -> tuple[Tensor, Tensor, Undropped | None]:
     """Run Megatron's router and return (probs_TE, routing_map_TE, undropped).
 

@@ -116,8 +116,8 @@ class _Stream:
     def __enter__(self) -> _Stream:
         return self
 
-    def __exit__(self, *_exc: object) -> bool:
-        return False
+    def __exit__(self, *_exc: object) -> None:
+        return None
 
     def wait(self, *_args: Any) -> None:
         """Return at once. Do nothing. This method also implements `record`, `synchronize` and other
@@ -297,8 +297,9 @@ def _uneven() -> None:
         total = comm_of(group).all_reduce(x.contiguous())
         return total.split([int(n) for n in input_split_sizes])[group.rank()].clone()
 
-    mappings._gather_along_first_dim = gather
-    mappings._reduce_scatter_along_first_dim = scatter
+    replaced: Any = mappings
+    replaced._gather_along_first_dim = gather
+    replaced._reduce_scatter_along_first_dim = scatter
 
 
 @_patch("transformer.dot_product_attention.DotProductAttention", "0.15 to 0.19",

@@ -108,7 +108,7 @@ def _share_scaler(optimizer: Any) -> Callable[[bool], None]:
 
 def _scale_falls(part: Any) -> bool:
     # only mixed-precision optimizers have a scaler, and only a dynamic scaler has a smallest scale
-    scaler = getattr(part, "grad_scaler", None)
+    scaler: Any = getattr(part, "grad_scaler", None)
     smallest = getattr(scaler, "min_scale", None)
     return smallest is not None and bool(scaler.scale > smallest)
 

@@ -59,8 +59,8 @@ def prepare(experts: nn.Module, shards: int) -> None:
 @functools.cache
 def _teach(module: ModuleType) -> None:
     """Extend Megatron's optimizers, once per process, to support stacks of matrices."""
-    core = importlib.import_module("megatron.core.optimizer")
-    layer_wise = importlib.import_module("megatron.core.optimizer.layer_wise_optimizer")
+    core: Any = importlib.import_module("megatron.core.optimizer")
+    layer_wise: Any = importlib.import_module("megatron.core.optimizer.layer_wise_optimizer")
     attributes = importlib.import_module("megatron.core.tensor_parallel.layers")
     # attributes that Megatron copies to the float32 copies of parameters
     attributes._MODEL_PARALLEL_ATTRIBUTE_DEFAULTS[MARK] = None

@@ -70,7 +70,7 @@ def weighed_by_tokens(router: nn.Module, own: Count, every: Count, ranks: int) -
         # both are multiplied, because the function logs loss / coefficient
         return attach(activation, coefficient * every, loss * every, *args, **kwargs)
 
-    config = copy.copy(router.config)
+    config: Any = copy.copy(router.config)
     # the router averages each rank's own z loss over the ranks
     if config.moe_z_loss_coeff is not None:
         config.moe_z_loss_coeff = config.moe_z_loss_coeff * own * ranks

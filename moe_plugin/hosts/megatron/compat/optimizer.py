@@ -88,7 +88,7 @@ def biases_are_vectors() -> None:
     lasts for the rest of the process. Megatron 0.15 to main chooses the options of a parameter by
     its name and number of dimensions.
     """
-    core = importlib.import_module("megatron.core.optimizer")
+    core: Any = importlib.import_module("megatron.core.optimizer")
     original = core._get_param_groups
 
     @functools.wraps(original)

@@ -84,7 +84,7 @@ def leave_out(args: argparse.Namespace) -> None:
         value = getattr(args, name, None)
         if plain_name(value) not in map(str, lacking):
             continue
-        kind = type(value)
+        kind: Any = type(value)
         setattr(args, name, kind[instead] if isinstance(value, enum.Enum) else instead)
         flag = f"--{name.replace('_', '-')}"
         left.append(flag if value is True else f"{flag} {plain_name(value)} ({instead})")
@@ -192,7 +192,8 @@ def _algorithm() -> None:
 @_patch("torch.cuda.get_device_capability", "0.15 to 0.19",
         "argument checks of --moe-grouped-gemm read it, to require GPUs of generation 8 or newer")
 def _capability() -> None:
-    torch.cuda.get_device_capability = lambda _device=None: (10, 0)
+    cuda: Any = torch.cuda
+    cuda.get_device_capability = lambda _device=None: (10, 0)
 
 
 @_patch("legacy.fused_kernels.load", "0.15 to 0.16",
@@ -208,7 +209,7 @@ def _kernels() -> None:
 def _recipes_without_engine() -> None:
     if cpu.engine_installed():
         return
-    module = importlib.import_module("megatron.core.transformer.transformer_config")
+    module: Any = importlib.import_module("megatron.core.transformer.transformer_config")
     least = module.is_te_min_version
 
     def is_te_min_version(version: str, *args: Any, **kwargs: Any) -> bool:

@@ -156,7 +156,7 @@ def datasets(samples, vp_stage=None):
     return BlendedMegatronDatasetBuilder(kind, samples, lambda: True, config).build()
 
 
-datasets.is_distributed = True  # read on every rank, not on the first of each tensor-parallel group
+datasets.is_distributed = True  # type: ignore[attr-defined]  # read on every rank, not on the first of each tensor-parallel group
 
 
 def lm_loss(loss_mask, losses):

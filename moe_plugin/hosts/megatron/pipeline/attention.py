@@ -181,7 +181,8 @@ class _Attend(torch.autograd.Function):
         """Return the output [l, B, heads * channels]."""
         inputs = (q_lBHC.detach(), *kept.put(start, k_lBGC, v_lBGC))
         with torch.set_grad_enabled(grads):
-            inputs = tuple(x.requires_grad_(grads) for x in inputs)
+            for x in inputs:
+                x.requires_grad_(grads)
             q, k, v = (x.permute(1, 2, 0, 3) for x in inputs)
             y = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, dropout_p=dropout,
                                                scale=scale, enable_gqa=q.shape[1] != k.shape[1])

@@ -16,7 +16,7 @@ import dataclasses
 import logging
 import statistics
 import time
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 import torch
@@ -190,7 +190,7 @@ class AutoSchedule(PipelineSchedule):
         self.steps = 0
         self.chosen: Predicted | None = None
         self.profile: StageProfile | None = None
-        self._run = native
+        self._run: Callable[..., list[Any]] = native
         self._sliced: SliceSchedule | None = None  # while slices are measured
         self._steady, self._checks = Steady(), Checks()
         if settings.slices is not None:
@@ -229,7 +229,7 @@ class AutoSchedule(PipelineSchedule):
         """Run one step and measure it. After the step all ranks have the same measurements."""
         step = MeasuredStep(passes, config, self.group, self.gradients)
         logged = step.run()
-        limit = self.settings.memory and parse_size(self.settings.memory)
+        limit = parse_size(self.settings.memory) if self.settings.memory else None
         profile = agreed(step, self.group, limit)
         numbers = numbers_of(profile)
         if self.chosen is not None:
@@ -255,21 +255,25 @@ class AutoSchedule(PipelineSchedule):
 
     def _measure_slices(self, passes: dict[str, Any], sliced: SliceSchedule) -> list[Any]:
         logged = sliced(**passes)
-        trials = sliced.trials
+        trials, profile = sliced.trials, self.profile
+        assert trials is not None and profile is not None
         if trials.chosen is not None:
             slices = given_slices(self.settings.slices, trials.length, trials.multiple)
+            assert trials.profile is not None
             self.profile = dataclasses.replace(
-                self.profile, sequence=trials.length, slice_samples=trials.samples,
+                profile, sequence=trials.length, slice_samples=trials.samples,
                 granularity=trials.profile.granularity, slices=list(slices or trials.chosen))
             self._sliced = None
             self._choose(sliced)
         return logged
 
     def _choose(self, sliced: SliceSchedule | None = None) -> None:
+        assert self.profile is not None
         self.chosen = choose(self.profile)
         if self.chosen.schedule == EagerSchedule.name:
             self._run = EagerSchedule(self.settings, self.native, self.gradients)
         elif self.chosen.schedule == SliceSchedule.name:
+            assert sliced is not None  # it has measured the slices
             sliced.settings = dataclasses.replace(self.settings, schedule=SliceSchedule.name)
             self._run = sliced
         logger.info("pipeline.schedule=auto: %s; predicted %s", self.chosen.schedule, ", ".join(

@@ -103,6 +103,7 @@ class CutModel:
     def _cut(self, _: nn.Module, args: tuple[Any, ...],
              kwargs: dict[str, Any]) -> tuple[tuple[()], dict[str, Any]]:
         given, part = self._signature.bind(*args, **kwargs).arguments, self.part
+        assert part is not None
         for name in _NOT_CUT:
             if given.get(name) is not None:
                 refuse(NAME, name, type(given[name]).__name__, "None", "use pipeline.schedule=1f1b")
@@ -121,6 +122,7 @@ class CutModel:
 
     def _rotate(self, _: nn.Module, args: tuple[Any, ...],
                 kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        assert self.part is not None
         return args, {**kwargs, "offset": self.part.start}
 
 
@@ -263,6 +265,7 @@ class SliceStep(Step):
         self.tokens += tokens.to(self.device)
         scale = self.config.grad_scale_func
         (loss if scale is None else scale(loss)).backward()
+        assert whole_BS.grad is not None
         self.output_grads = list(whole_BS.grad.split(self.slices, dim=1))
 
     def backward(self, batch: int, number: int) -> None:

@@ -121,6 +121,7 @@ class SliceTrials:
         mine = sum(min(seconds) for seconds in step.seconds.values())
         [slowest] = comm_of().all_reduce(torch.tensor(
             [mine], dtype=torch.float64, device=step.device), "max").tolist()
+        assert self.chosen is not None and self.profile is not None
         forward_s, backward_s = (slice_seconds(times, self.chosen) for times in
                                  (self.profile.forward, self.profile.backward))
         if slowest >= BUSY * sum((*forward_s, *backward_s)):
@@ -134,6 +135,7 @@ class SliceTrials:
     def _best_of(self, length: int) -> tuple[int, ...]:
         # times for other sequence lengths are predicted from the measured length
         if length not in self._best:
+            assert self.profile is not None
             profile = dataclasses.replace(self.profile, length=length)
             self._best[length], seconds = profile.best()
             if dist.get_rank() == 0:
@@ -199,7 +201,7 @@ def given_slices(text: str | None, length: int, multiple: int) -> tuple[int, ...
     Raises:
         ValueError: If the slice lengths are not valid for the length of the sequence.
     """
-    if text in (None, "best"):
+    if text is None or text == "best":
         return ()
     remedy = (f"use lengths that are multiples of {multiple} and sum to seq_length={length}, or "
               "the number of equal slices")

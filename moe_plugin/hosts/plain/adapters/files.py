@@ -114,7 +114,8 @@ def save_adapter(model: nn.Module, folder: str | Path) -> None:
     layers, config = adapted_layers(model), _config(model)
     blocks = {f"{name}.moe": (name.removeprefix(START), stacks_of(block))
               for name, block in swapped_blocks(model)}
-    ours = [layer.experts.adapters for layer in layers.values()]
+    stored: list[Any] = [layer.experts for layer in layers.values()]
+    ours: list[ExpertRanks] = [experts.adapters for experts in stored]
     if odd := sorted(set(layers) - set(blocks)):
         raise ValueError(f"layer {odd[0]!r} is outside of any block of swap_moe_blocks, so that "
                          "peft could not find its experts. Use moe_plugin.checkpoint.save")
@@ -131,7 +132,8 @@ def save_adapter(model: nn.Module, folder: str | Path) -> None:
     _refuse_inside(state, [theirs for theirs, _ in blocks.values()])
     targets = list(config.target_parameters or ())
     for name, layer in layers.items():
-        ranks: ExpertRanks = layer.experts.adapters
+        experts: Any = layer.experts
+        ranks: ExpertRanks = experts.adapters
         full, (theirs, stacks) = full_state(layer, "experts.lora_"), blocks[name]
         for depth, place in enumerate(reversed(sorted(ranks.ranks, key=list(PLACES).index))):
             r, target = max(ranks.ranks[place]), f"{theirs}.experts.{stacks[place].name}"
@@ -175,7 +177,7 @@ def _refuse_inside(state: Mapping[str, Tensor], blocks: Collection[str]) -> None
                          r"exclude_modules=r'.*\.moe\..*' to LoraConfig")
 
 
-def _config(model: nn.Module) -> Any:
+def _config(model: Any) -> Any:
     """Return a copy of the model's `peft` configuration, or an empty configuration if the model
     does not use `peft`.
     """

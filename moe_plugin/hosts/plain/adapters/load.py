@@ -6,13 +6,14 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from moe_plugin.checkpoint.layers import local_window
 from moe_plugin.checkpoint.source import refused_if_unreadable
-from moe_plugin.experts.lora import PLACES, TARGETS
+from moe_plugin.experts.lora import PLACES, TARGETS, ExpertRanks
 from moe_plugin.hosts.plain.adapters.add import add_lora
 from moe_plugin.hosts.plain.adapters.files import START, TENSORS, PeftStack, by_pattern, stacks_of
 from moe_plugin.hosts.plain.huggingface import swapped_blocks
@@ -66,9 +67,11 @@ def load_adapter(model: nn.Module, folder: str | Path, freeze: bool = True) -> l
     for (name, place), (stack, pair) in pairs.items():
         target = f"{name.removeprefix(START)}.experts.{stack.name}"
         layer = model.get_submodule(f"{name}.moe")
+        assert isinstance(layer, MoELayer)
         _fill(layer, place, stack, pair)
-        adapters = layer.experts.adapters
-        layer.experts.adapters = replace(
+        experts: Any = layer.experts
+        adapters: ExpertRanks = experts.adapters
+        experts.adapters = replace(
             adapters, alphas={**adapters.alphas,
                               place: by_pattern(config.alpha_pattern, target, config.lora_alpha)})
     if rest:

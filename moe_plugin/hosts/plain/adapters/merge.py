@@ -86,5 +86,6 @@ def _sums(experts: FFNExperts, adapters: Mapping[str, LowRank]
         weights = experts.weights_of()[place]
         for number, w_LIO in enumerate(weights):
             b = b_LRO.chunk(len(weights), -1)[number]
-            factor = 1.0 if factor_LO is None else factor_LO.chunk(len(weights), -1)[number]
-            yield w_LIO, torch.bmm(a_LIR, b), factor if factor_LO is None else factor[:, None]
+            factor = 1.0 if factor_LO is None else (
+                factor_LO.chunk(len(weights), -1)[number][:, None])
+            yield w_LIO, torch.bmm(a_LIR, b), factor

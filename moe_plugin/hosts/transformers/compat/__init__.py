@@ -6,7 +6,9 @@ modules. If a name moves in a new version of `transformers`, only this file must
 
 from __future__ import annotations
 
-from torch import Tensor, nn
+from typing import Any
+
+from torch import Tensor
 from transformers import TrainerCallback
 from transformers.distributed.expert_parallel import EPImplementation, EPImplementationInterface
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _default_apply_gate
@@ -15,24 +17,24 @@ __all__ = ["ALL_EXPERTS_FUNCTIONS", "EPImplementation", "EPImplementationInterfa
            "TrainerCallback", "apply_gate", "has_its_own_gate", "holds_a_part", "implementation_of"]
 
 
-def implementation_of(module: nn.Module) -> str | None:
+def implementation_of(module: Any) -> str | None:
     """Return the name of the module's experts implementation, or None if it has not been set."""
     return module.config._experts_implementation
 
 
-def holds_a_part(module: nn.Module) -> bool:
+def holds_a_part(module: Any) -> bool:
     """Return True if the experts are distributed over several ranks. In this case the index
     `num_experts` stands for experts of other ranks.
     """
     return module._is_expert_parallel
 
 
-def has_its_own_gate(module: nn.Module) -> bool:
+def has_its_own_gate(module: Any) -> bool:
     """Return True if the class of the module defines its own gate instead of using `act_fn`."""
     return type(module)._apply_gate is not _default_apply_gate
 
 
-def apply_gate(module: nn.Module, inner_RF: Tensor) -> Tensor:
+def apply_gate(module: Any, inner_RF: Tensor) -> Tensor:
     """Apply the gate between the two matmuls of gated experts. The input has shape [R, 2F], and the
     output [R, F].
     """
