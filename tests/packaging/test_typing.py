@@ -1,12 +1,12 @@
 """What type checkers see of the package is what it exports; `python -m mypy`, which continuous
-integration runs, checks every module that defines it.
+integration runs, checks every module, and those that define an exported name strictly.
 """
 
 from __future__ import annotations
 
 import ast
+import importlib.util
 import re
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,8 +16,9 @@ import moe_plugin
 pytestmark = pytest.mark.fast
 
 ROOT = Path(__file__).parents[2]
-CHECKED = re.findall(r'"((?:moe_plugin|tests)/[^"]*)"', (ROOT / "pyproject.toml").read_text(
-    encoding="utf-8").split("[tool.mypy]")[1].split("\n[")[0])
+MYPY, STRICT = (ROOT / "pyproject.toml").read_text(encoding="utf-8").split(
+    "[tool.mypy]")[1].split("[[tool.mypy.overrides]]")[:2]
+MODULES = re.findall(r'"([a-z_.]+?)(?:\.\*)?"', STRICT)
 
 
 def test_type_checkers_see_the_exported_names() -> None:
@@ -34,11 +35,14 @@ def test_type_checkers_see_the_exported_names() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(moe_plugin.EXPORTS))
-def test_the_module_of_an_exported_name_is_checked(name: str) -> None:
-    defined = sys.modules[getattr(moe_plugin, name).__module__]
-    path = Path(str(defined.__file__)).relative_to(ROOT)
-    assert any(place.as_posix() in CHECKED for place in (path, *path.parents)), path
+def test_the_module_of_an_exported_name_is_checked_strictly(name: str) -> None:
+    module = getattr(moe_plugin, name).__module__
+    assert {module, module.rpartition(".")[0]} & {*MODULES} - {"moe_plugin"}, module
 
 
-def test_the_checked_files_exist() -> None:
-    assert CHECKED and all((ROOT / name).exists() for name in CHECKED)
+def test_all_of_the_package_is_checked() -> None:
+    assert re.search(r'files = \["moe_plugin", "kernels"', MYPY)
+
+
+def test_the_strict_modules_exist() -> None:
+    assert MODULES and all(importlib.util.find_spec(name) for name in MODULES)
