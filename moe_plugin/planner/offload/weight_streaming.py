@@ -333,8 +333,8 @@ class StreamPlan:
     def hides(self) -> bool:
         """True if computation hides all copies that it can hide (condition (ii)).
 
-        This excludes the first load, and gradient copies from the first segment's backward pass
-        on."""
+        Not included are the first load, and gradient copies of the first segment's backward
+        pass."""
         inner = list(self.model.stages(self.parts))[1:-2]
         return all(stage.seconds <= stage.compute_s for stage in inner)
 
@@ -355,7 +355,7 @@ class StreamPlan:
 
 
 def plan(layers: Sequence[Layer], batches: int, limit: int, base: int = 0) -> StreamPlan:
-    """Return the division with the shortest step. If steps are equal, borders are the smallest.
+    """Return the division with the shortest step. Ties go to the one with the smallest borders.
 
     Args:
         layers, batches, limit, base: as in `Streamed`.
