@@ -234,8 +234,8 @@ class PipelineConfig(SettingsSection):
 
 @dataclass(kw_only=True)
 class SwarmConfig(SettingsSection):
-    """Training with peers that compute pipeline stages and may join and leave (Megatron). See
-    docs/swarm.md."""
+    """Training with peers that compute stages and may join and leave (Megatron). See docs/swarm.md.
+    """
 
     PATH = "swarm."
     SHORTHAND = "role"
