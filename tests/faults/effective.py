@@ -197,10 +197,10 @@ def body(rows: Sequence[Row]) -> list[str]:
         "```text\nratio = (1 - L / M) / (1 + C / T),   T = sqrt(2 C M)  (Young, Daly)\n```",
         f"""An hour with M = 600 s has 6 failures. Here, the time between failures is compressed.
         The next failure comes after a random time with a mean of {EVERY_S:g} s, counted from the
-        moment at which all ranks train again. No second failure is injected before that moment.
-        The column *compressed* states the factor. Starts, checkpoints and detection are not compressed, and T
-        is computed for M = 600 s: {every}. In each step, the ranks wait for {PAUSE_S:g} s, as they
-        would for an accelerator.""",
+        moment at which all ranks train again. No second failure is injected before that moment. The
+        column *compressed* states the factor. Starts, checkpoints and detection are not compressed,
+        and T is computed for M = 600 s: {every}. In each step, the ranks wait for {PAUSE_S:g} s, as
+        they would for an accelerator.""",
         f"""*Here* is the ratio for the injected failures. *10 minutes* is the ratio of the formula
         with the numbers of this table; the aim is {AIM}. The seconds are means over the ranks for
         each failure. The load average of the machine (2 cores) before the runs was
