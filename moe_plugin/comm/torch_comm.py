@@ -129,8 +129,8 @@ class TorchComm(Comm):
 
     @property
     def by_nodes(self) -> bool:
-        """See `RankGroup.by_nodes`. The result is true on gloo if there are several nodes with the
-        same number of ranks, and each has several ranks.
+        """See `RankGroup.by_nodes`. The result is true on gloo if there are several nodes that all
+        have the same number of ranks, which is above 1.
         """
         topology = self.state.topology
         return self.receive_first and topology is not None and topology.two_steps
@@ -185,7 +185,7 @@ class TorchComm(Comm):
                        dist.all_to_all_single, as_supported(out), as_supported(x))
 
     def all_reduce(self, x: Tensor, op: str = "sum") -> Tensor:
-        """See `Comm.all_reduce`. Bytes are not counted here, but by `Collectives` for its sums."""
+        """See `Comm.all_reduce`. The bytes of this collective are counted by `Collectives`."""
         if torch.compiler.is_compiling():
             return collective(x, self.key, self.size, _TRACED_AS[op], "none")
         out = x.clone()
@@ -226,14 +226,14 @@ class TorchComm(Comm):
         return out
 
     def broadcast(self, x: Tensor, root: int = 0) -> Tensor:
-        """See `Comm.broadcast`; `root` is a rank of this group. The bytes are not counted."""
+        """See `Comm.broadcast`; `root` is a rank of this group. Bytes are not counted."""
         out = x.clone()
         with self.error_context(lambda: f"broadcast from {root} of {x.dtype} {tuple(x.shape)}"):
             self._bounded(dist.broadcast, out, self.ranks[root])
         return out
 
     def send_receive(self, sends: Messages, recvs: Messages) -> None:
-        """See `Comm.send_receive`. Raises a `CommError` if a peer fails or the timeout passes."""
+        """See `Comm.send_receive`. A failed peer or a timeout raises a `CommError`."""
         if not sends and not recvs:
             return
         if self.receive_first:

@@ -75,7 +75,7 @@ class SparsityConfig(SettingsSection):
 
 @dataclass(kw_only=True)
 class LinksConfig(SettingsSection):
-    """How routers and losses that depend on the network use the costs of its links."""
+    """How routers and losses use the costs of network links."""
 
     PATH = "router.links."
 
@@ -116,7 +116,7 @@ class LinksConfig(SettingsSection):
 
 @dataclass(kw_only=True)
 class SelectionConfig(SettingsSection):
-    """Which of several configured routers is used for a call that does not name a router."""
+    """Which of several configured routers is used for a call without a router index."""
 
     PATH = "router.selection."
 
@@ -335,7 +335,8 @@ class RouterConfig(SettingsSection):
 
     @property
     def several_k(self) -> list[int]:
-        """All configured numbers of experts per token: `top_k`, then the values in `top_k_at`."""
+        """All configured numbers of experts per token: `top_k`, followed by the values in
+        `top_k_at`."""
         return [self.top_k, *self.top_k_at.values()]
 
     @property

@@ -1,10 +1,10 @@
-"""Deterministic mode, in which runs with the same seed, settings and number of ranks produce
-bitwise identical results, including on GPUs of the same model.
+"""Deterministic mode, in which runs with the same seed, settings and ranks give identical results.
 
-This mode requires a layout that is not chosen by measured times, so `parallel: auto` is refused. It
-also requires torch's strict mode, in which an operator without a deterministic implementation
-raises an error. Tile sizes of Triton kernels follow a fixed rule instead of measurements. Routing,
-dispatch and the kernels of this package always sum in a fixed order.
+Results are bitwise identical, including on GPUs of the same model. This mode requires a layout that
+is not chosen by measured times, so `parallel: auto` is refused. It also requires torch's strict
+mode, in which an operator without a deterministic implementation raises an error. Tile sizes of
+Triton kernels follow a fixed rule instead of measurements. Routing, dispatch and the kernels of
+this package always sum in a fixed order.
 
 The module also seeds random generators, and repeats the draws of a recorded value (`Recorded`).
 """
@@ -23,8 +23,7 @@ from torch import Tensor
 
 
 def enable() -> None:
-    """Enable torch's strict deterministic mode for this process, and set up the cuBLAS workspace
-    that this mode requires.
+    """Enable torch's strict deterministic mode and the cuBLAS workspace that this mode requires.
 
     Call this function before the first matmul on a GPU.
     """
@@ -79,11 +78,7 @@ class Recorded:
         return cls(value, tuple(move for move in moves if not _equal(move[1], move[2])))
 
     def move_generators(self) -> None:
-        """Advance each generator past the recorded draws if its state is the one before them.
-
-        A different state means that the checkpoint does not preserve the state of random
-        generators.
-        """
+        """Advance generators past the recorded draws if the checkpoint restores random states."""
         for generator, before, after in self.moves:
             if _equal(generator.get_state(), before):
                 generator.set_state(after)

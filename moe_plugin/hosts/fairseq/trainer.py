@@ -57,13 +57,12 @@ _OF_STEP = "a collective of the training step (gradients in DistributedDataParal
 class MoETrainer(Trainer):
     """fairseq's trainer for models with experts, which `fairseq-train` uses with this package."""
 
-    _wrapped_model: Any
-
     def __init__(self, cfg: Any, task: Any, model: Any, criterion: Any,
                  quantizer: Any = None) -> None:
         self.has_experts = bool(expert_parameters(model))
         self._validating, self._dummy, self._epoch_batches = False, False, 0
         self._reducer: ReplicaReducer | None = None  # built with the first optimizer
+        self._wrapped_model: Any  # set by fairseq
         of_run.check(cfg, model)
         if self.has_experts:
             refuse_unfit("a model with experts", [

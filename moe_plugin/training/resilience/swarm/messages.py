@@ -43,11 +43,12 @@ class SwarmStep:
         losses: loss of each micro-batch, including balance losses.
         norm: L2 norm of all gradients before clipping.
         logged: additional values returned by the loss function for each micro-batch.
-        by: the trainer that processed each micro-batch; empty string for this trainer.
+        by: address of the trainer that processed each micro-batch. It is an empty string for this
+            trainer.
         resent: number of tasks that were sent more than once.
         redone: number of backward passes recomputed because their gradients were lost with a peer.
         gone: addresses of peers that were lost.
-        moved: the (address, old stage, new stage) of each peer that was moved.
+        moved: tuple (address, old stage, new stage) of each peer that was moved.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -70,7 +71,7 @@ SLOWEST = 1 << 16  # bytes per second, the lowest accepted rate within a message
 
 @dataclass(frozen=True)
 class Access:
-    """Rules about which connections and messages are accepted.
+    """Rules that determine which connections and messages are accepted.
 
     Attributes:
         secret: optional. A secret string that both sides must know. By default any machine may
@@ -87,7 +88,7 @@ class Access:
                              "must not be empty; leave secret out, or use a long random string")
 
     def proof(self, side: bytes, nonces: bytes) -> bytes:
-        """Return the proof for the random numbers of both sides, which only a side with the secret
+        """Return a proof, for the random numbers of both sides, that only a side with the secret
         can compute.
         """
         return hmac.digest((self.secret or "").encode(), side + nonces, "sha256")
@@ -97,11 +98,11 @@ OPEN = Access()
 
 
 class _Closed(ConnectionError):
-    """Raised if the other side closed the connection between two messages."""
+    """Error that is raised if the other side closed the connection between two messages."""
 
 
 class PeerError(RuntimeError):
-    """Raised if a peer reported that it failed; contains the reason."""
+    """Error that is raised if a peer reported a failure. It contains the reason."""
 
 
 class Connection:
@@ -110,7 +111,7 @@ class Connection:
     Args:
         opened: the socket of this connection, already connected.
         timeout_s: maximum time in seconds to wait for a connection, and for data in either
-            direction. None: wait for the next message without a time limit.
+            direction. If it is None, the wait for the next message has no time limit.
         access: the secret that the other side must know, and the maximum size of a message.
         serves: whether this side accepted the connection.
     Raises:
@@ -266,7 +267,7 @@ class MessageServer:
 
     Args:
         host: address at which the server listens.
-        port: port at which the server listens; 0: any free port.
+        port: port at which the server listens. If it is 0, any free port is used.
         answer: function that computes the answer to a request, or returns None if the request has
             no answer. Exceptions are sent as errors to the other side.
         access: rules about which connections and messages are accepted.
