@@ -46,6 +46,16 @@ class HasFinishStep:
         """Discard the counts since the last step without an update. Not collective."""
 
 
+# Settings (`RouterModule.reads`) of routers that score tokens (SCORED), choose several experts per
+# token (SEVERAL), weigh by a score function (BY_SCORE), and may drop a second expert (WITH_POLICY).
+SCORED = frozenset({"noise", "input_jitter", "input_dropout", "batch_prioritized"})
+SEVERAL = SCORED | {"normalize=after_drop", "normalize_add", "normalize_min"}
+BY_SCORE = SEVERAL | {"score", "normalize=before_drop", "normalize=always"}
+LINEAR = frozenset({"bias"})  # for routers with the logits of `Router.scores`
+FORCED = frozenset({"force"})  # for routers with a choice that may be replaced
+WITH_POLICY = BY_SCORE | {"second_expert_policy", "second_expert_policy=random"}
+
+
 class BuffersKeepDtype(nn.Module):
     """Base class of modules whose buffers keep their values and dtypes.
 
@@ -344,3 +354,19 @@ def keep_counts(ddp: DistributedDataParallel) -> None:
     for router in ddp.module.modules():
         if isinstance(router, RouterModule) and router.all_ranks is None:
             router.all_ranks = TorchComm(ddp.process_group)
+
+
+def at_least_float32(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype, or float32 for a floating dtype of fewer bits."""
+    return torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype
+
+
+def keep_float32(fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """Wrap `fn` for `Module._apply` so that results with fewer than 32 bits become float32."""
+
+    def apply(tensor: Tensor) -> Tensor:
+        made = fn(tensor)
+        dtype = at_least_float32(made.dtype)
+        return made if made.dtype == dtype else tensor.to(made.device, dtype)
+
+    return apply

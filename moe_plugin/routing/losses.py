@@ -18,10 +18,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from moe_plugin.routing.call import RoutingCall
+from moe_plugin.records import TokenInfo
+from moe_plugin.routing.call import RoutingCall, check_integers, check_range
 from moe_plugin.utils.registry import Registry
 
 LossFn = Callable[[RoutingCall], Tensor]
+NEEDS_OF_LOSSES = {"sequence": "sequences"}
 losses: Registry[LossFn] = Registry("loss")
 
 
@@ -203,3 +205,20 @@ def _squared_cv(values_E: Tensor) -> Tensor:
     if values_E.numel() < 2:
         return values_E.sum() * 0
     return values_E.var(unbiased=True) / (values_E.mean().square() + 1e-10)
+
+
+def check_sequences(info: TokenInfo, tokens: int) -> None:
+    """Raise a `ValueError` unless the loss `sequence` can read the sequence of each token."""
+    remedy = "Pass info=TokenInfo(sequence_T=..., sequences=...) to the layer."
+    sequence_T, count = info.sequence_T, info.sequences
+    if sequence_T is None:
+        raise ValueError("losses.sequence needs the sequence number of each token, but "
+                         f"sequence_T=None. {remedy}")
+    if count < min(1, tokens):
+        raise ValueError(f"losses.sequence needs the number of sequences, at least 1, but "
+                         f"sequences={count}. {remedy}")
+    check_integers("sequence_T", sequence_T, tokens)
+    check_range(sequence_T, 0, count - 1,
+                "sequence_T has values {}..{}, but must be in "
+                f"0..sequences-1={count - 1}, also for padding. Number the sequences from 0 and "
+                "pass the number of sequences.")

@@ -38,3 +38,9 @@ def fill_(parameter: Tensor, whole: Tensor) -> None:
         parameter.to_local().copy_(sharded_as(whole, parameter).to_local())
     else:
         parameter.copy_(whole)
+
+
+def xavier_(weight_ED: Tensor) -> None:
+    """Fill `weight_ED` from the Xavier uniform distribution, with values drawn in float32."""
+    bound = (6 / sum(weight_ED.shape)) ** 0.5
+    fill_(weight_ED, torch.empty(weight_ED.shape, dtype=torch.float32).uniform_(-bound, bound))

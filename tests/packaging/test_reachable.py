@@ -35,7 +35,8 @@ ONLY_FROM_PYTHON = (
 # What benchmarks alone ask of other rooms: only `compat` may ask it of a host.
 ASKED_BY_BENCHMARKS = {
     "hosts.megatron.compat.core.destroy_groups",
-    "hosts.megatron.compat.core.forget_losses", "hosts.megatron.compat.core.gpt_moe_layer_spec",
+    "hosts.megatron.compat.aux_losses.forget_losses",
+    "hosts.megatron.compat.core.gpt_moe_layer_spec",
     "hosts.megatron.compat.cpu.building",
     "planner.events.schedule_s", "planner.events.schedule_tasks",
     "planner.units.parse_rate", "planner.units.parse_time",

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from moe_plugin.comm.host_collectives import comm_of, refused_together
 from moe_plugin.config import GuardConfig, run_config
-from moe_plugin.hosts.megatron.compat import core
+from moe_plugin.hosts.megatron.compat import aux_losses
 from moe_plugin.hosts.megatron.parameters import gather
 from moe_plugin.hosts.megatron.run import MegatronStart
 from moe_plugin.planner.vote_assignments import assign
@@ -97,12 +97,12 @@ def twins_apart(chunks: Sequence[Any]) -> Iterator[None]:
     Before the block starts, the parameters are gathered and the model chunks are set to training
     mode.
     """
-    losses = core.losses_so_far()
+    losses = aux_losses.losses_so_far()
     gather(chunks)
     for chunk in chunks:
         chunk.train()
     yield
-    core.set_logged_losses(losses)
+    aux_losses.set_logged_losses(losses)
 
 
 class FileSteps(StepVotes):
@@ -183,9 +183,9 @@ class FileSteps(StepVotes):
 
         Without this correction a micro-batch would be counted by every worker that computes it.
 
-        before: the logged sums before `compute`, as returned by `core.losses_so_far`.
+        before: the logged sums before `compute`, as returned by `aux_losses.losses_so_far`.
         """
-        sums = core.losses_so_far()
-        core.set_logged_losses({
+        sums = aux_losses.losses_so_far()
+        aux_losses.set_logged_losses({
             name: start + (values - start) / self._votes for name, values in sums.items()
             for start in [before.get(name, torch.zeros_like(values))]})

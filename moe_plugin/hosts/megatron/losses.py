@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from moe_plugin.comm.host_collectives import comm_of
-from moe_plugin.hosts.megatron.compat import core
+from moe_plugin.hosts.megatron.compat import aux_losses, core
 from moe_plugin.hosts.megatron.compat.settings import script_arguments, setting
 from moe_plugin.hosts.megatron.translate import LOSS_NAMES
 from moe_plugin.routing.replay import replaying
@@ -158,9 +158,9 @@ class AuxiliaryLosses:
             loss = losses[name] / self.passes
             # as in Megatron, the z loss of a repeated layer is divided only in the log
             counted = losses[name] if name == "z" else loss
-            y = core.attach_loss(y, weight * counted * scale)
+            y = aux_losses.attach_loss(y, weight * counted * scale)
             if not replaying():
-                core.log_loss(LOSS_NAMES.get(name, f"{name}_loss"), loss, layer_number,
+                aux_losses.log_loss(LOSS_NAMES.get(name, f"{name}_loss"), loss, layer_number,
                               self.config, group)
         return y
 

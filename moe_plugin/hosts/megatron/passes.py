@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from megatron.core import parallel_state as ps
 
-from moe_plugin.hosts.megatron.compat import core
+from moe_plugin.hosts.megatron.compat import aux_losses
 from moe_plugin.hosts.megatron.compat.names import get_rerun_state_machine
 from moe_plugin.hosts.megatron.guards import FileSteps, Logged
 from moe_plugin.training.resilience.elastic import ReplicaSteps
@@ -60,14 +60,14 @@ def _repeated(run: Run, native: Callable[..., Logged], given: Mapping[str, Any])
     rows = run.find(RowsFit)
     if rows is None or not rows.check.repeats:
         return run.compute(once)
-    iterators, kept = given["data_iterator"], core.losses_so_far()
+    iterators, kept = given["data_iterator"], aux_losses.losses_so_far()
     several = isinstance(iterators, list)
     again = [None if each is None else Rewindable(each)
              for each in (iterators if several else [iterators])]
     given = {**given, "data_iterator": again if several else again[0]}
 
     def undo() -> None:
-        core.set_logged_losses(kept)
+        aux_losses.set_logged_losses(kept)
         for iterator in filter(None, again):
             iterator.rewind()
         chunks = given["model"] if isinstance(given["model"], list) else [given["model"]]
@@ -119,12 +119,12 @@ def step_again(iterators: Any, run: Run) -> Iterator[Callable[[int], None]]:
         return
     found = iterators if isinstance(iterators, list) else [iterators]
     found = [each for each in found if each is not None]
-    logged = core.losses_so_far()
+    logged = aux_losses.losses_so_far()
     kept = [Rewindable(each.iterable) for each in found]
     sizes = list[int]()  # number of micro-batches that one attempt reads from each iterator
 
     def again(later: int) -> None:
-        core.set_logged_losses(logged)
+        aux_losses.set_logged_losses(logged)
         if not sizes:
             sizes.extend(each.at for each in kept)
         for each, size in zip(kept, sizes, strict=True):
@@ -179,7 +179,7 @@ def _voted(run: Run, votes: FileSteps, native: Callable[..., Logged],
         return torch.cat([sum(entry[name].reshape(-1).float() for entry in logged)  # type: ignore[misc]
                           for name in sizes])
 
-    kept = core.losses_so_far()
+    kept = aux_losses.losses_so_far()
 
     def once() -> torch.Tensor:
         done = votes.compute(passes, sums)
@@ -187,7 +187,7 @@ def _voted(run: Run, votes: FileSteps, native: Callable[..., Logged],
         run.after_passes()
         return done
 
-    agreed = run.compute(once, lambda: core.set_logged_losses(kept)).float()
+    agreed = run.compute(once, lambda: aux_losses.set_logged_losses(kept)).float()
     if not sizes:  # only the last stage has losses
         return []
     found = dict(zip(sizes, agreed.split([*sizes.values()]), strict=True))

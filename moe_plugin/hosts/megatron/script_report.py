@@ -20,7 +20,7 @@ from megatron.core import parallel_state as ps
 
 from moe_plugin.comm.host_collectives import comm_of, gather_objects
 from moe_plugin.config import run_config
-from moe_plugin.hosts.megatron.compat import core
+from moe_plugin.hosts.megatron.compat import aux_losses
 from moe_plugin.hosts.megatron.translate import settings_from_flags
 from moe_plugin.observe.features import LayerRecords
 from moe_plugin.observe.history.json_lines import step_record
@@ -83,7 +83,7 @@ class ScriptReport:
     def _forget(self, samples: int) -> None:
         self._loss, self._counted = None, 0  # type: Any, int
         self._samples, self._since = samples, time.perf_counter()
-        self._aux = dict[str, core.LoggedLoss]()
+        self._aux = dict[str, aux_losses.LoggedLoss]()
 
     def before_step(self) -> None:
         """Start measuring the time of the first record, after data has been read."""
@@ -105,7 +105,7 @@ class ScriptReport:
             loss = losses["lm loss"].detach().double()
             self._loss = loss if self._loss is None else self._loss + loss
             self._counted += 1
-        for name, entry in core.logged_losses().items() if counts else ():
+        for name, entry in aux_losses.logged_losses().items() if counts else ():
             before = self._aux.get(name)
             values = entry.values.clone() if before is None else before.values + entry.values
             self._aux[name] = replace(entry, values=values)
@@ -176,7 +176,7 @@ def of_last_stage(value: float | None) -> float | None:
     return next((each for each in reversed(found) if each is not None), None)
 
 
-def reduced(here: Mapping[str, core.LoggedLoss], microbatches: int) -> dict[str, list[float]]:
+def reduced(here: Mapping[str, aux_losses.LoggedLoss], microbatches: int) -> dict[str, list[float]]:
     """Return a dict from the names of auxiliary losses to their values per layer, averaged over
     micro-batches and all ranks.
 

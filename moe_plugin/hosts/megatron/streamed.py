@@ -28,7 +28,7 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch import Tensor, nn
 
 from moe_plugin.config import OffloadConfig, run_config
-from moe_plugin.hosts.megatron.compat import core
+from moe_plugin.hosts.megatron.compat import aux_losses, core
 from moe_plugin.hosts.megatron.compat.optimizer import scaler_of
 from moe_plugin.hosts.megatron.layer import plugin_layers
 from moe_plugin.hosts.megatron.streamed_optimizer import (
@@ -217,7 +217,7 @@ class StreamedModel(nn.Module):
             if forward_only:
                 self.trainer.evaluate(given)
                 continue
-            with core.auxiliary_scale(self._scale * (1 / num_microbatches)):
+            with aux_losses.auxiliary_scale(self._scale * (1 / num_microbatches)):
                 norm = self.trainer.accumulate(given).norm
                 assert norm is not None  # the trainer clips gradients
                 self.norm = float(norm)

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from moe_plugin.config import SwarmConfig, run_config
 from moe_plugin.hosts.megatron import checkpoint_files as files
-from moe_plugin.hosts.megatron.compat import core, cpu
+from moe_plugin.hosts.megatron.compat import aux_losses, core, cpu
 from moe_plugin.hosts.megatron.compat.finite import PreparedGradients
 from moe_plugin.hosts.megatron.compat.settings import script_arguments, training_module
 from moe_plugin.hosts.megatron.layer import plugin_layers
@@ -122,7 +122,7 @@ def serve(swarm: SwarmConfig, args: argparse.Namespace, make: MakePart, forward_
         functools.partial(torch_optimizer, args), loss, host=swarm.host, device=device_of_parts(),
         timeout_s=swarm.timeout_s, secret=_secret(swarm))
     logger.info("swarm: this peer is looking for a trainer at %s", swarm.address)
-    with core.auxiliary_scale(torch.ones(1) * (1 / count)):
+    with aux_losses.auxiliary_scale(torch.ones(1) * (1 / count)):
         peer.run()
 
 

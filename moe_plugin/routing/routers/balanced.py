@@ -9,8 +9,9 @@ from torch import Tensor
 
 from moe_plugin.kernels import top_k_stable
 from moe_plugin.routing.call import RoutingCall
+from moe_plugin.routing.contract import SEVERAL
 from moe_plugin.routing.registry import routers
-from moe_plugin.routing.routers.base import SEVERAL, Router
+from moe_plugin.routing.routers.base import Router
 
 
 @routers.register("sinkhorn")

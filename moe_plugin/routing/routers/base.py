@@ -17,24 +17,20 @@ from moe_plugin.kernels.in_blocks import ScoreInPieces, product_in_blocks
 from moe_plugin.kernels.registry import accumulate_dtype
 from moe_plugin.kernels.scores import ScoreFunction, linear_scores, score_functions
 from moe_plugin.records import CountedChoices, Routing, TokenInfo
-from moe_plugin.routing.call import RoutingCall, check_integers, check_range
-from moe_plugin.routing.contract import BuffersKeepDtype, RouterModule, TopKSchedule
+from moe_plugin.routing.call import RoutingCall
+from moe_plugin.routing.contract import (
+    BuffersKeepDtype,
+    RouterModule,
+    TopKSchedule,
+    at_least_float32,
+    keep_float32,
+)
 from moe_plugin.routing.links import link_penalties
-from moe_plugin.routing.losses import losses
+from moe_plugin.routing.losses import NEEDS_OF_LOSSES, check_sequences, losses
 from moe_plugin.routing.replay import counts, runs_once
 from moe_plugin.routing.rollouts import balanced
-from moe_plugin.utils.dtensors import fill_
+from moe_plugin.utils.dtensors import xavier_
 from moe_plugin.utils.machine import capturing, inside_backward
-
-# Settings (`RouterModule.reads`) of routers that score tokens (SCORED), choose several experts per
-# token (SEVERAL), weigh by a score function (BY_SCORE), and may drop a second expert (WITH_POLICY).
-SCORED = frozenset({"noise", "input_jitter", "input_dropout", "batch_prioritized"})
-SEVERAL = SCORED | {"normalize=after_drop", "normalize_add", "normalize_min"}
-BY_SCORE = SEVERAL | {"score", "normalize=before_drop", "normalize=always"}
-LINEAR = frozenset({"bias"})  # for routers with the logits of `Router.scores`
-FORCED = frozenset({"force"})  # for routers with a choice that may be replaced
-WITH_POLICY = BY_SCORE | {"second_expert_policy", "second_expert_policy=random"}
-NEEDS_OF_LOSSES = {"sequence": "sequences"}
 
 
 class Router(BuffersKeepDtype, RouterModule):
@@ -111,7 +107,7 @@ class Router(BuffersKeepDtype, RouterModule):
         self.register_parameter("weight_ED", None)
         self.register_parameter("logit_bias_E", None)
         if self.config.fp32:
-            dtype = _at_least_float32(dtype or torch.get_default_dtype())
+            dtype = at_least_float32(dtype or torch.get_default_dtype())
         if torch.empty(0, device=device).is_meta:
             with torch.device("cpu"):  # overrides an active `torch.device("meta")` context
                 self._build(dtype, "cpu")
@@ -148,7 +144,7 @@ class Router(BuffersKeepDtype, RouterModule):
         return self.config.fp32
 
     def _apply(self, fn: Any, recurse: bool = True) -> Router:
-        return super()._apply(_keep_float32(fn) if self.keeps_parameters else fn, recurse)
+        return super()._apply(keep_float32(fn) if self.keeps_parameters else fn, recurse)
 
     def _build(self, dtype: torch.dtype | None, device: Any) -> None:
         penalty_E = link_penalties(self.layer_config, self.comm) \
@@ -307,7 +303,7 @@ class Router(BuffersKeepDtype, RouterModule):
                 f"Router {type(self).__name__} needs the vocabulary index of each token, but "
                 "token_ids_T=None. Pass info=TokenInfo(token_ids_T=...) to the layer.")
         if "sequences" in self.needs:
-            _check_sequences(info, tokens)
+            check_sequences(info, tokens)
 
     def noisy(self, clean_TE: Tensor, call: RoutingCall) -> Tensor:
         """Return the logits [T, E], to which the noise of the call has been added."""
@@ -404,40 +400,3 @@ class Router(BuffersKeepDtype, RouterModule):
         """Reset the counts of `global_batch` and of `step_sums`."""
         for sums in (self.step_load_E, *self.step_sums()):
             sums.zero_()
-
-
-def _check_sequences(info: TokenInfo, tokens: int) -> None:
-    remedy = "Pass info=TokenInfo(sequence_T=..., sequences=...) to the layer."
-    sequence_T, count = info.sequence_T, info.sequences
-    if sequence_T is None:
-        raise ValueError("losses.sequence needs the sequence number of each token, but "
-                         f"sequence_T=None. {remedy}")
-    if count < min(1, tokens):
-        raise ValueError(f"losses.sequence needs the number of sequences, at least 1, but "
-                         f"sequences={count}. {remedy}")
-    check_integers("sequence_T", sequence_T, tokens)
-    check_range(sequence_T, 0, count - 1,
-                "sequence_T has values {}..{}, but must be in "
-                f"0..sequences-1={count - 1}, also for padding. Number the sequences from 0 and "
-                "pass the number of sequences.")
-
-
-def _at_least_float32(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype
-
-
-def _keep_float32(fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """Wrap `fn` for `Module._apply` so that results with fewer than 32 bits become float32."""
-
-    def apply(tensor: Tensor) -> Tensor:
-        made = fn(tensor)
-        dtype = _at_least_float32(made.dtype)
-        return made if made.dtype == dtype else tensor.to(made.device, dtype)
-
-    return apply
-
-
-def xavier_(weight_ED: Tensor) -> None:
-    """Fill `weight_ED` from the Xavier uniform distribution, with values drawn in float32."""
-    bound = (6 / sum(weight_ED.shape)) ** 0.5
-    fill_(weight_ED, torch.empty(weight_ED.shape, dtype=torch.float32).uniform_(-bound, bound))

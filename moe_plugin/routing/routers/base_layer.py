@@ -26,9 +26,9 @@ from moe_plugin.comm.base import Comm
 from moe_plugin.kernels import top_k_stable
 from moe_plugin.kernels.registry import accumulate_dtype
 from moe_plugin.routing.call import RoutingCall
-from moe_plugin.routing.contract import keep_init
+from moe_plugin.routing.contract import SCORED, keep_init
 from moe_plugin.routing.registry import routers
-from moe_plugin.routing.routers.base import SCORED, Router
+from moe_plugin.routing.routers.base import Router
 from moe_plugin.utils.dtensors import fill_
 
 EPSILON = 2e-3  # relative to the spread of the scores

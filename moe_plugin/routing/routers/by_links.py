@@ -17,9 +17,10 @@ from torch import Tensor
 from moe_plugin.config.options import check
 from moe_plugin.kernels import slot_index, top_k_stable
 from moe_plugin.routing.call import RoutingCall
+from moe_plugin.routing.contract import BY_SCORE, WITH_POLICY
 from moe_plugin.routing.links import expert_nodes, near_experts, own_shares, prefer_visited
 from moe_plugin.routing.registry import routers
-from moe_plugin.routing.routers.base import BY_SCORE, WITH_POLICY, Router
+from moe_plugin.routing.routers.base import Router
 from moe_plugin.routing.routers.topk import TopKRouter
 
 ROUNDS = 4  # attempts to find another expert for choices beyond a capacity

@@ -11,11 +11,10 @@ from torch import Tensor, nn
 
 from moe_plugin.kernels.scores import linear_scores
 from moe_plugin.routing.call import RoutingCall
-from moe_plugin.routing.contract import keep_init
+from moe_plugin.routing.contract import FORCED, WITH_POLICY, keep_init
 from moe_plugin.routing.registry import routers
-from moe_plugin.routing.routers.base import FORCED, WITH_POLICY, xavier_
 from moe_plugin.routing.routers.topk import TopKRouter
-from moe_plugin.utils.dtensors import fill_
+from moe_plugin.utils.dtensors import fill_, xavier_
 
 START, MOST = math.log(1 / 0.5), math.log(1 / 0.01)
 SHORT = 1e-4  # vectors up to this length are treated as zero

@@ -10,8 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moe_plugin.routing.call import RoutingCall
+from moe_plugin.routing.contract import SEVERAL
 from moe_plugin.routing.registry import routers
-from moe_plugin.routing.routers.base import SEVERAL, Router
+from moe_plugin.routing.routers.base import Router
 
 
 @routers.register("dense_to_sparse")

@@ -12,9 +12,10 @@ from torch import Tensor
 
 from moe_plugin.kernels.router import group_members
 from moe_plugin.routing.call import RoutingCall
+from moe_plugin.routing.contract import BY_SCORE, FORCED, LINEAR
 from moe_plugin.routing.registry import routers
 from moe_plugin.routing.replay import counts
-from moe_plugin.routing.routers.base import BY_SCORE, FORCED, LINEAR, Router
+from moe_plugin.routing.routers.base import Router
 
 
 @routers.register("group_limited")

@@ -13,9 +13,9 @@ from moe_plugin.kernels import route, route_by_steps, top_k_stable
 from moe_plugin.kernels.router import Rule
 from moe_plugin.kernels.scores import SOFTMAX, Softmax, linear_scores
 from moe_plugin.routing.call import RoutingCall
-from moe_plugin.routing.contract import keep_init
+from moe_plugin.routing.contract import SEVERAL, keep_init
 from moe_plugin.routing.registry import routers
-from moe_plugin.routing.routers.base import SEVERAL, Router
+from moe_plugin.routing.routers.base import Router
 
 
 @routers.register("noisy_topk")

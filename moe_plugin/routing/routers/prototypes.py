@@ -16,8 +16,9 @@ from moe_plugin.kernels import route, route_by_steps
 from moe_plugin.kernels.router import Routed, Rule
 from moe_plugin.kernels.scores import SOFTMAX
 from moe_plugin.routing.call import RoutingCall
+from moe_plugin.routing.contract import SEVERAL
 from moe_plugin.routing.registry import routers
-from moe_plugin.routing.routers.base import SEVERAL, Router
+from moe_plugin.routing.routers.base import Router
 
 
 @routers.register("ktop1")

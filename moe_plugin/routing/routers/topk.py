@@ -11,15 +11,9 @@ from moe_plugin.config import MoEConfig
 from moe_plugin.kernels import top_k_stable
 from moe_plugin.kernels.scores import shares
 from moe_plugin.routing.call import RoutingCall
+from moe_plugin.routing.contract import BY_SCORE, FORCED, LINEAR, SCORED, WITH_POLICY
 from moe_plugin.routing.registry import routers
-from moe_plugin.routing.routers.base import (
-    BY_SCORE,
-    FORCED,
-    LINEAR,
-    SCORED,
-    WITH_POLICY,
-    Router,
-)
+from moe_plugin.routing.routers.base import Router
 
 
 @routers.register("topk")

@@ -235,17 +235,17 @@ def batch(case: Case) -> tuple[Tensor, Tensor, Tensor | None]:
 
 def run(layer: Any, case: Case) -> dict[str, Any]:
     """Forward and backward once: output, input gradient, whole gradients, logged losses."""
-    from moe_plugin.hosts.megatron.compat import core
+    from moe_plugin.hosts.megatron.compat import aux_losses
 
-    core.set_logged_losses({})
+    aux_losses.set_logged_losses({})
     x, weigh, padding = batch(case)
     x.requires_grad_()
     y, bias = layer(x, padding_mask=padding) if padding is not None else layer(x)
     assert bias is None
     (y.float() * weigh).sum().backward()
     grads = whole_gradients(layer, case)
-    logged = {name: entry.values.clone() for name, entry in core.logged_losses().items()}
-    for name, entry in core.logged_losses().items():
+    logged = {name: entry.values.clone() for name, entry in aux_losses.logged_losses().items()}
+    for name, entry in aux_losses.logged_losses().items():
         if entry.reduce_group is not None:
             dist.all_reduce(logged[name], group=entry.reduce_group)
     real = torch.ones(x.shape[:2], dtype=torch.bool) if padding is None else ~padding.t()

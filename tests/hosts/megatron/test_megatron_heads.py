@@ -80,9 +80,9 @@ def _step(model: Any, config: Any) -> dict[str, torch.Tensor]:
     """Two micro-batches, forward and then backward as in a pipeline: router gradients by layer,
     other gradients, the log.
     """
-    from moe_plugin.hosts.megatron.compat import core
+    from moe_plugin.hosts.megatron.compat import aux_losses
 
-    core.forget_losses()
+    aux_losses.forget_losses()
     g = torch.Generator().manual_seed(9)
     mask = torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool).triu(1)
     model.train()
@@ -97,7 +97,7 @@ def _step(model: Any, config: Any) -> dict[str, torch.Tensor]:
     found = {name: layer.router.weight.grad if hasattr(layer.router, "weight")
              else layer.router.weight_ED.grad for name, layer in _moe_layers(model).items()}
     found |= {name: p.grad for name, p in model.named_parameters() if ".mlp." not in name}
-    for name, entry in core.logged_losses().items():
+    for name, entry in aux_losses.logged_losses().items():
         value = entry.values.clone()
         if entry.reduce_group is not None:
             torch.distributed.all_reduce(value, group=entry.reduce_group)

@@ -70,9 +70,9 @@ def _layers_of_experts(model: Any) -> list[Any]:
 def _results(model: Any, case: Case) -> dict[str, Tensor]:
     from megatron.core import parallel_state as ps
 
-    from moe_plugin.hosts.megatron.compat import core
+    from moe_plugin.hosts.megatron.compat import aux_losses
 
-    core.set_logged_losses({})
+    aux_losses.set_logged_losses({})
     ids = torch.randint(TOKENS, (BATCH, LENGTH), generator=torch.Generator().manual_seed(
         ps.get_data_parallel_rank()))
     mask = torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool).triu(1)
@@ -85,7 +85,8 @@ def _results(model: Any, case: Case) -> dict[str, Tensor]:
         for name, grad in vars(whole_gradients(layer, case)).items():
             found[f"gradient of {name} in layer of experts {number}"] = grad
     found |= {"losses": losses.detach()}
-    found |= {f"logged {name}": entry.values.sum() for name, entry in core.logged_losses().items()}
+    found |= {f"logged {name}": entry.values.sum()
+              for name, entry in aux_losses.logged_losses().items()}
     return {name: value for name, value in found.items() if value is not None}
 
 

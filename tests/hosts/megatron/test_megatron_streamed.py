@@ -68,11 +68,11 @@ def test_losses_are_those_of_a_model_on_the_device(kind: str, data: str, tmp_pat
 
 
 def test_the_scale_of_auxiliary_losses_is_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    from moe_plugin.hosts.megatron.compat import core
+    from moe_plugin.hosts.megatron.compat import aux_losses, core
 
     scaler = core.moe_utils.MoEAuxLossAutoScaler
     monkeypatch.setattr(scaler, "main_loss_backward_scale", torch.tensor(8.0))
-    with core.auxiliary_scale(torch.ones(1) / 4), core.scaled_losses(2.0):
+    with aux_losses.auxiliary_scale(torch.ones(1) / 4), aux_losses.scaled_losses(2.0):
         assert float(scaler.main_loss_backward_scale) == 0.5
     assert float(scaler.main_loss_backward_scale) == 8.0
 

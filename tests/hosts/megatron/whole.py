@@ -182,10 +182,10 @@ def step(case: Whole, settings: dict[str, Any] | None) -> dict[str, Any]:
     """
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    from moe_plugin.hosts.megatron.compat import core
+    from moe_plugin.hosts.megatron.compat import aux_losses
 
     _begin(case)
-    core.forget_losses()
+    aux_losses.forget_losses()
     config = _config(case)
     chunks = _chunks(case, config, settings)
 

@@ -72,12 +72,12 @@ def megatron(argv: Sequence[str], log: str) -> None:
     from megatron.core import parallel_state
 
     from moe_plugin.hosts.megatron import train
-    from moe_plugin.hosts.megatron.compat import core
+    from moe_plugin.hosts.megatron.compat import aux_losses
 
     # groups that a test made in the process that this one is forked from must not end here:
     # that would wait for threads which a fork does not have
-    _INHERITED.append((dict(vars(parallel_state)), core.logged_losses()))
-    core.forget_losses()
+    _INHERITED.append((dict(vars(parallel_state)), aux_losses.logged_losses()))
+    aux_losses.forget_losses()
 
     sys.modules.pop("moe_plugin.hosts.megatron.spec", None)  # it follows the arguments
     as_program(["train", *argv], f"{log}{os.environ['RANK']}")

@@ -1,4 +1,4 @@
-"""Interfaces to the MoE layers, process groups, specs and losses of Megatron-core 0.15 to 0.20.
+"""Interfaces to the MoE layers, process groups and specs of Megatron-core 0.15 to 0.20.
 
 | interface | 0.15 | 0.16 | 0.17 | 0.18, 0.19 |
 |---|---|---|---|---|
@@ -7,7 +7,6 @@
 | more arguments of the layer | | | is_mtp_layer | is_mtp_layer, name |
 | `padding_mask` of layer and router | no | yes | yes | yes |
 | injectable router in `MoESubmodules` | no | yes | yes | yes |
-| aux loss log | dict in moe_utils | same | same | MoEMetricsTracker |
 """
 
 from __future__ import annotations
@@ -36,6 +35,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.utils import sharded_state_dict_default
 from torch import Tensor
 
+from moe_plugin.hosts.megatron.compat.aux_losses import forget_losses
 from moe_plugin.hosts.megatron.compat.sequence_parts import NUMBER, tell_layers
 from moe_plugin.hosts.megatron.compat.settings import newer_name, setting
 from moe_plugin.utils.messages import warn_once
@@ -248,88 +248,6 @@ def module_shards(module: torch.nn.Module, prefix: str, offsets: tuple[Any, ...]
                   metadata: Any) -> dict[str, Any]:
     """Return the sharded state dict of a Megatron module or of any other torch module."""
     return sharded_state_dict_default(module, prefix, offsets, metadata)
-
-
-def attach_loss(activation: Tensor, loss: Tensor) -> Tensor:
-    """Return the activation; its backward pass scales the gradient of `loss` as Megatron does."""
-    return moe_utils.MoEAuxLossAutoScaler.apply(activation, loss)
-
-
-def scaled_losses(factor: float) -> contextlib.AbstractContextManager[None]:
-    """Multiply the gradients of auxiliary losses by `factor` inside the block."""
-    before = moe_utils.MoEAuxLossAutoScaler.main_loss_backward_scale
-    return auxiliary_scale(None if before is None else before * factor)
-
-
-@contextlib.contextmanager
-def auxiliary_scale(scale: Tensor | None) -> Iterator[None]:
-    """Set the gradient scale of auxiliary losses inside the block, as Megatron's schedules do."""
-    scaler = moe_utils.MoEAuxLossAutoScaler
-    before = scaler.main_loss_backward_scale
-    scaler.main_loss_backward_scale = scale  # `set_loss_scale` would overwrite `before` in place
-    try:
-        yield
-    finally:
-        scaler.main_loss_backward_scale = before
-
-
-def log_loss(name: str, value: Tensor, layer_number: int | None, config: Any,
-             part_of: Group | None) -> None:
-    """Add an unscaled loss to Megatron's log of auxiliary losses.
-
-    When the log is read, the values are summed over the ranks in `part_of`.
-    """
-    layers = config.num_layers + (getattr(config, "mtp_num_layers", None) or 0)
-    # the log has one entry per prediction, but a hybrid model may have several layers in it
-    place = None if layer_number is None else min(layer_number, layers)
-    moe_utils.save_to_aux_losses_tracker(name, value.detach(), place, layers, reduce_group=part_of)
-
-
-@dataclass(frozen=True)
-class LoggedLoss:
-    """The logged sums [layers] of a loss, and the way in which they are reduced over ranks."""
-
-    values: Tensor
-    reduce_group: Group | None
-    average_data_parallel: bool
-
-
-def _loss_records() -> dict[str, Any]:
-    """Return Megatron's auxiliary loss records by name (dicts up to 0.17, objects from 0.18 on)."""
-    try:
-        from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
-    except ImportError:
-        return moe_utils.get_moe_layer_wise_logging_tracker()
-    return get_moe_metrics_tracker().metrics
-
-
-def forget_losses() -> None:
-    """Delete all records of auxiliary losses and the gradient scale that schedules set."""
-    _loss_records().clear()
-    moe_utils.MoEAuxLossAutoScaler.main_loss_backward_scale = None
-
-
-def logged_losses() -> dict[str, LoggedLoss]:
-    """Return the current rank's log of auxiliary losses."""
-    return {name: _logged(record) for name, record in _loss_records().items()}
-
-
-def _logged(record: Any) -> LoggedLoss:
-    if isinstance(record, dict):  # up to 0.17
-        return LoggedLoss(record["values"], record.get("reduce_group"),
-                          not record.get("reduce_group_has_dp", False))
-    return LoggedLoss(record.values, record.reduce_group, record.needs_dp_avg)
-
-
-def losses_so_far() -> dict[str, Tensor]:
-    """Return a copy of the logged sums, which can be passed to `set_logged_losses`."""
-    return {name: entry.values.clone() for name, entry in logged_losses().items()}
-
-
-def set_logged_losses(values: dict[str, Tensor]) -> None:
-    """Set the logged sums to `values`, and to zero for names that are not in `values`."""
-    for name, entry in logged_losses().items():
-        entry.values.copy_(values.get(name, torch.zeros_like(entry.values)))
 
 
 def swap_mlp(mlp: Any, replacement: type, settings: dict[str, Any]) -> Any:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moe_plugin.hosts.megatron.compat import core
+from moe_plugin.hosts.megatron.compat import aux_losses, core
 from moe_plugin.hosts.megatron.compat.names import Attention, schedules
 from moe_plugin.hosts.megatron.compat.settings import setting
 from moe_plugin.hosts.megatron.layer import plugin_layers
@@ -154,9 +154,9 @@ def weighed(part: SlicePart) -> Iterator[None]:
     by tokens.
     """
     share = part.length / part.sequences.length
-    before = {name: entry.values.clone() for name, entry in core.logged_losses().items()}
+    before = {name: entry.values.clone() for name, entry in aux_losses.logged_losses().items()}
     yield
-    for name, entry in core.logged_losses().items():
+    for name, entry in aux_losses.logged_losses().items():
         start = before.get(name, 0 * entry.values)
         entry.values.copy_(start + share * (entry.values - start))
 
@@ -275,7 +275,7 @@ class SliceStep(Step):
         grad = self.links.output_grads.next() if self.links.output_grads else None
         began = self._now()
         with self.reducing(batch == self.batches - 1 and number == 0), weighed(part):
-            with core.scaled_losses(1.0 if self.config.calculate_per_token_loss
+            with aux_losses.scaled_losses(1.0 if self.config.calculate_per_token_loss
                                     else part.length / part.sequences.length):
                 if grad is not None:
                     taken_grad = core.call_supported(
