@@ -188,6 +188,8 @@ class GroupState:
 
     def release_abandoned(self) -> None:
         """Release the objects of messages whose time has passed."""
+        # A copy of the items, because a destructor in a different thread may add an entry
+        # meanwhile.
         for number, (until, _) in list(self.abandoned.items()):
             if until < time.monotonic():
                 self.abandoned.pop(number, None)

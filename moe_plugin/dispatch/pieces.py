@@ -329,6 +329,7 @@ def order_by_piece(send_PWL: list[Counts], source_N: Tensor) -> Tensor:
     device = source_N.device
     lengths_VP = to_device(send_PWL, device).flatten(1).t()
     piece_VP = torch.arange(len(send_PWL), device=device).repeat(lengths_VP.shape[0])
+    # With `output_size`, the host does not wait for the device to learn the length.
     piece_N = piece_VP.repeat_interleave(lengths_VP.reshape(-1), output_size=source_N.numel())
     # stable: within a piece rows stay ordered by expert shard
     return torch.argsort(piece_N, stable=True)
@@ -342,6 +343,7 @@ def _ragged_piece(send_WL: Counts, recv_WL: Counts, device: torch.device, local:
         return Piece(send, recv, counts, local=local)
     lengths_M = to_device(recv_WL, device).view(-1)
     expert_M = torch.arange(len(recv_WL[0]), device=device).repeat(len(recv_WL))
+    # With `output_size`, the host does not wait for the device to learn the length.
     expert_R = expert_M.repeat_interleave(lengths_M, output_size=counts.total)
     order_R = torch.argsort(expert_R, stable=True)
     return Piece(send, recv, counts, order_R, inverse_permutation(order_R), local=local)

@@ -167,6 +167,7 @@ def _between(comm: Comm, topology: Topology, gathered: Tensor, recv: list[int],
     _swap_dicts(comm, outgoing, incoming)
     if topology.node_major:
         return out
+    # The pieces have arrived node by node, but the result must be in rank order.
     by_node = [rank for node in topology.nodes for rank in node]
     starts = {rank: index for index, rank in enumerate(by_node)}
     return reorder(out, [recv[rank] for rank in by_node],
