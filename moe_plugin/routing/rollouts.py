@@ -176,6 +176,7 @@ def tokens_of_rank(ids_BSLK: Tensor, *, sequence_first: bool = False,
         sequences = ids_BSLK.split(list(lengths), 1) if lengths else [ids_BSLK]
         for sequence_SLK in sequences:
             _check_parts("context", sequence_SLK.shape[1], 2 * ranks)
+        # Early parts need less causal attention than late ones, so a rank gets one of each.
         parts = [sequence_SLK.chunk(2 * ranks, 1) for sequence_SLK in sequences]
         ids_BSLK = torch.cat([part for some in parts for part in (some[rank], some[-1 - rank])], 1)
     rank, ranks = sequence
