@@ -81,8 +81,8 @@ class FFNParameters:
         keep: function that stores rows whose numbers only the device knows. Only the strategies in
             `KEEPS_ROWS` use this function. If it is None, autograd stores the rows.
         sums: object that accumulates the gradients of the calls that share these parameters in one
-            pass. A strategy may add weight gradients to this object and return a single sum. It is
-            None if no other call shares the parameters.
+            pass. A strategy may add weight gradients to this object and return a single sum. The
+            object is None if no other call shares the parameters.
         precision: precision of the matmuls in the strategy `kernels`; see `experts.precision`.
             Other strategies use torch's precision settings.
         rounded: the module's store of rounded weights, for precisions in which weights are rounded.

@@ -186,8 +186,8 @@ class RoundedCall:
 
     Attributes:
         weights: mapping from the field names of `FFNParameters` to rounded weights.
-        kept: the store of rounded weights that belongs to the module. It is None if the weights
-            belong to this call only.
+        kept: the store of rounded weights that belongs to the module, or None if the weights belong
+            to this call only.
     """
 
     weights: Mapping[str, RoundedWeight]

@@ -335,7 +335,7 @@ class RowWeightGrads:
     Attributes:
         precision: precision of matmuls of unrounded operands; see `kernels.expert_matmul`.
         rounded: the format used for the other matmuls. The format may define a separate method for
-            computing weight gradients. It is None if no format is used.
+            computing weight gradients. The value None stands for no format.
         groups, main_grad_weights, sums: see `FFNParameters` and `GradSums`.
     """
 

@@ -75,7 +75,7 @@ class DispatchContext:
         limit: the limit on the rows of the layer. It persists between calls. None unless
             `traits.bounded`.
         spill_planner: object that decides which rank computes which rows, with the same result on
-            all ranks. It is None if every rank computes only its own experts.
+            all ranks, or None if every rank computes only its own experts.
         configured: the traits of the configured dispatcher, if this dispatcher replaces it.
         counts_on_device: whether the experts can read the numbers of their rows on the device.
         weights_first: True if gate weights multiply the experts' inputs instead of their results.

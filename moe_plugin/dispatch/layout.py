@@ -55,12 +55,11 @@ class LayerLayout:
         dispatcher: the dispatcher that sends rows and returns their results.
         experts: the experts of this rank, without adapters that wrap them.
         strategy: the function that computes rows. If it is None, the configured strategy is used.
-        gather: the ranks whose parameters are gathered before the experts compute. It is None if no
+        gather: the ranks whose parameters are gathered before the experts compute, or None if no
             parameters are gathered.
         gathered_shards: how many consecutive ranks of `gather` store shards of the same expert.
         first_shard: the index of the first expert shard that this rank has after gathering.
-        stash: the pages that store the rows for the backward pass. It is None if autograd stores
-            them.
+        stash: the pages that store the rows for the backward pass, or None if autograd stores them.
         label: the label of the choice (`LayoutChoice.label`).
         pieces: the number of pieces in which rows are sent and computed.
         plain: True if all rows are computed in one piece and without pages, with the stored

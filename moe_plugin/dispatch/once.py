@@ -135,8 +135,7 @@ class OncePiece:
         weights_first: whether gate weights multiply the inputs of the experts.
         rows: the plan by which the experts read the received rows. It is set after the pairs have
             arrived.
-        forwarding: object that forwards the rows within a node. It is None if rows are not
-            forwarded.
+        forwarding: object that forwards the rows within a node, or None if rows are not forwarded.
     """
 
     send: list[int]

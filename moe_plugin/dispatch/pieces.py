@@ -133,7 +133,7 @@ class Piece:
         recv: the number of rows received from each rank.
         counts: the number of received rows by local expert.
         order_R: int64 [R], for each row in expert-major order, its position in the order of arrival
-            (by source rank). It is None if both orders are equal, or if `slots` is set.
+            (by source rank), or None if both orders are equal, or if `slots` is set.
         inverse_R: int64 [R], the inverse of `order_R`.
         slots: the number of rows of each (source rank, expert) pair, if it is the same for all
             pairs (Tutel's flexible layout). None otherwise.
@@ -207,8 +207,8 @@ class ExchangePlan(DispatchPlan):
         source_N: int64 [N], the choice that each row belongs to (`kernels.rows`). Rows are ordered
             by piece.
         position_TK: int64 [T, K*r], the row of each choice, or -1.
-        weights_TK: [T, K*r] gate weights, differentiable. It is None if results are multiplied by
-            gate weights before they are returned.
+        weights_TK: [T, K*r] gate weights, differentiable, or None if results are multiplied by gate
+            weights before they are returned.
         pieces: the pieces in the order in which they are sent.
         even: whether every rank sends the same number of rows to every rank, in each piece.
         complete: True if it is known that every choice has a row and no slot is empty.

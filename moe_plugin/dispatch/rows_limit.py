@@ -38,9 +38,9 @@ class Limit(ABC):
         repeats: whether a step that exceeds the limit is repeated. If it is False, exceeding the
             limit raises an error.
         needed: int64 scalar on the device, the size that would have been enough for all calls since
-            the last `forget`. It is 0 if the limit was not exceeded, and None if the limit has not
-            been used yet. Calls without gradients are included, so a step or an evaluation calls
-            `forget` first and checks the value at its end.
+            the last `forget`. The value is 0 if the limit was not exceeded, and None if the limit
+            has not been used yet. Calls without gradients are included, so a step or an evaluation
+            calls `forget` first and checks the value at its end.
     """
 
     remedy: ClassVar[str]

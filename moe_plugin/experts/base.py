@@ -113,11 +113,10 @@ class Experts(nn.Module):
             mark on each parameter with its hooks.
         adapters: the ranks of the low-rank adapters on these experts (`experts.lora`). None
             without adapters.
-        later: object that collects weight gradients that the host computes after the backward pass.
-            It is None if the backward pass computes them.
-        seed_comm: the ranks that share one seed for their initial values. It is None if the
-            generators of the ranks are in the same state, or if values are copied from one rank to
-            the others.
+        later: object that collects weight gradients that the host computes after the backward pass,
+            or None if the backward pass computes them.
+        seed_comm: the ranks that share one seed for their initial values, or None if the generators
+            of the ranks are in the same state, or if values are copied from one rank to the others.
     """
 
     supports_gather: ClassVar[bool] = False
@@ -145,7 +144,7 @@ class Experts(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """The dtype that inputs must have. It is None if any dtype is allowed."""
+        """The dtype that inputs must have, or None if any dtype is allowed."""
         return None
 
     @property
@@ -205,7 +204,7 @@ class Experts(nn.Module):
         """Set the index of the MoE layer of these experts, counted from 0.
 
         Args:
-            number: the index. It is None if the host does not know it
+            number: the index, or None if the host does not know it
                 (`HostContext.numbered_later`).
         """
 

@@ -45,8 +45,8 @@ class ExpertWindow:
         shape: the shape of the whole tensor. The first axis is the axis of all experts.
         offsets: the offset of the part in the whole tensor along each axis.
         sizes: the size of the part along each axis.
-        shard_axis: the axis along which each expert is split over several ranks. It is None if
-            experts are not sharded.
+        shard_axis: the axis along which each expert is split over several ranks, or None if experts
+            are not sharded.
     """
 
     shape: tuple[int, ...]

@@ -357,8 +357,8 @@ def gather_parameters(local: Mapping[str, Tensor], comm: Comm, shards: int,
         comm: the ranks to gather from.
         shards: how many consecutive ranks store shards of the same expert. The shards are
             concatenated along the axis in `axes`.
-        axes: the axis of each parameter along which experts are split. It is None if every shard
-            has the whole tensor. In this case, the tensor of the first shard is used.
+        axes: the axis of each parameter along which experts are split, or None if every shard has
+            the whole tensor. In this case, the tensor of the first shard is used.
     Returns: tensors [L * size / shards, ...] with the same names. The axis along which experts are
         split is `shards` times as long as in the parameters of one rank.
     """

@@ -87,7 +87,7 @@ class ModelShape:
             from which a token may select experts. In DeepSeek's node-limited routing, a group
             corresponds to a node, so the limit bounds the number of ranks and nodes that receive a
             token. With `groups=1`, routing is not limited.
-        capacity_factor: capacity factor of the experts. It is None if no token is dropped.
+        capacity_factor: capacity factor of the experts, or None if no token is dropped.
         skew: number of rows of the busiest rank divided by the mean over all ranks, at least 1.
         element_bytes: number of bytes per element of weights and activations.
         state_bytes: bytes of gradient and optimizer state per parameter, without the weight itself.

@@ -65,7 +65,7 @@ class TakesTokenIds:
     Attributes:
         needs: names of the token information that the layer's router needs, as in
             `RouterModule.needs`.
-        tokens_BT: int64 [B, T], the token ids of the next call. It is None if no token ids were
+        tokens_BT: int64 [B, T], the token ids of the next call, or None if no token ids were
             passed.
     """
 
@@ -126,8 +126,8 @@ class RoutingCall:
         mask_T: bool, True for tokens that are not padding. If it is None, all tokens are real.
         k: number of experts per token.
         info: further information about the tokens.
-        noise: standard deviation of the noise in the logits (already divided by E). It is 0 if
-            there is no noise.
+        noise: standard deviation of the noise in the logits (already divided by E), or 0 if there
+            is no noise.
         score: function that converts logits to scores.
         divides: whether weights are divided by `max(sum over the choices + added, least)`.
         one_pass: True if a single kernel computes the choices, weights and sums. If it is False,
@@ -148,9 +148,9 @@ class RoutingCall:
             tokens. The counts include all ranks and all micro-batches of the step up to and
             including this call.
         priority_T, passthrough_T, chosen_TK: see `moe_plugin.records.Routing`.
-        routed: the choices, weights and sums over tokens returned by `route` or `route_by_steps`.
-            It is None if the router uses neither function. The field `z` of this result may be
-            None, in which case z is computed from `logits_TE`.
+        routed: the choices, weights and sums over tokens returned by `route` or `route_by_steps`,
+            or None if the router uses neither function. The field `z` of this result may be None,
+            in which case z is computed from `logits_TE`.
     """
 
     logits_TE: Tensor = None  # until hook `scores`
@@ -287,8 +287,8 @@ class RoutingCall:
         """The margin `(clean logit - k-th largest noisy logit of the other experts) / (deviation of
         the noise)`.
 
-        It is None if the noise has no learned deviation. If k = E, the margin is infinite, because
-        every expert is always chosen.
+        The margin is None if the noise has no learned deviation. If k = E, the margin is infinite,
+        because every expert is always chosen.
         """
         if self.deviation_TE is None:
             return None

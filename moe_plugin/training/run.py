@@ -40,7 +40,7 @@ class Run(RunFeature):
 
     Attributes:
         number: index of the current or last step, counted from 1.
-        left_out: reason why the step does not change parameters. It is None if the step is not
+        left_out: reason why the step does not change parameters, or None if the step is not
             skipped.
     """
 

@@ -229,8 +229,8 @@ class OffloadSchedule:
 
     Attributes:
         steps: the steps.
-        limit: largest number of bytes that may be on the device at a time. It is None if there is
-            no limit.
+        limit: largest number of bytes that may be on the device at a time, or None if there is no
+            limit.
         base: number of bytes that are always on the device.
         duplex: whether copies to and from the device run at the same time. If False, copies run one
             after another in issue order, as in a single queue.

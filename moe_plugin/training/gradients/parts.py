@@ -35,7 +35,7 @@ class Part:
         local: the tensor that the optimizer updates. It is `parameter` itself if this rank updates
             the whole parameter.
         shape: shape in which the full parameter was split along its first axis.
-        comm: the ranks that update the other parts. It is None if this rank updates the whole
+        comm: the ranks that update the other parts, or None if this rank updates the whole
             parameter.
         stays: true if no other rank stores this part. In this case, `parameter` is a DTensor.
     """
@@ -110,7 +110,7 @@ def slices(parameters: Iterable[nn.Parameter], comm: Comm, replicas: Comm | None
     Args:
         parameters: contiguous parameters.
         comm: the ranks that store the dense parameters.
-        replicas: the ranks that store the same experts. It is None if no other rank stores them.
+        replicas: the ranks that store the same experts, or None if no other rank stores them.
     """
     parts = []
     for parameter in parameters:

@@ -85,7 +85,7 @@ class FileBatch:
     """A micro-batch that this rank processes in a step with votes.
 
     Attributes:
-        batch: the batch from the host. It is None if this entry only pads a step with fewer
+        batch: the batch from the host, or None if this entry only pads a step with fewer
             micro-batches.
         begins: whether this is the first micro-batch of its file.
         counts: whether the micro-batch is counted in the log. This is true only on the first worker

@@ -163,7 +163,7 @@ class SharedRounds:
 
         Args:
             about: identifier of the round.
-            result: result that is sent to the other trainers. It is None if the round is repeated.
+            result: result that is sent to the other trainers, or None if the round is repeated.
             by: the trainer that processed each micro-batch.
         """
         with self._changed:
