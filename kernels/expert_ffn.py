@@ -61,7 +61,7 @@ class FFNParameters:
             Experts that are not gated have no gate.
         bias_in_LF, bias_gate_LF: biases [L, F] of the input and gate weights.
         w_out_LFD: output weight [L, F, D].
-        bias_out_LD: bias [L, D]. It has all D columns even if experts are split into shards.
+        bias_out_LD: bias [L, D]. The bias has all D columns even if experts are split into shards.
         activation: name of the activation function, a key of `ACTIVATIONS`.
         memory: source of the memory for large temporary tensors.
         choice: setting that determines how the strategy `auto` chooses a strategy; see

@@ -167,8 +167,8 @@ class RowGroups:
         device: device on which the tables are stored.
         beside: whether other kernels (of an exchange) run at the same time as matmuls over these
             rows.
-        schedule: name in `SCHEDULES` of the schedule for matmuls that are computed by Triton. It is
-            a name instead of an object, because graphs can store names.
+        schedule: name in `SCHEDULES` of the schedule for matmuls that are computed by Triton. A
+            name is used instead of an object, because graphs can store names.
     """
 
     counts: RowCounts

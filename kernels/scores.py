@@ -176,8 +176,9 @@ def in_parts(x_TD: Tensor) -> bool:
 
 
 def _parts(x: Tensor, dim: int, number: int) -> Tensor:
-    """Split x into `number` bfloat16 tensors with 8 bits each. Their sum is x, and they are
-    concatenated along `dim`.
+    """Split x into `number` bfloat16 tensors with 8 bits each.
+
+    The tensors add up to x and are concatenated along `dim`.
 
     A bfloat16 tensor is returned unchanged.
     """

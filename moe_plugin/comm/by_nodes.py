@@ -150,7 +150,7 @@ def wanted_rows(comm: Comm, on_node_AN: Tensor) -> Wanted | None:
     Args:
         comm: the group.
         on_node_AN: bool [size * n, nodes]. For each row, in rank order, it is True for the nodes
-            that need the row. It must be equal on all ranks.
+            that need the row. The mask must be equal on all ranks.
     Returns:
         The rows that each node needs, or None if the group does not use two steps. In that case all
             rows are sent to all ranks.

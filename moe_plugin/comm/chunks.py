@@ -99,7 +99,8 @@ def stride_copy(x: Tensor, outer: int, inner: int) -> Tensor:
     On a GPU the copy is made by a Triton kernel.
 
     Args:
-        x: tensor [outer * inner * c, ...]. Its piece (o, j) becomes piece (j, o) of the result.
+        x: tensor [outer * inner * c, ...]. The piece (o, j) of `x` becomes piece (j, o) of the
+            result.
         outer: number of outer pieces.
         inner: number of inner pieces in each outer piece.
     """

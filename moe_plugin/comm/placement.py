@@ -12,8 +12,9 @@ from moe_plugin.comm.exchange import Exchange
 
 @dataclass(frozen=True)
 class HostContext:
-    """Information about a layer that only the layer's host has. It is passed to the layer when the
-    layer is created.
+    """Information about a layer that only the layer's host has.
+
+    The host passes this information to the layer when the layer is created.
 
     Attributes:
         layer_number: index of this MoE layer among the MoE layers of its model, counted from 0, or

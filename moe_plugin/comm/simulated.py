@@ -202,8 +202,9 @@ class SimulatedComm(Comm):
         return [slot[1] for slot in posted]
 
     def _account(self, what: str, posted: list[Any]) -> None:
-        """Record one collective. It is called once per collective, on rank 0, while all ranks
-        wait.
+        """Record one collective.
+
+        The function is called once per collective, on rank 0, while all ranks wait.
         """
         with self.board.lock:
             self.traffic.collectives[what] = self.traffic.collectives.get(what, 0) + 1

@@ -106,12 +106,13 @@ class GroupState:
     All `Comm` objects for one process group, and their tagged views, share one `GroupState`.
 
     Attributes:
-        topology: topology that states which ranks share a node. It is None until `Comm.prepare` is
-            called. Hierarchical exchanges, routers that prefer nearby experts, and cost models
-            depend on the topology.
+        topology: topology that states which ranks share a node. The topology is None until
+            `Comm.prepare` is called. Hierarchical exchanges, routers that prefer nearby experts,
+            and cost models depend on the topology.
         watchdog: object that sends heartbeats, so that an error can name the missing ranks, or None
             if no watchdog was requested.
-        worker: thread that runs exchanges in the background. It is created for the first exchange.
+        worker: thread that runs exchanges in the background. The thread is created for the first
+            exchange.
         stream: CUDA stream on which exchanges run in the background.
         timeout_watch: object that watches NCCL's collectives if the process group's timeout is
             longer than the layer's timeout, otherwise None.

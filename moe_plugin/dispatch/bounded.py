@@ -5,8 +5,8 @@ first, followed by rows of zeros. The numbers of rows of each expert are sent, t
 these counts on the device, so the host never waits, and a CUDA graph can capture a call. If a rank
 has more than P rows for another rank, all ranks learn this from the counts. The outputs of the call
 are then NaN, and `moe_plugin.dispatch.rows_limit.overflowed` reports the overflow at the end of the
-step. Megatron-core and torchtitan offer a similar mode. They bound the rows that a rank receives,
-and their exchange writes directly into the memory of its peers.
+step. Megatron-core and torchtitan offer a similar mode. These modes bound the rows that a rank
+receives, and their exchange writes directly into the memory of its peers.
 """
 
 from __future__ import annotations

@@ -121,8 +121,8 @@ class LayerLayout:
             x_TD: [T, D] tokens of this rank.
             plan: the plan of this call.
             experts: the experts of this rank, or an adapter that wraps them.
-            anchored: whether a parameter connects the exchanges to the autograd graph. It may be
-                False if the gradients of the tokens are needed on all ranks or on no rank.
+            anchored: whether a parameter connects the exchanges to the autograd graph. The value
+                may be False if the gradients of the tokens are needed on all ranks or on no rank.
         """
         anchor = None
         if experts is not self.experts:

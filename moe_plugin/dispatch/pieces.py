@@ -174,7 +174,7 @@ class Piece:
         return len(self.recv) > 1 and len(self.counts.host) > 1 and self.slots > 0
 
     def _orders(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return `order_R` and `inverse_R`. They are computed on the device if `slots` is set."""
+        """Return `order_R` and `inverse_R`. Both are computed on the device if `slots` is set."""
         if self.slots is None:
             return self.order_R, self.inverse_R
         ranks, experts = len(self.recv), len(self.counts.host)

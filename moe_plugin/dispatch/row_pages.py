@@ -187,8 +187,9 @@ class Kept:
 
 
 class PagedStash(Limit):
-    """The pages of all layers of a group on this rank. They are allocated for each dtype on first
-    use.
+    """The pages of all layers of a group on this rank.
+
+    The pages are allocated for each dtype on first use.
 
     The settings are the maximum over all existing layers. A step is repeated after an overflow if
     any layer is set to repeat.

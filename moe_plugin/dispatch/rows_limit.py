@@ -154,8 +154,8 @@ class RowsLimit(Limit):
         least: a lower limit of the bound, set after an overflow. Initially 0.
         stashes: whether the rows needed in backward are stored in pages, without padding
             (`dispatch.row_pages`).
-        needed: the bound that would have been enough; see `Limit`. It is equal on all ranks of the
-            group.
+        needed: the bound that would have been enough; see `Limit`. The bound is equal on all ranks
+            of the group.
     """
 
     remedy = ("a rank had {needed} rows for another rank, more than dispatch.max_rows_factor "

@@ -117,7 +117,8 @@ def window_in(name: str, shape: Sequence[int], place: Placement, *,
 class ExpertPart(Tensor):
     """A rank's part of an expert tensor in a state dict.
 
-    It behaves like a plain tensor in computations, copies and pickles, but DCP refuses to save it.
+    This class behaves like a plain tensor in computations, copies and pickles, but DCP refuses to
+    save it.
     """
 
     @classmethod

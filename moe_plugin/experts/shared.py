@@ -63,7 +63,10 @@ def linear_of(config: MoEConfig) -> type[DrawnLinear]:
 
 
 class SharedExpert(nn.Module):
-    """An expert that processes every real token. Its parameters are replicated on all ranks."""
+    """An expert that processes every real token.
+
+    The parameters of the shared expert are replicated on all ranks.
+    """
 
     def __init__(self, config: MoEConfig, *, dtype: torch.dtype | None = None,
                  device: Any = None) -> None:
@@ -142,7 +145,10 @@ class OverlappedWork:
             self.more()
 
     def shared_TD(self) -> Tensor | None:
-        """Return the outputs [T, D] of the shared expert, or None. They are computed only once."""
+        """Return the outputs [T, D] of the shared expert, or None.
+
+        The outputs are computed only once.
+        """
         # may have been computed by `__call__` while the rows were sent
         if self._shared_TD is None and self.shared is not None:
             self._shared_TD = self.shared(self.tokens.x_TD, self.tokens.mask_T)

@@ -1,4 +1,4 @@
-"""Background copies between a device and a slower tier. They are executed in order.
+"""Background copies between a device and a slower tier. The copies are executed in order.
 
 If the device is a GPU, copies run on a separate stream. Other work, such as reading a file, runs in
 a single thread. If the device is a CPU, all work runs in this thread. The caller continues
@@ -44,13 +44,13 @@ class CopyCounters:
 
 @dataclass
 class OnDevice:
-    """Device memory used by a feature that moves data. It is shown in reports.
+    """Device memory used by a feature that moves data. Reports show these numbers.
 
     Attributes:
         resident_bytes: maximum number of bytes on the device in the last step, or 0 if it is
             unknown.
-        keep, recompute, swap: number of blocks with this activation policy. It is 0 for features
-            other than activations.
+        keep, recompute, swap: number of blocks with this activation policy. The number is 0 for
+            features other than activations.
     """
 
     resident_bytes: int = 0

@@ -174,11 +174,12 @@ class HostTier(Tier):
 
 
 class DiskTier(Tier):
-    """A tier that stores tensors in one unnamed file in a folder. The file disappears when the
-    process ends for any reason.
+    """A tier that stores tensors in one unnamed file in a folder.
+
+    The file disappears when the process ends for any reason.
 
     Args:
-        folder: folder on a disk. It is created if it does not exist.
+        folder: folder on a disk. A folder that does not exist is created.
     Raises:
         ValueError: If the folder cannot be created.
     """

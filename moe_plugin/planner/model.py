@@ -230,8 +230,8 @@ class ModelPlan:
     groups are folded over the tensor- and data-parallel ranks.
 
     Attributes:
-        tp, pp, dp: tensor-, pipeline- and data-parallel sizes. Their product is the number of
-            ranks.
+        tp, pp, dp: tensor-, pipeline- and data-parallel sizes. The product of the sizes is the
+            number of ranks.
         ep: number of ranks among which the experts are divided.
         etp: number of ranks among which each expert's inner width is divided.
         micro_batch: number of sequences per micro-batch.

@@ -101,7 +101,7 @@ def token_info(x_TBD: Tensor, ids_TB: Tensor | None, needs: frozenset[str],
 
     Args:
         x_TBD: tokens [T, B, D], or [B, T, D] if `batch_axis` is 0.
-        ids_TB: int64, the token ids, in the order of the first two axes of `x_TBD`. They are
+        ids_TB: int64, the token ids, in the order of the first two axes of `x_TBD`. The ids are
             required only if the router reads token ids.
         needs: the attribute `RouterModule.needs` of the router.
         batch_axis: index (0 or 1) of the axis of `x_TBD` along which sequences are arranged.
@@ -213,8 +213,8 @@ class RoutingCall:
         """Return the weights [T, K] of the chosen experts, which are their scores, divided by the
         sum of these scores if `divides` is true.
 
-        ids_TK: int64, the choices. They may be the result of `choose`, a recording, or the router's
-            own choices.
+        ids_TK: int64, the choices. The choices may be the result of `choose`, a recording, or the
+            router's own choices.
         """
         if self.routed is not None and self.routed.ids_TK is ids_TK:
             self.leaves_none = True

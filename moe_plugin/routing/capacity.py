@@ -91,8 +91,8 @@ class CapacityLimit:
                training: bool) -> int | Tensor | None:
         """Return the limit beyond which choices are dropped.
 
-        The limit usually equals `made`. It is lower if only the device knows the number of real
-        tokens, or if this rank applies its own limit and has fewer tokens than other ranks.
+        The limit usually equals `made`. The limit is lower if only the device knows the number of
+        real tokens, or if this rank applies its own limit and has fewer tokens than other ranks.
         """
         comm, known = self.comm, asked.size > 1
         if self.own and self.comm.size > 1:
@@ -325,8 +325,8 @@ def drop(routing: Routing, slots_TK: Tensor | None, limit: int | Tensor | None,
 
     Args:
         routing: the routing before dropping.
-        slots_TK: int64 [T, K], the slots of the choices; see `slots`. It is not read if there is no
-            limit.
+        slots_TK: int64 [T, K], the slots of the choices; see `slots`. Without a limit, this tensor
+            is not read.
         limit: number of slots per expert and source rank, as an integer or an int64 scalar tensor.
             If it is None, there is no limit.
         normalize_after: whether the remaining weights are divided by `max(sum + added, least)` if

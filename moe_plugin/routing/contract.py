@@ -87,8 +87,10 @@ def float32_state(module: nn.Module) -> list[str]:
 
 
 class RouterModule(HasFinishStep, nn.Module):
-    """Base class of all routers. It defines the attributes that a router declares and the methods
-    that are called once per step.
+    """Base class of all routers.
+
+    The class defines the attributes that a router declares and the methods that are called once per
+    step.
 
     Most routers derive from `moe_plugin.routing.Router`. Derive a router directly from this class
     if it does not use any code of the provided routers. A layer also accepts a plain `nn.Module`
@@ -104,8 +106,8 @@ class RouterModule(HasFinishStep, nn.Module):
         fixed_k: number of experts per token if the number cannot be configured. If it is None, the
             number is set by `router.top_k` and can be overridden in each call.
         any_number: True if a token may have up to E experts, regardless of k.
-        reads_top_k: whether `router.top_k` changes the router's behavior. It is False for every
-            class that sets `fixed_k`.
+        reads_top_k: whether `router.top_k` changes the router's behavior. The value is False for
+            every class that sets `fixed_k`.
         balances: whether the router distributes tokens evenly over the experts without a balance
             loss.
         host: information that the host framework provides about the layer.

@@ -100,7 +100,8 @@ class Run(RunFeature):
 
         Args:
             passes: function that runs all forward and backward passes of a step, after clearing the
-                gradients, or all forward passes of an evaluation. It then calls `after_passes`.
+                gradients, or all forward passes of an evaluation. The function then calls
+                `after_passes`.
             undo: function that is called before `passes` is repeated.
         """
         reset = self.before_passes()

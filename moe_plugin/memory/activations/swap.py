@@ -60,7 +60,7 @@ class SwappedStorage:
     Args:
         swapper: object that provides the tier, the copier and the ledger.
         block: name of the block, which is used in messages.
-        x: a tensor in the storage. It must not change until the copy is done.
+        x: a tensor in the storage. The tensor must not change until the copy is done.
     """
 
     def __init__(self, swapper: Swapper, block: str, x: Tensor) -> None:
@@ -242,7 +242,7 @@ class Swapper:
 
 
 class Saved:
-    """The tensors that autograd saves in a forward pass of one block. They are captured by hooks.
+    """The tensors that autograd saves in a forward pass of one block. Hooks capture these tensors.
 
     Args:
         swapper: object that copies the tensors to the tier and back.

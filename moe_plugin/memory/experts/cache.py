@@ -216,14 +216,15 @@ class ExpertCache:
     @contextmanager
     def use(self, layer: int, experts: Sequence[int], fetch: Fetch,
             counters: StoreCounters) -> Iterator[list[int]]:
-        """Yield the slots of experts of a layer. The experts are loaded and stay pinned inside the
-        context.
+        """Yield the slots of experts of a layer.
+
+        The experts are loaded and stay pinned inside the context.
 
         Args:
             layer: number of the layer.
             experts: indices of distinct experts. There may be at most `room` of them.
-            fetch: function that starts to fill slots. It is called with pairs of an expert and the
-                slot's part of each buffer.
+            fetch: function that starts to fill slots. The function is called with pairs of an
+                expert and the slot's part of each buffer.
             counters: cache statistics of the layer, which are updated.
         """
         keys = [(layer, expert) for expert in experts]

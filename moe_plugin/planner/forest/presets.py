@@ -202,8 +202,9 @@ class Preset:
     """A named kind of network, for example `torus`.
 
     Attributes:
-        make: function that builds the network. Its arguments are a builder, the bandwidth in GB/s
-            of a link of weight 1, and the numbers after the colon in the user's notation.
+        make: function that builds the network. The arguments of the function are a builder, the
+            bandwidth in GB/s of a link of weight 1, and the numbers after the colon in the user's
+            notation.
         numbers: description, for error messages, of the numbers after the colon.
         count: how many numbers follow the colon. None means that any count is allowed.
         example: example of the notation, such as `ring:8`.

@@ -133,7 +133,7 @@ class OffloadStep:
         stream: stream that runs the step, which is "compute", "in" (copies to the device) or "out"
             (copies from the device).
         seconds: duration of the step in seconds.
-        after: names of the steps that must end before this step starts. They must be issued
+        after: names of the steps that must end before this step starts. These steps must be issued
             earlier.
         takes: number of bytes that are allocated on the device when the step starts.
         frees: number of bytes that are freed on the device when the step ends.

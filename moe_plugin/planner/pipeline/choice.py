@@ -53,8 +53,8 @@ class StageProfile:
             `batch`, each sample begins with its number of sequences.
         batch: number of sequences per step in one pipeline, if the size of a micro-batch is chosen
             together with its slices. The value is 0 if the size of a micro-batch is fixed.
-        granularity: number of tokens. Every slice length is a multiple of it. It must divide
-            `sequence`.
+        granularity: number of tokens. Every slice length is a multiple of this number. The number
+            must divide `sequence`.
         slices: fixed slice lengths in tokens. If the tuple is empty, the best lengths are
             determined from the samples.
     """
@@ -126,7 +126,7 @@ class Predicted:
         schedule: name of the schedule, which is one of `SCHEDULES`.
         timeline: simulated timeline of a step.
         alive: for each stage, the largest number of micro-batches whose activations are stored at
-            the same time. It may be fractional.
+            the same time. The number may be fractional.
         fits: whether the activations fit into the memory.
         slices: slice lengths in tokens. The tuple is empty if sequences are not divided.
         sequences: number of sequences per micro-batch. The value 0 means the same number as in the

@@ -1,9 +1,9 @@
 """Parts of parameters that one rank's optimizer updates if the optimizer state is sharded.
 
 An optimizer receives plain tensors, so any element-wise optimizer works. A part is a slice along
-the first axis that shares its storage with the parameter. It is a slice of the rank's shard of a
-DTensor, or 1/size of a flattened parameter that is not sharded. The slices have the same lengths as
-the chunks of `torch.chunk`.
+the first axis that shares its storage with the parameter. A part is a slice of the rank's shard of
+a DTensor, or 1/size of a flattened parameter that is not sharded. The slices have the same
+lengths as the chunks of `torch.chunk`.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class Part:
 
     Attributes:
         parameter: the parameter of the model.
-        local: the tensor that the optimizer updates. It is `parameter` itself if this rank updates
-            the whole parameter.
+        local: the tensor that the optimizer updates. This tensor is `parameter` itself if this rank
+            updates the whole parameter.
         shape: shape in which the full parameter was split along its first axis.
         comm: the ranks that update the other parts, or None if this rank updates the whole
             parameter.

@@ -2,9 +2,9 @@
 
 Gradients are averaged over the active replicas. When a replica is lost, the other replicas lose one
 step. A replica that restarts loads the weights of an active replica. A replica contains the whole
-model. It is a separate job with its own torchrun, and its ranks share the experts as usual. A
-*lighthouse* (`torchft_lighthouse`, one process for all replicas) tracks the active replicas.
-`scripts/train_plain.py` contains an example loop.
+model. Each replica is a separate job with its own torchrun, and its ranks share the experts as
+usual. A *lighthouse* (`torchft_lighthouse`, one process for all replicas) tracks the active
+replicas. `scripts/train_plain.py` contains an example loop.
 """
 
 from __future__ import annotations
@@ -280,7 +280,7 @@ class ReplicaSteps(RunFeature):
     """A run feature that averages gradients over the active replicas.
 
     Attributes:
-        replica: the connection to the other replicas. It is None before the first step.
+        replica: the connection to the other replicas. The connection is None before the first step.
         lost: whether the last step was lost.
     """
 

@@ -76,7 +76,7 @@ class _Closed(ConnectionError):
 
 
 class PeerError(RuntimeError):
-    """Error that is raised if a peer reported a failure. It contains the reason."""
+    """Error that is raised if a peer reported a failure. The error contains the reason."""
 
 
 class Connection:

@@ -36,7 +36,7 @@ class SharedRound:
         count: number of micro-batches in the round.
         changed: condition variable that is notified of every change.
         found: mapping from the indices of completed micro-batches to their results.
-        by: the trainer that processed each completed micro-batch. It is an empty string for the
+        by: the trainer that processed each completed micro-batch. The string is empty for the
             leading trainer.
     """
 

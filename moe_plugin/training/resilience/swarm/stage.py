@@ -90,7 +90,7 @@ class ServedStage:
     Args:
         module: module that computes the stage.
         optimizer: function that creates the optimizer for a list of parameters.
-        loss: loss function of the last stage. It is None for all other stages.
+        loss: loss function of the last stage. The value is None for all other stages.
         seed: seed of the whole run.
         step: number of completed steps.
         takes_target: whether the module's second argument is a micro-batch's target.
