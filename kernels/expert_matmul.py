@@ -8,7 +8,7 @@ implementation in torch in this module (exact in float64), and a Triton kernel.
 Notation: T is the number of tokens, R the number of rows, L the number of groups (experts), I and O
 the widths of a matmul, D and F the widths of an expert. Tensors have the same floating-point dtype
 unless a docstring states otherwise. If `token_R` is given (int64 [R], the token of each row, or -1
-for a row of zeros), x and grad are tokens [T, .]. If it is None, they are rows [R, .]. The
+for a row of zeros), x and grad are tokens [T, .]. Otherwise x and grad are rows [R, .]. The
 `precision` of float32 matmuls is "ieee", or "tf32", for which the matrix units read 11 bits of both
 operands. The reference implementations use torch's precision settings.
 """

@@ -101,7 +101,7 @@ class Rule:
         normalize: whether weights are divided by `max(sum over the choices + add, least)`.
         score: the function that converts logits to scores.
         groups: number of equal groups of consecutive experts. Only experts in the `take` groups
-            with the largest sum of their `best` largest scores may be chosen. If it is 0, any
+            with the largest sum of their `best` largest scores may be chosen. If `groups` is 0, any
             expert may be chosen.
         z: whether the sum z, and the logsumexp of each token, must be computed.
     """

@@ -258,7 +258,7 @@ class BlockRows:
             memory: tensor that may have additional rows, for results computed beyond the rows of
                 the last expert.
             whole: whether the memory contains the rows of all blocks.
-            by_row: whether matmuls that compute row by row read or write the memory. If it is
+            by_row: whether matmuls that compute row by row read or write the memory. If `by_row` is
                 False, `of_units` is empty.
         """
         self._blocks = blocks

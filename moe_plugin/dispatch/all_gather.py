@@ -41,14 +41,15 @@ from moe_plugin.records import ExpertRows, KeptRouting
 
 @dataclass(frozen=True)
 class GatheredPlan(TokenPlan):
-    """The plan of `all_gather`. `row_plan` describes the rows for the tokens of all ranks, each
-    padded to `longest` tokens.
+    """The plan of `all_gather`.
+
+    `row_plan` describes the rows for the tokens of all ranks, each padded to `longest` tokens.
 
     Attributes:
         weights_TK: [T, K], the gate weights of this rank's tokens, differentiable.
         longest: the largest number of tokens of any rank.
-        wanted: the tokens that each node needs, because one of their experts is on the node. If it
-            is None, all tokens are sent to all nodes.
+        wanted: the tokens that each node needs, because one of their experts is on the node. If
+            `wanted` is None, all tokens are sent to all nodes.
     """
 
     weights_TK: Tensor

@@ -242,8 +242,8 @@ def expand(place: Placement, routing: Routing, slots_TK: Tensor | None) -> tuple
     Args:
         place: the ranks that store each expert, and r.
         routing: the choices over whole experts.
-        slots_TK: int64 [T, K], the slot of each choice within its expert. If it is None, the slots
-            are computed when they are needed.
+        slots_TK: int64 [T, K], the slot of each choice within its expert. If `slots_TK` is None,
+            the slots are computed when they are needed.
     """
     if place.shards == 1:
         return routing.ids_TK, routing.weights_TK

@@ -54,7 +54,8 @@ class LayerLayout:
         choice: the choice that describes the layout.
         dispatcher: the dispatcher that sends rows and returns their results.
         experts: the experts of this rank, without adapters that wrap them.
-        strategy: the function that computes rows. If it is None, the configured strategy is used.
+        strategy: the function that computes rows. If `strategy` is None, the configured strategy is
+            used.
         gather: the ranks whose parameters are gathered before the experts compute, or None if no
             parameters are gathered.
         gathered_shards: how many consecutive ranks of `gather` store shards of the same expert.

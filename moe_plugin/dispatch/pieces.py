@@ -154,7 +154,7 @@ class Piece:
         Args:
             rows_RD: [R, D], the rows in the order of arrival.
             mapped: True if the experts read rows through an index and write results in the order of
-                arrival. If it is False, the rows are copied into expert-major order.
+                arrival. If `mapped` is False, the rows are copied into expert-major order.
         """
         if not mapped or not self.reorders:
             return ExpertRows(self.expert_major(rows_RD), self.counts)

@@ -35,8 +35,8 @@ class Limit(ABC):
     Attributes:
         remedy: the error message, which names the limit that was too small and explains how to
             enlarge it. It contains `{needed}`.
-        repeats: whether a step that exceeds the limit is repeated. If it is False, exceeding the
-            limit raises an error.
+        repeats: whether a step that exceeds the limit is repeated. If `repeats` is False, exceeding
+            the limit raises an error.
         needed: int64 scalar on the device, the size that would have been enough for all calls since
             the last `forget`. The value is 0 if the limit was not exceeded, and None if the limit
             has not been used yet. Calls without gradients are included, so a step or an evaluation

@@ -82,8 +82,8 @@ def column_lengths(w_LIO: Tensor, adapter: LowRank | None, shards: Comm | None) 
 
     Args:
         w_LIO: [L, I, O], the weights.
-        adapter: a and b, already multiplied by the scale. If it is None, the lengths of the columns
-            of w are returned.
+        adapter: a and b, already multiplied by the scale. If `adapter` is None, the lengths of the
+            columns of w are returned.
         shards: the ranks that store other parts of the axis I, or None if this rank stores all of
             it.
     """

@@ -49,7 +49,7 @@ class OverwriteCheck:
     Attributes:
         calls: the number of training calls of the layer so far.
         world: the ranks that have the same shared parameters, including ranks with replicas of the
-            experts. A host sets this attribute. If it is None, replicas are not compared.
+            experts. A host sets this attribute. If `world` is None, replicas are not compared.
     """
 
     def __init__(self, comm: Comm, experts: nn.Module) -> None:

@@ -21,8 +21,8 @@ class DrawnLinear(nn.Linear):
     """A linear layer whose initial values do not depend on how its parameters are sharded.
 
     Args:
-        std: the standard deviation of the initial weights. If it is given, biases are initialized
-            to zero. Defaults to the initialization of `torch.nn.Linear`.
+        std: the standard deviation of the initial weights. If `std` is given, biases are
+            initialized to zero. Defaults to the initialization of `torch.nn.Linear`.
     """
 
     def __init__(self, *args: Any, std: float | None = None, **options: Any) -> None:

@@ -79,8 +79,9 @@ class Tier(ABC):
 
     @abstractmethod
     def _write(self, pairs: Sequence[tuple[TierTensor, Tensor]]) -> None:
-        """Write tensors to the space that was allocated for them. If there is not enough space for
-        a tensor, the space of all these tensors is freed.
+        """Write tensors to the space that was allocated for them.
+
+        If there is not enough space for a tensor, the space of all tensors of this call is freed.
         """
 
     @abstractmethod

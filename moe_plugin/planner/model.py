@@ -72,7 +72,7 @@ class ModelShape:
 
     Attributes:
         moe_first: True if the first of every `moe_every` layers has experts, as with Megatron's
-            `--moe-layer-freq`. If it is False, the last one has experts, as with fairseq's
+            `--moe-layer-freq`. If `moe_first` is False, the last one has experts, as with fairseq's
             `--moe-freq`. The method `in_host` sets this field.
         sharded_optimizer: True if the optimizer state of replicated parameters is divided equally
             among the data-parallel ranks (Megatron's `--use-distributed-optimizer`). The method

@@ -110,9 +110,9 @@ class Decision(NamedTuple, Generic[Choice]):
 
     Attributes:
         choice: candidate that should be used.
-        sure: True if it is known for every candidate whether it saves enough time. If it is False,
-            the choice is the current candidate, or the best candidate that certainly saves enough
-            time.
+        sure: True if it is known for every candidate whether it saves enough time. If `sure` is
+            False, the choice is the current candidate, or the best candidate that certainly saves
+            enough time.
         open: candidates that more rounds could distinguish.
     """
 

@@ -116,30 +116,32 @@ def token_info(x_TBD: Tensor, ids_TB: Tensor | None, needs: frozenset[str],
 
 @dataclass(eq=False)
 class RoutingCall:
-    """The data of one call of a router. The router's hooks set the fields one after another, and
-    its losses read them.
+    """The data of one call of a router.
+
+    The router's hooks set the fields one after another, and its losses read them.
 
     Attributes:
         logits_TE: noisy logits computed by the hook `scores`, in float32 or float64.
         ids_TK: int64, the chosen experts before any policy or capacity removes choices. The value
             -1 means that there is no expert.
-        mask_T: bool, True for tokens that are not padding. If it is None, all tokens are real.
+        mask_T: bool, True for tokens that are not padding. If `mask_T` is None, all tokens are
+            real.
         k: number of experts per token.
         info: further information about the tokens.
         noise: standard deviation of the noise in the logits (already divided by E), or 0 if there
             is no noise.
         score: function that converts logits to scores.
         divides: whether weights are divided by `max(sum over the choices + added, least)`.
-        one_pass: True if a single kernel computes the choices, weights and sums. If it is False,
-            they are computed step by step.
+        one_pass: True if a single kernel computes the choices, weights and sums. If `one_pass` is
+            False, they are computed step by step.
         reads_z: True if one of the configured losses needs the logsumexp of the logits.
-        leaves_none: True if every real token has an expert for each of its choices. If it is False,
-            some choices may be -1.
+        leaves_none: True if every real token has an expert for each of its choices. If
+            `leaves_none` is False, some choices may be -1.
         replays_whole: True if no recording of a router of this class contains -1 for a real token,
             for any number of nodes.
-        comm: group of ranks that share the batch's tokens. If it is None, this rank has the whole
-            batch.
-        clean_TE: logits before noise was added. If it is None, the logits contain no noise.
+        comm: group of ranks that share the batch's tokens. If `comm` is None, this rank has the
+            whole batch.
+        clean_TE: logits before noise was added. If `clean_TE` is None, the logits contain no noise.
         deviation_TE: standard deviation of the noise of each logit (noisy_topk).
         outside_TE: bool, True for experts outside the groups that were chosen for the token.
         penalty_E: for each expert, the penalty for the link from this rank to the expert. The mean

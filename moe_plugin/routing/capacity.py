@@ -186,8 +186,8 @@ def capacity(config: DispatchConfig, routing: Routing, experts: int, comm: Comm,
         routing: choices and weights of this rank's tokens.
         experts: number of experts, E.
         comm: group of ranks that have different loads.
-        training: True if the layer is in training mode. If it is False, the evaluation settings
-            apply.
+        training: True if the layer is in training mode. If `training` is False, the evaluation
+            settings apply.
     """
     rule = _Rule.of(config, training)
     if rule.factor is None and not rule.fraction:
@@ -328,7 +328,7 @@ def drop(routing: Routing, slots_TK: Tensor | None, limit: int | Tensor | None,
         slots_TK: int64 [T, K], the slots of the choices; see `slots`. Without a limit, this tensor
             is not read.
         limit: number of slots per expert and source rank, as an integer or an int64 scalar tensor.
-            If it is None, there is no limit.
+            If `limit` is None, there is no limit.
         normalize_after: whether the remaining weights are divided by `max(sum + added, least)` if
             `top_k` > 1.
         added: number that is added to the sum of the weights before the division.

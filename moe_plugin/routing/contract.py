@@ -101,10 +101,10 @@ class RouterModule(HasFinishStep, nn.Module):
             "sequences"). Hosts pass only the fields that the router needs.
         own_losses: names of the losses that this router can compute, but some other routers cannot.
         reads: the optional settings in the section `router` that this router reads, each written as
-            `name` or `name=value`. Each class must declare its complete list. If it is None, the
-            router may read any setting.
-        fixed_k: number of experts per token if the number cannot be configured. If it is None, the
-            number is set by `router.top_k` and can be overridden in each call.
+            `name` or `name=value`. Each class must declare its complete list. If `reads` is None,
+            the router may read any setting.
+        fixed_k: number of experts per token if the number cannot be configured. If `fixed_k` is
+            None, the number is set by `router.top_k` and can be overridden in each call.
         any_number: True if a token may have up to E experts, regardless of k.
         reads_top_k: whether `router.top_k` changes the router's behavior. The value is False for
             every class that sets `fixed_k`.

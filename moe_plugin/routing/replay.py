@@ -214,7 +214,7 @@ def replayed(owner: object, choose: Callable[[], T], training: bool, *, what: st
         choose: function that computes the value.
         training: whether the layer is in training mode. If False, only tapes record and replay.
         what: label of the value. A recording returns a value only for the same owner and label.
-        shape: expected shape of a recorded value. If it is None, the shape is not checked.
+        shape: expected shape of a recorded value. If `shape` is None, the shape is not checked.
         values: False for a value that is used only by a pass and its recomputation, not by tapes.
     Raises:
         RuntimeError: If the first pass and the recomputation do not match.

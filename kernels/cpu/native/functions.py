@@ -93,8 +93,8 @@ class NativePasses:
         value before it.
 
         Args:
-            has_slope: True if forward stored `act'(before)` and `after`. If it is False, `after` is
-                recomputed and written.
+            has_slope: True if forward stored `act'(before)` and `after`. If `has_slope` is False,
+                `after` is recomputed and written.
             scale_N: factor by which the gradients of each row, including `grad_up`, are multiplied.
                 None means 1.
             dots_N: tensor that receives, for each row, the sum over the inner width of the unscaled

@@ -145,8 +145,8 @@ class CacheSpec:
         shapes: pairs of the name of a parameter and the shape of one expert's part of the
             parameter.
         dtype, device: data type and device of the slots.
-        limit: total size of all slots in bytes. If it is 0, there are slots for twice the maximum
-            number of experts that a call uses.
+        limit: total size of all slots in bytes. If `limit` is 0, there are slots for twice the
+            maximum number of experts that a call uses.
         policy: registered name of the cache policy.
         throttle: maximum bandwidth of the tier in bytes/s, or None for no limit.
         rank: rank in the expert-parallel group.

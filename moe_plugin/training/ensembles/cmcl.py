@@ -360,8 +360,8 @@ class EnsembleHeads(nn.Module):
         heads: M, the number of heads.
         hidden: width of each head's hidden layer. If it is 0, each head is a linear map.
         sharing: probability that a feature of one head is added to the feature of a different head
-            (see `share_features`). If it is 0, features are not shared. Sharing requires a hidden
-            layer.
+            (see `share_features`). If `sharing` is 0, features are not shared. Sharing requires a
+            hidden layer.
         dtype: dtype of the parameters.
         device: device of the parameters.
     Raises:

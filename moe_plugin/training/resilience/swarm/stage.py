@@ -207,7 +207,7 @@ class ServedStage:
 
         Args:
             sum_S: sum of the gradients over all peers, with shape [`size`].
-            scale: factor by which the gradients are multiplied. If it is None, no weights are
+            scale: factor by which the gradients are multiplied. If `scale` is None, no weights are
                 changed.
             groups: see `Swarm.update`.
         """
