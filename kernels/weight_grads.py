@@ -141,8 +141,8 @@ class WeightGrad:
                     b_s: Sequence[Tensor]) -> None:
         """Add each matmul `a @ b` to the gradient of one expert, or of a batch of experts.
 
-        The operands are [I, N] and [N, O] for one expert. For a batch of experts they have a
-        leading axis. No expert may occur twice.
+        The operands are [I, N] and [N, O] for one expert. For a batch of experts the operands have
+        a leading axis. No expert may occur twice.
         """
         products = []
         for of, a, b in zip(experts, a_s, b_s, strict=True):

@@ -137,7 +137,7 @@ class Comm(RankGroup):
         Args:
             x: contiguous tensor [sum(send), ...] of any dtype.
             send: optional. Length of the piece sent to each rank. By default all lengths are equal.
-            recv: optional. Length of the piece received from each rank. By default they are equal.
+            recv: optional. Length of the piece received from each rank. Defaults to equal lengths.
         Returns:
             A new tensor [sum(recv), ...] of the same dtype that contains the pieces in rank order.
         """
@@ -222,8 +222,7 @@ class Comm(RankGroup):
         collective and sizes.
 
         describe: function that returns a description of the collective and its sizes. The function
-            is called only after a failure, or at the start if the collective may fail
-            asynchronously.
+        is called only after a failure, or at the start if the collective may fail asynchronously.
         """
         if self.fails_later:
             self.state.started.append(describe())

@@ -53,8 +53,8 @@ class Exchange(ABC):
         """The exchange for the opposite direction, which is used for results of experts and for
         gradients of the rows that this exchange sent.
 
-        The attribute `back` of the returned exchange is this exchange. By default it is this
-        exchange itself.
+        The attribute `back` of the returned exchange is this exchange. By default the method
+        returns this exchange itself.
         """
         return self
 
@@ -149,7 +149,7 @@ class ExchangeRegistry(Registry[Exchange]):
 
         Args:
             name: name under which the algorithm is registered.
-            direct: see `Exchange`. In this method, it is a boolean, because calls are counted under
+            direct: see `Exchange`. In this method, the argument is a boolean, because calls are counted under
                 `name`.
             rounds: see `Exchange`.
             lacks: see `Exchange`.

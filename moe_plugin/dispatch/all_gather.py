@@ -10,7 +10,7 @@ sends more bytes if k S > W, and fewer bytes if k S < W.
 With Megatron's sequence parallelism this is PPMoE's index-slice dispatch (Chen et al. 2023) in
 which the all-reduce is split into an all-gather and a reduce-scatter. With ring collectives, a rank
 sends `(W - 1) T (D + 2 K)` elements for the tokens and `(W - 1) T D` elements for the results in
-the forward pass. In the backward pass, it sends `(W - 1) T D` and `(W - 1) T (D + K)` elements.
+the forward pass. In the backward pass, a rank sends `(W - 1) T D` and `(W - 1) T (D + K)` elements.
 
 In tensor names, T is the number of tokens of this rank, and A is W times the largest number of
 tokens of any rank. D is the width, and K the number of choices.

@@ -26,8 +26,8 @@ class CopyCounters:
     Attributes:
         copies: number of finished jobs.
         bytes: number of bytes moved by the jobs.
-        busy_s: time in seconds in which jobs ran, including throttling. For a GPU, it contains only
-            the time of the thread.
+        busy_s: time in seconds in which jobs ran, including throttling. For a GPU, only the time of
+            the thread is counted.
         throttled_s: time in seconds that throttling added.
         waits: number of times that the caller waited for unfinished jobs.
         stalled_s: time in seconds in which the caller waited. Times during which a GPU stream

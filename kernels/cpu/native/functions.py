@@ -124,8 +124,9 @@ def compiled_passes(activation: str, dtype: torch.dtype) -> NativePasses | None:
 
 
 def _source(activation: str | None) -> tuple[str, ...]:
-    """Return the source file and the definitions for `build.library`. If the activation is None,
-    they are for a router's matmuls.
+    """Return the source file and the definitions for `build.library`.
+
+    If the activation is None, the file contains a router's matmuls.
     """
     return ("router.c",) if activation is None else ("passes.c", f"ACTIVATION={activation}")
 

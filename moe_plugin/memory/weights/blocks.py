@@ -115,7 +115,7 @@ class StreamedBlock:
         """Number of bytes that are copied in a step in addition to the weights copied to the
         device.
 
-        For host memory, these are the bytes of the gradients. For files, they are the bytes of the
+        For host memory, these are the bytes of the gradients. For files, these are the bytes of the
         new weights, and of the optimizer state in both directions.
         """
         if self._state is not None:

@@ -128,8 +128,9 @@ class Pipeline:
 
     @property
     def ideal_s(self) -> float:
-        """Step time in seconds without transfers. For m micro-batches and n equal stages, it is `(m
-        + n - 1) (forward + backward)`.
+        """Step time in seconds without transfers.
+
+        For m micro-batches and n equal stages, the time is `(m + n - 1) (forward + backward)`.
 
         In general, the time of the slowest stage is added m times, and the time of every other
         stage once.

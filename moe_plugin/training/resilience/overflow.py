@@ -166,7 +166,7 @@ def until_rows_fit(model: nn.Module, step: Callable[[], Result],
     Args:
         model: model of this rank. The first call for a model in a group is collective, so all ranks
             must make it.
-        step: function that runs the forward and backward passes. These set the parameters'
+        step: function that runs the forward and backward passes. The passes set the parameters'
             gradients or add to them. The gradients are set to None before each call, unless
             gradients are disabled.
         world: optional. The group of all ranks that train the model, including replicas. Defaults
