@@ -149,8 +149,8 @@ class ExchangeRegistry(Registry[Exchange]):
 
         Args:
             name: name under which the algorithm is registered.
-            direct: see `Exchange`. In this method, the argument is a boolean, because calls are counted under
-                `name`.
+            direct: see `Exchange`. In this method, the argument is a boolean, because
+                calls are counted under `name`.
             rounds: see `Exchange`.
             lacks: see `Exchange`.
             tried: see `Exchange`.
