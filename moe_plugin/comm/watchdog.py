@@ -337,7 +337,7 @@ class Watchdog:
         self._thread.start()
 
     def begin(self, what: str) -> None:
-        """Record that this rank starts an exchange. The next heartbeat will report this."""
+        """Record that this rank starts an exchange. The next heartbeat reports the start."""
         self.count += 1
         self.what = f"in {what}"
 

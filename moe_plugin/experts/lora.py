@@ -110,8 +110,8 @@ def with_factors(tensors: dict[str, Tensor], weights: Mapping[str, Sequence[Tens
         weights: the weights by place, in the order of `PLACES`.
         ranks: the ranks and scales of the adapters.
         first: the global index of the first expert.
-        shards: the ranks that store other shards of these experts. It is None if experts are not
-            sharded.
+        shards: the ranks that store other shards of these experts. The value is None if experts are
+            not sharded.
     """
     for place, (a, bs, ms) in PLACES.items():
         for w_LIO, b, m in zip(weights[place], bs, ms, strict=False):

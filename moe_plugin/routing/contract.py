@@ -304,9 +304,9 @@ def forget_step(model: nn.Module) -> None:
 class RouterSteps(RunFeature):
     """A run feature that updates the routers at the end of each step.
 
-    After a step that changed parameters, this feature calls `finish_step`. After any other step, it
-    calls `forget_step`. Otherwise the counts of this step would be included in the next step. The
-    schedules of the routers are updated to the step index of the run.
+    After a step that changed parameters, this feature calls `finish_step`. After any other step,
+    the feature calls `forget_step`. Otherwise the counts of this step would be included in the next
+    step. The schedules of the routers are updated to the step index of the run.
     """
 
     def __init__(self, models: Iterable[nn.Module]) -> None:

@@ -2,8 +2,8 @@
 
 Each kind of network is built by one function. Bandwidths are given in GB/s per direction, as
 published by the manufacturers. Latencies are assumed to be zero because they are not published. A
-network file can define them. The sources of the bandwidths are the user guides of NVIDIA DGX A100,
-DGX H100 and DGX GB200, and the page on the AMD Instinct MI250 in the ROCm documentation.
+network file can define latencies. The sources of the bandwidths are the user guides of NVIDIA DGX
+A100, DGX H100 and DGX GB200, and the page on the AMD Instinct MI250 in the ROCm documentation.
 """
 
 from __future__ import annotations
