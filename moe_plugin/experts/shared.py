@@ -171,6 +171,7 @@ def add_residual(y_TD: Tensor, tokens: Tokens, routing: Routing,
     if shared_TD is not None:
         y_TD = y_TD + shared_TD
     if routing.passthrough_T is not None:
+        # Padding may contain NaN, which remains NaN even if it is multiplied by 0.
         real_TD = x_TD if mask_T is None else x_TD.masked_fill(~mask_T[:, None], 0)
         y_TD = y_TD + (routing.passthrough_T[:, None] * real_TD).to(x_TD.dtype)
     return y_TD
@@ -219,6 +220,7 @@ class LatentProjection(nn.Module):
         The results of padding are zero.
         """
         y_TD: Tensor = self.up(y_TL).to(tokens.x_TD.dtype)
+        # Results of padding are zeros, which only a bias changes.
         if tokens.mask_T is None or self.up.bias is None:
             return y_TD
         return y_TD.masked_fill(~tokens.mask_T[:, None], 0)
