@@ -14,7 +14,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from moe_plugin.checkpoint.formats.fairseq.translate import plain_value
+from moe_plugin.checkpoint.formats.fairseq.entries import plain_value
 from moe_plugin.hosts.fairseq.compat.names import (
     ARCH_CONFIG_REGISTRY,
     ARCH_MODEL_NAME_REGISTRY,

@@ -13,14 +13,6 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from moe_plugin.checkpoint.formats.fairseq.translate import (
-    check_experts_given,
-    gradient_factor,
-    layer_config,
-    masks_padding,
-    run_config,
-    setting,
-)
 from moe_plugin.config import MoEConfig, ParallelConfig, flatten, to_dict, with_overrides
 from moe_plugin.config.options import unread_allowed
 from moe_plugin.hosts.fairseq.compat.names import (
@@ -42,6 +34,14 @@ from moe_plugin.hosts.fairseq.layers import (
     run_settings,
 )
 from moe_plugin.hosts.fairseq.options import MoETransformerFlags
+from moe_plugin.hosts.fairseq.translate import (
+    check_experts_given,
+    gradient_factor,
+    layer_config,
+    masks_padding,
+    run_config,
+    setting,
+)
 from moe_plugin.memory.weights.refusal import refuse_streamed_weights
 from moe_plugin.routing.call import hand_token_ids
 from moe_plugin.routing.pregate import link

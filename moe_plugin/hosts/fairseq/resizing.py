@@ -9,7 +9,6 @@ from typing import Any
 
 from torch import nn
 
-from moe_plugin.checkpoint.formats.fairseq.translate import setting
 from moe_plugin.checkpoint.resize import change_expert_parallel
 from moe_plugin.comm.base import Comm
 from moe_plugin.hosts.fairseq.compat.runtime import (
@@ -19,6 +18,7 @@ from moe_plugin.hosts.fairseq.compat.runtime import (
 )
 from moe_plugin.hosts.fairseq.groups import FairseqGroups, make_groups
 from moe_plugin.hosts.fairseq.layers import moe_layers, run_settings
+from moe_plugin.hosts.fairseq.translate import setting
 from moe_plugin.training.resilience.resizing import ExpertParallelSteps, expert_parallel_steps
 from moe_plugin.utils.run_feature import refuse_unfit
 

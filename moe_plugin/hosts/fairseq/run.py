@@ -10,13 +10,13 @@ from typing import Any
 from fairseq import metrics
 from torch import nn
 
-from moe_plugin.checkpoint.formats.fairseq.translate import setting
 from moe_plugin.comm import LocalComm
 from moe_plugin.comm.host_collectives import comm_of
 from moe_plugin.hosts.fairseq import resizing
 from moe_plugin.hosts.fairseq.compat.names import EpochBatchIterator
 from moe_plugin.hosts.fairseq.compat.runtime import shards_optimizer_state
 from moe_plugin.hosts.fairseq.layers import moe_layers, run_settings
+from moe_plugin.hosts.fairseq.translate import setting
 from moe_plugin.hosts.fairseq.votes import FileTurns
 from moe_plugin.memory.activations.auto import manage_layers
 from moe_plugin.memory.activations.offload import Activations

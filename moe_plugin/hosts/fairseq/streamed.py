@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moe_plugin.checkpoint.formats.fairseq.translate import setting
 from moe_plugin.hosts.fairseq.adam import (
     BlockOptimizers,
     FairseqNorm,
@@ -31,6 +30,7 @@ from moe_plugin.hosts.fairseq.compat.patching import Overlay
 from moe_plugin.hosts.fairseq.compat.runtime import shards_optimizer_state
 from moe_plugin.hosts.fairseq.layers import moe_layers, run_settings
 from moe_plugin.hosts.fairseq.models import MoETransformerLanguageModel
+from moe_plugin.hosts.fairseq.translate import setting
 from moe_plugin.memory.tiers import DiskTier, tier_of
 from moe_plugin.memory.weights.files import SegmentsOnce
 from moe_plugin.memory.weights.streamed import StreamedTrainer

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from moe_plugin.checkpoint.formats.fairseq import files
 from moe_plugin.checkpoint.formats.fairseq.entries import PARAMETERS
-from moe_plugin.checkpoint.formats.fairseq.resume import newest_of_other_size, read_part
 from moe_plugin.checkpoint.reshard import moe_layers as named_layers
 from moe_plugin.comm import TorchComm
 from moe_plugin.comm.host_collectives import collectives_named, named
@@ -34,6 +33,7 @@ from moe_plugin.hosts.fairseq.compat.patching import Overlay
 from moe_plugin.hosts.fairseq.compat.runtime import fp32_copies, shards_optimizer_state
 from moe_plugin.hosts.fairseq.criterion import check_balance
 from moe_plugin.hosts.fairseq.layers import moe_layers
+from moe_plugin.hosts.fairseq.resume import agree, newest_of_other_size, read_part
 from moe_plugin.hosts.fairseq.streamed import streamed_model
 from moe_plugin.hosts.fairseq.votes import FileTurns
 from moe_plugin.training.gradients import multi_tensor
@@ -373,7 +373,7 @@ class MoETrainer(Trainer):
             filename = files.with_rank(filename, self.data_parallel_rank)
         written = newest_of_other_size(filename, self._manifest(), group)
         if written is None:
-            filename = files.agree(filename, self._manifest(), group)
+            filename = agree(filename, self._manifest(), group)
             return super().load_checkpoint(filename, *args, **kwargs)
         origins = named_layers(self.model.state_dict())
         shards = {prefix: at["shards"] for prefix, at in origins.items() if "shards" in at}

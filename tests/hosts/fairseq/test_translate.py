@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_plugin.checkpoint.formats.fairseq import translate
 from moe_plugin.config import ExpertsConfig, MoEConfig
+from moe_plugin.hosts.fairseq import translate
 from tests.fuzz.hostile import NUMBERS, WORDS, bounded, is_named
 
 pytestmark = pytest.mark.fast

@@ -228,7 +228,7 @@ def settings_checked_when_parsed(original: Callable[..., Any], parser: Any, *arg
     parsed = original(parser, *args, **kwargs)
     namespace = parsed[0] if isinstance(parsed, tuple) else parsed
     if "moe_plugin.hosts.fairseq.registered" in sys.modules:  # the user directory is loaded
-        from moe_plugin.checkpoint.formats.fairseq.translate import check_flags
+        from moe_plugin.hosts.fairseq.translate import check_flags
 
         try:
             check_flags(namespace)

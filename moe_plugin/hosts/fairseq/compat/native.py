@@ -27,7 +27,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from moe_plugin.checkpoint.formats.fairseq.translate import layer_config
 from moe_plugin.comm import Comm, LocalComm
 from moe_plugin.comm.host_collectives import comm_of
 from moe_plugin.config import with_overrides
@@ -40,6 +39,7 @@ from moe_plugin.hosts.fairseq.compat.patching import (
     store_in_hydra,
 )
 from moe_plugin.hosts.fairseq.metrics import stats_metrics
+from moe_plugin.hosts.fairseq.translate import layer_config
 from moe_plugin.layer import MoELayer
 from moe_plugin.output import weighted_loss
 from moe_plugin.training.gradients import fused, multi_tensor
