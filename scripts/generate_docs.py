@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Write the generated parts of the documentation (`PAGES`).
 
-These are the pages of settings, flags and registered names, the tables at the end of the pages
-about Megatron's settings, model families and divisors, and the pictures of layouts. They are
+These are the pages of settings, flags, registered names and refusals, the tables at the end of the
+pages about Megatron's settings, model families and divisors, and the pictures of layouts. They are
 written from the config tree, the registries and the tables in the code. With --check, the script
 only reports which files are out of date.
 
@@ -30,6 +30,9 @@ from moe_plugin.checkpoint.formats.huggingface.family import Block, Family
 from moe_plugin.cli.doctor.packages import import_everything
 from moe_plugin.config import MoEConfig, RunConfig, to_dict
 from moe_plugin.config.flags import flag_specs
+from moe_plugin.config.refusals import Values
+from moe_plugin.hosts.fairseq import refusals as fairseq
+from moe_plugin.hosts.megatron import refusals as megatron
 from moe_plugin.hosts.megatron.compat.fields import ARGUMENTS, FIELDS, By, Row
 from moe_plugin.utils.registry import KINDS
 
@@ -213,6 +216,33 @@ def fields_page() -> str:
     return _with_end("megatron_layouts.md", "compat/fields.py", lines)
 
 
+def refusals_page() -> str:
+    """Return docs/refusals.md: the settings that a host refuses in combination, by request.
+
+    Settings with the same remedy share a row.
+    """
+    lines = [NOTE.replace("config/", "hosts/*/refusals.py"), "", "# Settings that exclude others",
+             "", _prose(
+                 "Each section begins with a request. The host refuses the run if one of the "
+                 "listed settings is used, too. The error names the value and the remedy. `moe-"
+                 "plugin doctor --all` prints these lists. Settings that a host lacks altogether, "
+                 "and those that [Megatron's MoE layers](megatron_layouts.md#every-setting-of-"
+                 "experts) never accept, are not listed here."), ""]
+    for host, table in (("fairseq", fairseq.TABLE), ("Megatron", megatron.TABLE)):
+        lines += [f"## {host}", "", "| request and excluded setting | what to do |", "|---|---|"]
+        found = dict[str, dict[str, list[str]]]()
+        for request in table.values():
+            for row in request.rows:
+                remedy = Values({**request.example, **row.example}).fill(row.remedy)
+                found.setdefault(request.title, {}).setdefault(remedy, []).append(row.title)
+        for title, rows in found.items():
+            lines += [f"| **`{title}`** | |", *(
+                f"| {', '.join(f'`{name}`' for name in dict.fromkeys(names))} | {_cell(remedy)} |"
+                for remedy, names in rows.items())]
+        lines += [""]
+    return "\n".join(lines).rstrip() + "\n"
+
+
 def families_page() -> str:
     """Return docs/huggingface.md, which ends with a table of model families."""
     blocks = {name: (family.block, family) for name, family in FAMILIES.items() if family.block}
@@ -314,6 +344,7 @@ NAMES_ON = {
 }
 PAGES: dict[str, Callable[[], str]] = {
     "config.md": config_page, "megatron_layouts.md": fields_page, "huggingface.md": families_page,
+    "refusals.md": refusals_page,
     "balance.md": divisors_page,
     **{name: functools.partial(section_page, name) for name in SECTION_PAGES}, **PICTURES}
 

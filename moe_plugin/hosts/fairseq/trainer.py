@@ -33,6 +33,7 @@ from moe_plugin.hosts.fairseq.compat.patching import Overlay
 from moe_plugin.hosts.fairseq.compat.runtime import fp32_copies, shards_optimizer_state
 from moe_plugin.hosts.fairseq.criterion import check_balance
 from moe_plugin.hosts.fairseq.layers import moe_layers
+from moe_plugin.hosts.fairseq.refusals import EXPERTS, values_of
 from moe_plugin.hosts.fairseq.resume import agree, newest_of_other_size, read_part
 from moe_plugin.hosts.fairseq.streamed import streamed_model
 from moe_plugin.hosts.fairseq.votes import FileTurns
@@ -46,7 +47,7 @@ from moe_plugin.training.gradients.replicas import (
 )
 from moe_plugin.training.resilience.averaging_peers import PeerSteps
 from moe_plugin.tuning.collectives import prepare_replicas
-from moe_plugin.utils.run_feature import StepGradients, StepInput, refuse_unfit
+from moe_plugin.utils.run_feature import StepGradients, StepInput
 
 logger = logging.getLogger(__name__)
 
@@ -64,11 +65,7 @@ class MoETrainer(Trainer):
         self._reducer: ReplicaReducer | None = None  # built with the first optimizer
         of_run.check(cfg, model)
         if self.has_experts:
-            refuse_unfit("a model with experts", [
-                ("--ddp-backend slowmo", cfg.distributed_training.ddp_backend != "slowmo",
-                 "it averages the experts; use legacy_ddp, pytorch_ddp (c10d) or fully_sharded"),
-                ("--use-bmuf", not cfg.optimization.use_bmuf,
-                 "it averages the experts of all ranks; leave it out")])
+            EXPERTS.refuse(values_of(cfg))
             if cfg.distributed_training.distributed_rank == 0:
                 check_balance(model, criterion)
             with open_dict(cfg):

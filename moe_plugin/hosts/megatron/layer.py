@@ -32,6 +32,7 @@ from moe_plugin.hosts.megatron.compat.settings import (
 )
 from moe_plugin.hosts.megatron.losses import AuxiliaryLosses, wanted
 from moe_plugin.hosts.megatron.native_router import NativeRouter
+from moe_plugin.hosts.megatron.refusals import BATCH_INVARIANT, PRE_GATE, STORED
 from moe_plugin.hosts.megatron.same_tokens import StepClock, ids_of, layer_config, shares_tokens
 from moe_plugin.hosts.megatron.translate import (
     Translation,
@@ -94,11 +95,10 @@ class PluginMoELayer(TakesTokenIds, stages.Stages, core.MoELayer):
         plan = translate(config, settings, injected_router=core.injects_router(submodules))
         plan = replace(plan, config=with_vocabulary(plan.config, vocabulary_sizes(),
                                                     "Megatron's vocabulary"))
-        if plan.config.router.pre_gate and setting(config, "mtp_num_layers") and (
-                layer_numbers.last_layer_is_moe(config)):
-            raise ValueError(
-                "router.pre_gate=1 cannot be combined with mtp_num_layers, because the multi-token "
-                "prediction layers read other tokens than the block before. Remove one of the two.")
+        PRE_GATE.refuse({
+            "router.pre_gate": plan.config.router.pre_gate,
+            "mtp_num_layers": setting(config, "mtp_num_layers"),
+            "moe_at_end": plan.config.router.pre_gate and layer_numbers.last_layer_is_moe(config)})
         groups = core.groups(pg_collection)
         core.init_base(self, config, layer_number, groups.collection, extra)
         self.submodules, self.groups, self.plan = submodules, groups, plan
@@ -110,10 +110,9 @@ class PluginMoELayer(TakesTokenIds, stages.Stages, core.MoELayer):
             config, plan.config.losses, groups.context if self.shares_tokens else groups.tokens,
             plan.config.comm.timeout_s, layer_numbers.passes_a_microbatch(config, is_told(extra)))
         self.passes = layer_numbers.passes_a_microbatch(config, self._is_mtp)
-        if plan.config.batch_invariant and (plan.native_router or self.use_shared_expert):
-            raise ValueError("batch_invariant=True cannot be used with Megatron's own router or "
-                             "shared experts, because their results depend on the batch. Leave "
-                             "out --moe-batch-invariant.")
+        BATCH_INVARIANT.refuse({
+            "batch_invariant": plan.config.batch_invariant, "native_router": plan.native_router,
+            "shared_experts": self.use_shared_expert})
         native = core.native_router(
             config, submodules, groups, is_told(extra)) if plan.native_router else None
         moe = self._build(config, plan, native)
@@ -150,12 +149,7 @@ class PluginMoELayer(TakesTokenIds, stages.Stages, core.MoELayer):
     def _build(self, config: Any, plan: Translation, native: nn.Module | None) -> MoELayer:
         device = "cpu" if config.use_cpu_initialization or not torch.cuda.is_available(
         ) else torch.device("cuda", torch.cuda.current_device())
-        experts = plan.config.experts
-        if experts.store == "disk" and not (experts.store_path or "").endswith(".safetensors"):
-            raise ValueError(
-                f"experts.store_path={experts.store_path!r} cannot be used with experts.store=disk "
-                "in Megatron, which loads its checkpoints into memory. Use a .safetensors file "
-                "with the experts of all layers (docs/offload.md), or experts.store=host.")
+        STORED.refuse(flatten(to_dict(plan.config)))
         router = None if native is None else NativeRouter(
             native, config.moe_router_topk, plan.native_balance, self.losses)
         moe = MoELayer(layer_config(config, plan.config),

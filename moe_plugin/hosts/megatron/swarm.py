@@ -29,6 +29,7 @@ from moe_plugin.hosts.megatron.compat.finite import PreparedGradients
 from moe_plugin.hosts.megatron.compat.settings import script_arguments, training_module
 from moe_plugin.hosts.megatron.layer import plugin_layers
 from moe_plugin.hosts.megatron.model_settings import check_settings, model_settings
+from moe_plugin.hosts.megatron.refusals import SWARM, values_of
 from moe_plugin.hosts.megatron.script_features import resume, stages_of
 from moe_plugin.hosts.megatron.streamed import MakePart, numbered, own_randomness
 from moe_plugin.hosts.megatron.streamed_optimizer import (
@@ -41,7 +42,6 @@ from moe_plugin.training.resilience.swarm import JoinedTrainer, StagePeer, Swarm
 from moe_plugin.training.run import Run
 from moe_plugin.utils import checksums
 from moe_plugin.utils.regular_files import check_input, write_whole
-from moe_plugin.utils.run_feature import refuse_unfit
 
 logger = logging.getLogger("moe_plugin.megatron")
 META = "megatron.json"
@@ -227,7 +227,7 @@ def set_up(given: Mapping[str, Any], run: Callable[[], Run], forward_step: Forwa
     arguments = script_arguments()
     args, make = argparse.Namespace(**arguments), stages_of(given)
     swarm = run_config(settings_from_flags(arguments)).swarm
-    _check(args, swarm)
+    SWARM.refuse(values_of(args, settings_from_flags(arguments), processes=dist.get_world_size()))
     if swarm.role == "peer":
         serve(swarm, args, make, forward_step)
         raise SystemExit(0)
@@ -302,32 +302,6 @@ def _saved(root: str, settings: Mapping[str, Any], iteration: int | None
     progress, _ = checksums.open_json(path.read_text(encoding="utf-8"))
     check_settings(str(path.parent), progress.get("settings") or {}, settings)
     return progress, path.parent
-
-
-def _check(args: argparse.Namespace, swarm: SwarmConfig) -> None:
-    plain = "leave it out"
-    given = functools.partial(getattr, args)
-    unfit = [
-        (f"{dist.get_world_size()} processes", dist.get_world_size() > 1,
-         "start a single process, and add more machines as peers"),
-        ("tied embeddings, which are shared by two stages",
-         swarm.stages > 1 and not args.untie_embeddings_and_output_weights,
-         "use --untie-embeddings-and-output-weights"),
-        (f"--num-layers {args.num_layers} below --swarm-stages {swarm.stages}",
-         args.num_layers < swarm.stages, "use fewer stages"),
-        ("--bf16 or --fp16", args.bf16 or args.fp16, "train in float32; --swarm-wire bf16 sends 16 "
-         "bits"),
-        (f"--optimizer {args.optimizer}", args.optimizer not in ("adam", "sgd"),
-         "use adam or sgd"),
-        ("--recompute-granularity", args.recompute_granularity is not None,
-         "leave it out, because every stage is recomputed anyway"),
-        *(("--" + name.replace("_", "-"), bool(given(name, None)), plain) for name in (
-            "native_moe", "calculate_per_token_loss", "use_distributed_optimizer", "skip_train",
-            "mtp_num_layers", "hybrid_layer_pattern", "rampup_batch_size", "moe_lighthouse",
-            "use_megatron_fsdp", "use_torch_fsdp2", "finetune", "pretrained_checkpoint",
-            "async_save", "decoupled_lr"))]
-    refuse_unfit("--swarm", ((f"{what} in Megatron", not is_so, remedy)
-                             for what, is_so, remedy in unfit))
 
 
 def address_of(swarm: SwarmConfig) -> tuple[str, int]:

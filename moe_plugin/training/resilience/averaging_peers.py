@@ -330,17 +330,6 @@ def peer_of(settings: OffloadConfig, trainer: StreamedTrainer, lighthouse: str, 
                         outer_states=outer_states)
 
 
-def unfit_peer(settings: OffloadConfig, lighthouse: str | None) -> list[tuple[str, bool, str]]:
-    """Return (setting, whether the setting is incompatible, remedy) for a run whose weights
-    stream.
-    """
-    every = settings.average_every
-    return [("--moe-lighthouse without --moe-average-every", bool(lighthouse) and not every,
-             "peers average weights, not gradients: set it, e.g. to 50"),
-            (f"--moe-average-every {every} without --moe-lighthouse", every > 0 and not lighthouse,
-             "set the address of the lighthouse")]
-
-
 class PeerSteps(RunFeature):
     """A run of a host whose weights stream, as one of several peers.
 

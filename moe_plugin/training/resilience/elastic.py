@@ -29,7 +29,7 @@ from moe_plugin.routing.contract import RouterModule
 from moe_plugin.training.resilience.step_votes import LIVING, Quorums, retries
 from moe_plugin.utils.messages import short
 from moe_plugin.utils.quiet import TORCHFT, TORCHFT_LINES, hide
-from moe_plugin.utils.run_feature import LostStep, RunFeature, StepGradients, refuse_unfit
+from moe_plugin.utils.run_feature import LostStep, RunFeature, StepGradients
 
 QUORUM_S = 600.0  # time to wait for a replica that validates or saves, or for the lighthouse
 MAX_LOST = 100  # consecutive lost steps; replicas do not join and leave that often
@@ -340,17 +340,16 @@ def _give_back(reduced: Sequence[tuple[list[Tensor], Tensor]]) -> None:
             x.copy_(part_N.view_as(x))
 
 
-def is_replica(lighthouse: str | None, replica: int,
-               unfit: Callable[[], Iterable[tuple[str, bool, str]]]) -> bool:
+def is_replica(lighthouse: str | None, replica: int, refuse: Callable[[], None]) -> bool:
     """Return true if a run is one of several replicas.
 
+    refuse: function that raises an error if a setting of the host is incompatible with replicas.
     Raises:
         ValueError: If torchft is not installed, the replica number is invalid, a setting is
-            incompatible (`unfit` returns the settings of the host; see `refuse_unfit`), or a run
-            without a lighthouse has a replica number.
+            incompatible, or a run without a lighthouse has a replica number.
     """
     if lighthouse:
-        refuse_unfit("--moe-lighthouse", unfit())
+        refuse()
         check_settings(replica)
     elif replica:
         raise ValueError(f"replica={replica} requires a lighthouse, without which this run would "

@@ -211,6 +211,16 @@ def _older_python() -> None:
     spawn.get_preparation_data = without_script
 
 
+@functools.lru_cache(1)
+def _training_names(count: int) -> list[str]:
+    """Return the names of the imported modules of Megatron's training code.
+
+    count: number of all imported modules. A run replaces about 26 functions, and searches the
+        thousands of modules only after a further module was imported.
+    """
+    return [name for name in sys.modules if name.startswith("megatron.training")]
+
+
 def replace_training(name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
     """Replace a function of Megatron's training code with `wrap(function)`.
 
@@ -218,7 +228,7 @@ def replace_training(name: str, wrap: Callable[[Callable[..., Any]], Callable[..
     without the function are not changed.
     """
     training_module("training")  # imports all the others
-    modules = [module for key, module in sys.modules.items() if key.startswith("megatron.training")]
+    modules = [sys.modules[key] for key in _training_names(len(sys.modules)) if key in sys.modules]
     found = [vars(module)[name] for module in modules if name in vars(module)]
     for original in found[:1]:
         ours = wrap(original)

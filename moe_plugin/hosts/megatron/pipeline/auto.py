@@ -29,13 +29,14 @@ from moe_plugin.config import PipelineConfig
 from moe_plugin.hosts.megatron.pipeline.base import (
     ForwardBackward,
     PipelineSchedule,
-    refuse,
     register,
+    values_of_schedule,
 )
 from moe_plugin.hosts.megatron.pipeline.eager import EagerSchedule
 from moe_plugin.hosts.megatron.pipeline.executor import Step, transfer_s
 from moe_plugin.hosts.megatron.pipeline.slice_step import check_slices
 from moe_plugin.hosts.megatron.pipeline.terapipe import SliceSchedule, given_slices
+from moe_plugin.hosts.megatron.refusals import MEASURED_SLICES
 from moe_plugin.planner.pipeline.choice import Predicted, StageProfile, choose, predict
 from moe_plugin.planner.trials import Checks, Steady
 from moe_plugin.planner.units import parse_size, show_time
@@ -219,10 +220,7 @@ class AutoSchedule(PipelineSchedule):
         super().check(passes, config)
         if self.settings.slices is None:
             return
-        if config.deterministic_mode:
-            refuse(self.name, "deterministic_mode", True, "off with pipeline.slices",
-                   "leave out one of the two, because measured times decide whether sequences are "
-                   "cut, and slices change the order of sums")
+        MEASURED_SLICES.refuse(values_of_schedule(self.name, config))
         check_slices(passes, config)
 
     def step(self, passes: dict[str, Any], config: Any) -> list[Any]:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from moe_plugin.hosts.megatron.compat.names import mappings
 from moe_plugin.hosts.megatron.pipeline.base import PipelineSchedule, refuse, register
 from moe_plugin.hosts.megatron.pipeline.executor import Step
+from moe_plugin.hosts.megatron.refusals import DELAYED_WEIGHTS
 from moe_plugin.kernels.weight_grads import LaterGrads
 
 LINEAR = "linear_with_grad_accumulation_and_async_allreduce"  # the function of Megatron's layers
@@ -137,10 +138,7 @@ def check_split(model: Any, config: Any) -> None:
     pass from being split.
     """
     split = f"{EagerSchedule.name}, pipeline.delay_weights=True"
-    if config.gradient_accumulation_fusion:
-        refuse(split, "gradient_accumulation_fusion", True, "off",
-               "use --no-gradient-accumulation-fusion, because the fused kernel adds weight "
-               "gradients in the backward pass, or leave out --pipeline-delay-weights")
+    DELAYED_WEIGHTS.refuse(vars(config))
     for module in nn.ModuleList(model if isinstance(model, list) else [model]).modules():
         kind = type(module)
         engine = any("transformer_engine" in each.__module__.split(".") for each in kind.__mro__)

@@ -20,6 +20,7 @@ from moe_plugin.hosts.megatron.pipeline.base import (
 )
 from moe_plugin.hosts.megatron.pipeline.executor import transfer_s
 from moe_plugin.hosts.megatron.pipeline.slice_step import NAME, Seconds, SliceStep
+from moe_plugin.hosts.megatron.refusals import MEASURED_SLICES
 from moe_plugin.planner.pipeline.schedules import equal_slices
 from moe_plugin.planner.pipeline.slices import SliceProfile, fit, slice_seconds
 from moe_plugin.planner.trials import BUSY, Checks
@@ -178,10 +179,7 @@ class SliceSchedule(PipelineSchedule):
         slices = given_slices(self.settings.slices, length, multiple)
         if slices:
             return slices, False
-        if deterministic:
-            refuse(NAME, "deterministic_mode", True, "off without pipeline.slices",
-                   "set pipeline.slices to fixed lengths, because slices chosen by measured times "
-                   "change the order of sums from run to run")
+        MEASURED_SLICES.refuse({"pipeline.schedule": NAME, "deterministic_mode": deterministic})
         if self.trials is None or not self.trials.knows(length):
             self.trials = SliceTrials(length, multiple)
         return self.trials.next(length)
