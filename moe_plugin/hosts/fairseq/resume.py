@@ -45,16 +45,16 @@ def newest_of_other_size(filename: str, wanted: Mapping[str, int], group: Any) -
         wanted: manifest entries of this run.
         group: process group of the data-parallel ranks, or None for a single rank.
     """
-    found: Written | None = None
+    written: Written | None = None
     if wanted["rank"] == 0:
-        mine = wanted["world_size"], wanted["expert_parallel_size"]
+        size = wanted["world_size"], wanted["expert_parallel_size"]
         steps = survey(filename, trust.FLAG in sys.argv)
-        newest = max((one.step for one in steps), default=0)
-        sizes = {(one.world, one.ep): one for one in steps if one.step == newest}
-        if mine not in sizes:
-            found = next((one for one in sizes.values()
-                          if one.experts == wanted["num_experts"]), None)
-    return files.gather(found, group)[0]
+        newest = max((other.step for other in steps), default=0)
+        sizes = {(other.world, other.ep): other for other in steps if other.step == newest}
+        if size not in sizes:
+            written = next((other for other in sizes.values()
+                            if other.experts == wanted["num_experts"]), None)
+    return files.gather(written, group)[0]
 
 
 def read_part(written: Written, wanted: Mapping[str, int], shards: Mapping[str, int],

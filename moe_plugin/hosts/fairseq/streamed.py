@@ -81,12 +81,12 @@ class DecoderPart(nn.Module):
         super().__init__()
         layers = decoder.layers
         self.first, self.last = number == 0, number == len(layers) + 1
-        own = [] if self.first or self.last else [layers[number - 1]]
-        [self.layer] = own or [None]
-        for name in _names(decoder, self.first) if not own else ():
+        stage_layers = [] if self.first or self.last else [layers[number - 1]]
+        [self.layer] = stage_layers or [None]
+        for name in _names(decoder, self.first) if not stage_layers else ():
             setattr(self, name, getattr(decoder, name))
         # only the last layer returns its attention, as in the whole decoder
-        names: dict[str, Any] = {"layers": own, "num_layers": int(number == len(layers))}
+        names: dict[str, Any] = {"layers": stage_layers, "num_layers": int(number == len(layers))}
         if not self.first:
             names |= {"embed_scale": 1.0, "embed_positions": None, "quant_noise": None,
                       "project_in_dim": None, "layernorm_embedding": None,

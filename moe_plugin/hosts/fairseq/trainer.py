@@ -219,10 +219,10 @@ class MoETrainer(Trainer):
             parts: list[Part] = []
         else:
             model, parts = self.model, self._parts()
-            own = [part.local for part in parts]  # the tensors that the optimizer updates
+            updated = [part.local for part in parts]  # the tensors that the optimizer updates
             parts += [Part(p, p, p.shape, None) for p in self.criterion.parameters()]
             count_once(parts, self.data_parallel_world_size)
-            self._wrapped_model = Overlay(model, parameters=lambda: own)
+            self._wrapped_model = Overlay(model, parameters=lambda: updated)
             try:
                 super()._build_optimizer()
             finally:

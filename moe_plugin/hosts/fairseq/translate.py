@@ -226,9 +226,9 @@ def _refuse_contradictions(args: Any, flags: Mapping[str, Any], base: Mapping[st
         if given is None or spec.path not in changed:
             continue
         name = by_path[spec.path]
-        mine = parse_value(spec, given)
+        by_flag = parse_value(spec, given)
         said = base.get(spec.path, setting(args, name))
-        if mine != said:
+        if by_flag != said:
             raise ValueError(
                 f"--{name.replace('_', '-')} ({spec.path}={short(said)}) contradicts {spec.flag} "
                 f"{short(given)}; use only one of the two flags"

@@ -161,12 +161,12 @@ class OracleLosses:
         oracle, wrong = sequence_oracle_loss(
             logits_BSMV, labels_BS, real_BS, asked.k, asked.beta, by_sequence=asked.by_sequence,
             labels=asked.labels if self.training else "exact")
-        found = [torch.stack([real_BS.sum(), *(wrong[name].sum() for name in _ERRORS)]).double()]
+        sums = [torch.stack([real_BS.sum(), *(wrong[name].sum() for name in _ERRORS)]).double()]
         if not self.training:
             sure = confidence_histograms(logits_BSMV.flatten(0, 1), oracle.chosen_NM,
                                          real_BS.flatten())
-            found += [sure[name] for name in HISTOGRAMS]
-        here = torch.cat(found)
+            sums += [sure[name] for name in HISTOGRAMS]
+        here = torch.cat(sums)
         self.counts = here if self.counts is None else self.counts + here
         return oracle.loss_N.view_as(labels_BS)
 

@@ -62,7 +62,7 @@ def load(original: Callable[..., Any], given: dict[str, Any]) -> Any:
     if not (Path(path) / METADATA).is_file():  # not written by torch's backend
         return original(**given)
     files = DistributedFiles(Path(path), trusted=restricted.trusts_files())
-    shapes = {name: one.entry.shape for name, one in files.tensors().items()}
+    shapes = {name: tensor.entry.shape for name, tensor in files.tensors().items()}
     known = {*shapes, *files.objects()}
     other, buckets = set[str](), set[str]()
 
@@ -81,8 +81,8 @@ def load(original: Callable[..., Any], given: dict[str, Any]) -> Any:
             f"{short(min(other))}), and its optimizer state is stored by buckets (dp_reshardable), "
             "which cannot be converted. Load it with --no-load-optim, or save it again with "
             "--dist-ckpt-optim-fully-reshardable in the run that wrote it.")
-    own = given.get("common_strategy") is not None
-    with changed(functools.partial(_with_optimizer, state.get("optimizer")), own) as more:
+    with_strategy = given.get("common_strategy") is not None
+    with changed(functools.partial(_with_optimizer, state.get("optimizer")), with_strategy) as more:
         return original(**{**given, "sharded_state_dict": state, **more})
 
 
@@ -122,7 +122,7 @@ def _as_native(leaf: ShardedTensor, name: str, other: str,
     """Return a factory that requests this package's tensor in Megatron's layout."""
     (theirs, swap), ahead = _THEIRS[name], leaf.prepend_axis_num
     order = _swapped if swap else tuple
-    whole, offset, parts = (list(order(one)) for one in (
+    whole, offset, parts = (list(order(values)) for values in (
         leaf.global_shape, leaf.global_offset, leaf.axis_fragmentations))
     if len(PAIRS[theirs][0]) == 2 and shape[ahead + 1] == 2 * whole[ahead + 1]:
         if name not in GATES:
@@ -145,11 +145,11 @@ def _as_ours(leaf: ShardedTensor | ShardedTensorFactory, prefix: str, name: str,
     names, swap = PAIRS[name]  # the gate is the first of two
     gated = len(names) == 2 and prefix + names[0] in known
 
-    def convert(one: ShardedTensor) -> ShardedTensor:
+    def convert(shard: ShardedTensor) -> ShardedTensor:
         ours = names[-1]
-        axis = len(one.global_shape) - (2 if swap else 1)  # the axis of the FFN's inner width
+        axis = len(shard.global_shape) - (2 if swap else 1)  # the axis of the FFN's inner width
         whole, offset, parts = (list(values) for values in (
-            one.global_shape, one.global_offset, one.axis_fragmentations))
+            shard.global_shape, shard.global_offset, shard.axis_fragmentations))
         if gated:
             whole[axis] //= 2
             parts[axis] //= 2
@@ -159,8 +159,8 @@ def _as_ours(leaf: ShardedTensor | ShardedTensorFactory, prefix: str, name: str,
                 offset[axis] -= whole[axis]
         if swap:
             whole, offset, parts = _swapped(whole), _swapped(offset), _swapped(parts)
-        value = _transposed(one.data) if swap else one.data
-        return replace(one, key=prefix + ours, data=value, local_shape=tuple(value.shape),
+        value = _transposed(shard.data) if swap else shard.data
+        return replace(shard, key=prefix + ours, data=value, local_shape=tuple(value.shape),
                        global_shape=tuple(whole), global_offset=tuple(offset),
                        axis_fragmentations=tuple(parts))
 
@@ -168,13 +168,13 @@ def _as_ours(leaf: ShardedTensor | ShardedTensorFactory, prefix: str, name: str,
 
     def build(_key: str, value: Tensor, replica: Any, flat: Any) -> Any:
         return dict_list_map_outplace(
-            lambda one: convert(one) if isinstance(one, ShardedTensor) else one,
+            lambda item: convert(item) if isinstance(item, ShardedTensor) else item,
             inner_build(value, replica, flat))
 
-    def merge(found: Any) -> Tensor:
+    def merge(loaded: Any) -> Tensor:
         back = _transposed if swap else _same
         return inner_merge(dict_list_map_outplace(
-            lambda one: back(one) if isinstance(one, Tensor) else one, found))
+            lambda item: back(item) if isinstance(item, Tensor) else item, loaded))
 
     return ShardedTensorFactory(prefix + names[-1], leaf.data, build, merge, leaf.replica_id)
 

@@ -132,13 +132,13 @@ def reads_file(parser: Parser) -> Parser:
 
     @functools.wraps(parse)
     def parse_known_args(args: Any = None, namespace: Any = None) -> Any:
-        found = file_arguments(sys.argv[1:] if args is None else args)
-        words, kept = found.before_those_of(parser)
+        in_file = file_arguments(sys.argv[1:] if args is None else args)
+        words, kept = in_file.before_those_of(parser)
         # set before argparse fills in its defaults: argparse does not overwrite attributes that
         # already exist
         namespace = argparse.Namespace() if namespace is None else namespace
         vars(namespace).update(kept)
-        return parse([*words, *found.words], namespace)
+        return parse([*words, *in_file.words], namespace)
 
     parser.parse_known_args = parse_known_args  # type: ignore[assignment]
     return parser
@@ -153,7 +153,7 @@ def file_arguments(words: Iterable[str]) -> FileArguments:
     """
     kept, section, path, trusted = list[str](), dict[str, Any](), None, False
     words = list(words)
-    for place, word in enumerate(words):
+    for index, word in enumerate(words):
         name, _, value = word.partition("=")
         if name == "--yaml-cfg":
             raise ValueError(
@@ -161,7 +161,7 @@ def file_arguments(words: Iterable[str]) -> FileArguments:
                 "ignores the whole command line. Write Megatron's arguments into the section "
                 f"{SECTION} of a YAML file, and pass {CONFIG_FLAG.flag} FILE.")
         if name == CONFIG_FLAG.flag:
-            path = value if "=" in word else next(iter(words[place + 1:]), None)
+            path = value if "=" in word else next(iter(words[index + 1:]), None)
         trusted |= name == TRUST_FLAG.flag and value != "false"
         override = _OVERRIDE.fullmatch(word)
         if override and override[1].startswith(f"{SECTION}."):

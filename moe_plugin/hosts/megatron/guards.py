@@ -119,10 +119,10 @@ class FileSteps(StepVotes):
         finalize, config.finalize_model_grads_func = config.finalize_model_grads_func, None
         losses = []
         try:
-            for mine in self.files_dealt():
+            for file_batches in self.files_dealt():
                 self.begin_file()
                 self.chunk.zero_grad_buffer()
-                logged = passes([iter(mine)], len(mine))
+                logged = passes([iter(file_batches)], len(file_batches))
                 losses += [sums(logged).double()] if logged else []
         finally:
             config.finalize_model_grads_func = finalize

@@ -372,31 +372,31 @@ class PluginMoELayer(TakesTokenIds, stages.Stages, core.MoELayer):
         Experts are stored by global index, so they can be loaded at any expert-parallel size.
         """
         groups = self.groups
-        found: dict[str, Any] = parameters.expert_shards(self.experts, self.moe.placement, groups,
-                                                         f"{prefix}experts.", sharded_offsets)
+        sharded: dict[str, Any] = parameters.expert_shards(self.experts, self.moe.placement, groups,
+                                                           f"{prefix}experts.", sharded_offsets)
         if self.plan.native_router:
-            found.update(
+            sharded.update(
                 core.module_shards(self.router, f"{prefix}router.", sharded_offsets, metadata))
         else:  # saved under the native router's name, so that either router loads it
             if self._clock.ended():
                 self._finish_step()
             for name, tensor in self.router.state_dict(keep_vars=True).items():
                 saved = f"{prefix}router." + ("weight" if name == "weight_ED" else name)
-                found.update(
+                sharded.update(
                     parameters.replicated_shard(f"{prefix}router.{name}", saved, tensor, groups,
                                                 sharded_offsets))
         if self.moe.latent is not None:
             for part in state.LATENT:
                 for name, tensor in getattr(self, part).named_parameters():
                     key = f"{prefix}{part}.{name}"
-                    found.update(parameters.replicated_shard(key, key, tensor, groups,
-                                                             sharded_offsets))
+                    sharded.update(parameters.replicated_shard(key, key, tensor, groups,
+                                                               sharded_offsets))
         if self.shared_experts is not None:
-            found.update(
+            sharded.update(
                 self.shared_experts.sharded_state_dict(f"{prefix}shared_experts.", sharded_offsets,
                                                        metadata))
-        found.update(state.tuner_shards(self.moe, groups, prefix + state.TUNER, sharded_offsets))
-        return found
+        sharded.update(state.tuner_shards(self.moe, groups, prefix + state.TUNER, sharded_offsets))
+        return sharded
 
 
 def plugin_layers(*chunks: nn.Module) -> list[PluginMoELayer]:

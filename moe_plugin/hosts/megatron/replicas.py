@@ -54,8 +54,8 @@ def place_of(args: argparse.Namespace, models: Sequence[nn.Module], optimizer: A
 
     def its_optimizers() -> list[Any]:
         # a rank without parameters of a kind has no optimizer for them
-        found = [part.optimizer for part in optimizers.parts(optimizer)]
-        return [each for each in found if each is not None]
+        inner = [part.optimizer for part in optimizers.parts(optimizer)]
+        return [each for each in inner if each is not None]
 
     def done() -> int:
         return given.get("curr_iteration", given.get("iteration", 0))
@@ -66,10 +66,10 @@ def place_of(args: argparse.Namespace, models: Sequence[nn.Module], optimizer: A
     def take(iteration: int, samples: int) -> None:
         # Megatron's loop continues after the current step: it skips the iterations between the
         # current and the received one, but reads their data
-        mine, scheduler.num_steps = done(), samples
-        taken[mine] = iteration
+        current, scheduler.num_steps = done(), samples
+        taken[current] = iteration
         given["iterations_to_skip"] = [*given["iterations_to_skip"],
-                                       *range(mine + 2, iteration + 2)]
+                                       *range(current + 2, iteration + 2)]
 
     return ReplicaPlace(args.moe_lighthouse, args.moe_replica,
                         timeout_of(settings_from_flags(vars(args))), models, its_optimizers,

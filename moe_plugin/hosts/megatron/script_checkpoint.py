@@ -172,7 +172,7 @@ def _description(step: int) -> dict[str, Any]:
     # the model's settings and sizes are stored in Megatron's own files
     arguments = script_arguments()
     # parsed and printed again, so that sizes of 1 that the command omits are included
-    layouts = [str(one) for one in parse(arguments.get("stage_layouts") or [])]
+    layouts = [str(layout) for layout in parse(arguments.get("stage_layouts") or [])]
     return {"model": {}, "layout": {"stage_layouts": layouts} if layouts else {}, "iteration": step,
             "megatron_core": core.core_version,
             "consumed_samples": arguments.get("consumed_train_samples", 0)}
@@ -251,13 +251,13 @@ def _compared(path: str, arguments: Mapping[str, Any]) -> bool | None:
 
     The settings are compared by `model_settings.check_settings`.
     """
-    found = files.on_first_rank(path, lambda: _found(path, arguments))
-    return None if found is None else bool(found)
+    result = files.on_first_rank(path, lambda: _found(path, arguments))
+    return None if result is None else bool(result)
 
 
 def _found(path: str, arguments: Mapping[str, Any]) -> bool | None:
     newer, trusted = "layernorm_epsilon", bool(arguments.get("trust_checkpoint"))
-    mine = {**({"norm_epsilon": arguments[newer]} if newer in arguments else {}), **arguments}
+    current = {**({"norm_epsilon": arguments[newer]} if newer in arguments else {}), **arguments}
     if not trusted:
         try:
             with files.readable(path):
@@ -269,7 +269,7 @@ def _found(path: str, arguments: Mapping[str, Any]) -> bool | None:
     except CheckpointError:  # Megatron may be able to read the format
         return None
     with source:
-        check_settings(path, source.values["settings"], mine)
+        check_settings(path, source.values["settings"], current)
         return optimizer_state(source)
 
 

@@ -205,12 +205,12 @@ def run_of(chunks: list[Any], optimizer: Any, scheduler: Any, taken: dict[int, i
     args.native_moe = bool(getattr(args, "num_experts", None)) and not layers
     stage = comm_of(ps.get_tensor_and_data_parallel_group(with_context_parallel=True))
     recorder = StatsRecorder(ObserveConfig(), stage, host="megatron")
-    models, place = [bare(chunk) for chunk in chunks], None
+    models, replica_place = [bare(chunk) for chunk in chunks], None
     streamed = chunks[0] if isinstance(chunks[0], StreamedModel) else None
     if optimizer is not None and streamed is not None:
-        place = _peer(args, streamed)
+        replica_place = _peer(args, streamed)
     elif optimizer is not None:
-        place = place_of(args, models, optimizer, scheduler, taken)
+        replica_place = place_of(args, models, optimizer, scheduler, taken)
     each = args.micro_batch_size * ps.get_data_parallel_world_size()
     run = make_run(
         replace(config, guard=guard_of(args, settings, config.guard),
@@ -221,7 +221,7 @@ def run_of(chunks: list[Any], optimizer: Any, scheduler: Any, taken: dict[int, i
             records=stage if layers else None, rank=dist.get_rank(),
             has_log=log_path(vars(args)) is not None, training=recorder.add,
             speaks=not layers or dist.get_rank(layers[0].groups.data) == 0, start=MegatronStart,
-            kept=lambda: twins_apart(chunks), replicas=place,
+            kept=lambda: twins_apart(chunks), replicas=replica_place,
             streamed=None if streamed is None else streamed.trainer,
             resize=lambda asked: steps_of(asked, chunks, optimizer),
             activations=lambda offload: activations_of(

@@ -170,7 +170,7 @@ def initialize(stages: StageLayouts, groups: Callable[..., None]) -> None:
 
     groups: Megatron's `initialize_model_parallel`, which is called with the sizes of each layout.
     """
-    own = stages.stage_of(torch.distributed.get_rank())
+    stage = stages.stage_of(torch.distributed.get_rank())
     before, made = _state(ps), {}
     for layout in dict.fromkeys(stages.layouts):
         groups(**{field: getattr(layout, name) for name, field in _FIELDS.items()})
@@ -178,7 +178,7 @@ def initialize(stages: StageLayouts, groups: Callable[..., None]) -> None:
         _restore(ps, before)
     across = {name: value for name, value in made[stages.layouts[0]].items()
               if name.startswith(("_PIPELINE", "_EMBEDDING", "_POSITION_EMBEDDING"))}
-    _restore(ps, made[stages.layouts[own]] | across)
+    _restore(ps, made[stages.layouts[stage]] | across)
 
 
 def _state(module: Any) -> dict[str, Any]:
@@ -217,23 +217,23 @@ def boundaries(stages: StageLayouts, world: Comm,
     stages, except with `--calculate-per-token-loss`, where the loss is a sum over tokens. This is a
     collective call of all ranks.
     """
-    found: list[_Boundary | None] = []
+    between: list[_Boundary | None] = []
     for stage in range(len(stages.layouts) - 1):
         sides = range(stage * stages.ranks, (stage + 2) * stages.ranks)
         # one group per direction, so that on a GPU their messages do not wait for each other
         groups = [world.subgroup(sides), world.subgroup(sides)]
         if None in groups:
-            found.append(None)
+            between.append(None)
             continue
         first, second = (stages.activation(s, args.seq_length, args.hidden_size)
                          for s in (stage, stage + 1))
         second = TensorLayout(second.shape, {stages.ranks + device: box
                                              for device, box in second.boxes.items()})
         scale = stages.replicas(stage) / stages.replicas(stage + 1)
-        found.append(_Boundary(Resharding(groups[0], first, second),
-                               Resharding(groups[1], second, first),
-                               1.0 if args.calculate_per_token_loss else scale))
-    return found
+        between.append(_Boundary(Resharding(groups[0], first, second),
+                                 Resharding(groups[1], second, first),
+                                 1.0 if args.calculate_per_token_loss else scale))
+    return between
 
 
 def unequal_passes(stages: StageLayouts, args: argparse.Namespace, config: Any,
@@ -254,7 +254,7 @@ def unequal_passes(stages: StageLayouts, args: argparse.Namespace, config: Any,
                          "this version of megatron-core, which does not accept a communicator "
                          f"between stages. Use megatron-core {UNEQUAL_STAGES}.")
     world = comm_of(None, 60 * args.distributed_timeout_minutes)
-    own, between = stages.stage_of(world.rank), boundaries(stages, world, args)
+    stage, between = stages.stage_of(world.rank), boundaries(stages, world, args)
 
     class Unequal(P2PCommunicator):
         """A subclass of Megatron's communicator that reshards all messages."""
@@ -262,8 +262,8 @@ def unequal_passes(stages: StageLayouts, args: argparse.Namespace, config: Any,
         def _communicate(self, *, tensor_send_next: Tensor | None, tensor_send_prev: Tensor | None,
                          recv_prev: bool, recv_next: bool, tensor_shape: Any,
                          wait_on_reqs: bool = True) -> tuple[Tensor | None, Tensor | None, None]:
-            before = between[own - 1] if own else None
-            after = between[own] if own < len(between) else None
+            before = between[stage - 1] if stage else None
+            after = between[stage] if stage < len(between) else None
             dtype = self.config.pipeline_dtype
             moves = {}
             if tensor_send_next is not None:
@@ -294,7 +294,7 @@ def unequal_passes(stages: StageLayouts, args: argparse.Namespace, config: Any,
         nonlocal counted
         # training loops set this function after `unequal_passes` has returned
         if not counted and config.finalize_model_grads_func is not None:
-            _count_tokens_of_all(config, own == len(between))
+            _count_tokens_of_all(config, stage == len(between))
             counted = True
         return native(**{**given, "p2p_communicator": unequal, "pg_collection": groups})
 

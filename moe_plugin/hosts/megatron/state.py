@@ -60,8 +60,8 @@ def add_repeated(layer: nn.Module, state: dict[str, Any], prefix: str, *_rest: A
     Tuner state in the state dict is optional. It is ignored if the layer has no tuner.
     """
     saved = state.pop(prefix + TUNER, None)
-    own = layer.moe.get_extra_state()
-    if saved is not None and TUNER not in own:
+    extra_state = layer.moe.get_extra_state()
+    if saved is not None and TUNER not in extra_state:
         logger.info("layer %s: the checkpoint's layout choices are not used, because "
                     "parallel.mode is 'fixed'", layer.layer_number)
     inner = {part: name for name, part in layer.moe.named_modules()}
@@ -69,7 +69,7 @@ def add_repeated(layer: nn.Module, state: dict[str, Any], prefix: str, *_rest: A
         own_prefix, repeated = f"{prefix}{name}.", f"{prefix}moe.{inner[getattr(layer, name)]}."
         for key in [key for key in state if key.startswith(own_prefix)]:
             state[repeated + key.removeprefix(own_prefix)] = state[key]
-    state[f"{prefix}moe._extra_state"] = {**own, TUNER: saved}
+    state[f"{prefix}moe._extra_state"] = {**extra_state, TUNER: saved}
 
 
 def load_without_missing(load: Callable[..., Any], given: dict[str, Any]) -> Any:

@@ -106,15 +106,15 @@ def own_randomness() -> Iterator[None]:
     The separate states are drawn from torch's generator.
     """
     tracker = get_cuda_rng_tracker()
-    before, own = tracker.get_states(), {}
+    before, cuda_states = tracker.get_states(), {}
     first, *seeds = torch.randint(2**62, (1 + len(before),), device="cpu").tolist()
     for name, seed in zip(before, seeds, strict=True):
         # tensor-parallel ranks need different states for regions in which they have different
         # tokens or channels
         torch.manual_seed(seed + ps.get_tensor_model_parallel_rank() * ("model" in name))
-        own[name] = torch.cuda.get_rng_state()
+        cuda_states[name] = torch.cuda.get_rng_state()
     torch.manual_seed(first)
-    tracker.set_states(own)
+    tracker.set_states(cuda_states)
     try:
         yield
     finally:

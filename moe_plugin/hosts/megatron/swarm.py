@@ -100,14 +100,14 @@ def serve(swarm: SwarmConfig, args: argparse.Namespace, make: MakePart, forward_
             # built in one process
             for before in range(number):
                 stage_of(make, before, swarm.stages, args.num_layers, forward_step)
-            found = stage_of(make, number, swarm.stages, args.num_layers, forward_step)
-        for layer in plugin_layers(found):
+            built = stage_of(make, number, swarm.stages, args.num_layers, forward_step)
+        for layer in plugin_layers(built):
             if "token_ids" in layer.needs:
                 raise ValueError(f"router {layer.plan.config.router.name} cannot be used with "
                                  "--swarm, because layers do not receive token ids. Use another "
                                  "router.")
-        made[:] = [found]
-        return found
+        made[:] = [built]
+        return built
 
     def loss(output: Tensor, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
         total, *tokens, logged = made[0].loss(output)
@@ -124,11 +124,11 @@ def serve(swarm: SwarmConfig, args: argparse.Namespace, make: MakePart, forward_
 
 
 @contextlib.contextmanager
-def states(own: Tensor, tracked: Mapping[str, Tensor]) -> Iterator[None]:
+def states(cpu_state: Tensor, tracked: Mapping[str, Tensor]) -> Iterator[None]:
     """Inside the block, use these states in torch's random generator and in Megatron's tracker."""
     tracker = get_cuda_rng_tracker()
     before = torch.get_rng_state(), tracker.get_states()
-    torch.set_rng_state(own)
+    torch.set_rng_state(cpu_state)
     tracker.set_states({name: state.clone() for name, state in tracked.items()})
     try:
         yield
@@ -181,11 +181,11 @@ class SwarmModel(nn.Module):
                  for _ in range(num_microbatches)]
         leads = isinstance(self.trainer, Swarm)
         if forward_only:
-            found = self.trainer.evaluate(given)
+            result = self.trainer.evaluate(given)
         else:
-            found = self.trainer.accumulate(given) if leads else self.trainer.step(given)
-            self.norm = float(found.norm if leads else found["norm"])
-        return list(found.logged if leads else found["logged"])
+            result = self.trainer.accumulate(given) if leads else self.trainer.step(given)
+            self.norm = float(result.norm if leads else result["norm"])
+        return list(result.logged if leads else result["logged"])
 
     def zero_grad_buffer(self) -> None:
         """Do nothing, because the peers clear the gradients."""

@@ -162,19 +162,19 @@ def native_arguments(settings: Mapping[str, Any]) -> dict[str, Any]:
     Settings without an equivalent argument are left out.
     """
     settings = _without_open(settings)
-    found = {name: settings[path] for path, name in _ATTRIBUTES.items()
-             if settings.get(path) or settings.get(path) is False}
-    kind, activation = (settings.get(f"experts.{name}") for name in ("kind", "activation"))
-    if (kind, activation) == ("gated_ffn", "silu"):
-        found["swiglu"] = True
-    if (kind, activation) in ((None, "squared_relu"), ("ffn", "squared_relu")):
-        found["squared_relu"] = True
+    arguments = {name: settings[path] for path, name in _ATTRIBUTES.items()
+                 if settings.get(path) or settings.get(path) is False}
+    experts_kind, activation = (settings.get(f"experts.{name}") for name in ("kind", "activation"))
+    if (experts_kind, activation) == ("gated_ffn", "silu"):
+        arguments["swiglu"] = True
+    if (experts_kind, activation) in ((None, "squared_relu"), ("ffn", "squared_relu")):
+        arguments["squared_relu"] = True
     if settings.get("router.score") in ("softmax", "sigmoid"):
-        found["moe_router_score_function"] = settings["router.score"]
+        arguments["moe_router_score_function"] = settings["router.score"]
     of_one = describes_layers(settings) and settings.get("router.top_k") == 1
     if settings.get("router.normalize", "none" if of_one else "") == "none":
-        found["moe_router_pre_softmax"] = True
-    return found
+        arguments["moe_router_pre_softmax"] = True
+    return arguments
 
 
 # settings for which Megatron has an argument with the same values: our path -> attribute

@@ -299,8 +299,8 @@ def _names_of_settings() -> set[str]:
         MoETransformerFlags,
     )
 
-    return {entry.name for kind in (GateLossFlags, MoELanguageModelConfig, MoETransformerFlags)
-            for entry in dataclasses.fields(kind)}
+    return {entry.name for cls in (GateLossFlags, MoELanguageModelConfig, MoETransformerFlags)
+            for entry in dataclasses.fields(cls)}
 
 
 def _refuse_unknown(overrides: Mapping[str, Any], written: Mapping[str, Any]) -> None:

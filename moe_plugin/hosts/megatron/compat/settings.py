@@ -126,15 +126,15 @@ def parsed_defaults() -> dict[str, Any]:
 
     Defaults are known only for arguments that the script's parser defines.
     """
-    values, found = script_arguments(), dict[str, Any]()
+    values, changed = script_arguments(), dict[str, Any]()
     # `get_default` is avoided, because it searches a thousand arguments for each name
     for parser in _parsers:
         first = {action.dest: action.default for action in reversed(parser._actions)
                  if action.default is not None}
         defaults = {**parser._defaults, **first}
-        found |= {name: defaults.get(name) for name, value in values.items()
-                  if defaults.get(name) != value}
-    return found
+        changed |= {name: defaults.get(name) for name, value in values.items()
+                    if defaults.get(name) != value}
+    return changed
 
 
 def given_settings() -> dict[str, tuple[str, str]]:
@@ -229,8 +229,8 @@ def replace_training(name: str, wrap: Callable[[Callable[..., Any]], Callable[..
     """
     training_module("training")  # imports all the others
     modules = [sys.modules[key] for key in _training_names(len(sys.modules)) if key in sys.modules]
-    found = [vars(module)[name] for module in modules if name in vars(module)]
-    for original in found[:1]:
+    originals = [vars(module)[name] for module in modules if name in vars(module)]
+    for original in originals[:1]:
         ours = wrap(original)
         for module in modules:
             if vars(module).get(name) is original:

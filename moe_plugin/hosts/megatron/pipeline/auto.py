@@ -139,13 +139,13 @@ def agreed(step: MeasuredStep, group: Any, limit: int | None) -> StageProfile:
     limit: number of bytes available for activations. Defaults to the free memory on a GPU. On a CPU
         there is no limit by default.
     """
-    own = {
+    rank_values = {
         "stage": group.rank(), "forward_s": statistics.median(step.forward_s),
         "backward_s": statistics.median(step.backward_s),
         "transfer_s": transfer_s(step, step.shapes()[1]),
         "activation_bytes": step.activation_bytes, "memory_bytes": _free(step, limit),
     }
-    every = gather_objects(own, "the measurements of pipeline.schedule=auto")
+    every = gather_objects(rank_values, "the measurements of pipeline.schedule=auto")
     stages = [[row for row in every if row["stage"] == stage] for stage in range(group.size())]
 
     def worst(name: str) -> list[Any]:
@@ -271,8 +271,8 @@ class AutoSchedule(PipelineSchedule):
             sliced.settings = dataclasses.replace(self.settings, schedule=SliceSchedule.name)
             self._run = sliced
         logger.info("pipeline.schedule=auto: %s; predicted %s", self.chosen.schedule, ", ".join(
-            f"{one.schedule} {show_time(one.seconds)}{'' if one.fits else ' (does not fit)'}"
-            for one in predict(self.profile)))
+            f"{plan.schedule} {show_time(plan.seconds)}{'' if plan.fits else ' (does not fit)'}"
+            for plan in predict(self.profile)))
 
 
 def numbers_of(profile: StageProfile) -> dict[Hashable, float]:

@@ -58,8 +58,8 @@ class PipelineSchedule:
     @classmethod
     def or_native(cls, settings: PipelineConfig, native: ForwardBackward) -> ForwardBackward:
         """Return this schedule, or Megatron's function if there is only one stage."""
-        one = ps.get_pipeline_model_parallel_world_size() == 1
-        return native if one else cls(settings, native)
+        single_stage = ps.get_pipeline_model_parallel_world_size() == 1
+        return native if single_stage else cls(settings, native)
 
     def __call__(self, **passes: Any) -> list[Any]:
         """Run one step with the arguments and results of Megatron's own function."""
@@ -100,11 +100,11 @@ def gradient_group(group: Any) -> Any:
     """
     if dist.get_backend(group) != "nccl":
         return group
-    mine: list[int] = dist.get_process_group_ranks(group)
+    stage_ranks: list[int] = dist.get_process_group_ranks(group)
     every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, mine)
+    dist.all_gather_object(every, stage_ranks)
     groups = {tuple(ranks): dist.new_group(ranks) for ranks in sorted(set(map(tuple, every)))}
-    return groups[tuple(mine)]
+    return groups[tuple(stage_ranks)]
 
 
 def register(schedule: type[PipelineSchedule]) -> type[PipelineSchedule]:

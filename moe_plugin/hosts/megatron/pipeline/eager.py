@@ -140,12 +140,12 @@ def check_split(model: Any, config: Any) -> None:
     split = f"{EagerSchedule.name}, pipeline.delay_weights=True"
     DELAYED_WEIGHTS.refuse(vars(config))
     for module in nn.ModuleList(model if isinstance(model, list) else [model]).modules():
-        kind = type(module)
-        engine = any("transformer_engine" in each.__module__.split(".") for each in kind.__mro__)
+        cls = type(module)
+        engine = any("transformer_engine" in each.__module__.split(".") for each in cls.__mro__)
         if engine and any(p.dim() > 1 for p in module.parameters(recurse=False)):
-            refuse(split, "a layer of Transformer Engine", kind.__name__, "one of Megatron's own",
+            refuse(split, "a layer of Transformer Engine", cls.__name__, "one of Megatron's own",
                    "use --transformer-impl local, or leave out --pipeline-delay-weights")
         if getattr(module, "gtp_remat_size", 1) > 1 or any(
                 hasattr(p, "__fsdp_param__") for p in module.parameters(recurse=False)):
-            refuse(split, "weights that are split over replicas, in", kind.__name__, "whole",
+            refuse(split, "weights that are split over replicas, in", cls.__name__, "whole",
                    "leave out --use-megatron-fsdp, or --pipeline-delay-weights")

@@ -288,9 +288,9 @@ class SliceStep(Step):
             wait_for_device(self.device)
         return time.perf_counter()
 
-    def _took(self, kind: str, part: SlicePart, began: float) -> None:
+    def _took(self, direction: str, part: SlicePart, began: float) -> None:
         if self.timed:
-            self.seconds[kind, part.length, part.start].append(self._now() - began)
+            self.seconds[direction, part.length, part.start].append(self._now() - began)
 
 
 def check_slices(passes: dict[str, Any], config: Any) -> None:
