@@ -168,7 +168,11 @@ def file_arguments(words: Iterable[str]) -> FileArguments:
             section[override[1].removeprefix(f"{SECTION}.")] = _value(override[2])
         else:
             kept.append(_as_flag(override[1], override[2]) or word if override else word)
-    section = {**_section_of(path), **_as_in_file(section, path)}
+    section_of_file = _section_of(path)
+    # single settings replace those of the file, whose names may be spelled with - or _
+    in_file = {name.replace("-", "_"): name for name in section_of_file}
+    section = {**section_of_file, **{in_file.get(name.replace("-", "_"), name): value
+                                     for name, value in section.items()}}
     return FileArguments(kept, path, section,
                          settings_from_yaml(path, trust_imports=trusted) if path else {})
 
@@ -183,12 +187,6 @@ def _section_of(path: str | None) -> dict[str, Any]:
         raise ValueError(f"config file {short(path)}: {SECTION}={short(section)} must be a mapping "
                          "of Megatron's arguments to values. Write one argument per line.")
     return {str(name): value for name, value in section.items()}
-
-
-def _as_in_file(section: Mapping[str, Any], path: str | None) -> dict[str, Any]:
-    """Return the section with the names as they are spelled in the file, with - or _."""
-    in_file = {name.replace("-", "_"): name for name in _section_of(path)}
-    return {in_file.get(name.replace("-", "_"), name): value for name, value in section.items()}
 
 
 def _value(text: str) -> Any:

@@ -100,22 +100,14 @@ def main(argv: list[str] | None = None) -> int:
     argv = argv[asked:]
     script = _found(argv[0] if argv else "")
     _alone()
-    _log_of_first_rank()
+    # Megatron adds its own log handlers only if the root logger has none, so these are kept
+    logging.basicConfig(format="%(message)s", stream=sys.stdout)
+    logging.getLogger("moe_plugin").setLevel(logging.INFO if first_process() else logging.ERROR)
     on_cpu = asked or not torch.cuda.is_available()
     if on_cpu and not asked:
         logger.info("no GPU found: training on CPU")
     return status_of(os.path.basename(script), lambda: run(script, argv[1:], on_cpu),
                      script_arguments)
-
-
-def _log_of_first_rank() -> None:
-    """Show this package's log messages on the first process, and only its errors on all other
-    processes.
-
-    Megatron adds its own log handlers only if the root logger has none, so these handlers are kept.
-    """
-    logging.basicConfig(format="%(message)s", stream=sys.stdout)
-    logging.getLogger("moe_plugin").setLevel(logging.INFO if first_process() else logging.ERROR)
 
 
 def _found(name: str) -> str:

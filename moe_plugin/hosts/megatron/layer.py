@@ -42,7 +42,7 @@ from moe_plugin.hosts.megatron.translate import (
 )
 from moe_plugin.layer import MoELayer
 from moe_plugin.observe.sinks import watch_store
-from moe_plugin.output import LayerStats, MoEOutput
+from moe_plugin.output import LayerStats
 from moe_plugin.records import TokenInfo
 from moe_plugin.routing import finish_step, needs_of, number_layers
 from moe_plugin.routing.call import TakesTokenIds, token_info
@@ -287,7 +287,11 @@ class PluginMoELayer(TakesTokenIds, stages.Stages, core.MoELayer):
         return self._run(hidden_states, real_SB), None
 
     def _run(self, x_SBD: Tensor, real_SB: Tensor | None) -> Tensor:
-        self._check_store()
+        store = self.plan.config.experts.store
+        if store != "device" and self.training and torch.is_grad_enabled():
+            raise ValueError(
+                f"experts.store={store} cannot be used for training in Megatron, which needs "
+                "gradient buffers on the device. Use experts.store=device, or only evaluate.")
         ranks, shared = self.groups.tensor.size(), None
         if self.shared_experts is not None:
             shared = functools.cache(functools.partial(self.shared_experts_compute, x_SBD))
@@ -297,13 +301,6 @@ class PluginMoELayer(TakesTokenIds, stages.Stages, core.MoELayer):
         else:
             output = self._routed(x_SBD, real_SB, overlapped)
         return output if shared is None else output + shared()
-
-    def _check_store(self) -> None:
-        store = self.plan.config.experts.store
-        if store != "device" and self.training and torch.is_grad_enabled():
-            raise ValueError(
-                f"experts.store={store} cannot be used for training in Megatron, which needs "
-                "gradient buffers on the device. Use experts.store=device, or only evaluate.")
 
     def _run_split(self, x_SBD: Tensor, real_SB: Tensor | None, ranks: int,
                    overlapped: Callable[[], Tensor] | None) -> Tensor:
@@ -327,7 +324,11 @@ class PluginMoELayer(TakesTokenIds, stages.Stages, core.MoELayer):
                 overlapped: Callable[[], Tensor] | None) -> Tensor:
         parameters.wait_for(self.experts)
         out = self.moe(x_SBD, real_SB, info=self._before_routing(x_SBD), overlapped=overlapped)
-        self._observe(out)
+        # a recomputed forward pass must not be counted again
+        if (torch.is_grad_enabled() and not replaying()) or not self.training:
+            self.last_stats = out.stats
+            if self.observer is not None and out.stats is not None:
+                self.observer(out.stats)
         return self._with_losses(
             out.output, out.losses,
             x_SBD.shape[0] * x_SBD.shape[1] if real_SB is None else real_SB.sum())
@@ -354,13 +355,6 @@ class PluginMoELayer(TakesTokenIds, stages.Stages, core.MoELayer):
     def _finish_step(self) -> None:
         for moe in chosen_together(self.moe):
             finish_step(moe)
-
-    def _observe(self, out: MoEOutput) -> None:
-        # a recomputed forward pass must not be counted again
-        if (torch.is_grad_enabled() and not replaying()) or not self.training:
-            self.last_stats = out.stats
-            if self.observer is not None and out.stats is not None:
-                self.observer(out.stats)
 
     def _with_losses(self, y: Tensor, losses: Mapping[str, Tensor], tokens: int | Tensor) -> Tensor:
         return self.losses.attach(y, losses, tokens, self.layer_number) if wanted(self) else y

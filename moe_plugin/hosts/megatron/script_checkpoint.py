@@ -239,7 +239,9 @@ def _newest_whole(arguments: MutableMapping[str, Any], root: str | None,
         arguments["ckpt_step"] = _newest_number(root, newest)
     path = files.folder(root, arguments["ckpt_step"])
     try:
-        with loading(path, _compared(path, arguments), arguments, scheduler):
+        compared = files.on_first_rank(path, lambda: _compared(path, arguments))
+        optimizer_state = None if compared is None else bool(compared)
+        with loading(path, optimizer_state, arguments, scheduler):
             yield
     finally:
         arguments["ckpt_step"] = asked
@@ -247,15 +249,8 @@ def _newest_whole(arguments: MutableMapping[str, Any], root: str | None,
 
 def _compared(path: str, arguments: Mapping[str, Any]) -> bool | None:
     """Return the `optimizer_state` of a checkpoint after checking that the checkpoint is safe to
-    load and that its settings match. Collective.
-
-    The settings are compared by `model_settings.check_settings`.
+    load and that its settings match (`model_settings.check_settings`).
     """
-    result = files.on_first_rank(path, lambda: _found(path, arguments))
-    return None if result is None else bool(result)
-
-
-def _found(path: str, arguments: Mapping[str, Any]) -> bool | None:
     newer, trusted = "layernorm_epsilon", bool(arguments.get("trust_checkpoint"))
     current = {**({"norm_epsilon": arguments[newer]} if newer in arguments else {}), **arguments}
     if not trusted:

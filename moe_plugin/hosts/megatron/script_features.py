@@ -265,20 +265,15 @@ def with_heads(provider: Callable[..., Any]) -> Callable[..., Any]:
     def provide(*given: Any, **kwargs: Any) -> Any:
         args = argparse.Namespace(**script_arguments())
         model, ensemble = provider(*given, **kwargs), ensemble_of(args)
-        return model if ensemble is None else add_heads(
-            model, ensemble, _classes(args))
+        if ensemble is None:
+            return model
+        # the tokenizer is asked first, because --vocab-size may not include the end-of-document
+        # token
+        tokenizer = training_module("global_vars").get_tokenizer()
+        return add_heads(model, ensemble,
+                         int(getattr(tokenizer, "vocab_size", None) or args.vocab_size))
 
     return provide
-
-
-def _classes(args: argparse.Namespace) -> int:
-    """Return the number of token ids of the script's tokenizer.
-
-    The number is taken from the tokenizer if possible, because `--vocab-size` may not include the
-    end-of-document token.
-    """
-    tokenizer = training_module("global_vars").get_tokenizer()
-    return int(getattr(tokenizer, "vocab_size", None) or args.vocab_size)
 
 
 def _errors(args: argparse.Namespace, chunks: list[Any]) -> EnsembleErrors | None:

@@ -122,8 +122,9 @@ class ScriptReport:
         made = samples - self._samples
         tokens = made * args["seq_length"]
         microbatches = made // (args["micro_batch_size"] * ps.get_data_parallel_world_size())
+        lm_loss = of_last_stage(None if self._loss is None else float(self._loss) / self._counted)
         record = {
-            "iteration": iteration, "consumed_samples": samples, "lm_loss": self._mean_loss(),
+            "iteration": iteration, "consumed_samples": samples, "lm_loss": lm_loss,
             **skipped(self.run), "lr": rate, "loss_scale": float(scale),
             "grad_norm": None if norm is None else float(norm),
             "tokens_per_s": tokens / seconds, "seconds": seconds,
@@ -139,10 +140,6 @@ class ScriptReport:
             self.run.after_log(StepFacts(iteration, dropped=dropped,
                                          logged=step_record(record)[0]))
         self._forget(samples)
-
-    def _mean_loss(self) -> float | None:
-        rank_loss = None if self._loss is None else float(self._loss) / self._counted
-        return of_last_stage(rank_loss)
 
     def after_evaluation(self, losses: Mapping[str, torch.Tensor]) -> None:
         """Record the loss of an evaluation on the validation set. This is a collective call.

@@ -108,7 +108,8 @@ class Stages:
             x_TD = self.moe.latent.enter(dataclasses.replace(call.tokens, x_TD=x_TD))
         call.traffic.hold()
         # cloned, because the router's backward pass reads the original
-        return x_TD, _weights(call.plan).clone()
+        plan = call.plan.row_plan if isinstance(call.plan, TokenPlan) else call.plan
+        return x_TD, plan.weights_TK.clone()
 
     def dispatch(self: Any, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
         """Send the tokens to their experts. Return the rows [R, h] for the current rank's experts,
@@ -209,10 +210,6 @@ def check(layer: Any) -> None:
         "tokens_of_all_ranks": layer.groups.tensor.size() > 1 and not native.sequence_parallel,
         "reads_token_ids": "token_ids" in layer.needs,
         "dense_at_end": not last_layer_is_moe(native)})
-
-
-def _weights(plan: DispatchPlan) -> Tensor:
-    return plan.row_plan.weights_TK if isinstance(plan, TokenPlan) else plan.weights_TK
 
 
 def _with_weights(plan: DispatchPlan, weights_TK: Tensor) -> DispatchPlan:

@@ -177,8 +177,10 @@ class SwarmModel(nn.Module):
         The arguments are the same as those of the replaced function.
         """
         iterator = data_iterator[0] if isinstance(data_iterator, list) else data_iterator
-        given = [(torch.zeros(1, dtype=torch.int64), _tensors(next(iterator)))
-                 for _ in range(num_microbatches)]
+        batches = (next(iterator) for _ in range(num_microbatches))
+        given = [(torch.zeros(1, dtype=torch.int64),
+                  {name: x for name, x in batch.items() if isinstance(x, Tensor)})
+                 for batch in batches]
         leads = isinstance(self.trainer, Swarm)
         if forward_only:
             result = self.trainer.evaluate(given)
@@ -315,7 +317,3 @@ def _secret(swarm: SwarmConfig) -> str | None:
         return None
     check_input(Path(swarm.secret))
     return Path(swarm.secret).read_text(encoding="utf-8").strip()
-
-
-def _tensors(batch: Mapping[str, Any]) -> dict[str, Tensor]:
-    return {name: x for name, x in batch.items() if isinstance(x, Tensor)}

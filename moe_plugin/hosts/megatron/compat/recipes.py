@@ -86,17 +86,12 @@ def precision_settings(native: Any, given: Mapping[str, Any]) -> dict[str, Any]:
             "--kitchen-recipe-number), which sets formats module by module, is not supported by "
             "moe-plugin's experts. Leave it out, or set the precision of the experts with "
             "--moe-expert-precision (ieee is the layer's dtype).")
-    if precision := _precision(native):
-        settings["experts.precision"] = precision
-    return settings
-
-
-def _precision(native: Any) -> str | None:
     for bits in ("fp8", "fp4"):
         if chosen := setting(native, bits):
-            return _products(bits, plain_name(chosen), plain_name(
+            settings["experts.precision"] = _products(bits, plain_name(chosen), plain_name(
                 setting(native, f"{bits}_recipe", _DEFAULTS[bits])))
-    return None
+            break
+    return settings
 
 
 def _products(bits: str, chosen: str, name: str) -> str:

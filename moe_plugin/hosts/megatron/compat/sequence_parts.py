@@ -172,7 +172,10 @@ def extend() -> None:
         if packed is not None:
             _packed(given.arguments, packed, parts, causal, self.scale_mask_softmax.window_size)
         elif parts > 1:
-            _gathered(given.arguments, _group(self), causal)
+            # up to 0.15 an attention module has no groups
+            group = getattr(getattr(self, "pg_collection", None), "cp", None)
+            group = ps.get_context_parallel_group() if group is None else group
+            _gathered(given.arguments, group, causal)
         return attend(*given.args, **given.kwargs)
 
     DotProductAttention.__init__, DotProductAttention.forward = built, attended
@@ -193,12 +196,6 @@ def _check(attention: Any) -> None:
 def _say_once(parts: int) -> None:
     logger.info("attention: using torch's attention over the keys and values of all %d "
                 "context-parallel ranks, because Transformer Engine is not used", parts)
-
-
-def _group(attention: Any) -> Any:
-    # up to 0.15 an attention module has no groups
-    configured = getattr(getattr(attention, "pg_collection", None), "cp", None)
-    return ps.get_context_parallel_group() if configured is None else configured
 
 
 def tokens_of_part(length: int, parts: int, part: int) -> Tensor:
