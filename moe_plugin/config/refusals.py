@@ -1,7 +1,7 @@
 """Settings that a host refuses in combination with another setting, as rows of a table.
 
 Each host has one table, `hosts/NAME/refusals.py`. The same rows raise the errors when a run is
-built, are listed by `moe-plugin doctor --all`, and are written to docs/refusals.md.
+built, are listed by `moe-plugin doctor --all`, and are written to docs/refusals_HOST.md.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from moe_plugin.utils.messages import short
 ACTIVATION_POLICY = "offload.activations={offload.activations!r}"
 CONTROLLED_TWICE = "both control the same tensors or layers; remove one of them"
 _PLACEHOLDER = re.compile(r"\{([\w.]+)(!r)?\}")
+_SHOWN_VALUE = re.compile(r"[= ]?(\([^()]*\{[^()]*\)|\{[\w.!]+\})")
 
 
 class Values(dict[str, Any]):
@@ -60,7 +61,7 @@ class Refusal:
     @property
     def title(self) -> str:
         """The setting for lists of settings: its name without values."""
-        return re.sub(r"(=|=\(| )?" + _PLACEHOLDER.pattern + r"(?:, )?\)?", "", self.setting)
+        return _SHOWN_VALUE.sub("", self.setting).strip()
 
 
 @dataclass(frozen=True)
@@ -120,9 +121,9 @@ def off(remedy: str, *names: str, shown: str = "{flag}", given: Any = True) -> t
 
 
 def at_most_one(remedy: str, *names: str, shown: str = "{flag}") -> tuple[Refusal, ...]:
-    """Return rows for sizes that must be 1 or not set. See `off` for the arguments."""
+    """Return rows for sizes that must be 1, 0 or not set. See `off` for the arguments."""
     return tuple(Refusal(_named(shown, name),
-                         lambda values, name=name: values[name] not in (None, 1),
+                         lambda values, name=name: (values[name] or 1) > 1,
                          _named(remedy, name), {name: 2}) for name in names)
 
 

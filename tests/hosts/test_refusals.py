@@ -32,7 +32,7 @@ BY_MODEL = {
     "megatron.rollouts": {"_layers"},  # layers of the model
     "megatron.same_tokens": {"TokenEntry", "shares_tokens", "_check_inside", "_check_whole_groups"},
     "megatron.script_features": {"_errors"},  # no stage has the heads
-    "megatron.stages": {"gate"},  # what the router returns
+    "megatron.stages": {"Stages.route"},  # what the router returns
     "megatron.streamed": {"StreamedModel._loss", "build"},  # the forward step, layers' needs
     "megatron.swarm": {"serve"},  # layers' needs
     "megatron.translate": {"_losses", "_check_native_router_settings"},  # any of our settings

@@ -219,7 +219,7 @@ def _everything(report: dict[str, Any]) -> list[str]:
         _table("Features around a run's steps: the hosts that support them, and why others do not",
                [{**r, "what": _short(r["what"], 110)} for r in report["runs"]],
                "name", "state", "what"),
-        _table("Settings that a host refuses together (docs/refusals.md)",
+        _table("Settings that a host refuses together (docs/refusals_HOST.md)",
                [{**r, "what": _short(r["what"], 110)} for r in report["refused"]],
                "host", "name", "what"),
         _table("Kept decisions: how auto computes experts, with the age and the spread of its "

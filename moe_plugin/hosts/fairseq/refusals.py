@@ -146,7 +146,8 @@ ACTIVATIONS = Request(ACTIVATION_POLICY, (
     *off(CONTROLLED_TWICE, "model.checkpoint_activations"),
     *when("--ddp-backend fully_sharded", _fully_sharded, CONTROLLED_TWICE, **_FULLY),
     *off(CONTROLLED_TWICE, "guard.twins", shown="--moe-check-twins", given=2),
-    *off(CONTROLLED_TWICE, "guard.votes", shown="--moe-votes", given=3)))
+    *off(CONTROLLED_TWICE, "guard.votes", shown="--moe-votes", given=3)),
+    {"offload.activations": "swap"})
 _AGAIN = "leave it out, because streamed weights always recompute every part"
 
 
@@ -198,7 +199,7 @@ PRE_GATE = Request("router.pre_gate=1", (
           "because its evaluation repeats a layer's call when rows exceed the bound. Use "
           "router.pre_gate=0 or dispatch.name='ragged'", bounded=True, dispatch__name="bounded"),),
     {"router.pre_gate": 1}, "{request} cannot be used with {setting} in fairseq, {remedy}")
-LAYER = Request("in fairseq", (
+LAYER = Request("fairseq", (
     *when("experts.store={experts.store} cannot be used for training", lambda v: v["training"]
           and v["experts.store"] not in (None, "device"), "which reduces and updates parameters on "
           "the device. Use experts.store=device. Only evaluation (fairseq-validate, "
@@ -208,7 +209,7 @@ LAYER = Request("in fairseq", (
         "because it requires ranks with the same tokens, and fairseq's data-parallel ranks have "
         "different tokens. Use dispatch.name='ragged' or 'padded', and parallel.replicas=1",
         f"same_tokens.{setting}", shown=f"{setting}={{{setting}!r}} cannot be used"))),
-    message="{setting} {request}, {remedy}")
+    message="{setting} in {request}, {remedy}")
 GATHERED_PRE_GATE = Request("--moe-pre-gate 1", off(
     "which gathers the parameters of one layer at a time. Use --moe-pre-gate 0 or --zero-sharding "
     "os", "router.pre_gate", shown="--ddp-backend fully_sharded", given=1),

@@ -123,7 +123,8 @@ RESIZE = Request("resize.expert_parallel_at={resize.expert_parallel_at}", (
 ACTIVATIONS = Request(ACTIVATION_POLICY, off(
     CONTROLLED_TWICE, "recompute_granularity", "overlap_moe_expert_parallel_comm",
     "enable_cuda_graph", "external_cuda_graph", "cpu_offloading",
-    "fine_grained_activation_offloading", "cuda_graph_impl", shown="Megatron's {}"))
+    "fine_grained_activation_offloading", "cuda_graph_impl", shown="Megatron's {}"),
+    {"offload.activations": "swap"})
 _AGAIN = "leave it out, because every part is recomputed anyway"
 STREAMED = Request("offload.weights=host", (
     *at_most_one("use 1, because a rank computes all layers one after another",
@@ -334,7 +335,8 @@ STORED = Request("experts.store={experts.store}", (
     *when("experts.store_path={experts.store_path!r}", lambda v: v["experts.store"] == "disk"
           and not (v["experts.store_path"] or "").endswith(".safetensors"),
           "which loads its checkpoints into memory. Use a .safetensors file with the experts of "
-          "all layers (docs/offload.md), or experts.store=host"),), {"experts.store": "disk"},
+          "all layers (docs/offload.md), or experts.store=host", experts__store_path=None),),
+    {"experts.store": "disk", "experts.store_path": "experts.safetensors"},
     "{setting} cannot be used with {request} in Megatron, {remedy}.")
 MESSAGES = Request("pipeline_model_parallel_size={pipeline_model_parallel_size}", when(
     # Between two ranks an activation and a gradient in the same batch of messages are confused.
