@@ -25,16 +25,15 @@ ROWS = [pytest.param(request, row, id=f"{host}-{name}-{row.title}")
 _PAIR = re.compile(r"does not fit|cannot be (used|combined) with")
 # functions that refuse what only the built model, its groups or a call shows
 BY_MODEL = {
-    "megatron.compat.muon": {"_expert_muon", "_stacks_whole"},  # shards and replicas of experts
+    "megatron.compat.muon": {"_expert_muon.ExpertMuon", "_stacks_whole.call"},  # shards, replicas
     "megatron.file_arguments": {"file_arguments"},  # reads words before they are arguments
-    "megatron.layer": {"PluginMoELayer.forward"},  # called as a whole
     "megatron.native_router": {"NativeRouter.forward"},  # the k of a call
-    "megatron.rollouts": {"_layers"},  # layers of the model
-    "megatron.same_tokens": {"TokenEntry", "shares_tokens", "_check_inside", "_check_whole_groups"},
+    "megatron.rollouts": {"replay_rollouts"},  # layers of the model
+    "megatron.same_tokens": {"ids_of", "shares_tokens", "_check_inside", "_check_whole_groups"},
     "megatron.script_features": {"_errors"},  # no stage has the heads
     "megatron.stages": {"Stages.route"},  # what the router returns
-    "megatron.streamed": {"StreamedModel._loss", "build"},  # the forward step, layers' needs
-    "megatron.swarm": {"serve"},  # layers' needs
+    "megatron.streamed": {"StreamedModel._loss_of", "build"},  # the forward step, layers' needs
+    "megatron.swarm": {"serve.stage"},  # layers' needs
     "megatron.translate": {"_losses", "_check_native_router_settings"},  # any of our settings
     "fairseq.sharding": {"shard_optimizer"},  # the optimizer's class
 }
