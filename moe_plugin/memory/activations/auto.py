@@ -44,7 +44,7 @@ from moe_plugin.planner.trials import Checks, Steady
 from moe_plugin.planner.units import parse_size, show_size
 from moe_plugin.utils.machine import wait_for_device
 from moe_plugin.utils.messages import short
-from moe_plugin.utils.run_feature import StepFacts, refuse_unfit
+from moe_plugin.utils.run_feature import StepFacts
 
 logger = logging.getLogger(__name__)
 
@@ -114,7 +114,6 @@ def _size(text: str) -> int:
 
 def manage_layers(settings: OffloadConfig, layers: Mapping[str, nn.Module], comm: Comm, *,
                   places: Sequence[int] | None = None, total: int | None = None,
-                  refused: Mapping[str, bool] | None = None,
                   contexts: Sequence[Contexts] = ()) -> Activations | None:
     """Apply activation settings to the layers of a model. Return None if all activations are kept.
 
@@ -125,17 +124,12 @@ def manage_layers(settings: OffloadConfig, layers: Mapping[str, nn.Module], comm
         places: indices of these layers in the model, counted from 0. Defaults to all layers of the
             model.
         total: number of layers in the model. The number is required if `places` is given.
-        refused: mapping from each host setting that cannot be combined with activation policies to
-            True if the setting is used.
         contexts: see `manage`.
     Raises:
-        ValueError: If settings contradict each other or settings of the host.
+        ValueError: If settings contradict each other.
     """
     if settings.activations == "keep":
         return None
-    refuse_unfit(f"offload.activations={short(settings.activations)}", (
-        (name, not used, "both control the same tensors or layers; remove one of them")
-        for name, used in (refused or {}).items()))
     if not layers:
         raise ValueError(f"offload.activations={short(settings.activations)} does not work on this "
                          "rank, which has no transformer layer; use keep, or other pipeline stages")

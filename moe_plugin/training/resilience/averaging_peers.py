@@ -333,17 +333,6 @@ def peer_of(settings: OffloadConfig, trainer: StreamedTrainer, lighthouse: str, 
                         outer_states=outer_states)
 
 
-def unfit_peer(settings: OffloadConfig, lighthouse: str | None) -> list[tuple[str, bool, str]]:
-    """Return tuples (setting, True if the setting is incompatible, remedy) for a run with streamed
-    weights.
-    """
-    every = settings.average_every
-    return [("--moe-lighthouse without --moe-average-every", bool(lighthouse) and not every,
-             "peers average weights, not gradients: set it, e.g. to 50"),
-            (f"--moe-average-every {every} without --moe-lighthouse", every > 0 and not lighthouse,
-             "set the address of the lighthouse")]
-
-
 class PeerSteps(RunFeature):
     """A run of a host with streamed weights that is one of several peers.
 

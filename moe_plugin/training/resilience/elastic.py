@@ -29,7 +29,7 @@ from moe_plugin.routing.contract import RouterModule
 from moe_plugin.training.resilience.step_votes import LIVING, Quorums, retries
 from moe_plugin.utils.messages import short
 from moe_plugin.utils.quiet import TORCHFT, TORCHFT_LINES, hide
-from moe_plugin.utils.run_feature import LostStep, RunFeature, StepGradients, refuse_unfit
+from moe_plugin.utils.run_feature import LostStep, RunFeature, StepGradients
 
 QUORUM_S = 600.0  # time to wait for a replica that validates or saves, or for the lighthouse
 MAX_LOST = 100  # consecutive lost steps; replicas do not join and leave that often
@@ -338,17 +338,16 @@ def _give_back(reduced: Sequence[tuple[list[Tensor], Tensor]]) -> None:
             x.copy_(part_N.view_as(x))
 
 
-def is_replica(lighthouse: str | None, replica: int,
-               unfit: Callable[[], Iterable[tuple[str, bool, str]]]) -> bool:
+def is_replica(lighthouse: str | None, replica: int, refuse: Callable[[], None]) -> bool:
     """Return true if a run is one of several replicas.
 
+    refuse: function that raises an error if a setting of the host is incompatible with replicas.
     Raises:
         ValueError: If torchft is not installed, if the replica number is invalid, if a setting of
-            the host is incompatible (`unfit` returns these settings; see `refuse_unfit`), or if a
-            run without a lighthouse has a replica number.
+            the host is incompatible, or if a run without a lighthouse has a replica number.
     """
     if lighthouse:
-        refuse_unfit("--moe-lighthouse", unfit())
+        refuse()
         check_settings(replica)
     elif replica:
         raise ValueError(f"replica={replica} requires a lighthouse, without which this run would "
