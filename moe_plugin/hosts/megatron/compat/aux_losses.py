@@ -50,8 +50,8 @@ def log_loss(name: str, value: Tensor, layer_number: int | None, config: Any,
     """
     layers = config.num_layers + (getattr(config, "mtp_num_layers", None) or 0)
     # the log has one entry per prediction, but a hybrid model may have several layers in it
-    place = None if layer_number is None else min(layer_number, layers)
-    moe_utils.save_to_aux_losses_tracker(name, value.detach(), place, layers, reduce_group=part_of)
+    index = None if layer_number is None else min(layer_number, layers)
+    moe_utils.save_to_aux_losses_tracker(name, value.detach(), index, layers, reduce_group=part_of)
 
 
 @dataclass(frozen=True)
