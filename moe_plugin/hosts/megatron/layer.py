@@ -36,6 +36,7 @@ from moe_plugin.hosts.megatron.refusals import BATCH_INVARIANT, PRE_GATE, STORED
 from moe_plugin.hosts.megatron.same_tokens import StepClock, ids_of, layer_config, shares_tokens
 from moe_plugin.hosts.megatron.translate import (
     Translation,
+    announce,
     refuse_arguments,
     settings_from_flags,
     translate,
@@ -46,7 +47,6 @@ from moe_plugin.output import LayerStats
 from moe_plugin.records import TokenInfo
 from moe_plugin.routing import finish_step, needs_of, number_layers
 from moe_plugin.routing.call import TakesTokenIds, token_info
-from moe_plugin.routing.contract import keeps_init
 from moe_plugin.routing.pregate import chosen_together, has_own_gate
 from moe_plugin.routing.replay import counts, replaying
 from moe_plugin.routing.routers.hashing import with_vocabulary
@@ -165,7 +165,7 @@ class PluginMoELayer(TakesTokenIds, stages.Stages, core.MoELayer):
             comm_of(core.all_data_group(self.groups.collection), plan.config.comm.timeout_s))
         if config.perform_initialization:
             if native is None:
-                _initialise_router(moe.router, config)
+                parameters.initialise_router(moe.router, config)
             parameters.initialise(moe.experts, moe.placement, config.init_method,
                                   config.output_layer_init_method)
             if moe.latent is not None:
@@ -233,7 +233,7 @@ class PluginMoELayer(TakesTokenIds, stages.Stages, core.MoELayer):
         self.layer_number = self._number_in_model(layer_number)
         self._given_number = layer_number
         if not self._number_parts(layer_number):
-            _announce(self.plan)
+            announce(self.plan)
         if self.plan.native_router:
             self.router.set_layer_number(layer_number)
 
@@ -372,32 +372,9 @@ class PluginMoELayer(TakesTokenIds, stages.Stages, core.MoELayer):
 
         Experts are stored by global index, so they can be loaded at any expert-parallel size.
         """
-        groups = self.groups
-        sharded: dict[str, Any] = parameters.expert_shards(self.experts, self.moe.placement, groups,
-                                                           f"{prefix}experts.", sharded_offsets)
-        if self.plan.native_router:
-            sharded.update(
-                core.module_shards(self.router, f"{prefix}router.", sharded_offsets, metadata))
-        else:  # saved under the native router's name, so that either router loads it
-            if self._clock.ended():
-                self._finish_step()
-            for name, tensor in self.router.state_dict(keep_vars=True).items():
-                saved = f"{prefix}router." + ("weight" if name == "weight_ED" else name)
-                sharded.update(
-                    parameters.replicated_shard(f"{prefix}router.{name}", saved, tensor, groups,
-                                                sharded_offsets))
-        if self.moe.latent is not None:
-            for part in state.LATENT:
-                for name, tensor in getattr(self, part).named_parameters():
-                    key = f"{prefix}{part}.{name}"
-                    sharded.update(parameters.replicated_shard(key, key, tensor, groups,
-                                                               sharded_offsets))
-        if self.shared_experts is not None:
-            sharded.update(
-                self.shared_experts.sharded_state_dict(f"{prefix}shared_experts.", sharded_offsets,
-                                                       metadata))
-        sharded.update(state.tuner_shards(self.moe, groups, prefix + state.TUNER, sharded_offsets))
-        return sharded
+        if not self.plan.native_router and self._clock.ended():
+            self._finish_step()
+        return state.layer_shards(self, prefix, sharded_offsets, metadata)
 
 
 def plugin_layers(*chunks: nn.Module) -> list[PluginMoELayer]:
@@ -418,23 +395,3 @@ def _refused(name: str) -> Any:
 
 for _name in ("router_and_preprocess",):
     setattr(PluginMoELayer, _name, _refused(_name))
-
-
-def _initialise_router(router: nn.Module, config: Any) -> None:
-    with torch.no_grad():
-        for parameter in router.parameters():
-            if keeps_init(parameter):
-                continue
-            values = torch.empty(parameter.shape, dtype=torch.float32)
-            config.init_method(values)
-            parameter.copy_(values)
-
-
-def _announce(plan: Translation) -> None:
-    if torch.distributed.is_initialized() and torch.distributed.get_rank():
-        return
-    if plan.native_router:
-        logger.info("MoE layers use Megatron's own router, because of %s",
-                    ", ".join(plan.native_router))
-    for notice in plan.notices:
-        logger.info("Megatron settings that %s" if notice.startswith("choose") else "%s", notice)

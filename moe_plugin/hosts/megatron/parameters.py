@@ -17,6 +17,7 @@ from moe_plugin.experts.ffn import SHARD_AXIS
 from moe_plugin.hosts.megatron.compat.core import MegatronGroups
 from moe_plugin.hosts.megatron.compat.names import ShardedTensor
 from moe_plugin.hosts.megatron.compat.optimizer import biases_are_vectors
+from moe_plugin.routing.contract import keeps_init
 
 
 def mark(experts: nn.Module) -> None:
@@ -151,3 +152,14 @@ def replicated_shard(key: str, name: str, parameter: Tensor, groups: MegatronGro
         key: ShardedTensor.from_rank_offsets(name, parameter, *offsets, replica_id=replica,
                                              prepend_axis_num=len(offsets))
     }
+
+
+def initialise_router(router: nn.Module, config: Any) -> None:
+    """Draw the router's parameters with Megatron's `init_method`."""
+    with torch.no_grad():
+        for parameter in router.parameters():
+            if keeps_init(parameter):
+                continue
+            values = torch.empty(parameter.shape, dtype=torch.float32)
+            config.init_method(values)
+            parameter.copy_(values)

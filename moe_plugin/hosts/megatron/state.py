@@ -47,7 +47,8 @@ from moe_plugin.checkpoint.formats.megatron.common import (
 from moe_plugin.checkpoint.formats.megatron.experts import GATES, PAIRS
 from moe_plugin.checkpoint.formats.megatron.torch_dist import DistributedFiles
 from moe_plugin.checkpoint.source import CheckpointError
-from moe_plugin.hosts.megatron import restricted
+from moe_plugin.hosts.megatron import parameters, restricted
+from moe_plugin.hosts.megatron.compat import core
 from moe_plugin.hosts.megatron.compat.checkpointing import is_wrapped
 from moe_plugin.hosts.megatron.compat.common_state import changed
 from moe_plugin.hosts.megatron.compat.core import MegatronGroups
@@ -301,3 +302,32 @@ def _transposed(value: Tensor) -> Tensor:
 
 def _same(value: Tensor) -> Tensor:
     return value
+
+
+def layer_shards(layer: Any, prefix: str, sharded_offsets: tuple[Any, ...],
+                 metadata: dict[str, Any] | None) -> dict[str, Any]:
+    """Return the sharded tensors of a layer; see `PluginMoELayer.sharded_state_dict`."""
+    groups = layer.groups
+    sharded: dict[str, Any] = parameters.expert_shards(layer.experts, layer.moe.placement, groups,
+                                                       f"{prefix}experts.", sharded_offsets)
+    if layer.plan.native_router:
+        sharded.update(
+            core.module_shards(layer.router, f"{prefix}router.", sharded_offsets, metadata))
+    else:  # saved under the native router's name, so that either router loads it
+        for name, tensor in layer.router.state_dict(keep_vars=True).items():
+            saved = f"{prefix}router." + ("weight" if name == "weight_ED" else name)
+            sharded.update(
+                parameters.replicated_shard(f"{prefix}router.{name}", saved, tensor, groups,
+                                            sharded_offsets))
+    if layer.moe.latent is not None:
+        for part in LATENT:
+            for name, tensor in getattr(layer, part).named_parameters():
+                key = f"{prefix}{part}.{name}"
+                sharded.update(parameters.replicated_shard(key, key, tensor, groups,
+                                                           sharded_offsets))
+    if layer.shared_experts is not None:
+        sharded.update(
+            layer.shared_experts.sharded_state_dict(f"{prefix}shared_experts.", sharded_offsets,
+                                                   metadata))
+    sharded.update(tuner_shards(layer.moe, groups, prefix + TUNER, sharded_offsets))
+    return sharded

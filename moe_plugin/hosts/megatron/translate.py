@@ -10,11 +10,13 @@ results and are logged.
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
+import torch.distributed as dist
 import torch.nn.functional as F
 
 from moe_plugin.config import (
@@ -47,6 +49,8 @@ from moe_plugin.hosts.megatron.refusals import MESSAGES
 from moe_plugin.memory.weights.refusal import refuse_streamed_weights
 from moe_plugin.routing import only_read
 from moe_plugin.utils.messages import short
+
+logger = logging.getLogger(__name__)
 
 # Paths of our settings that a native Megatron argument sets. No flags are generated for these
 # paths, so that every setting has only one flag.
@@ -379,3 +383,14 @@ def _notices(native: Any) -> Iterable[str]:
         yield f"choose a native implementation and have no effect on this layer: {', '.join(given)}"
     if native.moe_router_dtype is None and not tuple(fields.router_reasons(native)):
         yield "moe_router_dtype is not set, but routing is computed in fp32 anyway"
+
+
+def announce(plan: Translation) -> None:
+    """Log on rank 0 why layers use Megatron's own router, and the plan's notices about settings."""
+    if dist.is_initialized() and dist.get_rank():
+        return
+    if plan.native_router:
+        logger.info("MoE layers use Megatron's own router, because of %s",
+                    ", ".join(plan.native_router))
+    for notice in plan.notices:
+        logger.info("Megatron settings that %s" if notice.startswith("choose") else "%s", notice)
