@@ -368,9 +368,9 @@ class _Posted:
     """A set of messages in progress on gloo. Calling the object waits for the messages.
 
     If a pass raises an error, no code waits for its messages. If the tensors and work objects of
-    these messages were then freed, gloo would never read or send the bytes of such a message, and
-    all later messages on the connection would be blocked. Therefore the group's state keeps them
-    alive for a while.
+    these messages were then freed, gloo would never read or send the bytes of such a message. All
+    later messages on the connection would be blocked. Therefore the group's state keeps them alive
+    for a while.
     """
 
     def __init__(self, comm: TorchComm, works: Sequence[Any], sends: Messages, recvs: Messages

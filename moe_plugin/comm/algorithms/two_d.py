@@ -5,8 +5,8 @@ Consider n ranks, m ranks per node and S bytes per rank. In phase 1, local rank 
 that its node sends to local rank l of any node, using messages of S/m bytes within the node. In
 phase 2, each of these collections is sent to its destination node, with n/m - 1 messages of S*m/n
 bytes instead of n - m messages of S/n bytes. These numbers apply to nodes of equal size. If nodes
-have different sizes, rows for local rank j of a different node are sent through local rank j mod m,
-so every rank still sends at most one message to each rank for which it collects.
+have different sizes, rows for local rank j of a different node are sent through local rank j mod m.
+Every rank therefore still sends at most one message to each rank for which it collects.
 """
 
 from __future__ import annotations
