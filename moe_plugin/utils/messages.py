@@ -174,9 +174,7 @@ class Parser(argparse.ArgumentParser):
         return [name for name in flag_names(self.given) if name not in known]
 
     def remedies(self, message: str) -> list[str]:
-        """Return suggestions of similar known flags or choices, which are added to an error
-        message.
-        """
+        """Return suggestions of similar known flags or choices for an error message."""
         known = self.flags()
         wrong = {name: similar_names(name, known) for name in self.unknown()}
         if match := _CHOICE.match(message):

@@ -38,7 +38,7 @@ def linear(comm: Comm, x: Tensor, send: Sequence[int] | None = None,
 
     On gloo, point-to-point messages are used, and all receives are posted first.
 
-    In gloo's own all-to-all, the ready signal of a peer waits behind bulk data, which is slow if
+    In gloo's own all-to-all, the ready signal of a peer waits behind bulk data. This is slow if
     pieces differ in size. Posting all receives first avoids this problem. This order also supports
     any dtype, and error messages can name the peer. NCCL's own all-to-all is already a single
     grouped call.

@@ -208,8 +208,9 @@ class _Prefix:
 
 
 class _Proof:
-    """Depth-first search over decisions, block by block, which skips branches that cannot be
-    better.
+    """Depth-first search over the decisions of one block after another.
+
+    Branches that cannot be better are skipped.
 
     Attributes:
         best: best decisions that have been found so far.
