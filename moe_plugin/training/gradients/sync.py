@@ -1,5 +1,6 @@
-"""Gradient reduction and clipping for plain PyTorch training loops. The hosts have their own
-gradient reduction.
+"""Gradient reduction and clipping for plain PyTorch training loops.
+
+The hosts use their own functions to reduce gradients.
 """
 
 from __future__ import annotations
