@@ -126,8 +126,8 @@ class TorchComm(Comm):
 
     @property
     def by_nodes(self) -> bool:
-        """See `RankGroup.by_nodes`. The result is true on gloo if there are several nodes that all
-        have the same number of ranks, which is above 1.
+        """See `RankGroup.by_nodes`. The result is true on gloo if there are several nodes with
+        equally many ranks, at least two per node.
         """
         topology = self.state.topology
         return self.receive_first and topology is not None and topology.two_steps
@@ -368,9 +368,9 @@ class _Posted:
     """A set of messages in progress on gloo. Calling the object waits for the messages.
 
     If a pass raises an error, no code waits for its messages. If the tensors and work objects of
-    these messages were then freed, gloo would never read or send the bytes of such a message, and
-    all later messages on the connection would be blocked. Therefore the group's state keeps them
-    alive for a while.
+    these messages were then freed, gloo would never read or send the bytes of such a message. All
+    later messages on the connection would be blocked. Therefore the group's state keeps them alive
+    for a while.
     """
 
     def __init__(self, comm: TorchComm, works: Sequence[Any], sends: Messages, recvs: Messages

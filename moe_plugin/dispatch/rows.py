@@ -170,8 +170,9 @@ class TokenPlan(DispatchPlan):
 
 
 class LocalDispatcher(Dispatcher):
-    """A dispatcher for a rank that has all experts, which may be stored or gathered. Tokens stay on
-    the rank.
+    """A dispatcher for a rank that has all experts, either stored or gathered.
+
+    Tokens stay on the rank.
 
     Rows have the same form as with the configured dispatcher: exact rows, fixed slots or bounded
     rows.

@@ -337,7 +337,7 @@ def router_counts(model: nn.Module) -> list[str]:
 def keep_counts(ddp: DistributedDataParallel) -> None:
     """Exclude the counters of routers from a DDP wrapper that was built without `ddp_model`.
 
-    Before a forward pass, DDP overwrites the buffers of each rank with those of rank 0, which would
+    Before a forward pass, DDP overwrites the buffers of each rank with those of rank 0. This would
     destroy the counts of earlier micro-batches. After this call, the routers use the loads of all
     ranks of the wrapper.
     """

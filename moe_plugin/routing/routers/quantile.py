@@ -16,9 +16,10 @@ from moe_plugin.routing.routers.base import BY_SCORE, FORCED, LINEAR, Router
 
 @routers.register("quantile")
 class QuantileRouter(Router):
-    """A router that chooses the k largest values of l + b, where l are the logits. The choices are
-    weighted by their scores without b, and b is computed from quantiles of l, which is one dual
-    step towards a balanced plan.
+    """A router that chooses the k largest values of l + b, where l are the logits.
+
+    The choices are weighted by their scores without b, and b is computed from quantiles of l. This
+    is one dual step towards a balanced plan.
 
     In a training pass of n real tokens, `a_t` is the (k + 1)-th largest value of `l_te + b_e` for a
     token, and `q_e` is the (floor(n k / E) + 1)-th largest value of `l_te - a_t` for an expert.
