@@ -6,6 +6,8 @@ built, are listed by `moe-plugin doctor --all`, and are written to docs/refusals
 
 from __future__ import annotations
 
+import functools
+import operator
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -116,14 +118,16 @@ def off(remedy: str, *names: str, shown: str = "{flag}", given: Any = True) -> t
         shown: how messages name the setting, with the same replacements.
         given: value in the examples.
     """
-    return tuple(Refusal(_named(shown, name), lambda values, name=name: values[name],
-                         _named(remedy, name), {name: given}) for name in names)
+    return tuple(Refusal(_named(shown, name), operator.itemgetter(name), _named(remedy, name),
+                         {name: given}) for name in names)
 
 
 def at_most_one(remedy: str, *names: str, shown: str = "{flag}") -> tuple[Refusal, ...]:
     """Return rows for sizes that must be 1, 0 or not set. See `off` for the arguments."""
-    return tuple(Refusal(_named(shown, name),
-                         lambda values, name=name: (values[name] or 1) > 1,
+    def several(name: str, values: Values) -> bool:
+        return (values[name] or 1) > 1
+
+    return tuple(Refusal(_named(shown, name), functools.partial(several, name),
                          _named(remedy, name), {name: 2}) for name in names)
 
 
