@@ -132,6 +132,10 @@ class Registry(Generic[T]):
         """Return a sorted list of the names that can be selected on this machine."""
         return sorted(name for name, entry in self._entries.items() if entry.offered)
 
+    def values(self) -> list[T]:
+        """Return all implementations in the order of their registration."""
+        return [entry.value for entry in self._entries.values()]
+
     def __contains__(self, name: object) -> bool:
         return name in self._entries
 
