@@ -1,8 +1,9 @@
 """The dense reference: one process, every token through its experts one at a time. Slow and obvious
 on purpose.
 
-It shares no code with the package but references that a registered name declares. A case is the tokens of every rank; routing, capacity and losses
-are computed for each rank on its own tokens, experts are whole.
+It shares no code with the package, except for references that registered names declare. A case is
+the tokens of every rank; routing, capacity and losses are computed for each rank on its own tokens,
+experts are whole.
 """
 
 from __future__ import annotations

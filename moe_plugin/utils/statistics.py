@@ -1,10 +1,10 @@
 """The table of the statistics that are logged for each layer.
 
 Everything that concerns one statistic is in its entry. From the table follow what a layer measures
-(`LayerStats.more`), how calls and ranks are summed (`StatsSums` in `moe_plugin/output.py`), the keys
-of records, what `LayerRecord` reads, the metrics in the host's log, the charts of the report and of
-comparisons, and docs/statistics.md. To log a new statistic, add an entry. This module does not
-import torch.
+(`LayerStats.more`), how calls and ranks are reduced (`StatsSums` in `moe_plugin/output.py`), the
+keys of records, what `LayerRecord` reads, the metrics in the host's log, the charts of the report
+and of comparisons, and the table in docs/observability.md. To log a new statistic, add an entry.
+This module does not import torch.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 from moe_plugin.utils.registry import Registry
 
-# How a statistic is reduced over calls and ranks, and how docs/statistics.md describes it.
+# How a statistic is reduced over calls and ranks, and how docs/observability.md describes it.
 REDUCTIONS = {
     "count": "sum",  # of integers
     "sum": "sum",
@@ -64,7 +64,7 @@ class Statistic:
 
     Attributes:
         name: the key in records.
-        meaning: what docs/statistics.md says about the statistic.
+        meaning: what docs/observability.md says about the statistic.
         reduce: a key of `REDUCTIONS`.
         measure: a function of a `RoutedCall` that the layer evaluates in each call. It returns a
             number, or a scalar tensor on the layer's device. `LayerStats.more` contains the result.

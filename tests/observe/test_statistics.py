@@ -1,5 +1,5 @@
-"""The table of statistics: records, readers, charts, comparisons, the host's log and the page follow
-from it, and an entry is all that a new statistic needs.
+"""The table of statistics: records, readers, charts, comparisons, the host's log and the page
+follow from it, and an entry is all that a new statistic needs.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def recorded(folder: Path, steps: int = 3) -> tuple[RunRecord, list[list[Any]], 
 
 def test_one_entry_is_all_that_a_new_statistic_needs(own_entries: None, tmp_path: Path,
                                                      generator: ModuleType) -> None:
-    """Measured in the layer, reduced over ranks, recorded, read, drawn, compared, logged, listed."""
+    """Measured in the layer, reduced over ranks, recorded, read, drawn, compared and listed."""
     new("largest", "max", on_device=True, measure=lambda call: call.kept.routing.weights_TK.max())
     new("mean_largest", "mean", on_device=True,
         measure=lambda call: call.kept.routing.weights_TK.max())

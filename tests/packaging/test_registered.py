@@ -1,6 +1,6 @@
-"""What registers by name is in every list that follows from its registry: the cells of the exactness
-matrix, fuzzers, flags and YAML, documentation, errors. Each test registers one item, as one source
-file would, and looks for it.
+"""What registers by name is in every list that follows from its registry: the cells of the
+exactness matrix, fuzzers, flags and YAML, documentation, errors. Each test registers one item, as
+one source file would, and looks for it.
 """
 
 from __future__ import annotations
