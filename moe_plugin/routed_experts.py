@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -125,7 +126,7 @@ class RoutedExperts:
         self.tuner = self._make_tuner(host)
         traits, comm = self.layouts.traits, placement.comm
         self.fixed_slots, self.load_comm = traits.fixed_slots, comm
-        self._measured = [s for s in statistics.values() if s.measure is not None]
+        self._measured = list(filter(operator.attrgetter("measure"), statistics.values()))
         self._copies = placement.replicas.size if placement.replicas is not None else 1
         if traits.shares_tokens:
             # All ranks have the same tokens and the same loads. They need no agreement on a

@@ -158,8 +158,10 @@ def has_balance_loss(weights: Mapping[str, float]) -> bool:
     """Return true if one of these losses (a mapping from name to weight) increases with an uneven
     load.
     """
-    return any(weight > 0 and getattr(losses.find(name), "balances", True)
-               for name, weight in weights.items())
+    for name, weight in weights.items():
+        if weight > 0 and getattr(losses.find(name), "balances", True):
+            return True
+    return False
 
 
 routers: Registry[Callable[..., nn.Module]] = Registry("router")

@@ -7,6 +7,7 @@ registered in it can be selected in a config and are automatically included in t
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -134,7 +135,7 @@ class Registry(Generic[T]):
 
     def values(self) -> list[T]:
         """Return all implementations in the order of their registration."""
-        return [entry.value for entry in self._entries.values()]
+        return list(map(operator.attrgetter("value"), self._entries.values()))
 
     def __contains__(self, name: object) -> bool:
         return name in self._entries

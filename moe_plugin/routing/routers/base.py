@@ -101,8 +101,10 @@ class Router(BuffersKeepDtype, RouterModule):
         self.losses = {name: losses.get(name)
                        for name, weight in config.losses.items() if weight > 0}
         self._check_losses()
-        self.needs = self.needs.union(*(getattr(loss, "needs", ())
-                                        for loss in self.losses.values()))
+        needs = self.needs
+        for loss in self.losses.values():
+            needs = needs.union(getattr(loss, "needs", ()))
+        self.needs = needs
         self.register_parameter("weight_ED", None)
         self.register_parameter("logit_bias_E", None)
         if self.config.fp32:
