@@ -220,8 +220,8 @@ def statistics_page() -> str:
             for s in statistics.values()]
     return _with_end("observability.md", "moe_plugin/utils/statistics.py", [
         "## Fields of a record", "", _prose(
-            "The last column says how a field is computed from the calls of a record and from "
-            "all ranks. To log another statistic, add an entry to this table's source."), "",
+            "The last column says how the calls of a record, and all ranks, are reduced to one "
+            "value. A mean includes only the calls that have a value."), "",
         "| field | meaning | over calls and ranks |", "|---|---|---|", *rows])
 
 

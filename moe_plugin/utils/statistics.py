@@ -20,12 +20,12 @@ from moe_plugin.utils.registry import Registry
 REDUCTIONS = {
     "count": "sum",  # of integers
     "sum": "sum",
-    "mean": "mean over the calls that have a value",
+    "mean": "mean",  # of the calls that have a value
     "mean per token": "mean over tokens",
     "max": "maximum",
-    "names": "number of calls by name, on rank 0",
+    "names": "calls of rank 0, by name",
     "list": "all values of rank 0",
-    "derived": "computed from the other fields",
+    "derived": "from other fields",
 }
 
 
