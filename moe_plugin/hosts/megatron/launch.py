@@ -65,6 +65,10 @@ def extra_args_provider(parser: argparse.ArgumentParser) -> argparse.ArgumentPar
     for name, options in (*own_flags.ALL, *ensemble.FLAGS, *replicas.FLAGS):
         parser.add_argument("--" + name, **options)
     add_arguments(parser, NATIVE_ARGUMENTS)
+    for action in parser._actions:
+        if action.dest == "moe_router_score_function":
+            # a user's module may register more names after parsing, see `refuse_unknown_score`
+            action.choices, action.metavar = None, "NAME"
     return reads_file(parser)
 
 

@@ -23,6 +23,7 @@ from moe_plugin.observe.history.records import (
     StepRecord,
 )
 from moe_plugin.utils.messages import short
+from moe_plugin.utils.statistics import statistics
 
 Record = TypeVar("Record")
 LARGEST, MOST_STEPS = 1e30, 1e15  # larger values would overflow when figures are computed
@@ -35,8 +36,19 @@ def layer_record(row: Mapping[str, Any]) -> LayerRecord:
     # interned, because a long log would otherwise keep the same string a hundred thousand times
     step, layer = _step(row, "step"), sys.intern(str(row["layer"]))
     return _filled(LayerRecord, row, step=step, layer=layer,
-                   load=_loads(_list(row, "load")),
+                   load=_loads(_list(row, "load")), more=_more(row),
                    decisions=tuple(_decision(step, layer, d) for d in _list(row, "decisions")))
+
+
+def _more(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the statistics with a chart that are not attributes of `LayerRecord`, by name."""
+    known, found = _fields(LayerRecord), _NONE
+    for name, value in row.items():
+        statistic = None if name in known or value is None else statistics.find(name)
+        if statistic is not None and statistic.charts:
+            numbers = _numbers(row, name) if isinstance(value, dict) else _number(value, name)
+            found = {**found, name: numbers}
+    return found
 
 
 def _loads(values: list[Any]) -> Sequence[float]:
@@ -175,7 +187,7 @@ def _filled(kind: Callable[..., Record], row: Mapping[str, Any], **given: Any) -
     return kind(**{**_absent(kind), **given})
 
 
-_NONE: dict[str, float] = {}  # shared by all records that lack a dict of numbers
+_NONE: dict[str, Any] = {}  # shared by all records that lack a dict of numbers
 _PLAIN = {int, float}  # without bool
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import functools
 import math
-import statistics
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
+from statistics import median
 from typing import Any
 
 from moe_plugin.observe.history import CopyRecord, LayerRecord, RunRecord, SpanRecord
@@ -28,6 +28,15 @@ from moe_plugin.observe.report.figure_records import (
 )
 from moe_plugin.observe.report.text import HOSTS, number, shortened
 from moe_plugin.planner.choice import LayoutChoice
+from moe_plugin.utils.statistics import (
+    BALANCE,
+    EXCHANGE,
+    ROUTER,
+    STORE,
+    Chart,
+    Statistic,
+    statistics,
+)
 
 LINES = 6  # with more layers, only the highest, the middle and the lowest value are drawn
 COLUMNS, CELLS = 120, 200_000  # the largest number of columns of a heat map, and of cells in total
@@ -46,100 +55,37 @@ STEP_CHARTS: tuple[tuple[str, str, str, str, str, Options], ...] = (
 )
 
 
-def _bytes_per_call(r: LayerRecord) -> float | None:
-    return None if r.bytes_sent is None or not r.calls else r.bytes_sent / r.calls
-
-
-def _rows_per_token(r: LayerRecord) -> float | None:
-    """Return the rows per token, or None if unknown or if no row was sent."""
-    return r.rows_sent / r.tokens if r.rows_sent and r.tokens else None
-
-
-def _rows_between(r: LayerRecord) -> float | None:
-    """Return the rows to other nodes per token, or None if unknown or if no row left a node."""
-    return r.rows_between / r.tokens if r.rows_between and r.tokens else None
-
-
-def _saved_rows(r: LayerRecord) -> float | None:
-    """Return the fraction of kept choices that needed no separate row, or None if it is 0."""
-    kept = r.choices * (1 - (r.drop_fraction or 0.0))
-    return 1 - r.rows_sent / kept if r.rows_sent and r.rows_sent < kept else None
-
-
-def _of_store(name: str) -> Callable[[LayerRecord], float | None]:
-    """Return a function that returns a counter of the store of experts per call."""
-    return lambda r: r.store.get(name, 0.0) / r.calls if r.store and r.calls else None
-
-
-# The charts of the layers by id: title, explanation, value, options.
-LAYER_CHARTS: dict[str, tuple[str, str, Callable[[LayerRecord], float | None], Options]] = {
-    "max-mean": ("Busiest expert over mean load",
-                 "The largest load over the mean load of each record; 1 is perfect balance.",
-                 lambda r: r.max_over_mean, {"floor": 1.0}),
-    "drops": ("Dropped choices", "The share of the choices that exceed the capacity.",
-              lambda r: r.drop_fraction, {"unit": "%"}),
-    "unused": ("Unused experts", "Experts without any token in the whole record.",
-               lambda r: r.unused_experts, {"unit": "count"}),
-    "entropy": ("Router entropy", "The mean over tokens, in nats. A low value means that the "
-                "router strongly prefers some experts for each token.", lambda r: r.entropy, {}),
-    "bytes": ("Bytes sent to other ranks",
-              "One forward pass on one rank, mean over each record.",
-              _bytes_per_call, {"unit": "B"}),
-    "rows-sent": ("Rows sent, per token",
-                  "One row for each expert, rank or node that a token visits (`dispatch.send`), "
-                  "including the token's own. With `bounded`, all slots count, filled or not.",
-                  _rows_per_token, {}),
-    "rows-between": ("Rows sent to other nodes, per token", "The rows that leave their node. Each "
-                     "row also returns, and the backward pass sends as many.", _rows_between, {}),
-    "rows-saved": ("Rows saved by sending once",
-                   "The share of rows that is saved, compared with one row for each choice.",
-                   _saved_rows, {"unit": "%"}),
-    "store-hits": ("Experts found on the device",
-                   "The share of the experts that a call needed and found on the device, "
-                   "including experts that were fetched ahead.",
-                   lambda r: r.hit_rate, {"unit": "%"}),
-    "store-stalls": ("Calls that waited for experts", "The share of the calls on one rank.",
-                     _of_store("stalls"), {"unit": "%"}),
-    "store-bytes": ("Experts copied to the device", "The bytes of one call on one rank.",
-                    _of_store("bytes"), {"unit": "B"}),
-    "store-resident": ("Experts on the device", "The bytes of the experts in the slots of a rank, "
-                       "which all layers share. Mean over calls.",
-                       _of_store("resident_bytes"), {"unit": "B"}),
-    "store-wasted": ("Experts fetched in vain",
-                     "Experts that a call fetched ahead and that were removed before they were "
-                     "used.", _of_store("wasted"), {}),
-}
 # The curves of the training log that replace missing layer statistics: name, key, factor.
 FROM_LOG = {"drops": [(f"choice {i}", key, 0.01) for i, key in enumerate(DROPS, 1)],
             "entropy": [("mean over layers", "entropy_gating", 1.0)]}
-# The fields of `LayerRecord` whose most frequent name is drawn: title, explanation.
-MOST_FREQUENT = {
-    "layouts": ("Layout of each layer", "The most frequent layout of each record."),
-    "exchanges": ("All-to-all of each layer", "The most frequent algorithm of each record."),
-    "routers": ("Router of each layer",
-                "With several routers, the most frequent router of each record."),
-    "collectives": ("Collectives of each layer",
-                    "The implementation that gathers and sums data (`comm.collectives`)."),
-}
 
 
 def sections(run: RunRecord) -> list[ReportSection]:
     """Return all figures for which the run has data."""
-    stored = any(record.store for records in run.layers.values() for record in records)
-    found = [
-        ReportSection("Training", training(run)),
-        ReportSection("Ensemble", ensemble(run)),
-        ReportSection("Load balance", balance(run)),
-        ReportSection("Load by layer and by expert", heat_maps(run)),
-        ReportSection("Router", router(run)),
-        ReportSection("Exchange and layouts", [*exchange(run), *layouts(run)]),
-        ReportSection("Experts outside the device", [
-            figure for id in LAYER_CHARTS if stored and id.startswith("store-")
-            for figure in of_layers(run, id)]),
-        ReportSection("Activations and weights outside the device", copies(run)),
-        ReportSection("Time of a step", timelines(run)),
-    ]
-    return [settled(section) for section in found if section.figures]
+    by_title = {
+        "Training": training(run),
+        "Ensemble": ensemble(run),
+        BALANCE: balance(run),
+        "Load by layer and by expert": heat_maps(run),
+        ROUTER: [*charts_of(run, ROUTER), *_losses(run)],
+        EXCHANGE: exchange(run),
+        STORE: charts_of(run, STORE),
+    }
+    for _, shown in statistic_charts():
+        if shown.section not in by_title:
+            by_title[shown.section] = charts_of(run, shown.section)
+    by_title |= {
+        "Activations and weights outside the device": copies(run),
+        "Time of a step": timelines(run),
+    }
+    return [settled(ReportSection(title, figures))
+            for title, figures in by_title.items() if figures]
+
+
+def statistic_charts() -> list[tuple[Statistic, Chart]]:
+    """Return the charts of all statistics that are curves."""
+    return [(statistic, shown) for statistic in statistics.values()
+            if statistic.reduce != "names" for shown in statistic.charts]
 
 
 def over_steps(run: RunRecord, field: str, name: str, **style: bool) -> Line | None:
@@ -155,13 +101,25 @@ def training(run: RunRecord) -> list[Figure]:
         id, title, about, [over_steps(run, field, name), *more.get(id, ())], **options)]
 
 
-def of_layers(run: RunRecord, id: str, *more: Line | None) -> list[LineChart]:
-    """Return a chart of `LAYER_CHARTS` with additional curves."""
-    title, about, value, options = LAYER_CHARTS[id]
-    lines = by_layer(run, value)
+def charts_of(run: RunRecord, section: str) -> list[Figure]:
+    """Return the charts of the statistics in a section, with one curve per layer."""
+    return [figure for statistic, shown in statistic_charts() if shown.section == section
+            for figure in _of_layers(run, statistic, shown)]
+
+
+def value_of(statistic: Statistic, shown: Chart) -> Callable[[LayerRecord], float | None]:
+    """Return the function that computes the value of a chart from a record."""
+    return shown.value or (lambda record: record.value(statistic.name))
+
+
+def _of_layers(run: RunRecord, statistic: Statistic, shown: Chart) -> list[LineChart]:
+    lines = by_layer(run, value_of(statistic, shown))
     if not any(lines):
-        lines = [_extra(run, *one) for one in FROM_LOG.get(id, ())]
-    return chart(id, title, about, [*lines, *more], **options)
+        lines = [_extra(run, *one) for one in FROM_LOG.get(shown.id, ())]
+    reference = shown.reference(run.experts)
+    dashed = [] if reference is None else [_reference(run, *reference)]
+    return chart(shown.id, shown.title, shown.about, [*lines, *dashed], unit=shown.unit,
+                 floor=shown.floor)
 
 
 def by_layer(run: RunRecord, value: Callable[[LayerRecord], float | None]) -> list[Line | None]:
@@ -202,11 +160,9 @@ def balance(run: RunRecord) -> list[Figure]:
     """Return the charts of load imbalance and dropped choices by layer."""
     valid = [(r.step, v) for r in run.steps if (v := r.dropped("valid ")) is not None]
     return [
-        *of_layers(run, "max-mean", _reference(run, "perfect balance", 1.0)),
-        *of_layers(run, "drops"),
+        *charts_of(run, BALANCE),
         *chart("drops-valid", "Dropped choices in validation", "Mean over layers, from the "
                "training log.", [line("validation", valid, marks=True)], unit="%"),
-        *of_layers(run, "unused"),
     ]
 
 
@@ -243,13 +199,6 @@ def _experts_map(id: str, name: str, records: list[LayerRecord], columns: int) -
                     cells, [r.step for r in records], columns)
 
 
-def router(run: RunRecord) -> list[Figure]:
-    """Return the charts of the router's entropy and losses."""
-    even = _reference(run, f"uniform over {run.experts}", math.log(run.experts)
-                      ) if run.experts > 1 else None
-    return [*of_layers(run, "entropy", even), *_losses(run)]
-
-
 def _losses(run: RunRecord) -> list[Figure]:
     """Return the charts of router losses from the layers' records, or from the training log."""
     names = sorted({name for record in run.layer_records for name in record.losses})
@@ -267,16 +216,16 @@ def _losses(run: RunRecord) -> list[Figure]:
 
 
 def exchange(run: RunRecord) -> list[Figure]:
-    """Return the charts of the bytes and the time of exchanges."""
+    """Return the charts of exchanges and layouts."""
     times = [_extra(run, "on the host", "all_to_all_cpu_time_ms")]
     if any(r.extra.get("all_to_all_cuda_time_ms") for r in run.steps):  # without a GPU all are 0
         times.append(_extra(run, "on the GPU", "all_to_all_cuda_time_ms"))
     return [
-        *(figure for id in ("bytes", "rows-sent", "rows-between", "rows-saved")
-          for figure in of_layers(run, id)),
+        *charts_of(run, EXCHANGE),
         *chart("exchange-time", "Time in exchanges",
                "All-to-all of one layer, forward and backward, from the training log.",
                times, unit="ms"),
+        *layouts(run),
     ]
 
 
@@ -317,11 +266,14 @@ def layouts(run: RunRecord) -> list[Figure]:
     A figure is left out if its value never changes.
     """
     found: list[Figure] = []
-    for id, (title, about) in MOST_FREQUENT.items():
+    named = [(s.name, shown) for s in statistics.values() if s.reduce == "names"
+             for shown in s.charts]
+    for name, shown in named:
         bands = [band for i, records in enumerate(run.layers.values())
-                 for band in _most_frequent(i, records, id)]
+                 for band in _most_frequent(i, records, name)]
         if len({b.kind for b in bands}) > 1:
-            found.append(Bands(id, title, about, tuple(run.layers), tuple(bands)))
+            found.append(Bands(shown.id, shown.title, shown.about, tuple(run.layers),
+                               tuple(bands)))
     return [*found, *_decisions(run)]
 
 
@@ -329,7 +281,7 @@ def _most_frequent(row: int, records: Iterable[LayerRecord], field: str) -> list
     stretches: list[tuple[str, float, float]] = []  # name, start, end
     before, known, kind = 0, None, ""
     for r in records:
-        found = getattr(r, field)
+        found = r.value(field)
         if found:
             if found is not known:  # equal counts in a log are the same object, which saves time
                 kind, known = _name(field, max(found, key=lambda name: found[name])), found
@@ -420,7 +372,7 @@ def summary(run: RunRecord) -> list[tuple[str, str]]:
         rows.append(("Validation loss, best", f"{number(best.valid_loss)} at step {best.step:,}"))
     speeds = [r.tokens_per_s for r in run.steps if r.tokens_per_s]
     if speeds:
-        rows.append(("Tokens per second, median", number(statistics.median(speeds), "count")))
+        rows.append(("Tokens per second, median", number(median(speeds), "count")))
     if run.seconds is not None:
         rows.append(("Duration", number(run.seconds, "s")))
     rows += [("Change of size", record.line()) for record in run.resizes]

@@ -34,7 +34,6 @@ BY_SCORE = SEVERAL | {"score", "normalize=before_drop", "normalize=always"}
 LINEAR = frozenset({"bias"})  # for routers with the logits of `Router.scores`
 FORCED = frozenset({"force"})  # for routers with a choice that may be replaced
 WITH_POLICY = BY_SCORE | {"second_expert_policy", "second_expert_policy=random"}
-NEEDS_OF_LOSSES = {"sequence": "sequences"}
 
 
 class Router(BuffersKeepDtype, RouterModule):
@@ -103,9 +102,10 @@ class Router(BuffersKeepDtype, RouterModule):
         self.losses = {name: losses.get(name)
                        for name, weight in config.losses.items() if weight > 0}
         self._check_losses()
-        self.needs = self.needs | {
-            NEEDS_OF_LOSSES[name] for name in self.losses if name in NEEDS_OF_LOSSES
-        }
+        needs = self.needs
+        for loss in self.losses.values():
+            needs = needs.union(getattr(loss, "needs", ()))
+        self.needs = needs
         self.register_parameter("weight_ED", None)
         self.register_parameter("logit_bias_E", None)
         if self.config.fp32:
