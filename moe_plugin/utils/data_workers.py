@@ -60,7 +60,8 @@ def _starting(original: Callable[..., None]) -> Callable[..., None]:
         try:
             original(self, loader)
         except OSError as error:
-            self._shutdown = True  # torch would end processes that were not started
+            # torch would end processes that were not started
+            vars(self).update(_shutdown=True)
             raise ValueError(_message("could not be started", error)) from error
 
     return start

@@ -43,9 +43,9 @@ def _fails() -> None:
 @pytest.fixture(autouse=True)
 def patched(monkeypatch: pytest.MonkeyPatch) -> None:
     loaders = dataloader._MultiProcessingDataLoaderIter
-    monkeypatch.setattr(worker, "_worker_loop", worker._worker_loop)
-    for name in ("__init__", "_try_get_data"):
-        monkeypatch.setattr(loaders, name, getattr(loaders, name))
+    for owner, name in ((worker, "_worker_loop"), (loaders, "__init__"),
+                        (loaders, "_try_get_data")):
+        monkeypatch.setattr(owner, name, getattr(owner, name))  # restored at the end
     report_lost_batches()
 
 
