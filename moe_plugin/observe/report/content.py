@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import functools
 import math
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterable
 from statistics import median
 from typing import Any
+
+import numpy as np
 
 from moe_plugin.observe.history import CopyRecord, LayerRecord, RunRecord, SpanRecord
 from moe_plugin.observe.history.records import DROPS, OWN_LOOPS
@@ -22,6 +24,7 @@ from moe_plugin.observe.report.figure_records import (
     Table,
     chart,
     ensemble,
+    experts_map,
     heat_map,
     line,
     settled,
@@ -130,16 +133,23 @@ def by_layer(run: RunRecord, value: Callable[[LayerRecord], float | None]) -> li
     if len(run.layers) <= LINES:
         return [line(name, [(r.step, value(r)) for r in records])
                 for name, records in zip(_names(run), run.layers.values(), strict=True)]
-    at = defaultdict[int, list[float]](list)
-    for records in run.layers.values():
-        for record in records:
-            if (v := value(record)) is not None and math.isfinite(v):
-                at[record.step].append(v)
-    ordered = [(step, sorted(at[step])) for step in sorted(at)]
-    return [line("highest layer", [(step, values[-1]) for step, values in ordered]),
-            line("middle layer", [(step, (values[len(values) // 2] + values[~(len(values) // 2)])
-                                   / 2) for step, values in ordered]),
-            line("lowest layer", [(step, values[0]) for step, values in ordered])]
+    # NumPy, because a long log has hundreds of thousands of records
+    steps = sorted({r.step for records in run.layers.values() for r in records})
+    column = {step: i for i, step in enumerate(steps)}
+    values_LS = np.full((len(run.layers), len(steps)), np.nan)
+    for row, records in enumerate(run.layers.values()):
+        values_LS[row, [column[r.step] for r in records]] = np.array(
+            [value(r) for r in records], float)
+    values_LS[~np.isfinite(values_LS)] = np.nan
+    values_LS.sort(0)  # unknown values come last
+    known_S = (~np.isnan(values_LS)).sum(0)
+    [seen_K] = known_S.nonzero()
+    known_K, at = known_S[seen_K], [steps[i] for i in seen_K.tolist()]
+    low_K, high_K = (values_LS[row_K, seen_K] for row_K in ((known_K - 1) // 2, known_K // 2))
+    of_lines = {"highest layer": values_LS[known_K - 1, seen_K], "middle layer":
+                (low_K + high_K) / 2, "lowest layer": values_LS[0, seen_K]}
+    return [line(name, list(zip(at, of_line.tolist(), strict=True)))
+            for name, of_line in of_lines.items()]
 
 
 def _names(run: RunRecord) -> list[str]:
@@ -174,7 +184,7 @@ def heat_maps(run: RunRecord) -> list[HeatMap]:
     rows = sum(len(records[-1].load) for records in known.values())
     columns = max(20, min(COLUMNS, CELLS // rows)) if rows else COLUMNS
     return [*_layers_map(run, columns),
-            *(_experts_map(f"experts-{i}", names[name], records, columns)
+            *(experts_map(f"experts-{i}", names[name], records, columns)
               for i, (name, records) in enumerate(known.items()))]
 
 
@@ -187,16 +197,6 @@ def _layers_map(run: RunRecord, columns: int) -> list[HeatMap]:
     cells = {name: [row.get(s, math.nan) for s in steps] for name, row in at.items()}
     return [heat_map("layers", "Busiest expert over mean load, by layer",
                      "One row per layer, time to the right.", "layer", cells, steps, columns)]
-
-
-def _experts_map(id: str, name: str, records: list[LayerRecord], columns: int) -> HeatMap:
-    experts = len(records[-1].load)
-    records = [r for r in records if len(r.load) == experts]
-    cells = dict(zip(map(str, range(experts)), zip(*(r.shares for r in records), strict=True),
-                     strict=True))
-    return heat_map(id, f"Load of each expert: {name}",
-                    "One row per expert, time to the right; load over the mean load.", "expert",
-                    cells, [r.step for r in records], columns)
 
 
 def _losses(run: RunRecord) -> list[Figure]:

@@ -49,7 +49,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any] | None:
         algorithms.get(name)
     plan = Plan(names, tuple(map(parse_size, args.sizes.split(","))), args.repeats,
                 CommConfig(topology=args.topology, cluster=args.cluster))
-    rows, about = measure_rows(args, plan)
+    rows, about = measure_rows(args, plan, "bench all-to-all")
     if rows and args.plot:
         plot(rows, args.plot)
     return {**about, "rows": as_dicts(rows)} if rows else None
