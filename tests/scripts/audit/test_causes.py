@@ -15,6 +15,7 @@ from scripts.audit.run import Audit
 from scripts.audit.world import RankStep
 from tests.scripts.audit.made import CASES, Fault, alone
 
+pytestmark = pytest.mark.fast
 EXPERTS, DENSE = ("gate", "up", "down"), ("inp", "router", "out")
 EVERY = ("inp", "router", "gate", "up", "down", "out")
 
