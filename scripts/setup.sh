@@ -69,13 +69,18 @@ find_uv() {
     [ -n "$UV" ] || if "$VENV/bin/python" -m pip install -q --only-binary :all: uv >>"$LOG" 2>&1; then UV="$VENV/bin/uv"; fi
 }
 
-# Print the options by which uv finds packages where pip finds them: uv does not read pip's settings.
+# Print the variables by which uv finds packages where pip finds them: uv does not read pip's settings.
 sources_of_pip() {
-    local option value one
+    local option values
     "$VENV/bin/python" -m pip config list |
         sed -nE "s/^.*\.(index-url|extra-index-url|find-links)='(.*)'$/\1 \2/p" | sort -u |
-        while read -r option value; do
-            for one in ${value//\\n/ }; do printf -- '--%s\n%s\n' "$option" "$one"; done
+        while read -r option values; do
+            read -r values <<<"${values//\\n/ }"
+            case "$option" in
+                index-url) echo "UV_INDEX_URL=$values" ;;
+                extra-index-url) echo "UV_EXTRA_INDEX_URL=$values" ;;
+                find-links) echo "UV_FIND_LINKS=${values// /,}" ;;
+            esac
         done
 }
 
@@ -90,9 +95,9 @@ install_most() {
         mapfile -t sources < <(sources_of_pip)
         # a megatron-core that is installed asks for another Python (see install_megatron)
         echo 'megatron-core; python_version < "3.11"' >"$VENV/overrides.txt"
-        if (cd "$ROOT" && step "$label" "$LOG" "$UV" pip install --python "$VENV/bin/python" \
-            --index-strategy unsafe-best-match --overrides "$VENV/overrides.txt" \
-            ${sources[@]+"${sources[@]}"} "$torch" "$@"); then return; fi
+        if (cd "$ROOT" && step "$label" "$LOG" env ${sources[@]+"${sources[@]}"} "$UV" pip install \
+            --python "$VENV/bin/python" --index-strategy unsafe-best-match \
+            --overrides "$VENV/overrides.txt" "$torch" "$@"); then return; fi
         say "  uv could not install this, so pip does"
     fi
     pip_step "$label" "$torch" "$@"
