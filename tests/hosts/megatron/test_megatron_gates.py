@@ -139,7 +139,7 @@ def one_stage(data: str, tmp_path_factory: pytest.TempPathFactory,
     pytest.param([*PP2, *RECOMPUTE], marks=pytest.mark.slow),
     [*VIRTUAL, "--recompute-granularity", "selective", "--recompute-modules", "moe"]],
     ids=["stages", "virtual stages"])
-def test_balance_losses_count_once_over_stages_micro_batches_and_recomputation(
+def test_balance_losses_count_once_over_stages_virtual_stages_micro_batches_and_recomputation(
         sizes: list[str], one_stage: Any) -> None:
     """Logged values, and gradient norms in which the balance losses weigh much, are those of one
     stage without recomputation.
