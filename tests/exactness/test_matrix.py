@@ -59,8 +59,8 @@ def run_cell(cell: Cell) -> None:
 
 
 def lanes(some: list[Cell], fast: bool = False) -> list[Any]:
-    """Every value, and every 16th cell, with the usual tests; the others with the slow ones."""
-    usual = {*every_value(some), *range(0, len(some), 16)}
+    """Every value, and every 20th cell, with the usual tests; the others with the slow ones."""
+    usual = {*every_value(some), *range(0, len(some), EVERY)}
     return [pytest.param(cell, marks=[pytest.mark.fast] if fast and number % EVERY == 0 else
                          [] if number in usual else [pytest.mark.slow])
             for number, cell in enumerate(some)]

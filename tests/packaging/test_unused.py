@@ -19,8 +19,6 @@ import moe_plugin
 from moe_plugin.config import MoEConfig
 from tests.packaging.definitions import PACKAGE, ROOT, registers, sources, trees_of_tests
 
-pytestmark = pytest.mark.fast
-
 # Overridden: hosts, torch and other libraries call them.
 OVERRIDDEN = {
     "always_call_state_dict_during_save_checkpoint", "broadcast_global_state_dict", "extra_repr",

@@ -18,8 +18,6 @@ from scripts.bench.peers import peers
 from scripts.bench.peers.local import einsum
 from scripts.bench.problem import Problem
 
-pytestmark = pytest.mark.fast
-
 SMALL = Problem(tokens=64, model_dim=16, hidden_dim=24, experts=4, top_k=2)
 OPTIONS = [
     "--tokens", "64", "--model-dim", "16", "--hidden-dim", "24", "--experts", "4", "--top-k", "2",
