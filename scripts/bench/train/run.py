@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -16,9 +15,8 @@ from moe_plugin.planner.units import show_time
 from moe_plugin.utils.messages import tracked
 from scripts.bench.measure import versions
 from scripts.bench.ranks import on_processes
-from scripts.bench.train.host_sides import Settings, Side, TrainShape
-from scripts.bench.train.host_steps import read_text
 from scripts.bench.train.results import TrainReport
+from scripts.bench.train.sides import Settings, Side, TrainShape, read_text
 from scripts.bench.train.steps import SideTimes, measure
 from scripts.emulate import EmulatedCluster
 
@@ -39,7 +37,6 @@ class TrainPlan:
         ours: settings of our layer by the name of the side.
         others: whether the host's own layer and a dense model are measured too.
         evaluate: whether forward passes of an evaluation are timed instead of training steps.
-        processor: whether clocks count processor time instead of elapsed time.
     """
 
     host: str
@@ -50,7 +47,6 @@ class TrainPlan:
     ours: Mapping[str, Settings]
     others: bool = True
     evaluate: bool = False
-    processor: bool = False
 
 
 def measure_rank(plan: TrainPlan) -> list[SideTimes]:
@@ -59,8 +55,7 @@ def measure_rank(plan: TrainPlan) -> list[SideTimes]:
     """
     sides = sides_of(plan.host, plan.shape, read_text(plan.text), plan.ours, plan.others,
                      plan.evaluate)
-    return measure(sides, TorchComm(), plan.steps, plan.warm_up,
-                   time.process_time if plan.processor else time.perf_counter)
+    return measure(sides, TorchComm(), plan.steps, plan.warm_up)
 
 
 def measure_plans(plans: Sequence[TrainPlan]) -> list[tuple[list[SideTimes], Load]]:

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from moe_plugin.comm.forest import plan_few
-from scripts.bench.collectives import CollectiveCell, ring_bound_s
 from scripts.bench.studies import STUDIES
+from scripts.bench.studies.collectives import ring_bound_s, with_ratios
 from scripts.emulate import networks, why_not
 
 COMMAND = [sys.executable, "-m", "moe_plugin.cli.main", "bench", "collectives"]
@@ -28,9 +28,10 @@ def test_the_links_predict_how_much_slower_a_ring_is(shape: str, ratio: float) -
 
 
 def test_the_page_compares_with_the_faster_of_gloo_and_ring() -> None:
-    cells = [CollectiveCell("ring of nodes", 8, kind, size, 2.2, 2.1, 2.2, forest_s, name, 1.0,
-                            2.0).as_dict()
-             for kind, size, forest_s, name in (
+    cells = [with_ratios({
+        "network": "ring of nodes", "ranks": 8, "kind": kind, "bytes": size, "gloo_s": 2.2,
+        "ring_s": 2.1, "native_s": 2.2, "forest_s": forest_s, "chosen": name, "bound_s": 1.0,
+        "ring_bound_s": 2.0}) for kind, size, forest_s, name in (
                  ("all_gather", 1 << 20, 1.1, "forest"), ("all_gather", 1 << 22, 1.0, "forest"),
                  ("all_reduce", 1 << 22, 3.0, "forest"))]
     page = STUDIES["collectives"].page({"cells": cells, "hosts": [{

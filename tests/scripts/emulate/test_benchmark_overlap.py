@@ -18,12 +18,11 @@ COMMAND = [sys.executable, "-m", "moe_plugin.cli.main", "bench", "overlap"]
 def test_the_page_compares_with_the_larger_of_exchange_and_products() -> None:
     names = overlap.layouts([2], ["rows", "peers"])
     assert list(names) == ["d=1", "d=2 rows", "d=2 peers"]
-    ranks = [{f"{name} {way}": [0.1 * (1 + rank)] * 3 for name in names
-              for way in ("forward", "backward")} for rank in range(2)]
-    for rank, found in enumerate(ranks):
-        found |= {"exchange": [0.1], "products forward": [0.16 + rank / 25],
-                  "products backward": [0.15]}
-    cell = {"rate": 5e7, **overlap.summary(ranks, names)}
+    ranks = [{"names": list(names), "seconds": {
+        "exchange": [0.1], "products forward": [0.16 + rank / 25], "products backward": [0.15],
+        **{f"{name} {way}": [0.1 * (1 + rank)] * 3 for name in names
+           for way in ("forward", "backward")}}} for rank in range(2)]
+    cell = {"rate": 5e7, **overlap.summary(ranks)}
     page = STUDIES["overlap"].page(
         {"rounds": 3, "tokens": 8, "load": [0, 0], "cells": {"cpu": [cell]}})
     # of the slowest rank
