@@ -35,7 +35,7 @@ def _at(found: Any, path: str) -> list[Any]:
         parts: list[Any] = []
         for value in values:
             if isinstance(value, list):
-                parts += value
+                parts += value if pattern == "*" else []
             elif isinstance(value, dict):
                 parts += [one for key, one in value.items() if fnmatchcase(key, pattern)]
         values = parts

@@ -79,14 +79,15 @@ def run_regime(at: argparse.Namespace) -> dict[str, Any]:
 
 
 def mean_over_loads(seconds: list[float], loads: list[int],
-                    counted: list[bool] | None = None) -> float:
-    """Return the mean over the loads of the mean time at each load."""
+                    counted: list[bool] | None = None) -> float | None:
+    """Return the mean over the loads of the mean time at each load. None if no step is counted."""
     counted = counted or [True] * len(seconds)
     by_load: dict[int, list[float]] = {}
     for found, load, ok in zip(seconds, loads, counted, strict=True):
         if ok:
             by_load.setdefault(load, []).append(found)
-    return statistics.fmean(statistics.fmean(found) for found in by_load.values())
+    means = list(map(statistics.fmean, by_load.values()))
+    return statistics.fmean(means) if means else None
 
 
 def row(at: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:

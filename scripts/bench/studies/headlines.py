@@ -75,10 +75,11 @@ def plain(row: Mapping[str, Any], stated: Mapping[str, Any],
         stated: predictions that its texts state.
         here: the numbers that this study has measured, or None.
     """
-    found = {key: row.get(key) for key in ("system", "result", "said", "value", "hardware")}
-    found |= {"percent": row.get("percent", False), "predicted": None, "measured": None, "page": "",
-              "what": row.get("needs", "")}
-    found |= {key: filled(row.get(key, ""), stated) for key in ("source", "model", "why")}
+    found = {
+        **{key: row.get(key) for key in ("system", "result", "said", "value")},
+        "percent": row.get("percent", False), "hardware": row["hardware"],
+        **{key: filled(row.get(key, ""), stated) for key in ("source", "model", "why")},
+        "predicted": None, "measured": None, "page": "", "what": row.get("needs", "")}
     if "predict" in row:
         name, *given = row["predict"]
         found["predicted"] = _range(getattr(models, name)(*given))

@@ -8,7 +8,6 @@ import json
 import statistics
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -150,10 +149,8 @@ def test_evaluations_have_a_section_of_their_own() -> None:
 
 def test_pieces_are_planned_for_links_of_the_measured_rate(tmp_path: Path) -> None:
     fitted = load_cluster(ROOT / "configs" / "clusters" / "emulated.yaml")
-    cluster = SimpleNamespace(rate_bit_s=50e6)
-    settings = hardware(cluster, tmp_path)
+    settings = hardware(50e6, tmp_path)
     assert load_cluster(settings["comm.cluster"]).inter.beta_s == 4 * fitted.inter.beta_s
-    assert hardware(None, tmp_path) == {}
 
 
 def test_files_of_another_kind_are_refused() -> None:
