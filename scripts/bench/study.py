@@ -1,8 +1,9 @@
 """Measure, write and redraw the pages of docs/benchmarks: one class runs every study.
 
 The module of a study defines `TITLE`, `measure(args)`, which returns its numbers as plain values,
-and `body(found)`, which returns the parts of its page below the title (see `report.document`). A
-study with several parts defines `PARTS` instead: a pair of these two functions for each part's
+and `body(found)`, which returns the parts of its page below the title, usually by `report.page`
+from a template in `pages`. A study on emulated clusters measures with `sweep.Sweep`. A study with
+several parts defines `PARTS` instead: a pair of these two functions for each part's
 name. A run may measure only some parts; the numbers of the other parts are kept. With `--out`,
 every part is written as soon as it is measured, and `--resume` skips the parts that exist already.
 

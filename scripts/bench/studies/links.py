@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import tempfile
 from collections import Counter
 from itertools import pairwise
@@ -26,7 +25,7 @@ from moe_plugin.planner.link_shares import optimal_shares
 from scripts.bench.report import page
 from scripts.bench.study import Option
 from scripts.bench.sweep import alternate, clean_step, medians
-from scripts.bench.train import run as runs
+from scripts.bench.train.run import settings_on_emulated
 from scripts.bench.train.sides import Settings, parse_shapes, write_text
 from scripts.emulate import EmulatedCluster
 from scripts.emulate.networks import SHAPES
@@ -111,14 +110,8 @@ def measure_layer(name: str, args: argparse.Namespace, costs: Path,
 def measure_steps(host: str, name: str, args: argparse.Namespace, costs: Path,
                   cluster: EmulatedCluster, text: str) -> dict[str, Any]:
     [shape] = parse_shapes(args.shape)
-    more = {"router.top_k": shape.top_k, "dispatch.name": "ragged"} if host == "fairseq" else {}
-    found = runs.sides_on_emulated(runs.TrainPlan(
-        host, shape, text, args.steps, args.warm_up,
-        {side: {**settings, **more} for side, settings in sides(str(costs)).items()},
-        others=False), cluster)
-    return {"network": name, "host": host, "shape": shape.label(),
-            "seconds": {side.name: statistics.median(side.seconds) for side in found},
-            "losses": {side.name: side.losses[-1] for side in found}}
+    return {"network": name, "host": host, **settings_on_emulated(
+        host, shape, text, sides(str(costs)), args, cluster)}
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:

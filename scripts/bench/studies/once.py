@@ -10,7 +10,6 @@ measured only if --parts names them.
 from __future__ import annotations
 
 import argparse
-import statistics
 import tempfile
 from functools import partial
 from pathlib import Path
@@ -28,9 +27,9 @@ from moe_plugin.planner.units import parse_grid
 from scripts.bench.report import columns, page
 from scripts.bench.study import Option
 from scripts.bench.sweep import Sweep, alternate, clean_step, medians
-from scripts.bench.train import run as runs
 from scripts.bench.train.results import HOSTS
-from scripts.bench.train.sides import Settings, TrainShape, parse_shapes, write_text
+from scripts.bench.train.run import settings_on_emulated
+from scripts.bench.train.sides import Settings, parse_shapes, write_text
 from scripts.emulate import EmulatedCluster
 
 TITLE = "A token once to each rank or node"
@@ -166,27 +165,12 @@ SIDES: dict[str, Settings] = {
 }
 
 
-def plan_of(host: str, shape: TrainShape, text: str, args: argparse.Namespace) -> runs.TrainPlan:
-    """Return the plan of all sides.
-
-    In fairseq, k is a setting of our layer, and the ragged dispatcher creates no slots.
-    """
-    more = {"router.top_k": shape.top_k, "dispatch.name": "ragged"} if host == "fairseq" else {}
-    return runs.TrainPlan(host, shape, text, args.steps, args.warm_up,
-                          {name: {**side, **more} for name, side in SIDES.items()}, others=False)
-
-
 def measure_steps(host: str, grid: str, args: argparse.Namespace) -> dict[str, Any]:
-    cells = []
     with tempfile.TemporaryDirectory() as folder, EmulatedCluster(
             *parse_grid(grid), rate_bit_s=args.rate) as cluster:
         text = write_text(Path(folder))
-        for shape in parse_shapes(getattr(args, host)):
-            sides = runs.sides_on_emulated(plan_of(host, shape, text, args), cluster)
-            cells.append({
-                "shape": shape.label(), "layouts": {side.name: side.layout for side in sides},
-                "seconds": {side.name: statistics.median(side.seconds) for side in sides},
-                "losses": {side.name: side.losses[-1] for side in sides}})
+        cells = [settings_on_emulated(host, shape, text, SIDES, args, cluster)
+                 for shape in parse_shapes(getattr(args, host))]
     return {"host": host, "grid": grid, "steps": args.steps, "rate": args.rate, "cells": cells}
 
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import statistics
+from argparse import Namespace
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -136,6 +139,32 @@ def sides_on_emulated(plan: TrainPlan, cluster: EmulatedCluster) -> list[SideTim
     """Measure one plan on a running emulated cluster and return the times of its sides."""
     forked_hosts([plan.host])
     return cluster.run(measure_rank, plan, timeout_s=TIMEOUT_S, group_timeout_s=120.0)[0]
+
+
+def settings_on_emulated(host: str, shape: TrainShape, text: str, ours: Mapping[str, Settings],
+                         args: Namespace, cluster: EmulatedCluster) -> dict[str, Any]:
+    """Train our layer with several settings on a running emulated cluster.
+
+    Args:
+        host: "megatron" or "fairseq".
+        shape: sizes of the models.
+        text: path of the text that the models train on.
+        ours: settings of our layer by the name of the side.
+        args: options of a study: the numbers of `steps` and of `warm_up` steps.
+        cluster: the cluster.
+
+    Returns:
+        The label of the shape, and the layout, the median seconds of a step and the last loss of
+        each side.
+    """
+    # in fairseq, k is a setting of our layer, and the ragged dispatcher creates no slots
+    more = {"router.top_k": shape.top_k, "dispatch.name": "ragged"} if host == "fairseq" else {}
+    sides = sides_on_emulated(TrainPlan(
+        host, shape, text, args.steps, args.warm_up,
+        {name: {**settings, **more} for name, settings in ours.items()}, others=False), cluster)
+    return {"shape": shape.label(), "layouts": {side.name: side.layout for side in sides},
+            "seconds": {side.name: statistics.median(side.seconds) for side in sides},
+            "losses": {side.name: side.losses[-1] for side in sides}}
 
 
 def forked_hosts(hosts: Iterable[str]) -> None:
