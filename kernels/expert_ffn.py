@@ -61,7 +61,7 @@ class FFNParameters:
             Experts that are not gated have no gate.
         bias_in_LF, bias_gate_LF: biases [L, F] of the input and gate weights.
         w_out_LFD: output weight [L, F, D].
-        bias_out_LD: bias [L, D], with all D columns even if experts are split into shards.
+        bias_out_LD: bias [L, D]. It has all D columns even if experts are split into shards.
         activation: name of the activation function, a key of `ACTIVATIONS`.
         memory: source of the memory for large temporary tensors.
         choice: setting that determines how the strategy `auto` chooses a strategy; see
@@ -70,8 +70,8 @@ class FFNParameters:
             name. A strategy that uses the fields directly needs no special code, because
             `redirect_grad` adds the gradients. A strategy that computes with `operands()` must
             itself add these gradients; see `kernels.weight_grads`.
-        dropout: probability with which a value after the activation is set to 0. This function is
-            used only by the strategies in `KEEPS_ROWS`.
+        dropout: probability with which a value after the activation is set to 0. Dropout is
+            supported only by the strategies in `KEEPS_ROWS`.
         clamp, linear_offset: settings of gated experts; see `gated`. These settings are supported
             only by strategies with `is_stepwise`.
         recompute: whether to save for backward only the values before the activation, and to
@@ -326,7 +326,7 @@ def grouped(rows_RI: Tensor, counts: RowCounts, w_LIO: Tensor, b_LO: Tensor | No
 
 
 def _for_each_row(values_LO: Tensor, counts: RowCounts) -> Tensor:
-    """Return the value of each row's expert, [R, O], where filler rows contain 0."""
+    """Return the value [R, O] of each row's expert. Filler rows contain 0."""
     device = values_LO.device
     if not isinstance(counts, DeviceCounts):
         return values_LO.repeat_interleave(counts.device(device), dim=0, output_size=counts.total)
@@ -369,8 +369,8 @@ def is_stepwise(strategy: Strategy) -> bool:
 
 
 def stepwise_strategy() -> Strategy:
-    """Return a strategy that supports dropout, clamp and offset: torch's grouped GEMM if it is
-    available, otherwise the batched strategy.
+    """Return a strategy with support for dropout, clamp and offset: `grouped` if possible, or
+    `batched`.
     """
     return strategies.get("grouped" if _HAS_GROUPED else "batched")
 

@@ -1,5 +1,4 @@
-"""The matmuls of feed-forward experts over grouped rows, which are fused with gather and
-activation.
+"""The matmuls of feed-forward experts over grouped rows, fused with gather and activation.
 
 Rows are gathered from tokens while they are loaded. The activation is applied before the result is
 stored, and is recomputed in backward. The first two matmuls of a gated expert are one operation,
@@ -130,7 +129,7 @@ def expert_matmul_act_backward(grad: Tensor, groups: RowGroups, w_LFD: Tensor, h
     For plain experts, `grad h = s * act'(h)`, and grad gate is None. For gated experts, `grad h = s
     * act(gate)` and `grad gate = s * h * act'(gate)`. The matmul of `(scale * a)^T` and the
     gradient rows is the gradient of w. The value `dots[r] = <u[r], a[r]>` is the gradient of the
-    gate weight, which is computed without saving output rows.
+    gate weight. It is computed without saving output rows.
 
     Args:
         grad: gradient of rows or tokens, whose width is D.

@@ -1,5 +1,4 @@
-"""Rows in groups, where each group belongs to one expert, and the tiles into which a grouped matmul
-is divided.
+"""Rows in groups (one group per expert), and the tiles into which a grouped matmul is divided.
 
 This module also contains the operations that copy rows to and from pages, and the transposition of
 chunks for the 2DH exchange.
@@ -169,7 +168,7 @@ class RowGroups:
         beside: whether other kernels (of an exchange) run at the same time as matmuls over these
             rows.
         schedule: name in `SCHEDULES` of the schedule for matmuls that are computed by Triton. It is
-            a name and not an object, because graphs can store names.
+            a name instead of an object, because graphs can store names.
     """
 
     counts: RowCounts

@@ -1,6 +1,4 @@
-"""The registry of operations, each of which has a torch implementation, and faster implementations
-for some devices.
-"""
+"""The registry of operations. Each has a torch implementation, and faster ones for some devices."""
 
 from __future__ import annotations
 
@@ -14,8 +12,7 @@ from moe_plugin.utils.registry import Registry
 
 
 class Op:
-    """An operation with a torch reference that is also reasonably fast on a CPU, and with
-    implementations for other devices.
+    """An operation with a torch reference, which is also used on CPUs, and other implementations.
 
     `add(name, why_not)` registers an implementation. The function `why_not(*args)` returns None if
     the implementation supports these arguments, and otherwise the reason why it does not. A call

@@ -1,5 +1,4 @@
-"""Matmuls with operands that are rounded first, which is the code that fp8 and the block formats
-share.
+"""Matmuls with operands that are rounded first: the code that fp8 and the block formats share.
 
 A format defines how rows and weights are rounded and multiplied. `RoundedProducts` uses a format to
 implement the operations of `expert_matmul` over rows. Weights are rounded once for the matmuls of a
@@ -130,7 +129,7 @@ class _Made:
         version: value of the parameter's version counter.
         address: memory address of the parameter.
         dtype: dtype of the value that was rounded.
-        spent: whether a backward pass has already used the rounded weight.
+        spent: True if a backward pass has already used the rounded weight.
     """
 
     weight: RoundedWeight

@@ -221,10 +221,11 @@ def families_page() -> str:
             f"{_becomes(family)} |" for name, (block, family) in blocks.items()]
     return _with_end("huggingface.md", "checkpoint/formats/huggingface/families.py", [
         "## Families", "", _prose(
-            f"{len(blocks)} families with experts are supported, named by `model_type`. One test "
-            "covers every row. The MoE blocks of each family can be replaced by our layers and "
-            "converted back. The last column shows whether whole models can be converted to other "
-            "formats, and otherwise which part of the model the other formats do not support."),
+            f"{len(blocks)} model families with experts are supported. The table lists them by "
+            "their `model_type`. A single test covers all rows. The MoE blocks of each family can "
+            "be replaced with layers of this package and converted back. The last column shows "
+            "whether whole models can be converted to other formats, and otherwise which part of "
+            "the model the other formats do not support."),
         "", _prose(
             "In the column of routing, *+ bias* is a bias used only to choose experts, *sum 1* "
             "means that the weights of the chosen experts sum to 1, and *groups (2)* means that "

@@ -91,10 +91,10 @@ class _FFNCall:
         products: object that multiplies rows by the experts' matrices.
         native: the compiled passes, or None if torch's operations are used.
         keep: whether a backward pass will follow.
-        keep_after: whether to store the value after the activation (and, if `native` is used, the
-            derivative of the activation in place of the value before it).
-        late: whether `native` applies the gates to the gradients of the inner values, rather than
-            to the output's gradient. If so, `native` also computes the gradient of the gates.
+        keep_after: whether to store the value after the activation. If `native` is used, the
+            derivative of the activation then replaces the value before it.
+        late: True if `native` applies the gates to the gradients of the inner values instead of to
+            the output's gradient. In this case, `native` also computes the gradient of the gates.
         main_grad_weights, sums: see `FFNParameters`.
         later, wanted: see `FFNParameters.leaving` and `LaterGrads.cut_off`.
     """

@@ -113,7 +113,7 @@ _TILING = dataclasses.replace(FP8_TILING, rows=64) if INTERPRETED else FP8_TILIN
 def quantize_weights_kernel(w, codes, scales, inner, outer, high, wide, stride_group, stride_i,
                             stride_o, LARGEST: tl.constexpr, SMALLEST: tl.constexpr,
                             ROUND: tl.constexpr, BLOCK: tl.constexpr):
-    """Quantize one block of one group by computing its scale and its codes, which are stored
+    """Quantize one block of one group. Its scale and codes are computed, and the codes are stored
     transposed.
     """
     group = tl.program_id(1)

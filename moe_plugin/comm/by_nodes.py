@@ -1,10 +1,10 @@
 """All-gather and reduce-scatter in two steps: between nodes, and within each node.
 
-A ring over N nodes of P ranks sends (N P - 1) pieces over the link of every node. The two steps
-send only (N - 1) P pieces over the link of every node: each rank exchanges data with the ranks that
-have the same local rank on other nodes, and then with the ranks of its own node. Rows that no rank
-of a node needs are not sent to that node (`Wanted`). The two steps are faster if links between
-nodes are slower than links within a node.
+A ring over N nodes of P ranks sends (N P - 1) pieces over the link of every node. With two steps,
+only (N - 1) P pieces are sent over the link of every node. Each rank exchanges data first with the
+ranks that have the same local rank on other nodes, and then with the ranks of its own node. Rows
+are not sent to a node if no rank of the node needs them (`Wanted`). The two steps are faster if
+links between nodes are slower than links within a node.
 """
 
 from __future__ import annotations
@@ -146,8 +146,8 @@ def wanted_rows(comm: Comm, on_node_AN: Tensor) -> Wanted | None:
 
     Args:
         comm: the group.
-        on_node_AN: bool [size * n, nodes], which states for each row, in rank order, whether a node
-            needs it. It must be equal on all ranks.
+        on_node_AN: bool [size * n, nodes]. For each row, in rank order, it is True for the nodes
+            that need the row. It must be equal on all ranks.
     Returns:
         The rows that each node needs, or None if the group does not use two steps. In that case all
             rows are sent to all ranks.

@@ -45,8 +45,8 @@ class PackedLayout:
 
 
 def pack(tensors: Sequence[Tensor]) -> tuple[Tensor, PackedLayout]:
-    """Concatenate the rows of tensors [R, ...] of any dtypes as bytes, with the result uint8 [R,
-    B]. The result consists of the bytes and the layout for `unpack`.
+    """Concatenate the rows of tensors [R, ...] of any dtypes as bytes. The result consists of the
+    bytes, uint8 [R, B], and the layout for `unpack`.
     """
     layout = PackedLayout.of(tensors)
     return torch.cat(
@@ -55,8 +55,8 @@ def pack(tensors: Sequence[Tensor]) -> tuple[Tensor, PackedLayout]:
 
 
 def unpack(packed: Tensor, layout: PackedLayout) -> list[Tensor]:
-    """Split packed rows, uint8 [R, B], into tensors [R, ...]. This is the inverse of `pack` for any
-    number of rows.
+    """Split packed rows, uint8 [R, B], into tensors [R, ...]. This function is the inverse of
+    `pack` for any number of rows.
     """
     columns = packed.split([size for _, _, size in layout.parts], dim=1)
     return [
@@ -123,7 +123,7 @@ def exchange_pieces(comm: Comm, sends: Iterable[tuple[int, Tensor]],
 
 
 def ring(ranks: Sequence[int], rank: int) -> list[int]:
-    """Return `ranks` in cyclic order, starting after `rank`, so that every rank starts with a
+    """Return `ranks` in cyclic order starting after `rank`, so that every rank starts with a
     different peer.
     """
     start = ranks.index(rank) + 1 if rank in ranks else 0

@@ -1,8 +1,7 @@
-"""Exchanges in the background: they are started, computation continues, and their results are
-awaited later.
+"""Exchanges that run in the background while computation continues.
 
-On gloo an exchange runs on a tagged view of the group, so its messages are not confused with other
-messages. An exchange that is `direct` needs no thread. All other exchanges of a group share one
+On gloo, an exchange runs on a tagged view of the group, so its messages are not confused with other
+messages. A `direct` exchange does not need a thread. All other exchanges of a group share one
 thread. On CUDA an exchange runs on a side stream, and the host does not wait for a device. In
 simulated groups and groups of one rank, the exchange is complete when `start` returns.
 """
@@ -27,7 +26,7 @@ class Handle:
 
     Attributes:
         finish: function that waits for the received rows.
-        result: the received rows after `finish` has returned; None before.
+        result: the received rows after `finish` has returned, and None before.
     """
 
     finish: Callable[[], Tensor]
@@ -77,8 +76,8 @@ class Series:
     All ranks must start the exchanges in the order of their indices, from 0. On gloo a `direct`
     exchange needs no thread: at the first `put` the receives of all exchanges are posted, before
     the first send. Therefore no ready signal waits behind rows, and there is no round trip between
-    two exchanges. A peer sends rows in the order of the ready signals, so an exchange that starts
-    late must not be announced early.
+    two exchanges. A peer sends rows in the order of the ready signals, so the receives of an
+    exchange must not be posted long before it starts.
 
     Args:
         comm: the group.
@@ -125,7 +124,7 @@ class Series:
 
 
 class _Expected:
-    """A direct exchange whose receives have been posted, but not its sends."""
+    """A direct exchange whose receives have been posted, but whose sends have not."""
 
     def __init__(self, comm: Comm, name: str, like: Tensor, recv: Sequence[int]) -> None:
         self.comm, self.name = comm.with_tag(comm.state.next_tag()), name

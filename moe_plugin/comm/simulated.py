@@ -25,10 +25,10 @@ Result = TypeVar("Result")
 
 @dataclass
 class Traffic:
-    """Counters of the traffic of all ranks: messages and bytes by (source, destination), and
-    collectives by name.
+    """Counters of the traffic of all ranks.
 
-    All ranks are global ranks. Empty pieces are not counted as messages.
+    Messages and bytes are counted by (source, destination), and collectives by name. All ranks are
+    global ranks. Empty pieces are not counted as messages.
     """
 
     messages: dict[tuple[int, int], int] = field(default_factory=dict)
@@ -44,7 +44,7 @@ class Traffic:
             self.bytes[source, target] = self.bytes.get((source, target), 0) + size
 
     def between(self, topology: Topology, what: str = "messages") -> int:
-        """Return the sum of `messages` or `bytes` sent from one node to another."""
+        """Return the sum of `messages` or `bytes` sent from one node to a different node."""
         return self._sum(what, lambda s, t: not topology.same_node(s, t))
 
     def inside(self, topology: Topology, what: str = "messages") -> int:
@@ -65,14 +65,15 @@ class MessageClock(Protocol):
     topology: Topology
 
     def charge(self, sent: Mapping[int, Sent]) -> None:
-        """Advance the clock for one round of messages, given as (destination rank, bytes) in
-        sending order for each sending rank.
+        """Advance the clock for one round of messages.
+
+        For each sending rank, the messages are pairs (destination rank, bytes) in sending order.
         """
 
 
 class _Board:
-    """The place at which the ranks of one group exchange values: every rank posts a value, and all
-    ranks see all values.
+    """An object through which the ranks of one group exchange values. Every rank posts a value and
+    reads the values of all ranks.
     """
 
     def __init__(self, size: int, timeout_s: float) -> None:

@@ -21,8 +21,8 @@ class DrawnLinear(nn.Linear):
     """A linear layer whose initial values do not depend on how its parameters are sharded.
 
     Args:
-        std: the standard deviation of the initial weights; biases are then zero. Defaults to the
-            initialization of `torch.nn.Linear`.
+        std: the standard deviation of the initial weights. If it is given, biases are initialized
+            to zero. Defaults to the initialization of `torch.nn.Linear`.
     """
 
     def __init__(self, *args: Any, std: float | None = None, **options: Any) -> None:
@@ -30,7 +30,7 @@ class DrawnLinear(nn.Linear):
         super().__init__(*args, **options)
 
     def reset_parameters(self) -> None:
-        """Draw the initial values of the whole parameters, and keep the part of this rank."""
+        """Draw the initial values of the whole parameters, and keep only the part of this rank."""
         if is_sharded(self.weight):
             # each rank draws the whole layer, so that values do not depend on the sharding
             whole = DrawnLinear(self.in_features, self.out_features, self.bias is not None,
@@ -88,7 +88,7 @@ class SharedExpert(nn.Module):
 
     @classmethod
     def of(cls, config: MoEConfig, **where: Any) -> SharedExpert | None:
-        """Build the shared expert. Returns None if none is configured.
+        """Build the shared expert, or return None if no shared expert is configured.
 
         Args:
             config: the settings of the layer.
@@ -101,7 +101,7 @@ class SharedExpert(nn.Module):
 
         Args:
             x_TD: [T, D], the tokens.
-            mask_T: bool [T], True for real tokens. None if all tokens are real.
+            mask_T: bool [T], True for real tokens. It is None if all tokens are real.
         """
         if mask_T is not None:
             # Inputs are masked, too: padding may contain NaN, which would otherwise reach the
@@ -126,7 +126,7 @@ class OverlappedWork:
     Args:
         shared: the shared expert of the layer, or None.
         tokens: the tokens of the call.
-        more: a function of the caller to run at the same time, or None.
+        more: a function of the caller that is also run during the exchange, or None.
     """
 
     def __init__(self, shared: SharedExpert | None, tokens: Tokens,
@@ -135,7 +135,7 @@ class OverlappedWork:
         self._shared_TD: Tensor | None = None
 
     def __call__(self) -> None:
-        """Run the work. Called after the rows were sent to their experts."""
+        """Run the work. This method is called after the rows were sent to their experts."""
         if self.shared is not None and self.shared.overlap:
             self.shared_TD()
         if self.more is not None:
@@ -156,7 +156,7 @@ def add_residual(y_TD: Tensor, tokens: Tokens, routing: Routing,
     Args:
         y_TD: [T, D], the outputs of the routed experts.
         tokens: the tokens of the call.
-        routing: the routing of the call. Its `passthrough_T` may be None.
+        routing: the routing of the call. `routing.passthrough_T` may be None.
         shared_TD: [T, D], the outputs of the shared expert, or None.
     Returns: the sum [T, D] in the dtype of the tokens.
     """

@@ -1,6 +1,6 @@
-"""Several routers in one layer, one of which routes each call, and the rules that select it.
+"""Several routers in one layer, and the rules that select the router for each call.
 
-A rule reads only data that is equal on all ranks, so all ranks select the same router.
+A selection rule reads only data that is equal on all ranks, so all ranks select the same router.
 """
 
 from __future__ import annotations
@@ -64,7 +64,8 @@ def first(call: SelectionCall) -> int:
 
 @router_selections.register("layer")
 def layer(call: SelectionCall) -> int:
-    """Select the router with index n mod count for MoE layer n, both in training and outside."""
+    """Select the router with the index n mod count for MoE layer n, in training and outside of
+    training."""
     if call.layer is None:
         raise ValueError(
             "router.selection.rule=layer needs the number of this MoE layer in its model, but "
@@ -84,8 +85,8 @@ def cycle(call: SelectionCall) -> int:
 
 @router_selections.register("random")
 def drawn(call: SelectionCall) -> int:
-    """Draw a router uniformly every `every` optimizer steps. The draw depends only on seed, step
-    and layer.
+    """Draw a router uniformly every `every` optimizer steps. The draw depends only on the seed, the
+    step and the layer.
 
     Outside training the router with the index `outside_training` is selected.
     """
@@ -98,7 +99,7 @@ def drawn(call: SelectionCall) -> int:
 
 
 class RouterSelector(BuffersKeepDtype, RouterModule):
-    """Several routers, one of which routes each call.
+    """A module with several routers, one of which is selected for each call.
 
     The router is selected by `TokenInfo.router_index` if it is set, otherwise by
     `router.selection`. All micro-batches of an optimizer step use the same router, and a

@@ -1,5 +1,5 @@
-"""Utilities for this machine: processor names, transfers to and from devices, pinned memory, cache
-folders, and child processes.
+"""Utilities for processor names, device transfers, pinned memory, cache folders and child
+processes.
 """
 
 from __future__ import annotations

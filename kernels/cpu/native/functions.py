@@ -97,8 +97,8 @@ class NativePasses:
                 recomputed and written.
             scale_N: factor by which the gradients of each row, including `grad_up`, are multiplied.
                 None means 1.
-            dots_N: tensor to which the sum over the inner width of the unscaled gradient times
-                `after` is written.
+            dots_N: tensor that receives, for each row, the sum over the inner width of the unscaled
+                gradient times `after`.
         """
         self._backward(*grad_NF.shape, grad_NF.data_ptr(), before_NF.data_ptr(), address(up_NF),
                        after_NF.data_ptr(), address(grad_up_NF), address(scale_N),

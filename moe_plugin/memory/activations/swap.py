@@ -4,7 +4,7 @@ The tensors that autograd saves are captured with torch's saved-tensor hooks. Wh
 copied instead of single tensors. All views of a storage are moved together and are restored with
 the original strides and alignment, so the results of the backward pass are bitwise equal. A copy to
 the tier starts when autograd saves a tensor. A copy back to the device is started in advance by
-`fetch`, or else when the backward pass needs the tensor.
+`fetch`. If it was not, it starts when the backward pass needs the tensor.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ LARGEST_STORAGE = 4
 
 
 class SwapError(RuntimeError):
-    """Activations of a block could not be swapped out or in. The message names the block and the
-    reason.
+    """Error that is raised if activations of a block could not be copied to the tier or back. The
+    message names the block and the reason.
     """
 
 
@@ -59,7 +59,7 @@ class SwappedStorage:
 
     Args:
         swapper: object that provides the tier, the copier and the ledger.
-        block: name of the block that is used in messages.
+        block: name of the block, which is used in messages.
         x: a tensor in the storage. It must not change until the copy is done.
     """
 
@@ -85,8 +85,8 @@ class SwappedStorage:
         return not self.key.expired() and self.version == x._version
 
     def leave(self) -> None:
-        """Wait until the storage has left the device. Raise `SwapError` if the tier could not store
-        the bytes.
+        """Wait until the storage has been copied to the tier and freed on the device. Raise
+        `SwapError` if the tier could not store the bytes.
         """
         self._wait(self._out, "out to")
         self._left.wait()
@@ -229,7 +229,8 @@ class Swapper:
         self._leaving.append((number, ref(storage)))
 
     def forget(self) -> None:
-        """Forget all outgoing copies after an error, so that `leave` does not wait for them."""
+        """Discard the records of all outgoing copies after an error, so that `leave` does not wait
+        for them."""
         self._leaving.clear()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -246,7 +247,7 @@ class Saved:
     Args:
         swapper: object that copies the tensors to the tier and back.
         block: name of the block.
-        number: number of the pass that `Swapper.leave` uses.
+        number: index of the pass, which is used by `Swapper.leave`.
         stays: tensors that do not belong to the activations of the block, such as parameters and
             masks.
 

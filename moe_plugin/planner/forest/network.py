@@ -1,4 +1,4 @@
-"""Networks as directed graphs that consist of ranks, switches, and wires with exact bandwidths."""
+"""Networks, which are directed graphs of ranks, switches, and wires with exact bandwidths."""
 
 from __future__ import annotations
 
@@ -183,8 +183,8 @@ class Network:
 
 
 def part_of(network: Network, ranks: Sequence[int]) -> Network:
-    """Return the part of a network that consists of the given ranks, in the given order, and all
-    switches that they reach.
+    """Return the part of a network that contains the given ranks, in order, and the switches they
+    reach.
 
     The wires of all remaining ranks are omitted, because ranks do not forward data for other ranks.
 

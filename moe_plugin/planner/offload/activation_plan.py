@@ -63,7 +63,7 @@ class SwapPlan:
 
 
 def plan(blocks: Sequence[SwapBlock], limit: int, base: int = 0, duplex: bool = True) -> SwapPlan:
-    """Return the decisions with the shortest step among those that fit into the memory.
+    """Return the decisions that give the shortest step within the memory limit.
 
     With up to 10 blocks, the result is the best of all `3 ** n` combinations. With more blocks, it
     is the best combination found, with a lower bound of the time (`SwapPlan.bound_s`) and a flag
@@ -92,7 +92,7 @@ def plan(blocks: Sequence[SwapBlock], limit: int, base: int = 0, duplex: bool = 
 
 
 def uniform(plan: SwapPlan) -> dict[str, float]:
-    """Return, for each decision, the time in seconds of a step that uses this decision for all
+    """For each decision, return the time in seconds of a step that uses this decision for all
     blocks.
 
     The memory limit of the plan applies. The time is infinite if the decision exceeds the memory or
@@ -277,8 +277,8 @@ class _Proof:
 def lower_bound(problem: SwapProblem) -> float:
     """Return a lower bound in seconds of the time of a step with any decisions.
 
-    The bound follows from a relaxed problem, which only requires that recomputing and swapping have
-    freed the memory that a block lacks when the block's forward pass begins. In a step of T
+    The bound is computed from a relaxed problem. It requires only that recomputing and swapping
+    have freed enough memory for a block when the forward pass of the block begins. In a step of T
     seconds, the time that is available for recomputation is T minus the time of all other
     computation. Copies from the device can overlap with the forward passes of all earlier blocks
     except the shortest, and with the recomputation. Copies to the device can use T minus the time
