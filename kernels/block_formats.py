@@ -45,12 +45,13 @@ class Blocks:
 
     Attributes:
         codes: codes of the values, padded with zeros after N, where B = ceil(N / block). In the fp8
-            formats they are e4m3 or e5m2 [..., B * block]. In NVFP4 they are uint8 [..., B * 8]
-            with two codes per byte, the first in the low bits.
-        scales: scales of the blocks, with shape [..., B]. In the fp8 formats they are the bits of
-            e8m0 as uint8, because torch 2.6 has no e8m0 dtype. In NVFP4 they are e4m3.
+            formats the codes are e4m3 or e5m2 [..., B * block]. In NVFP4 the codes are uint8 [...,
+            B * 8] with two codes per byte, the first in the low bits.
+        scales: scales of the blocks, with shape [..., B]. In the fp8 formats the scales are the
+            bits of e8m0 as uint8, because torch 2.6 has no e8m0 dtype. In NVFP4 the scales are
+            e4m3.
         tensor: scale of each matrix in NVFP4, float32, with the shape of the leading axes ([] for a
-            single matrix). In the fp8 formats it is None.
+            single matrix). In the fp8 formats this field is None.
         width: the number N of values.
         block: number of values that share a scale, which is 32 in MXFP8, 16 in NVFP4, and 128 in
             the blockwise formats.

@@ -61,7 +61,7 @@ class FFNParameters:
             Experts that are not gated have no gate.
         bias_in_LF, bias_gate_LF: biases [L, F] of the input and gate weights.
         w_out_LFD: output weight [L, F, D].
-        bias_out_LD: bias [L, D]. It has all D columns even if experts are split into shards.
+        bias_out_LD: bias [L, D]. The bias has all D columns even if experts are split into shards.
         activation: name of the activation function, a key of `ACTIVATIONS`.
         memory: source of the memory for large temporary tensors.
         choice: setting that determines how the strategy `auto` chooses a strategy; see
@@ -79,14 +79,14 @@ class FFNParameters:
             saved.
         schedule: schedule of the strategy `kernels`, which is a name in `kernels.groups.SCHEDULES`.
         keep: function that stores rows whose numbers only the device knows. Only the strategies in
-            `KEEPS_ROWS` use this function. If it is None, autograd stores the rows.
+            `KEEPS_ROWS` use this function. If `keep` is None, autograd stores the rows.
         sums: object that accumulates the gradients of the calls that share these parameters in one
-            pass. A strategy may add weight gradients to this object and return a single sum. It is
-            None if no other call shares the parameters.
+            pass. A strategy may add weight gradients to this object and return a single sum. The
+            object is None if no other call shares the parameters.
         precision: precision of the matmuls in the strategy `kernels`; see `experts.precision`.
             Other strategies use torch's precision settings.
         rounded: the module's store of rounded weights, for precisions in which weights are rounded.
-            If it is None, a call rounds the weights itself.
+            If `rounded` is None, a call rounds the weights itself.
         adapters: adapters of the same experts by name: "in" (for w_in and w_gate, whose outputs are
             concatenated) and "out". The adapters are read only by strategies that are created by
             `from_matmul`.

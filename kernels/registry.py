@@ -35,7 +35,7 @@ class Op:
             on_cpu: bool = True) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         """Return a decorator that registers an additional implementation.
 
-        on_cpu: whether the implementation may receive tensors on a CPU. If it is False, such
+        on_cpu: whether the implementation may receive tensors on a CPU. If `on_cpu` is False, such
         tensors are allowed only while `interpreted` is set.
         """
 

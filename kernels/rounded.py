@@ -186,8 +186,8 @@ class RoundedCall:
 
     Attributes:
         weights: mapping from the field names of `FFNParameters` to rounded weights.
-        kept: the store of rounded weights that belongs to the module. It is None if the weights
-            belong to this call only.
+        kept: the store of rounded weights that belongs to the module, or None if the weights belong
+            to this call only.
     """
 
     weights: Mapping[str, RoundedWeight]
@@ -206,7 +206,7 @@ def rounded_call(products: RoundedProducts, kept: RoundedWeights | None,
 
     Args:
         products: the matmuls of the format.
-        kept: the store of rounded weights that belongs to the module. If it is None, no rounded
+        kept: the store of rounded weights that belongs to the module. If `kept` is None, no rounded
             weight is kept after the call.
         parameters: parameters by name. Only an `nn.Parameter` is looked up in `kept`.
         values: the values that are multiplied, by name, which are the parameters or casts of them.

@@ -101,7 +101,7 @@ class Rule:
         normalize: whether weights are divided by `max(sum over the choices + add, least)`.
         score: the function that converts logits to scores.
         groups: number of equal groups of consecutive experts. Only experts in the `take` groups
-            with the largest sum of their `best` largest scores may be chosen. If it is 0, any
+            with the largest sum of their `best` largest scores may be chosen. If `groups` is 0, any
             expert may be chosen.
         z: whether the sum z, and the logsumexp of each token, must be computed.
     """
@@ -204,8 +204,9 @@ def route_top_k_backward(logits_TE: Tensor, mask_T: Tensor | None, ids_TK: Tenso
                          weights_TK: Tensor, lse_T: Tensor | None, grad_weights_TK: Tensor | None,
                          grad_importance_E: Tensor | None, grad_z: Tensor | None,
                          rule: Rule, sure: bool) -> Tensor:
-    """Compute the gradient of the logits, [T, E], in one pass. A gradient that is None is treated
-    as zeros.
+    """Compute the gradient of the logits, [T, E], in one pass.
+
+    A gradient that is None is treated as zeros.
 
     Let w be the weights of the chosen scores s, and let g be the gradient of w. With normalization,
     the gradient of log s of a choice is `w (g - <g, w>)`; without normalization it is `w g`.
@@ -215,7 +216,8 @@ def route_top_k_backward(logits_TE: Tensor, mask_T: Tensor | None, ids_TK: Tenso
     logits. The sum z contributes `2 lse softmax(logits) grad_z`.
 
     Args:
-        lse_T: logsumexp of the logits of each token. It is not read if there is no `grad_z`.
+        lse_T: logsumexp of the logits of each token. This tensor is not read if there is no
+            `grad_z`.
         sure: True if the sum of a token's chosen scores was large enough that normalization divided
             by exactly this sum.
     """

@@ -52,8 +52,9 @@ def through_recomputed(consume: Function, produce: Function, *inputs: Tensor) ->
 
 
 def _again(node: Any) -> tuple[Tensor, list[Tensor]]:
-    """Return the value together with its graph, and its inputs. They are computed once per backward
-    pass.
+    """Return the value together with its graph, and its inputs.
+
+    The value and its graph are computed once per backward pass.
     """
     if node.made is None:
         inputs = [x.detach().requires_grad_(x.requires_grad) for x in node.saved_tensors]

@@ -25,13 +25,14 @@ _MANY = 64  # tokens from which the work takes longer than launching four operat
 
 
 class ScoreFunction:
-    """Base class of score functions. A subclass must define `scores`; all other members are
-    optional.
+    """Base class of score functions.
+
+    A subclass must define `scores`; all other members are optional.
 
     Attributes:
         kernels: implementations of `kernels.router.route_top_k` that compute this function. "torch"
-            requires the method `slope_`, and "triton" requires a branch in `gpu/router.py`. If it
-            is empty, routing is computed step by step.
+            requires the method `slope_`, and "triton" requires a branch in `gpu/router.py`. If
+            `kernels` is empty, routing is computed step by step.
         is_softmax: True if the scores of a token sum to 1 and each logit affects the scores of all
             experts.
     """
@@ -176,8 +177,9 @@ def in_parts(x_TD: Tensor) -> bool:
 
 
 def _parts(x: Tensor, dim: int, number: int) -> Tensor:
-    """Split x into `number` bfloat16 tensors with 8 bits each. Their sum is x, and they are
-    concatenated along `dim`.
+    """Split x into `number` bfloat16 tensors with 8 bits each.
+
+    The tensors add up to x and are concatenated along `dim`.
 
     A bfloat16 tensor is returned unchanged.
     """

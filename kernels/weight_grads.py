@@ -141,8 +141,8 @@ class WeightGrad:
                     b_s: Sequence[Tensor]) -> None:
         """Add each matmul `a @ b` to the gradient of one expert, or of a batch of experts.
 
-        The operands are [I, N] and [N, O] for one expert. For a batch of experts they have a
-        leading axis. No expert may occur twice.
+        The operands are [I, N] and [N, O] for one expert. For a batch of experts the operands have
+        a leading axis. No expert may occur twice.
         """
         products = []
         for of, a, b in zip(experts, a_s, b_s, strict=True):
@@ -335,7 +335,7 @@ class RowWeightGrads:
     Attributes:
         precision: precision of matmuls of unrounded operands; see `kernels.expert_matmul`.
         rounded: the format used for the other matmuls. The format may define a separate method for
-            computing weight gradients. It is None if no format is used.
+            computing weight gradients. The value None stands for no format.
         groups, main_grad_weights, sums: see `FFNParameters` and `GradSums`.
     """
 

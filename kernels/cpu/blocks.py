@@ -35,8 +35,8 @@ class Unit(NamedTuple):
         experts: number B of experts in the unit.
         rows: number M of rows of each expert in memory. If there are several experts, they are
             padded to the number of rows of the longest expert (see `Padding`).
-        computed: number of rows on which the matmul is computed. It includes all rows in memory
-            and, for a single expert, a few of the following rows if this takes less time
+        computed: number of rows on which the matmul is computed. The number includes all rows in
+            memory and, for a single expert, a few of the following rows if this takes less time
             (`RowRule.fast`). The results of the next unit overwrite the additional results, so
             units must be computed in order.
     """
@@ -59,8 +59,8 @@ class UnitBlock:
     Attributes:
         rows: range of the block's rows among all rows.
         size: number N of rows in the block.
-        reach: number of rows from the first row of the block to its last computed row. It is at
-            least N.
+        reach: number of rows from the first row of the block to its last computed row. The number
+            is at least N.
         exact: whether each unit computes only its own rows.
         single: whether every unit consists of one expert.
     """
@@ -258,7 +258,7 @@ class BlockRows:
             memory: tensor that may have additional rows, for results computed beyond the rows of
                 the last expert.
             whole: whether the memory contains the rows of all blocks.
-            by_row: whether matmuls that compute row by row read or write the memory. If it is
+            by_row: whether matmuls that compute row by row read or write the memory. If `by_row` is
                 False, `of_units` is empty.
         """
         self._blocks = blocks

@@ -2,9 +2,9 @@
 
 All operations are applied to one block of experts at a time, while the rows of the block are in the
 cache (see `blocks`). The rows of a block are gathered into a buffer, and matmuls write directly to
-their destination. For backward, the module's `Workspace` stores the value before the activation. It
-also stores the value after the activation if recomputing it costs more than reading it and
-`FFNParameters.recompute` is off, and each output row for the gradient of the gates. If
+their destination. For backward, the module's `Workspace` stores the value before the activation.
+The `Workspace` also stores the value after the activation if recomputing it costs more than reading
+it and `FFNParameters.recompute` is off, and each output row for the gradient of the gates. If
 `native.passes` is available, it performs all operations between two matmuls in one pass. Output
 rows are then stored only for experts with an output bias (see `_FFNCall.late`), and the values of
 gated experts after the activation are recomputed.

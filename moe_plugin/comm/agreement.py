@@ -34,10 +34,12 @@ def agree(comm: Comm, settings: Mapping[str, Any]) -> None:
         return
     text = json.dumps({name: repr(value) for name, value in settings.items()},
                       sort_keys=True).encode()
+    # The lengths are sent, too, because differing settings are padded to the longest length.
     seen = _gather(comm, hashlib.sha256(text).digest() + len(text).to_bytes(8, "big"))
     if len(set(seen)) == 1:
         return
     lengths = [int.from_bytes(digest[_DIGEST:], "big") for digest in seen]
+    # An all-gather needs equal sizes. Trailing spaces do not change JSON values.
     texts = _gather(comm, text.ljust(max(lengths)))
     raise ValueError(_differences(comm, [json.loads(text) for text in texts]))
 

@@ -1,9 +1,9 @@
 """`Comm`, the only interface through which a layer communicates with other ranks.
 
-A `Comm` is a group of ranks with the collectives that are defined below. They do not support
-autograd. The differentiable versions are in `moe_plugin.comm.functional`. Hierarchical all-to-all
-algorithms send point-to-point messages in the same group (`send_receive`), so they do not need
-additional process groups.
+A `Comm` is a group of ranks with the collectives that are defined below. The collectives do not
+support autograd. The differentiable versions are in `moe_plugin.comm.functional`. Hierarchical
+all-to-all algorithms send point-to-point messages in the same group (`send_receive`), so they do
+not need additional process groups.
 
 In a group of one rank, every collective is a copy.
 """
@@ -35,8 +35,8 @@ class Collectives:
     collectives of the backend.
 
     The data consists of expert parameters and their gradients, partial results of ranks with the
-    same tokens, and gradients of replicas. Subclasses implement different algorithms. Their plans
-    and measurements for a group are stored in the group's state. Numbers on which ranks agree
+    same tokens, and gradients of replicas. Subclasses implement different algorithms. An
+    algorithm's plans and measurements are stored in the group's state. Numbers on which ranks agree
     (counts, capacities, losses) are small, and are always sent with the group's own collectives.
     """
 
@@ -63,7 +63,7 @@ class Collectives:
         return comm.reduce_scatter(x)
 
     def all_reduce(self, comm: Comm, x: Tensor) -> Tensor:
-        """Return the sum of `x` [...] over ranks as a new tensor. It is equal on all ranks."""
+        """Return the sum of `x` [...] over ranks, a new tensor that is equal on all ranks."""
         _count_all_reduce(comm, x)
         return comm.all_reduce(x)
 
@@ -137,7 +137,7 @@ class Comm(RankGroup):
         Args:
             x: contiguous tensor [sum(send), ...] of any dtype.
             send: optional. Length of the piece sent to each rank. By default all lengths are equal.
-            recv: optional. Length of the piece received from each rank. By default they are equal.
+            recv: optional. Length of the piece received from each rank. Defaults to equal lengths.
         Returns:
             A new tensor [sum(recv), ...] of the same dtype that contains the pieces in rank order.
         """
@@ -199,10 +199,10 @@ class Comm(RankGroup):
         """Start point-to-point messages as in `send_receive`, and return a function that waits for
         them.
 
-        Only the ranks that send or receive messages need to call this method. They may call it in
-        any order. Messages between the same two ranks are matched in the order in which they are
-        posted if their tags are equal. The tensors must not change until the messages complete. In
-        this base class the messages are complete when the method returns.
+        Only the ranks that send or receive messages need to call this method. These ranks may call
+        it in any order. Messages between the same two ranks are matched in the order in which they
+        are posted if their tags are equal. The tensors must not change until the messages complete.
+        In this base class the messages are complete when the method returns.
         """
         self.send_receive(sends, recvs)
         return lambda: None
@@ -221,8 +221,8 @@ class Comm(RankGroup):
         """Convert a failure inside the block to a `CommError` that contains the rank, group,
         collective and sizes.
 
-        describe: function that returns a description of the collective and its sizes. It is called
-        only after a failure, or at the start if the collective may fail asynchronously.
+        describe: function that returns a description of the collective and its sizes. The function
+        is called only after a failure, or at the start if the collective may fail asynchronously.
         """
         if self.fails_later:
             self.state.started.append(describe())

@@ -37,6 +37,8 @@ def gather_by_nodes(comm: Comm, x: Tensor, wanted: Wanted | None = None) -> Tens
     pieces = {rank: x.new_empty((rows.count(rank, this_node), *x.shape[1:])) for rank in column}
     pieces[comm.rank].copy_(rows.take(x, comm.rank, this_node))
     far, near = ring(column, comm.rank)[:-1], rows.others_here()
+    # Ranks send in ring order, so the first message to arrive comes from the previous rank in the
+    # ring. Therefore receives are posted in reverse order, here and below.
     exchange_pieces(comm, [(p, rows.take(x, comm.rank, rows.node(p))) for p in far],
                     [(p, pieces[p]) for p in reversed(far)])
     got = {rank: x.new_empty((rows.count(rank, this_node), *x.shape[1:]))
@@ -77,6 +79,7 @@ def reduce_scatter_by_nodes(comm: Comm, x: Tensor, wanted: Wanted | None = None)
     exchange_pieces(comm, [(p, sums[p]) for p in far], [(p, back[p]) for p in reversed(far)])
     total = x.new_zeros((length, *x.shape[1:]))
     for p in column:
+        # The contribution of this rank's own node was computed on this rank and not received.
         rows.add(total, comm.rank, rows.node(p), back.get(p, sums[comm.rank]))
     return total
 
@@ -147,7 +150,7 @@ def wanted_rows(comm: Comm, on_node_AN: Tensor) -> Wanted | None:
     Args:
         comm: the group.
         on_node_AN: bool [size * n, nodes]. For each row, in rank order, it is True for the nodes
-            that need the row. It must be equal on all ranks.
+            that need the row. The mask must be equal on all ranks.
     Returns:
         The rows that each node needs, or None if the group does not use two steps. In that case all
             rows are sent to all ranks.

@@ -22,15 +22,16 @@ Algorithm = TypeVar("Algorithm", bound=Callable[..., Any])
 
 
 class Exchange(ABC):
-    """An all-to-all algorithm. The same object is used for all groups. The state of a group is
-    stored in `Comm.state`.
+    """An all-to-all algorithm.
+
+    The same object is used for all groups. The state of a group is stored in `Comm.state`.
 
     Attributes:
         in_background: whether the exchange may run in a different thread or on a side stream while
             the rank computes.
         direct: name under which calls are counted if the algorithm sends one message from every
             rank to every other rank. Such an algorithm does not need a thread to run in the
-            background. It is None for other algorithms.
+            background. The value is None for other algorithms.
         rounds: number of consecutive rounds of messages in the algorithm. `auto` tries algorithms
             with fewer rounds first. An algorithm with more rounds is chosen only if it is clearly
             faster.
@@ -52,8 +53,8 @@ class Exchange(ABC):
         """The exchange for the opposite direction, which is used for results of experts and for
         gradients of the rows that this exchange sent.
 
-        The attribute `back` of the returned exchange is this exchange. By default it is this
-        exchange itself.
+        The attribute `back` of the returned exchange is this exchange. By default the method
+        returns this exchange itself.
         """
         return self
 
@@ -148,8 +149,8 @@ class ExchangeRegistry(Registry[Exchange]):
 
         Args:
             name: name under which the algorithm is registered.
-            direct: see `Exchange`. In this method, it is a boolean, because calls are counted under
-                `name`.
+            direct: see `Exchange`. In this method, the argument is a boolean, because
+                calls are counted under `name`.
             rounds: see `Exchange`.
             lacks: see `Exchange`.
             tried: see `Exchange`.

@@ -131,7 +131,7 @@ def plan_few(network: Network, collective: str) -> Schedule:
 
 
 def _agreed(comm: Comm, network: Network) -> Trees:
-    """Return the trees that the group's first rank planned. They are equal on all ranks."""
+    """Return the trees that the group's first rank planned. The trees are equal on all ranks."""
     text = ""
     if comm.rank == 0:
         try:

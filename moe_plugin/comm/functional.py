@@ -4,11 +4,11 @@ An all-to-all accepts an `anchor`, which is a parameter of the layer. If the inp
 needs no gradient on one rank (for example because it is not trained), the anchor keeps the node in
 the autograd graph. As a result, the backward collective runs either on all ranks or on no rank.
 
-In data and expert parallelism, ranks have different losses. In tensor parallelism, they share one
-loss. `split`, `gather`, `sum_parts` and `enter` are applied at the boundaries of a region in which
-each rank computes a part of the result, like the functions f and g of Megatron. Gradients outside
-the region are equal on all ranks and are never summed over ranks. Gradients of each rank's part are
-summed over ranks.
+In data and expert parallelism, ranks have different losses. In tensor parallelism, the ranks share
+one loss. `split`, `gather`, `sum_parts` and `enter` are applied at the boundaries of a region in
+which each rank computes a part of the result, like the functions f and g of Megatron. Gradients
+outside the region are equal on all ranks and are never summed over ranks. Gradients of each rank's
+part are summed over ranks.
 """
 
 from __future__ import annotations

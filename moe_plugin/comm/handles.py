@@ -65,6 +65,8 @@ def start(comm: Comm, algorithm: Exchange, x: Tensor, send: Sequence[int] | None
     if not (algorithm.in_background and comm.threaded):
         out = algorithm(comm, x, send, recv)
         return Handle(lambda: out, out)
+    # The tag is reserved here instead of in the thread, because all ranks must reserve tags in the
+    # same order.
     view = comm.with_tag(comm.state.next_tag())
     future = _worker(comm).submit(_without_autograd, algorithm, view, x, send, recv)
     return Handle(future.result)
@@ -130,6 +132,7 @@ class _Expected:
         self.comm, self.name = comm.with_tag(comm.state.next_tag()), name
         self.out = like.new_empty((sum(recv), *like.shape[1:]))
         self.parts = self.out.split(list(recv))
+        # Every rank sends to the next rank first, so the rows of the previous rank arrive first.
         peers = ring(range(comm.size), comm.rank)[-2::-1]
         self.received = self.comm.post([], [(p, self.parts[p]) for p in peers
                                             if self.parts[p].numel()])
@@ -171,6 +174,7 @@ def _on_side_stream(comm: Comm, algorithm: Exchange, x: Tensor, send: Sequence[i
         # fit on the GPU at once, and would delay the exchange.
         comm.state.stream = torch.cuda.Stream(x.device, priority=-1)
     side = comm.state.stream
+    # Kernels on the current stream may still write x.
     side.wait_stream(torch.cuda.current_stream(x.device))
     x.record_stream(side)  # before the exchange, because a failing exchange may already read x
     with torch.cuda.stream(side):
@@ -180,6 +184,8 @@ def _on_side_stream(comm: Comm, algorithm: Exchange, x: Tensor, send: Sequence[i
     def finish() -> Tensor:
         current = torch.cuda.current_stream(x.device)
         current.wait_event(done)
+        # The memory of `out` belongs to the side stream, which must not reuse it while the current
+        # stream still reads it.
         out.record_stream(current)
         return out
 

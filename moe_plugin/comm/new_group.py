@@ -68,6 +68,8 @@ def make_group(parent: dist.ProcessGroup, ranks: Sequence[int], made: dict[tuple
             backend or dist.get_backend(parent), store,
             f"moe_plugin/{made[key]}/{'_'.join(map(str, ranks))}", timeout=timeout,
             group_desc="moe_plugin")
+    # As in `torch.distributed.new_group`. Without this entry, torch could not convert global ranks
+    # to ranks of the group.
     c10d._world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(ranks)}
     return group
 

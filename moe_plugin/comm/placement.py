@@ -12,34 +12,36 @@ from moe_plugin.comm.exchange import Exchange
 
 @dataclass(frozen=True)
 class HostContext:
-    """Information about a layer that only the layer's host has. It is passed to the layer when the
-    layer is created.
+    """Information about a layer that only the layer's host has.
+
+    The host passes this information to the layer when the layer is created.
 
     Attributes:
-        layer_number: index of this MoE layer among the MoE layers of its model, counted from 0. It
-            is None if it is unknown.
+        layer_number: index of this MoE layer among the MoE layers of its model, counted from 0, or
+            None if it is unknown.
         numbered_later: True if the host sets the layer number after the layer has been created
             (`moe_plugin.experts.base.Experts.use_layer`).
         loss_comm: group of ranks that have parts of one batch of tokens. Balance losses are
-            computed over this group. If it is None, balance losses use only this rank's tokens.
+            computed over this group. If `loss_comm` is None, balance losses use only this rank's
+            tokens.
         batch_comm: all data-parallel ranks, whose tokens form the batch of a step. If this is None,
             the ranks that store the experts are used. In this case, routers with load-dependent
             biases (`sigmoid_bias`, `quantile`) use the ranks whose gradients
             `moe_plugin.training.gradients.sync` averages.
         split_loss_comm: value of `loss_comm` for a layer that splits tokens which several ranks
-            share (`parallel.schedule: s1`). It is None if splitting does not change the ranks.
+            share (`parallel.schedule: s1`), or None if splitting does not change the ranks.
         split_batch_comm: value of `batch_comm` for a layer that splits tokens which several ranks
             share. It is None if splitting does not change the ranks.
         adds_to_main_grad: whether the host stores weight gradients in `parameter.main_grad`, and
             expects that gradients may be added there during backward
             (`moe_plugin.kernels.weight_grads`).
         own_capacity: if it is true, each rank computes its capacity from its own number of tokens,
-            as if it were the only rank. If it is false, the capacity is computed from the largest
-            number of tokens on any rank that stores the experts.
-        tokens: number of tokens per call on this rank if it is the same on all ranks. It is None if
-            it is not known.
-        training: whether the layer may be trained. If it is false, warnings that concern only
-            training are omitted.
+            as if it were the only rank. If `own_capacity` is false, the capacity is computed from
+            the largest number of tokens on any rank that stores the experts.
+        tokens: number of tokens per call on this rank if it is the same on all ranks. The value is
+            None if the number is not known.
+        training: whether the layer may be trained. If `training` is false, warnings that concern
+            only training are omitted.
         agreed: further values, by name, that must be equal on all ranks of the layer, such as
             settings of the run.
     """

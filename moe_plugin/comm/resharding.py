@@ -47,7 +47,7 @@ class Resharding:
 
         Args:
             x: tensor with the shape of this rank's part in the source layout, or None if the rank
-                stores nothing in the source layout. It must not change until the move ends.
+                stores nothing in the source layout. The tensor must not change until the move ends.
             dtype: dtype of the tensor that is moved.
         Raises:
             ValueError: If `x` has an unexpected shape or dtype.

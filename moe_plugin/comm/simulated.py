@@ -139,6 +139,7 @@ class SimulatedComm(Comm):
         """
         if not all(x.is_contiguous() for _, x in (*sends, *recvs)):
             raise ValueError("send_receive needs contiguous tensors; call contiguous() first")
+        # The sender may overwrite its tensor before the receiver has copied the message.
         messages = [(peer, x.detach().clone()) for peer, x in sends]
         posted = self._meet("send_receive", messages, self._count(sends), copy=False)
         queues = {
@@ -190,6 +191,7 @@ class SimulatedComm(Comm):
             posted = list(self.board.slots)
             if self.rank == 0:
                 self._account(what, posted)
+            # No rank may overwrite its slot before all ranks have read the slots.
             self.board.barrier.wait()
         except threading.BrokenBarrierError:
             raise self.error(f"{what} gave up: a peer failed or did not arrive within "
@@ -200,8 +202,9 @@ class SimulatedComm(Comm):
         return [slot[1] for slot in posted]
 
     def _account(self, what: str, posted: list[Any]) -> None:
-        """Record one collective. It is called once per collective, on rank 0, while all ranks
-        wait.
+        """Record one collective.
+
+        The function is called once per collective, on rank 0, while all ranks wait.
         """
         with self.board.lock:
             self.traffic.collectives[what] = self.traffic.collectives.get(what, 0) + 1
@@ -251,11 +254,13 @@ def run_simulated(size: int, fn: Callable[[SimulatedComm], Result], timeout_s: f
     for thread in threads:
         thread.join()
     if errors:
+        # A `CommError` is usually only the consequence of a different error on another rank.
         raise next((e for e in errors if not isinstance(e, CommError)), errors[0])
     return results
 
 
 def _abort(board: _Board) -> None:
     board.barrier.abort()
+    # Other ranks may be waiting in a subgroup.
     for child in list(board.children.values()):
         _abort(child)

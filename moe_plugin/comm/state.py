@@ -106,15 +106,16 @@ class GroupState:
     All `Comm` objects for one process group, and their tagged views, share one `GroupState`.
 
     Attributes:
-        topology: topology that states which ranks share a node. It is None until `Comm.prepare` is
-            called. Hierarchical exchanges, routers that prefer nearby experts, and cost models
-            depend on the topology.
-        watchdog: object that sends heartbeats, so that an error can name the missing ranks. It is
-            None if no watchdog was requested.
-        worker: thread that runs exchanges in the background. It is created for the first exchange.
+        topology: topology that states which ranks share a node. The topology is None until
+            `Comm.prepare` is called. Hierarchical exchanges, routers that prefer nearby experts,
+            and cost models depend on the topology.
+        watchdog: object that sends heartbeats, so that an error can name the missing ranks, or None
+            if no watchdog was requested.
+        worker: thread that runs exchanges in the background. The thread is created for the first
+            exchange.
         stream: CUDA stream on which exchanges run in the background.
         timeout_watch: object that watches NCCL's collectives if the process group's timeout is
-            longer than the layer's timeout. It is None if it is not needed.
+            longer than the layer's timeout, otherwise None.
         connected: whether all ranks have taken part in a collective since the group was prepared
             (NCCL).
         started: descriptions of the last collectives, if collectives may fail after they have
@@ -124,8 +125,8 @@ class GroupState:
         abandoned: objects of messages that no rank waits for after an error. A backend may still
             use these objects. Each entry contains the time until which the objects are kept, and
             the objects.
-        hosts: see `Comm.hosts`. It is None if it has not been used so far, or if the group itself
-            serves this purpose.
+        hosts: see `Comm.hosts`. The value is None before its first use, or if the
+            group itself serves this purpose.
         subgroups: subgroups that contain this rank, stored by their ranks. Creating a subgroup is
             collective and requires additional connections.
         groups_made: number of groups created for each set of ranks, stored in the state of the
@@ -188,6 +189,8 @@ class GroupState:
 
     def release_abandoned(self) -> None:
         """Release the objects of messages whose time has passed."""
+        # A copy of the items, because a destructor in a different thread may add an entry
+        # meanwhile.
         for number, (until, _) in list(self.abandoned.items()):
             if until < time.monotonic():
                 self.abandoned.pop(number, None)

@@ -320,7 +320,7 @@ class TorchComm(Comm):
             self._bounded(dist.barrier)
 
     def _bounded(self, collective: Callable[..., Any], *args: Any) -> None:
-        """Run a torch collective. On gloo it may take at most `timeout_s`.
+        """Run a torch collective. On gloo the collective may take at most `timeout_s`.
 
         On NCCL the host does not wait, so the group's own timeout and its watchdog apply.
         """

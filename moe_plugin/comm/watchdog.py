@@ -79,7 +79,7 @@ def says_why() -> Iterator[None]:
 
 
 def abort_job(error: BaseException) -> None:
-    """Cause all other ranks to stop waiting for this rank. Its groups cannot be used afterwards.
+    """Cause all other ranks to stop waiting for this rank, whose groups become unusable.
 
     A job that consists of one process is not affected. On NCCL, ranks that wait in a kernel notice
     the abort when their host next waits for sizes, or when their own timeout passes.
@@ -337,7 +337,7 @@ class Watchdog:
         self._thread.start()
 
     def begin(self, what: str) -> None:
-        """Record that this rank starts an exchange. The next heartbeat will report this."""
+        """Record that this rank starts an exchange. The next heartbeat reports the start."""
         self.count += 1
         self.what = f"in {what}"
 

@@ -53,8 +53,8 @@ class FlagSpec:
         kind: type of the setting's value.
         help: help text, including the default value.
         choices: allowed values, or an empty tuple if the values are not a fixed set.
-        entry: form in which one entry of a mapping is written, such as `name=weight`. It is an
-            empty string if the setting is not a mapping.
+        entry: form in which one entry of a mapping is written, such as `name=weight`. The string is
+            empty if the setting is not a mapping.
         optional: whether the setting may be None. On the command line, None is written as `none`.
     """
 

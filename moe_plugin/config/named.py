@@ -69,7 +69,8 @@ def layer_config(config: MoEConfig | int, settings: Mapping[str, Any], **either:
 
     Args:
         config: a whole config, or the width of a token (D).
-        settings: settings as in `named_config`. They must be empty if a whole config is given.
+        settings: settings as in `named_config`. The settings must be empty if a whole config is
+            given.
         either: arguments that may be settings or other objects. An argument is used as a setting if
             it is a string or a mapping. Other arguments are ignored.
     Raises:

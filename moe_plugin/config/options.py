@@ -80,7 +80,7 @@ class SettingsSection:
     Attributes:
         PATH: dotted path of the section in the tree, with a trailing dot.
         SHORTHAND: name of the setting that is set if a plain string is given in place of the
-            section. It is an empty string if the section has no short form.
+            section. The string is empty if the section has no short form.
     """
 
     PATH: ClassVar[str] = ""

@@ -10,7 +10,7 @@ sends more bytes if k S > W, and fewer bytes if k S < W.
 With Megatron's sequence parallelism this is PPMoE's index-slice dispatch (Chen et al. 2023) in
 which the all-reduce is split into an all-gather and a reduce-scatter. With ring collectives, a rank
 sends `(W - 1) T (D + 2 K)` elements for the tokens and `(W - 1) T D` elements for the results in
-the forward pass. In the backward pass, it sends `(W - 1) T D` and `(W - 1) T (D + K)` elements.
+the forward pass. In the backward pass, a rank sends `(W - 1) T D` and `(W - 1) T (D + K)` elements.
 
 In tensor names, T is the number of tokens of this rank, and A is W times the largest number of
 tokens of any rank. D is the width, and K the number of choices.
@@ -41,14 +41,15 @@ from moe_plugin.records import ExpertRows, KeptRouting
 
 @dataclass(frozen=True)
 class GatheredPlan(TokenPlan):
-    """The plan of `all_gather`. `row_plan` describes the rows for the tokens of all ranks, each
-    padded to `longest` tokens.
+    """The plan of `all_gather`.
+
+    `row_plan` describes the rows for the tokens of all ranks, each padded to `longest` tokens.
 
     Attributes:
         weights_TK: [T, K], the gate weights of this rank's tokens, differentiable.
         longest: the largest number of tokens of any rank.
-        wanted: the tokens that each node needs, because one of their experts is on the node. If it
-            is None, all tokens are sent to all nodes.
+        wanted: the tokens that each node needs, because one of their experts is on the node. If
+            `wanted` is None, all tokens are sent to all nodes.
     """
 
     weights_TK: Tensor

@@ -72,14 +72,14 @@ class DispatchContext:
         placement: the ranks that store each expert, and the exchange algorithm.
         overlap: the number of pieces. More than one piece is allowed only with
             `traits.supports_pieces`.
-        limit: the limit on the rows of the layer. It persists between calls. None unless
+        limit: the limit on the rows of the layer. The same limit is used for all calls. None unless
             `traits.bounded`.
         spill_planner: object that decides which rank computes which rows, with the same result on
-            all ranks. It is None if every rank computes only its own experts.
+            all ranks, or None if every rank computes only its own experts.
         configured: the traits of the configured dispatcher, if this dispatcher replaces it.
         counts_on_device: whether the experts can read the numbers of their rows on the device.
         weights_first: True if gate weights multiply the experts' inputs instead of their results.
-            It is read only by dispatchers that send rows once.
+            Only dispatchers that send rows once read this field.
     """
 
     placement: Placement
@@ -242,8 +242,8 @@ def expand(place: Placement, routing: Routing, slots_TK: Tensor | None) -> tuple
     Args:
         place: the ranks that store each expert, and r.
         routing: the choices over whole experts.
-        slots_TK: int64 [T, K], the slot of each choice within its expert. If it is None, the slots
-            are computed when they are needed.
+        slots_TK: int64 [T, K], the slot of each choice within its expert. If `slots_TK` is None,
+            the slots are computed when they are needed.
     """
     if place.shards == 1:
         return routing.ids_TK, routing.weights_TK

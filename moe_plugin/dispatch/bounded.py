@@ -5,8 +5,8 @@ first, followed by rows of zeros. The numbers of rows of each expert are sent, t
 these counts on the device, so the host never waits, and a CUDA graph can capture a call. If a rank
 has more than P rows for another rank, all ranks learn this from the counts. The outputs of the call
 are then NaN, and `moe_plugin.dispatch.rows_limit.overflowed` reports the overflow at the end of the
-step. Megatron-core and torchtitan offer a similar mode. They bound the rows that a rank receives,
-and their exchange writes directly into the memory of its peers.
+step. Megatron-core and torchtitan offer a similar mode. These modes bound the rows that a rank
+receives, and their exchange writes directly into the memory of its peers.
 """
 
 from __future__ import annotations
@@ -129,6 +129,8 @@ def _piece(recv_WL: Tensor, first: int, end: int) -> Piece:
     start_WG = torch.cat([stop_WL.new_full((ranks, 1), first), stop_WG[:, :-1]], dim=1)
     count_WG = stop_WG - start_WG
     count_G = count_WG.sum(0)
+    # Number that is added to a slot to get its row in expert-major order: the rows of earlier
+    # groups, plus those of earlier ranks in the same group, minus the first slot of the group.
     shift_WG = count_WG.cumsum(0) - count_WG + (count_G.cumsum(0) - count_G) - start_WG
     slot_WS = torch.arange(first, end, device=recv_WL.device).expand(ranks, slots).contiguous()
     group_WS = torch.searchsorted(stop_WG, slot_WS, right=True)

@@ -252,7 +252,7 @@ class ExchangeDispatcher(Dispatcher):
     def pieces(self) -> int:
         """The number of pieces of a call's rows.
 
-        It is 1 under `torch.compile`, because a compiled graph runs one exchange at a time.
+        The number is 1 under `torch.compile`, because a compiled graph runs one exchange at a time.
         """
         return 1 if torch.compiler.is_compiling() else self.overlap.pieces
 

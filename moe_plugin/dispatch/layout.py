@@ -54,13 +54,13 @@ class LayerLayout:
         choice: the choice that describes the layout.
         dispatcher: the dispatcher that sends rows and returns their results.
         experts: the experts of this rank, without adapters that wrap them.
-        strategy: the function that computes rows. If it is None, the configured strategy is used.
-        gather: the ranks whose parameters are gathered before the experts compute. It is None if no
+        strategy: the function that computes rows. If `strategy` is None, the configured strategy is
+            used.
+        gather: the ranks whose parameters are gathered before the experts compute, or None if no
             parameters are gathered.
         gathered_shards: how many consecutive ranks of `gather` store shards of the same expert.
         first_shard: the index of the first expert shard that this rank has after gathering.
-        stash: the pages that store the rows for the backward pass. It is None if autograd stores
-            them.
+        stash: the pages that store the rows for the backward pass, or None if autograd stores them.
         label: the label of the choice (`LayoutChoice.label`).
         pieces: the number of pieces in which rows are sent and computed.
         plain: True if all rows are computed in one piece and without pages, with the stored
@@ -122,8 +122,8 @@ class LayerLayout:
             x_TD: [T, D] tokens of this rank.
             plan: the plan of this call.
             experts: the experts of this rank, or an adapter that wraps them.
-            anchored: whether a parameter connects the exchanges to the autograd graph. It may be
-                False if the gradients of the tokens are needed on all ranks or on no rank.
+            anchored: whether a parameter connects the exchanges to the autograd graph. The value
+                may be False if the gradients of the tokens are needed on all ranks or on no rank.
         """
         anchor = None
         if experts is not self.experts:

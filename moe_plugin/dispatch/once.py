@@ -7,7 +7,7 @@ index. The results are weighted and summed on the rank of the experts in float32
 returned as one row. With even routing over W ranks, `W (1 - (1 - 1/W)^k)` rows are sent per token
 instead of k.
 
-With `dispatch.send: nodes`, one row is sent to each node. It is received by the rank with the same
+With `dispatch.send: nodes`, one row is sent to each node. The receiver is the rank with the same
 local rank as the sender (modulo m on a smaller node with m ranks), so that all network cards are
 used, as in 2DH. The receiving rank forwards the row to the ranks of its node, sums their results,
 and returns one row. Between nodes, rows are sent by the algorithm `comm.all_to_all` (with `leader`,
@@ -82,8 +82,8 @@ class Agreed:
 
     Attributes:
         first: the sizes of the first exchange, which sends the tokens.
-        inner: the sizes of the exchange inside a node, for each piece. It is empty if rows are not
-            forwarded.
+        inner: the sizes of the exchange inside a node, for each piece. The list is empty if rows
+            are not forwarded.
         counts_PL: the number of rows of each of this rank's experts, for each piece.
     """
 
@@ -133,10 +133,9 @@ class OncePiece:
         recv: the number of rows received from each rank.
         local: whether all rows of the piece stay on their rank.
         weights_first: whether gate weights multiply the inputs of the experts.
-        rows: the plan by which the experts read the received rows. It is set after the pairs have
-            arrived.
-        forwarding: object that forwards the rows within a node. It is None if rows are not
-            forwarded.
+        rows: the plan by which the experts read the received rows. The plan is set after the pairs
+            have arrived.
+        forwarding: object that forwards the rows within a node, or None if rows are not forwarded.
     """
 
     send: list[int]

@@ -133,7 +133,7 @@ class Piece:
         recv: the number of rows received from each rank.
         counts: the number of received rows by local expert.
         order_R: int64 [R], for each row in expert-major order, its position in the order of arrival
-            (by source rank). It is None if both orders are equal, or if `slots` is set.
+            (by source rank), or None if both orders are equal, or if `slots` is set.
         inverse_R: int64 [R], the inverse of `order_R`.
         slots: the number of rows of each (source rank, expert) pair, if it is the same for all
             pairs (Tutel's flexible layout). None otherwise.
@@ -154,7 +154,7 @@ class Piece:
         Args:
             rows_RD: [R, D], the rows in the order of arrival.
             mapped: True if the experts read rows through an index and write results in the order of
-                arrival. If it is False, the rows are copied into expert-major order.
+                arrival. If `mapped` is False, the rows are copied into expert-major order.
         """
         if not mapped or not self.reorders:
             return ExpertRows(self.expert_major(rows_RD), self.counts)
@@ -174,7 +174,7 @@ class Piece:
         return len(self.recv) > 1 and len(self.counts.host) > 1 and self.slots > 0
 
     def _orders(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return `order_R` and `inverse_R`. They are computed on the device if `slots` is set."""
+        """Return `order_R` and `inverse_R`. Both are computed on the device if `slots` is set."""
         if self.slots is None:
             return self.order_R, self.inverse_R
         ranks, experts = len(self.recv), len(self.counts.host)
@@ -207,8 +207,8 @@ class ExchangePlan(DispatchPlan):
         source_N: int64 [N], the choice that each row belongs to (`kernels.rows`). Rows are ordered
             by piece.
         position_TK: int64 [T, K*r], the row of each choice, or -1.
-        weights_TK: [T, K*r] gate weights, differentiable. It is None if results are multiplied by
-            gate weights before they are returned.
+        weights_TK: [T, K*r] gate weights, differentiable, or None if results are multiplied by gate
+            weights before they are returned.
         pieces: the pieces in the order in which they are sent.
         even: whether every rank sends the same number of rows to every rank, in each piece.
         complete: True if it is known that every choice has a row and no slot is empty.
@@ -329,6 +329,7 @@ def order_by_piece(send_PWL: list[Counts], source_N: Tensor) -> Tensor:
     device = source_N.device
     lengths_VP = to_device(send_PWL, device).flatten(1).t()
     piece_VP = torch.arange(len(send_PWL), device=device).repeat(lengths_VP.shape[0])
+    # With `output_size`, the host does not wait for the device to learn the length.
     piece_N = piece_VP.repeat_interleave(lengths_VP.reshape(-1), output_size=source_N.numel())
     # stable: within a piece rows stay ordered by expert shard
     return torch.argsort(piece_N, stable=True)
@@ -342,6 +343,7 @@ def _ragged_piece(send_WL: Counts, recv_WL: Counts, device: torch.device, local:
         return Piece(send, recv, counts, local=local)
     lengths_M = to_device(recv_WL, device).view(-1)
     expert_M = torch.arange(len(recv_WL[0]), device=device).repeat(len(recv_WL))
+    # With `output_size`, the host does not wait for the device to learn the length.
     expert_R = expert_M.repeat_interleave(lengths_M, output_size=counts.total)
     order_R = torch.argsort(expert_R, stable=True)
     return Piece(send, recv, counts, order_R, inverse_permutation(order_R), local=local)

@@ -95,8 +95,8 @@ class SentSizes:
         owner: the dispatcher that started the exchange. A dispatcher with a different placement
             cannot use the result.
         order_N: int64 [N], the choices sorted by expert (`sort_by_expert`).
-        most_tokens: the largest number of tokens of any rank. It is set by `rows` if the exchange
-            includes it.
+        most_tokens: the largest number of tokens of any rank. The method `rows` sets this number if
+            the exchange includes it.
     """
 
     owner: object

@@ -121,6 +121,7 @@ class Pages:
         record_M, enough = self.rings[0].take(number, index_M, number >= 0)
         # host pages are used only if the device has not enough pages for the whole tensor
         on_host_M, on_host = self.rings[1].take(number, index_M, ~enough)
+        # At most one of the two records contains pages. The other one contains only -1.
         record_M, enough = torch.maximum(record_M, on_host_M), enough | on_host
         self.in_use += number
         self.most.copy_(torch.maximum(self.most, self.in_use))
@@ -186,8 +187,9 @@ class Kept:
 
 
 class PagedStash(Limit):
-    """The pages of all layers of a group on this rank. They are allocated for each dtype on first
-    use.
+    """The pages of all layers of a group on this rank.
+
+    The pages are allocated for each dtype on first use.
 
     The settings are the maximum over all existing layers. A step is repeated after an overflow if
     any layer is set to repeat.

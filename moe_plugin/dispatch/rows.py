@@ -62,7 +62,8 @@ def sort_by_expert(ids_TK: Tensor, experts: int, load_KE: Tensor | None = None,
     Args:
         ids_TK: int64 [T, K], the expert of each choice. The value -1 means that there is no expert.
         experts: the number E of experts.
-        load_KE: int64 [K, E], the known load (`known_load`). If it is None, the load is counted.
+        load_KE: int64 [K, E], the known load (`known_load`). If `load_KE` is None, the load is
+            counted.
         complete: True if it is known that every choice has an expert.
     Returns: the indices of the choices sorted by expert, int64 [T*K], with choices without an
         expert last; and the number of choices of each expert, int64 [E].

@@ -35,12 +35,12 @@ class Limit(ABC):
     Attributes:
         remedy: the error message, which names the limit that was too small and explains how to
             enlarge it. It contains `{needed}`.
-        repeats: whether a step that exceeds the limit is repeated. If it is False, exceeding the
-            limit raises an error.
+        repeats: whether a step that exceeds the limit is repeated. If `repeats` is False, exceeding
+            the limit raises an error.
         needed: int64 scalar on the device, the size that would have been enough for all calls since
-            the last `forget`. It is 0 if the limit was not exceeded, and None if the limit has not
-            been used yet. Calls without gradients are included, so a step or an evaluation calls
-            `forget` first and checks the value at its end.
+            the last `forget`. The value is 0 if the limit was not exceeded, and None if the limit
+            has not been used yet. Calls without gradients are included, so a step or an evaluation
+            calls `forget` first and checks the value at its end.
     """
 
     remedy: ClassVar[str]
@@ -154,8 +154,8 @@ class RowsLimit(Limit):
         least: a lower limit of the bound, set after an overflow. Initially 0.
         stashes: whether the rows needed in backward are stored in pages, without padding
             (`dispatch.row_pages`).
-        needed: the bound that would have been enough; see `Limit`. It is equal on all ranks of the
-            group.
+        needed: the bound that would have been enough; see `Limit`. The bound is equal on all ranks
+            of the group.
     """
 
     remedy = ("a rank had {needed} rows for another rank, more than dispatch.max_rows_factor "

@@ -32,8 +32,8 @@ class SpillingPlan(ExchangePlan):
     borrowed experts.
 
     Attributes:
-        spill: the plan that assigns rows to ranks. It is None if every rank computes only the rows
-            of its stored experts.
+        spill: the plan that assigns rows to ranks, or None if every rank computes only the rows of
+            its stored experts.
     """
 
     spill: SpillPlan | None = None

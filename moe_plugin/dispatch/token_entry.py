@@ -26,8 +26,8 @@ class TokenEntry:
 
     Args:
         model_dim: the width D of a token.
-        sharing: the ranks that have the same tokens and divide them (schedule S1). It is None if
-            each rank has different tokens.
+        sharing: the ranks that have the same tokens and divide them (schedule S1), or None if each
+            rank has different tokens.
     """
 
     def __init__(self, model_dim: int, sharing: Comm | None) -> None:
@@ -39,10 +39,9 @@ class TokenEntry:
 
         Args:
             x: [..., D], the input of the layer.
-            token_mask: [...] bool, True for real tokens. It is None if all tokens are real.
+            token_mask: [...] bool, True for real tokens, or None if all tokens are real.
             info: additional information about the tokens. Optional.
-            dtype: the dtype that `x` must have outside autocast. It is None if any dtype is
-                allowed.
+            dtype: the dtype that `x` must have outside autocast, or None if any dtype is allowed.
         Raises:
             ValueError: If a shape or a dtype is wrong.
         """

@@ -69,8 +69,8 @@ class Size:
     """The sizes that an exchange must support.
 
     Attributes:
-        tokens: the largest number of tokens of any rank in one piece, a multiple of 64. It is 0 if
-            the package does not need this number.
+        tokens: the largest number of tokens of any rank in one piece, a multiple of 64, or 0 if the
+            package does not need this number.
         width: the width D of a token.
         token_bytes: the number of bytes of a token.
         experts: the number of expert shards on all ranks.

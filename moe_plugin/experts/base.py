@@ -74,7 +74,7 @@ def mark_experts(module: nn.Module, ranks: int | None = None) -> None:
     Args:
         module: experts, or an adapter that wraps them. The parameters of the adapter belong to this
             rank's experts, so they are also marked.
-        ranks: the size of the expert-parallel group. If it is None, an earlier value is kept.
+        ranks: the size of the expert-parallel group. If `ranks` is None, an earlier value is kept.
     """
     for parameter in module.parameters():
         mark_expert(parameter)
@@ -105,19 +105,18 @@ class Experts(nn.Module):
 
     Attributes:
         supports_gather: whether the experts can compute with parameters gathered from other ranks.
-            If it is True, they implement `local_parameters`, `compute_parameters` and
-            `gathered_parameters`.
+            If `supports_gather` is True, they implement `local_parameters`, `compute_parameters`
+            and `gathered_parameters`.
         stored: whether the parameters are stored outside the device, so that `prefetch` is useful.
         traceable: whether `torch.compile` can trace the experts.
         reduced: whether `gradients.sync.reduce_experts` was called. This function sets the same
             mark on each parameter with its hooks.
         adapters: the ranks of the low-rank adapters on these experts (`experts.lora`). None
             without adapters.
-        later: object that collects weight gradients that the host computes after the backward pass.
-            It is None if the backward pass computes them.
-        seed_comm: the ranks that share one seed for their initial values. It is None if the
-            generators of the ranks are in the same state, or if values are copied from one rank to
-            the others.
+        later: object that collects weight gradients that the host computes after the backward pass,
+            or None if the backward pass computes them.
+        seed_comm: the ranks that share one seed for their initial values, or None if the generators
+            of the ranks are in the same state, or if values are copied from one rank to the others.
     """
 
     supports_gather: ClassVar[bool] = False
@@ -145,7 +144,7 @@ class Experts(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """The dtype that inputs must have. It is None if any dtype is allowed."""
+        """The dtype that inputs must have, or None if any dtype is allowed."""
         return None
 
     @property
@@ -185,8 +184,8 @@ class Experts(nn.Module):
         Collective over `comm`.
 
         Args:
-            local: parameters of this rank in the form of `local_parameters`. If it is None, the
-                stored parameters are used.
+            local: parameters of this rank in the form of `local_parameters`. If `local` is None,
+                the stored parameters are used.
             comm: the group of ranks whose parameters are gathered.
             shards: how many consecutive ranks store shards of the same expert.
             first_shard: the first expert shard in the gathered parameters.
@@ -205,7 +204,7 @@ class Experts(nn.Module):
         """Set the index of the MoE layer of these experts, counted from 0.
 
         Args:
-            number: the index. It is None if the host does not know it
+            number: the index, or None if the host does not know it
                 (`HostContext.numbered_later`).
         """
 

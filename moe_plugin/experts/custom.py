@@ -82,8 +82,8 @@ def build_device_experts(config: MoEConfig, place: Placement, host: HostContext,
         config: the settings of the layer.
         place: the ranks that store each expert.
         host: information from the host framework.
-        factory: a function `factory(global_index) -> module` for custom experts. If it is None, the
-            configured kind of experts is built.
+        factory: a function `factory(global_index) -> module` for custom experts. If `factory` is
+            None, the configured kind of experts is built.
         where: the dtype and device of the parameters.
     """
     if factory is not None:

@@ -45,8 +45,8 @@ class ExpertWindow:
         shape: the shape of the whole tensor. The first axis is the axis of all experts.
         offsets: the offset of the part in the whole tensor along each axis.
         sizes: the size of the part along each axis.
-        shard_axis: the axis along which each expert is split over several ranks. It is None if
-            experts are not sharded.
+        shard_axis: the axis along which each expert is split over several ranks, or None if experts
+            are not sharded.
     """
 
     shape: tuple[int, ...]
@@ -117,7 +117,8 @@ def window_in(name: str, shape: Sequence[int], place: Placement, *,
 class ExpertPart(Tensor):
     """A rank's part of an expert tensor in a state dict.
 
-    It behaves like a plain tensor in computations, copies and pickles, but DCP refuses to save it.
+    This class behaves like a plain tensor in computations, copies and pickles, but DCP refuses to
+    save it.
     """
 
     @classmethod

@@ -200,16 +200,17 @@ class FFNExperts(Experts):
         return {"in": first, "out": [self.w_out_LFD]}
 
     def add_lora(self, ranks: ExpertRanks, seed: int) -> None:
-        """Add low-rank adapters to these experts. The method is collective if experts are split
-        over ranks.
+        """Add low-rank adapters to these experts.
+
+        The method is collective if experts are split over ranks.
 
         The outputs do not change at first: `a` is random, `b` is zero, and with DoRA `m` is the
         current length of each column.
 
         Args:
             ranks: the LoRA ranks and scales of the adapters.
-            seed: the seed of the random values. It must be the same on all ranks. The values of an
-                expert also depend on its global index.
+            seed: the seed of the random values. The seed must be the same on all ranks. The values
+                of an expert also depend on its global index.
         """
         place, (local, width, inner) = self.placement, self.w_in_LDF.shape
         like: dict[str, Any] = {"dtype": self.dtype, "device": self.w_in_LDF.device}
@@ -274,9 +275,9 @@ class FFNExperts(Experts):
         """Return the parameters in the form that strategies use.
 
         Args:
-            tensors: parameters in the form of `local_parameters`. They may belong to different
-                experts, to more experts, or to several consecutive shards. Defaults to the stored
-                parameters.
+            tensors: parameters in the form of `local_parameters`. The weights may belong to
+                different experts, to more experts, or to several consecutive shards. Defaults to
+                the stored parameters.
             first_shard: the index of the first shard in `tensors`. Defaults to the shard of this
                 rank.
         """
@@ -357,8 +358,8 @@ def gather_parameters(local: Mapping[str, Tensor], comm: Comm, shards: int,
         comm: the ranks to gather from.
         shards: how many consecutive ranks store shards of the same expert. The shards are
             concatenated along the axis in `axes`.
-        axes: the axis of each parameter along which experts are split. It is None if every shard
-            has the whole tensor. In this case, the tensor of the first shard is used.
+        axes: the axis of each parameter along which experts are split, or None if every shard has
+            the whole tensor. In this case, the tensor of the first shard is used.
     Returns: tensors [L * size / shards, ...] with the same names. The axis along which experts are
         split is `shards` times as long as in the parameters of one rank.
     """

@@ -42,8 +42,8 @@ class ExpertRanks:
         alphas: for each place, the value alpha. The scale of an adapter is alpha / r.
         rooted: True if the scale is alpha / sqrt(r) instead (rsLoRA).
         dora: whether the adapters have column lengths m (DoRA).
-        merged: the adapters that were added to the weights and are no longer computed. It is None
-            if the adapters are not merged.
+        merged: the adapters that were added to the weights and are no longer computed, or None if
+            the adapters are not merged.
     """
 
     ranks: Mapping[str, Sequence[int]]
@@ -82,10 +82,10 @@ def column_lengths(w_LIO: Tensor, adapter: LowRank | None, shards: Comm | None) 
 
     Args:
         w_LIO: [L, I, O], the weights.
-        adapter: a and b, already multiplied by the scale. If it is None, the lengths of the columns
-            of w are returned.
-        shards: the ranks that store other parts of the axis I. It is None if this rank stores all
-            of it.
+        adapter: a and b, already multiplied by the scale. If `adapter` is None, the lengths of the
+            columns of w are returned.
+        shards: the ranks that store other parts of the axis I, or None if this rank stores all of
+            it.
     """
     wide = torch.promote_types(w_LIO.dtype, torch.float32)
     squared = torch.linalg.vector_norm(w_LIO, dim=1, dtype=wide).square()
@@ -110,8 +110,8 @@ def with_factors(tensors: dict[str, Tensor], weights: Mapping[str, Sequence[Tens
         weights: the weights by place, in the order of `PLACES`.
         ranks: the ranks and scales of the adapters.
         first: the global index of the first expert.
-        shards: the ranks that store other shards of these experts. It is None if experts are not
-            sharded.
+        shards: the ranks that store other shards of these experts. The value is None if experts are
+            not sharded.
     """
     for place, (a, bs, ms) in PLACES.items():
         for w_LIO, b, m in zip(weights[place], bs, ms, strict=False):

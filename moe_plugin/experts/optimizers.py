@@ -1,4 +1,7 @@
-"""Checks that torch optimizers treat expert parameters correctly. They run in the first step."""
+"""Checks that torch optimizers treat expert parameters correctly.
+
+The checks run in the first step.
+"""
 
 from __future__ import annotations
 
@@ -43,13 +46,14 @@ _WHOLE_GROUPS: WeakKeyDictionary[Optimizer, list[dict[str, Any]]] = WeakKeyDicti
 
 
 def watch_optimizers() -> None:
-    """Check the first step of every torch optimizer from now on. Each later step only needs one
-    lookup.
+    """Check the first step of every torch optimizer from now on.
+
+    Each later step only needs one lookup.
 
     The first step raises `ValueError` if an optimizer or tool treats the experts of several ranks
     as copies of each other, or if it runs inside backward although the gradients of the experts are
-    averaged at the end of backward. It logs a warning if parameters of the optimizer were replaced
-    in their model.
+    averaged at the end of backward. The first step logs a warning if parameters of the optimizer
+    were replaced in their model.
     """
     if not _watched:
         _watched.append(register_optimizer_step_pre_hook(_before_step))

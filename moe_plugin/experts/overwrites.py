@@ -1,8 +1,9 @@
 """A check that nothing overwrites experts, and that shared parameters stay equal on all ranks.
 
 Data-parallel tools, and loops over `model.parameters()`, often treat all parameters as replicas.
-They would copy or average experts, or the gradients of experts, over ranks that store different
-experts. Not all such tools can be recognized, so the check compares samples of the values.
+Such a tool would copy or average experts, or the gradients of experts, over ranks that store
+different experts. Not all such tools can be recognized, so the check compares samples of the
+values.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class OverwriteCheck:
     Attributes:
         calls: the number of training calls of the layer so far.
         world: the ranks that have the same shared parameters, including ranks with replicas of the
-            experts. A host sets this attribute. If it is None, replicas are not compared.
+            experts. A host sets this attribute. If `world` is None, replicas are not compared.
     """
 
     def __init__(self, comm: Comm, experts: nn.Module) -> None:

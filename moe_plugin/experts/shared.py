@@ -21,8 +21,8 @@ class DrawnLinear(nn.Linear):
     """A linear layer whose initial values do not depend on how its parameters are sharded.
 
     Args:
-        std: the standard deviation of the initial weights. If it is given, biases are initialized
-            to zero. Defaults to the initialization of `torch.nn.Linear`.
+        std: the standard deviation of the initial weights. If `std` is given, biases are
+            initialized to zero. Defaults to the initialization of `torch.nn.Linear`.
     """
 
     def __init__(self, *args: Any, std: float | None = None, **options: Any) -> None:
@@ -63,7 +63,10 @@ def linear_of(config: MoEConfig) -> type[DrawnLinear]:
 
 
 class SharedExpert(nn.Module):
-    """An expert that processes every real token. Its parameters are replicated on all ranks."""
+    """An expert that processes every real token.
+
+    The parameters of the shared expert are replicated on all ranks.
+    """
 
     def __init__(self, config: MoEConfig, *, dtype: torch.dtype | None = None,
                  device: Any = None) -> None:
@@ -142,7 +145,10 @@ class OverlappedWork:
             self.more()
 
     def shared_TD(self) -> Tensor | None:
-        """Return the outputs [T, D] of the shared expert, or None. They are computed only once."""
+        """Return the outputs [T, D] of the shared expert, or None.
+
+        The outputs are computed only once.
+        """
         # may have been computed by `__call__` while the rows were sent
         if self._shared_TD is None and self.shared is not None:
             self._shared_TD = self.shared(self.tokens.x_TD, self.tokens.mask_T)
@@ -165,6 +171,7 @@ def add_residual(y_TD: Tensor, tokens: Tokens, routing: Routing,
     if shared_TD is not None:
         y_TD = y_TD + shared_TD
     if routing.passthrough_T is not None:
+        # Padding may contain NaN, which remains NaN even if it is multiplied by 0.
         real_TD = x_TD if mask_T is None else x_TD.masked_fill(~mask_T[:, None], 0)
         y_TD = y_TD + (routing.passthrough_T[:, None] * real_TD).to(x_TD.dtype)
     return y_TD
@@ -213,6 +220,7 @@ class LatentProjection(nn.Module):
         The results of padding are zero.
         """
         y_TD: Tensor = self.up(y_TL).to(tokens.x_TD.dtype)
+        # Results of padding are zeros, which only a bias changes.
         if tokens.mask_T is None or self.up.bias is None:
             return y_TD
         return y_TD.masked_fill(~tokens.mask_T[:, None], 0)

@@ -1,4 +1,4 @@
-"""Background copies between a device and a slower tier. They are executed in order.
+"""Background copies between a device and a slower tier. The copies are executed in order.
 
 If the device is a GPU, copies run on a separate stream. Other work, such as reading a file, runs in
 a single thread. If the device is a CPU, all work runs in this thread. The caller continues
@@ -26,8 +26,8 @@ class CopyCounters:
     Attributes:
         copies: number of finished jobs.
         bytes: number of bytes moved by the jobs.
-        busy_s: time in seconds in which jobs ran, including throttling. For a GPU, it contains only
-            the time of the thread.
+        busy_s: time in seconds in which jobs ran, including throttling. For a GPU, only the time of
+            the thread is counted.
         throttled_s: time in seconds that throttling added.
         waits: number of times that the caller waited for unfinished jobs.
         stalled_s: time in seconds in which the caller waited. Times during which a GPU stream
@@ -44,13 +44,13 @@ class CopyCounters:
 
 @dataclass
 class OnDevice:
-    """Device memory used by a feature that moves data. It is shown in reports.
+    """Device memory used by a feature that moves data. Reports show these numbers.
 
     Attributes:
         resident_bytes: maximum number of bytes on the device in the last step, or 0 if it is
             unknown.
-        keep, recompute, swap: number of blocks with this activation policy. It is 0 for features
-            other than activations.
+        keep, recompute, swap: number of blocks with this activation policy. The number is 0 for
+            features other than activations.
     """
 
     resident_bytes: int = 0

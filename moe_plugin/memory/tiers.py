@@ -79,8 +79,9 @@ class Tier(ABC):
 
     @abstractmethod
     def _write(self, pairs: Sequence[tuple[TierTensor, Tensor]]) -> None:
-        """Write tensors to the space that was allocated for them. If there is not enough space for
-        a tensor, the space of all these tensors is freed.
+        """Write tensors to the space that was allocated for them.
+
+        If there is not enough space for a tensor, the space of all tensors of this call is freed.
         """
 
     @abstractmethod
@@ -174,11 +175,12 @@ class HostTier(Tier):
 
 
 class DiskTier(Tier):
-    """A tier that stores tensors in one unnamed file in a folder. The file disappears when the
-    process ends for any reason.
+    """A tier that stores tensors in one unnamed file in a folder.
+
+    The file disappears when the process ends for any reason.
 
     Args:
-        folder: folder on a disk. It is created if it does not exist.
+        folder: folder on a disk. A folder that does not exist is created.
     Raises:
         ValueError: If the folder cannot be created.
     """

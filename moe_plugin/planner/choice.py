@@ -137,8 +137,10 @@ class LayoutChoice:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> LayoutChoice:
-        """Return the layout with the given fields. Their form is the same as in the result of
-        `as_dict`."""
+        """Return the layout with the given fields.
+
+        The fields have the same form as in the result of `as_dict`.
+        """
         return cls(**values)
 
 
@@ -190,9 +192,9 @@ def combinations(values: Mapping[str, Sequence[Any]], ranks: int) -> Iterator[La
     """Yield every sensible layout that combines the given values, which are listed by field name.
 
     Layouts without an all-to-all (r = 0, gathered tokens, or a single rank) cannot overlap an
-    exchange. They use the first algorithm and d = 1, and their rows never spill. Layouts that
-    gather tokens and layouts that spill rows use the largest possible r. Layouts that send each
-    token once per rank or once per node cannot use the piece axis `experts`.
+    exchange. Such layouts use the first algorithm and d = 1, and their rows never spill. Layouts
+    that gather tokens and layouts that spill rows use the largest possible r. Layouts that send
+    each token once per rank or once per node cannot use the piece axis `experts`.
     """
     choices = {}
     for row in itertools.product(*values.values()):

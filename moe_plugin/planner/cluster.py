@@ -30,7 +30,7 @@ class Device:
         memory_bytes_s: memory bandwidth in bytes per second.
         launch_s: fixed time of each operation in seconds.
         memory_bytes: memory of a rank in bytes. Plans leave the fraction `HEAD_ROOM` of it free.
-        fit_error: mean relative error of the fitted values compared with the measurements. It is
+        fit_error: mean relative error of the fitted values compared with the measurements, or
             None if the values are taken from a data sheet instead of a measurement.
     """
 
@@ -126,7 +126,7 @@ class Cluster:
         host: CPU cost of each message and byte if one machine emulates the cluster, otherwise zero.
             See `planner.all_to_all_cost`.
         wake_s: CPU time in seconds to wake a rank if one machine emulates the cluster, otherwise 0.
-        fit_error: mean relative error of the fitted values compared with the measurements. It is
+        fit_error: mean relative error of the fitted values compared with the measurements, or
             None if nothing was measured.
     """
 

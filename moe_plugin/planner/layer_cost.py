@@ -41,10 +41,10 @@ class LayerShape:
 
     Attributes:
         tokens: number of tokens T of one rank.
-        capacity_factor: factor by which rows are padded. It is None if rows are not padded.
+        capacity_factor: factor by which rows are padded, or None if rows are not padded.
         gated: whether an expert has three weight matrices instead of two.
-        latent_dim: width to which tokens are projected before they are sent to the experts. It is 0
-            if there is no projection.
+        latent_dim: width to which tokens are projected before they are sent to the experts, or 0 if
+            there is no projection.
         element_bytes: number of bytes per element of activations and parameters.
         skew: number of rows of the fullest rank divided by the mean over all ranks, at least 1.
         shards: number of ranks that share an expert. Defaults to `ranks / experts`, at least 1.

@@ -72,7 +72,7 @@ class ModelShape:
 
     Attributes:
         moe_first: True if the first of every `moe_every` layers has experts, as with Megatron's
-            `--moe-layer-freq`. If it is False, the last one has experts, as with fairseq's
+            `--moe-layer-freq`. If `moe_first` is False, the last one has experts, as with fairseq's
             `--moe-freq`. The method `in_host` sets this field.
         sharded_optimizer: True if the optimizer state of replicated parameters is divided equally
             among the data-parallel ranks (Megatron's `--use-distributed-optimizer`). The method
@@ -87,7 +87,7 @@ class ModelShape:
             from which a token may select experts. In DeepSeek's node-limited routing, a group
             corresponds to a node, so the limit bounds the number of ranks and nodes that receive a
             token. With `groups=1`, routing is not limited.
-        capacity_factor: capacity factor of the experts. It is None if no token is dropped.
+        capacity_factor: capacity factor of the experts, or None if no token is dropped.
         skew: number of rows of the busiest rank divided by the mean over all ranks, at least 1.
         element_bytes: number of bytes per element of weights and activations.
         state_bytes: bytes of gradient and optimizer state per parameter, without the weight itself.
@@ -230,8 +230,8 @@ class ModelPlan:
     groups are folded over the tensor- and data-parallel ranks.
 
     Attributes:
-        tp, pp, dp: tensor-, pipeline- and data-parallel sizes. Their product is the number of
-            ranks.
+        tp, pp, dp: tensor-, pipeline- and data-parallel sizes. The product of the sizes is the
+            number of ranks.
         ep: number of ranks among which the experts are divided.
         etp: number of ranks among which each expert's inner width is divided.
         micro_batch: number of sequences per micro-batch.

@@ -166,7 +166,9 @@ class Limits:
 
 @dataclass(frozen=True)
 class OnceRows:
-    """Numbers of rows and (expert, weight) pairs of a token. Its own rank and node are included.
+    """Numbers of rows and (expert, weight) pairs of a token.
+
+    The token's own rank and node are included.
 
     Attributes:
         ranks: number of ranks to which the token's row is sent.

@@ -69,15 +69,16 @@ class ReplicaMap:
 
 
 def replicate(loads: Loads, slots: int, most: int | None = None) -> list[int]:
-    """Return the number of replicas of each expert, which is at least one. The sum of all numbers
-    is `slots`.
+    """Return the number of replicas of each expert, which is at least one.
+
+    The sum of all numbers is `slots`.
 
     The greedy choice is optimal, because no choice has a smaller maximum load per slot.
 
     Args:
         loads: load of each expert.
         slots: total number of replicas of all experts.
-        most: maximum number of replicas of an expert. If it is given, slots may remain unused.
+        most: maximum number of replicas of an expert. If `most` is given, slots may remain unused.
             By default, there is no limit.
     """
     counts = [1] * len(loads)

@@ -68,7 +68,7 @@ class TensorLayout:
             mesh: mapping from the name of each mesh axis to its size, with the slowest axis first.
             spec: for every axis of the tensor, the mesh axes over which it is sharded. The tensor
                 is replicated over all remaining mesh axes.
-            devices: devices in the order of the mesh. By default, they are 0, 1, 2 and so on.
+            devices: devices in the order of the mesh. Defaults to 0, 1, 2 and so on.
         Raises: ValueError: If mesh axes are unknown or used twice, or if the device count is
             wrong."""
         count = math.prod(mesh.values())

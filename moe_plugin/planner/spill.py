@@ -163,7 +163,7 @@ class _Draft:
 
     Attributes:
         speeds: number of rows that each rank computes in the time in which a rank of speed 1
-            computes one row. It is None if all ranks are equally fast.
+            computes one row, or None if all ranks are equally fast.
         shares: number of rows of each rank if all ranks need the same time.
     """
 

@@ -118,7 +118,7 @@ class StandingReplicas:
         every: number of steps between placements.
 
     Attributes:
-        placed: map of the experts on each rank. It is None if no expert is replicated.
+        placed: map of the experts on each rank, or None if no expert is replicated.
         shares: for each replicated expert, the fraction of its rows that each rank computes.
     """
 

@@ -37,9 +37,10 @@ class PairedComparison(NamedTuple):
 
     Attributes:
         middle: logarithm of the time ratio, which is negative if the first candidate is faster.
-        spread: uncertainty of `middle`. It is half of the range of the logarithms without outliers,
-            or the sum of the distances between each candidate's smallest and second smallest time.
-            It is increased if there are few rounds, because few rounds may agree by chance.
+        spread: uncertainty of `middle`. The uncertainty is half of the range of the logarithms
+            without outliers, or the sum of the distances between each candidate's smallest and
+            second smallest time. The uncertainty is increased if there are few rounds, because few
+            rounds may agree by chance.
         rounds: number of rounds in which both candidates have a time.
     """
 
@@ -109,9 +110,9 @@ class Decision(NamedTuple, Generic[Choice]):
 
     Attributes:
         choice: candidate that should be used.
-        sure: True if it is known for every candidate whether it saves enough time. If it is False,
-            the choice is the current candidate, or the best candidate that certainly saves enough
-            time.
+        sure: True if it is known for every candidate whether it saves enough time. If `sure` is
+            False, the choice is the current candidate, or the best candidate that certainly saves
+            enough time.
         open: candidates that more rounds could distinguish.
     """
 
@@ -189,7 +190,7 @@ class Contest(Generic[Choice]):
         self._round, self._first, self._idle = {}, {}, 0
 
     def next(self) -> Choice:
-        """Return the next candidate to try. Its time must then be reported by `add`."""
+        """Return the next candidate to try. The candidate's time must then be reported by `add`."""
         choice = self._queue.popleft()
         self._awaited.append(choice)
         self._idle = 0
@@ -328,7 +329,9 @@ class Contest(Generic[Choice]):
 
 @dataclass
 class Checks:
-    """Intervals at which a choice is checked. They become longer with each check that agrees.
+    """Intervals at which a choice is checked.
+
+    The intervals become longer with each check that agrees.
 
     Attributes:
         calls: number of calls since the last check.

@@ -65,7 +65,7 @@ class TakesTokenIds:
     Attributes:
         needs: names of the token information that the layer's router needs, as in
             `RouterModule.needs`.
-        tokens_BT: int64 [B, T], the token ids of the next call. It is None if no token ids were
+        tokens_BT: int64 [B, T], the token ids of the next call, or None if no token ids were
             passed.
     """
 
@@ -101,7 +101,7 @@ def token_info(x_TBD: Tensor, ids_TB: Tensor | None, needs: frozenset[str],
 
     Args:
         x_TBD: tokens [T, B, D], or [B, T, D] if `batch_axis` is 0.
-        ids_TB: int64, the token ids, in the order of the first two axes of `x_TBD`. They are
+        ids_TB: int64, the token ids, in the order of the first two axes of `x_TBD`. The ids are
             required only if the router reads token ids.
         needs: the attribute `RouterModule.needs` of the router.
         batch_axis: index (0 or 1) of the axis of `x_TBD` along which sequences are arranged.
@@ -116,30 +116,32 @@ def token_info(x_TBD: Tensor, ids_TB: Tensor | None, needs: frozenset[str],
 
 @dataclass(eq=False)
 class RoutingCall:
-    """The data of one call of a router. The router's hooks set the fields one after another, and
-    its losses read them.
+    """The data of one call of a router.
+
+    The router's hooks set the fields one after another, and its losses read them.
 
     Attributes:
         logits_TE: noisy logits computed by the hook `scores`, in float32 or float64.
         ids_TK: int64, the chosen experts before any policy or capacity removes choices. The value
             -1 means that there is no expert.
-        mask_T: bool, True for tokens that are not padding. If it is None, all tokens are real.
+        mask_T: bool, True for tokens that are not padding. If `mask_T` is None, all tokens are
+            real.
         k: number of experts per token.
         info: further information about the tokens.
-        noise: standard deviation of the noise in the logits (already divided by E). It is 0 if
-            there is no noise.
+        noise: standard deviation of the noise in the logits (already divided by E), or 0 if there
+            is no noise.
         score: function that converts logits to scores.
         divides: whether weights are divided by `max(sum over the choices + added, least)`.
-        one_pass: True if a single kernel computes the choices, weights and sums. If it is False,
-            they are computed step by step.
+        one_pass: True if a single kernel computes the choices, weights and sums. If `one_pass` is
+            False, they are computed step by step.
         reads_z: True if one of the configured losses needs the logsumexp of the logits.
-        leaves_none: True if every real token has an expert for each of its choices. If it is False,
-            some choices may be -1.
+        leaves_none: True if every real token has an expert for each of its choices. If
+            `leaves_none` is False, some choices may be -1.
         replays_whole: True if no recording of a router of this class contains -1 for a real token,
             for any number of nodes.
-        comm: group of ranks that share the batch's tokens. If it is None, this rank has the whole
-            batch.
-        clean_TE: logits before noise was added. If it is None, the logits contain no noise.
+        comm: group of ranks that share the batch's tokens. If `comm` is None, this rank has the
+            whole batch.
+        clean_TE: logits before noise was added. If `clean_TE` is None, the logits contain no noise.
         deviation_TE: standard deviation of the noise of each logit (noisy_topk).
         outside_TE: bool, True for experts outside the groups that were chosen for the token.
         penalty_E: for each expert, the penalty for the link from this rank to the expert. The mean
@@ -148,9 +150,9 @@ class RoutingCall:
             tokens. The counts include all ranks and all micro-batches of the step up to and
             including this call.
         priority_T, passthrough_T, chosen_TK: see `moe_plugin.records.Routing`.
-        routed: the choices, weights and sums over tokens returned by `route` or `route_by_steps`.
-            It is None if the router uses neither function. The field `z` of this result may be
-            None, in which case z is computed from `logits_TE`.
+        routed: the choices, weights and sums over tokens returned by `route` or `route_by_steps`,
+            or None if the router uses neither function. The field `z` of this result may be None,
+            in which case z is computed from `logits_TE`.
     """
 
     logits_TE: Tensor = None  # until hook `scores`
@@ -213,8 +215,8 @@ class RoutingCall:
         """Return the weights [T, K] of the chosen experts, which are their scores, divided by the
         sum of these scores if `divides` is true.
 
-        ids_TK: int64, the choices. They may be the result of `choose`, a recording, or the router's
-            own choices.
+        ids_TK: int64, the choices. The choices may be the result of `choose`, a recording, or the
+            router's own choices.
         """
         if self.routed is not None and self.routed.ids_TK is ids_TK:
             self.leaves_none = True
@@ -287,8 +289,8 @@ class RoutingCall:
         """The margin `(clean logit - k-th largest noisy logit of the other experts) / (deviation of
         the noise)`.
 
-        It is None if the noise has no learned deviation. If k = E, the margin is infinite, because
-        every expert is always chosen.
+        The margin is None if the noise has no learned deviation. If k = E, the margin is infinite,
+        because every expert is always chosen.
         """
         if self.deviation_TE is None:
             return None

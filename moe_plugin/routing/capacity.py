@@ -91,8 +91,8 @@ class CapacityLimit:
                training: bool) -> int | Tensor | None:
         """Return the limit beyond which choices are dropped.
 
-        The limit usually equals `made`. It is lower if only the device knows the number of real
-        tokens, or if this rank applies its own limit and has fewer tokens than other ranks.
+        The limit usually equals `made`. The limit is lower if only the device knows the number of
+        real tokens, or if this rank applies its own limit and has fewer tokens than other ranks.
         """
         comm, known = self.comm, asked.size > 1
         if self.own and self.comm.size > 1:
@@ -186,8 +186,8 @@ def capacity(config: DispatchConfig, routing: Routing, experts: int, comm: Comm,
         routing: choices and weights of this rank's tokens.
         experts: number of experts, E.
         comm: group of ranks that have different loads.
-        training: True if the layer is in training mode. If it is False, the evaluation settings
-            apply.
+        training: True if the layer is in training mode. If `training` is False, the evaluation
+            settings apply.
     """
     rule = _Rule.of(config, training)
     if rule.factor is None and not rule.fraction:
@@ -325,10 +325,10 @@ def drop(routing: Routing, slots_TK: Tensor | None, limit: int | Tensor | None,
 
     Args:
         routing: the routing before dropping.
-        slots_TK: int64 [T, K], the slots of the choices; see `slots`. It is not read if there is no
-            limit.
+        slots_TK: int64 [T, K], the slots of the choices; see `slots`. Without a limit, this tensor
+            is not read.
         limit: number of slots per expert and source rank, as an integer or an int64 scalar tensor.
-            If it is None, there is no limit.
+            If `limit` is None, there is no limit.
         normalize_after: whether the remaining weights are divided by `max(sum + added, least)` if
             `top_k` > 1.
         added: number that is added to the sum of the weights before the division.

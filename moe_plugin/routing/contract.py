@@ -87,8 +87,10 @@ def float32_state(module: nn.Module) -> list[str]:
 
 
 class RouterModule(HasFinishStep, nn.Module):
-    """Base class of all routers. It defines the attributes that a router declares and the methods
-    that are called once per step.
+    """Base class of all routers.
+
+    The class defines the attributes that a router declares and the methods that are called once per
+    step.
 
     Most routers derive from `moe_plugin.routing.Router`. Derive a router directly from this class
     if it does not use any code of the provided routers. A layer also accepts a plain `nn.Module`
@@ -99,13 +101,13 @@ class RouterModule(HasFinishStep, nn.Module):
             "sequences"). Hosts pass only the fields that the router needs.
         own_losses: names of the losses that this router can compute, but some other routers cannot.
         reads: the optional settings in the section `router` that this router reads, each written as
-            `name` or `name=value`. Each class must declare its complete list. If it is None, the
-            router may read any setting.
-        fixed_k: number of experts per token if the number cannot be configured. If it is None, the
-            number is set by `router.top_k` and can be overridden in each call.
+            `name` or `name=value`. Each class must declare its complete list. If `reads` is None,
+            the router may read any setting.
+        fixed_k: number of experts per token if the number cannot be configured. If `fixed_k` is
+            None, the number is set by `router.top_k` and can be overridden in each call.
         any_number: True if a token may have up to E experts, regardless of k.
-        reads_top_k: whether `router.top_k` changes the router's behavior. It is False for every
-            class that sets `fixed_k`.
+        reads_top_k: whether `router.top_k` changes the router's behavior. The value is False for
+            every class that sets `fixed_k`.
         balances: whether the router distributes tokens evenly over the experts without a balance
             loss.
         host: information that the host framework provides about the layer.
@@ -302,9 +304,9 @@ def forget_step(model: nn.Module) -> None:
 class RouterSteps(RunFeature):
     """A run feature that updates the routers at the end of each step.
 
-    After a step that changed parameters, this feature calls `finish_step`. After any other step, it
-    calls `forget_step`. Otherwise the counts of this step would be included in the next step. The
-    schedules of the routers are updated to the step index of the run.
+    After a step that changed parameters, this feature calls `finish_step`. After any other step,
+    the feature calls `forget_step`. Otherwise the counts of this step would be included in the next
+    step. The schedules of the routers are updated to the step index of the run.
     """
 
     def __init__(self, models: Iterable[nn.Module]) -> None:

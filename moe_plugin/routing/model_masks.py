@@ -246,7 +246,7 @@ def _not_padding(module: nn.Module, value: Any) -> Tensor | None:
 
 
 class _Unknown:
-    """A hook for models that have no known mask argument. It logs a warning once."""
+    """A hook for models that have no known mask argument. The hook logs a warning once."""
 
     def __init__(self, places: Mapping[str, int]) -> None:
         self.places = places

@@ -98,8 +98,8 @@ class RoutingMailbox:
 class _Decided:
     """The decision that a block makes for the next block.
 
-    values: the values of the decision that have a gradient. They are part of the block's autograd
-        graph.
+    values: the values of the decision that have a gradient. The values are part of the block's
+        autograd graph.
     """
 
     routing: Routing

@@ -2,8 +2,8 @@
 
 With activation checkpointing, a layer runs twice: in the forward pass, and again during the
 backward pass. Shapes and gradients would be wrong if the second pass sent a token to a different
-expert, for example because of noise or rounding. They would also be wrong if it read a count that
-other passes have changed. Therefore the second pass reuses the choices of the first pass.
+expert, for example because of noise or rounding. The same happens if the second pass read a count
+that other passes have changed. Therefore the second pass reuses the choices of the first pass.
 
 Each recording belongs to one call of a checkpoint. The recording is stored on the object that torch
 keeps for this call from the first pass to the recomputation. For a reentrant checkpoint (of torch,
@@ -214,7 +214,7 @@ def replayed(owner: object, choose: Callable[[], T], training: bool, *, what: st
         choose: function that computes the value.
         training: whether the layer is in training mode. If False, only tapes record and replay.
         what: label of the value. A recording returns a value only for the same owner and label.
-        shape: expected shape of a recorded value. If it is None, the shape is not checked.
+        shape: expected shape of a recorded value. If `shape` is None, the shape is not checked.
         values: False for a value that is used only by a pass and its recomputation, not by tapes.
     Raises:
         RuntimeError: If the first pass and the recomputation do not match.

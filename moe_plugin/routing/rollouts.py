@@ -91,8 +91,8 @@ def rollout(sample: Any, layers: int | None = None, top_k: int | None = None) ->
     Args:
         sample: an array or tensor of integers [T, L, K], or a base64 string of int32 values, as
             sent by SGLang.
-        layers, top_k: number L of layers and number K of experts per token. They are required only
-            for a base64 string, which contains no shape.
+        layers, top_k: number L of layers and number K of experts per token. Both numbers are
+            required only for a base64 string, which contains no shape.
     Raises:
         ValueError: If the sample has an unexpected shape, or does not contain integers.
     """
@@ -123,8 +123,8 @@ def padded(samples: Sequence[Tensor], length: int, starts: Sequence[int] | None 
     Args:
         samples: result of `rollout` for each sample.
         length: number S of tokens per sample, including padding.
-        starts: position of each sample's first token. It is above 0 if samples are padded on the
-            left. Defaults to 0.
+        starts: position of each sample's first token. The position is above 0 if samples are padded
+            on the left. Defaults to 0.
     """
     starts = starts or [0] * len(samples)
     for sample in samples:
@@ -144,8 +144,8 @@ def padded(samples: Sequence[Tensor], length: int, starts: Sequence[int] | None 
 def packed(samples: Sequence[Tensor], lengths: Sequence[int]) -> Tensor:
     """Concatenate samples into one sequence, int64 [1, S, L, K].
 
-    lengths: number of tokens of each sample in the batch. It includes padding and the last token,
-        for which an engine has no choice.
+    lengths: number of tokens of each sample in the batch. The number includes padding and the last
+        token, for which an engine has no choice.
     """
     return torch.cat([padded([sample], length)
                       for sample, length in zip(samples, lengths, strict=True)], 1)
@@ -176,6 +176,7 @@ def tokens_of_rank(ids_BSLK: Tensor, *, sequence_first: bool = False,
         sequences = ids_BSLK.split(list(lengths), 1) if lengths else [ids_BSLK]
         for sequence_SLK in sequences:
             _check_parts("context", sequence_SLK.shape[1], 2 * ranks)
+        # Early parts need less causal attention than late ones, so a rank gets one of each.
         parts = [sequence_SLK.chunk(2 * ranks, 1) for sequence_SLK in sequences]
         ids_BSLK = torch.cat([part for some in parts for part in (some[rank], some[-1 - rank])], 1)
     rank, ranks = sequence
@@ -202,8 +203,8 @@ def replay_rollouts(model: nn.Module, ids_TLK: Tensor,
     been passed to this function.
 
     Args:
-        model: a model whose routers read `router.force`. Its layers are used in the order of its
-            modules.
+        model: a model whose routers read `router.force`. The layers are used in the order of the
+            model's modules.
         ids_TLK: result of `tokens_of_rank` on any device. Each forward pass of a layer must process
             these T tokens.
         layers: for each layer of the model, the index of the recorded layer among the L recorded

@@ -138,6 +138,7 @@ class RouterSelector(BuffersKeepDtype, RouterModule):
         self.balances = all(map(balances_by_itself, routers))
         self.steps = 0  # the value of the buffer, without a read from the device
         where = torch.empty(0, device=device).device
+        # Not on the meta device, where the number of steps would be lost.
         self.register_buffer("step", torch.zeros(
             1, dtype=torch.int64, device="cpu" if where.type == "meta" else where))
         # Ranks that select different routers would wait in different collectives.

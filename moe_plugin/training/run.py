@@ -40,7 +40,7 @@ class Run(RunFeature):
 
     Attributes:
         number: index of the current or last step, counted from 1.
-        left_out: reason why the step does not change parameters. It is None if the step is not
+        left_out: reason why the step does not change parameters, or None if the step is not
             skipped.
     """
 
@@ -100,7 +100,8 @@ class Run(RunFeature):
 
         Args:
             passes: function that runs all forward and backward passes of a step, after clearing the
-                gradients, or all forward passes of an evaluation. It then calls `after_passes`.
+                gradients, or all forward passes of an evaluation. The function then calls
+                `after_passes`.
             undo: function that is called before `passes` is repeated.
         """
         reset = self.before_passes()

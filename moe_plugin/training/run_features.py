@@ -45,7 +45,7 @@ class HostSeams:
         world: all ranks that share the models.
         data: data-parallel ranks. Defaults to `world`.
         layers: mapping from names in records to MoE layers; see `observe.features.listen`.
-        records: group of ranks whose statistics belong together. It is None if this rank has no
+        records: group of ranks whose statistics belong together, or None if this rank has no
             layers.
         rank: rank of this process, which is used for timelines and traces. Defaults to the index of
             this rank in `records`.
@@ -56,10 +56,10 @@ class HostSeams:
         start: see `TwinCheck`.
         kept: see `TwinCheck`.
         skips_steps: whether the host's loss scaler skips steps that are not finite.
-        streamed: trainer with streamed weights, which updates a model block by block. It is None if
-            the weights are on the device.
-        replicas: position of this run among several replicas. It is None if there is only one run.
-        resize: function that creates the feature for `resize` settings. It is None if the host does
+        streamed: trainer with streamed weights, which updates a model block by block. Without
+            streamed weights, the value is None.
+        replicas: position of this run among several replicas, or None if there is only one run.
+        resize: function that creates the feature for `resize` settings, or None if the host does
             not support it.
         activations: function that creates the feature for `offload.activations`. It is None if the
             host does not support it.

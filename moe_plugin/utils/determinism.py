@@ -1,9 +1,9 @@
 """Deterministic mode, in which runs with the same seed, settings and ranks give identical results.
 
 Results are bitwise identical, including on GPUs of the same model. This mode requires a layout that
-is not chosen by measured times, so `parallel: auto` is refused. It also requires torch's strict
-mode, in which an operator without a deterministic implementation raises an error. Tile sizes of
-Triton kernels follow a fixed rule instead of measurements. Routing, dispatch and the kernels of
+is not chosen by measured times, so `parallel: auto` is refused. The mode also requires torch's
+strict mode, in which an operator without a deterministic implementation raises an error. Tile sizes
+of Triton kernels follow a fixed rule instead of measurements. Routing, dispatch and the kernels of
 this package always sum in a fixed order.
 """
 

@@ -208,7 +208,7 @@ class Parser(argparse.ArgumentParser):
 
 
 class _Silent:
-    """A progress bar that shows nothing. It has the tqdm methods that this package uses."""
+    """A progress bar that shows nothing. The class has the tqdm methods that this package uses."""
 
     def update(self, *_: object) -> None:
         pass

@@ -1,2 +1,4 @@
-"""Passes over the experts' inner values. They are written in C and compiled on the user's machine.
+"""Passes over the experts' inner values.
+
+The passes are written in C and compiled on the user's machine.
 """

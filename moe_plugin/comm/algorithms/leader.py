@@ -56,6 +56,7 @@ def leader(comm: Comm, x: Tensor, send: Sequence[int] | None = None,
     counts = _counts(comm, node, send, recv, even)
     out = x.new_empty((sum(recv), *x.shape[1:]))
     if counts is None:
+        # Every rank must take part in each of the three rounds (`Comm.send_receive`).
         exchange_pieces(comm, [(node[0], x)], [])
         exchange_pieces(comm, [], [])
         exchange_pieces(comm, [], [(node[0], out)])
@@ -75,6 +76,7 @@ def _even(comm: Comm, topology: Topology, x: Tensor) -> Tensor:
     if not x.numel():  # the same on every rank, so that no rank waits for another
         return out
     if comm.rank != node[0]:
+        # Every rank must take part in each of the three rounds (`Comm.send_receive`).
         exchange_pieces(comm, [(node[0], x)], [])
         exchange_pieces(comm, [], [])
         exchange_pieces(comm, [], [(node[0], out)])

@@ -34,13 +34,14 @@ from moe_plugin.comm.topology import Topology
 @algorithms.register("linear", direct=True)
 def linear(comm: Comm, x: Tensor, send: Sequence[int] | None = None,
            recv: Sequence[int] | None = None) -> Tensor:
-    """An exchange in which every rank sends directly to every rank. On gloo, point-to-point
-    messages are used, and all receives are posted first.
+    """An exchange in which every rank sends directly to every rank.
+
+    On gloo, point-to-point messages are used, and all receives are posted first.
 
     In gloo's own all-to-all, the ready signal of a peer waits behind bulk data, which is slow if
-    pieces differ in size. Posting all receives first avoids this problem. It also supports any
-    dtype, and error messages can name the peer. NCCL's own all-to-all is already a single grouped
-    call.
+    pieces differ in size. Posting all receives first avoids this problem. This order also supports
+    any dtype, and error messages can name the peer. NCCL's own all-to-all is already a single
+    grouped call.
     """
     return receive_first(comm, x, send, recv) if comm.receive_first else comm.all_to_all(
         x, send, recv)
@@ -167,6 +168,7 @@ def _between(comm: Comm, topology: Topology, gathered: Tensor, recv: list[int],
     _swap_dicts(comm, outgoing, incoming)
     if topology.node_major:
         return out
+    # The pieces have arrived node by node, but the result must be in rank order.
     by_node = [rank for node in topology.nodes for rank in node]
     starts = {rank: index for index, rank in enumerate(by_node)}
     return reorder(out, [recv[rank] for rank in by_node],

@@ -3,10 +3,10 @@
 In one step all blocks are swapped, and the activation bytes of each block and the bandwidth of the
 tier are measured. In the next steps all blocks are recomputed, and the time of each block is
 measured until two steps after a warm-up step agree. These steps need much less memory than any
-limit for which a plan exists. Their results are bitwise equal to those of other policies. Finally
-the planner (`moe_plugin.planner.offload.activation_plan`) chooses policies. Later, steps are
-occasionally measured again. If a new time is much shorter, the machine was busy during the first
-measurement, so all measurements are repeated.
+limit for which a plan exists. The results of these steps are bitwise equal to those of other
+policies. Finally the planner (`moe_plugin.planner.offload.activation_plan`) chooses policies.
+Later, steps are occasionally measured again. If a new time is much shorter, the machine was busy
+during the first measurement, so all measurements are repeated.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from moe_plugin.planner.trials import Checks, Steady
 from moe_plugin.planner.units import parse_size, show_size
 from moe_plugin.utils.machine import wait_for_device
 from moe_plugin.utils.messages import short
-from moe_plugin.utils.run_feature import StepFacts, refuse_unfit
+from moe_plugin.utils.run_feature import StepFacts
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ def manage(blocks: Sequence[nn.Module], policy: str | Sequence[str] = "auto", *,
         policy: "keep", "recompute" or "swap" for all blocks, a list with one policy per block, or
             "auto", which chooses policies for `memory`.
         memory: bytes that activations of these blocks may use on the device, or a string such as
-            "8GiB". It is needed for "auto".
+            "8GiB". This limit is needed for "auto".
         tier: tier for swapped activations. Defaults to host memory for a GPU, and to files in
             `folder` for a CPU.
         folder: folder on a disk for swapped activations. Defaults to the folder for temporary
@@ -114,7 +114,6 @@ def _size(text: str) -> int:
 
 def manage_layers(settings: OffloadConfig, layers: Mapping[str, nn.Module], comm: Comm, *,
                   places: Sequence[int] | None = None, total: int | None = None,
-                  refused: Mapping[str, bool] | None = None,
                   contexts: Sequence[Contexts] = ()) -> Activations | None:
     """Apply activation settings to the layers of a model. Return None if all activations are kept.
 
@@ -124,18 +123,13 @@ def manage_layers(settings: OffloadConfig, layers: Mapping[str, nn.Module], comm
         comm: group of ranks that have the same layers.
         places: indices of these layers in the model, counted from 0. Defaults to all layers of the
             model.
-        total: number of layers in the model. It is required if `places` is given.
-        refused: mapping from each host setting that cannot be combined with activation policies to
-            True if the setting is used.
+        total: number of layers in the model. The number is required if `places` is given.
         contexts: see `manage`.
     Raises:
-        ValueError: If settings contradict each other or settings of the host.
+        ValueError: If settings contradict each other.
     """
     if settings.activations == "keep":
         return None
-    refuse_unfit(f"offload.activations={short(settings.activations)}", (
-        (name, not used, "both control the same tensors or layers; remove one of them")
-        for name, used in (refused or {}).items()))
     if not layers:
         raise ValueError(f"offload.activations={short(settings.activations)} does not work on this "
                          "rank, which has no transformer layer; use keep, or other pipeline stages")
@@ -178,8 +172,8 @@ class AutoActivations(Activations):
     Attributes:
         limit: memory limit for activations in bytes.
         profile: the measurements, or None before they are complete.
-        decision: decision of the planner. It is None before planning, or if no plan is within the
-            limit.
+        decision: decision of the planner. The decision is None before planning, or if no plan is
+            within the limit.
         planned: whether all measurements are complete.
     """
 

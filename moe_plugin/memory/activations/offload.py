@@ -176,8 +176,8 @@ class Activations(RunFeature):
 
     Attributes:
         ledger: counter of the bytes of activations on the device. For blocks with the policies keep
-            and recompute, these bytes are known only after `sizes` are measured. They are scaled
-            with the size of the block's input.
+            and recompute, these bytes are known only after `sizes` are measured. The measured bytes
+            are scaled with the size of the block's input.
         order: schedule of the copies.
         sizes: measured sizes by block index.
         tell: function that is called with each pass. See `Probe`.

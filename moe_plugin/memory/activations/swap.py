@@ -60,7 +60,7 @@ class SwappedStorage:
     Args:
         swapper: object that provides the tier, the copier and the ledger.
         block: name of the block, which is used in messages.
-        x: a tensor in the storage. It must not change until the copy is done.
+        x: a tensor in the storage. The tensor must not change until the copy is done.
     """
 
     def __init__(self, swapper: Swapper, block: str, x: Tensor) -> None:
@@ -212,6 +212,7 @@ class Swapper:
     def __init__(self, tier: Tier, copier: Copier, smallest: int = SMALLEST) -> None:
         self.tier, self.copier, self.smallest = tier, copier, smallest
         self.ledger = Ledger()
+        # Weak references, so that a storage is freed together with the graph that saved it.
         self._leaving: deque[tuple[int, ref[SwappedStorage]]] = deque()
 
     def leave(self, latest: int) -> None:
@@ -242,7 +243,7 @@ class Swapper:
 
 
 class Saved:
-    """The tensors that autograd saves in a forward pass of one block. They are captured by hooks.
+    """The tensors that autograd saves in a forward pass of one block. Hooks capture these tensors.
 
     Args:
         swapper: object that copies the tensors to the tier and back.
@@ -315,6 +316,8 @@ def _unpack(saved: Tensor | _View) -> Tensor:
 
 def swappable(x: Tensor) -> bool:
     """Return whether a tensor is completely represented by the bytes of its storage."""
+    # A view that is rebuilt from bytes loses the conj and neg bits, and subclasses may have no
+    # bytes.
     return (type(x) in (Tensor, torch.nn.Parameter) and x.layout == torch.strided
             and not x.is_quantized and not x.is_complex() and not x.is_neg()
             and not x.is_inference() and x.device.type in ("cpu", "cuda") and x.numel() > 0)

@@ -145,8 +145,8 @@ class CacheSpec:
         shapes: pairs of the name of a parameter and the shape of one expert's part of the
             parameter.
         dtype, device: data type and device of the slots.
-        limit: total size of all slots in bytes. If it is 0, there are slots for twice the maximum
-            number of experts that a call uses.
+        limit: total size of all slots in bytes. If `limit` is 0, there are slots for twice the
+            maximum number of experts that a call uses.
         policy: registered name of the cache policy.
         throttle: maximum bandwidth of the tier in bytes/s, or None for no limit.
         rank: rank in the expert-parallel group.
@@ -216,14 +216,15 @@ class ExpertCache:
     @contextmanager
     def use(self, layer: int, experts: Sequence[int], fetch: Fetch,
             counters: StoreCounters) -> Iterator[list[int]]:
-        """Yield the slots of experts of a layer. The experts are loaded and stay pinned inside the
-        context.
+        """Yield the slots of experts of a layer.
+
+        The experts are loaded and stay pinned inside the context.
 
         Args:
             layer: number of the layer.
             experts: indices of distinct experts. There may be at most `room` of them.
-            fetch: function that starts to fill slots. It is called with pairs of an expert and the
-                slot's part of each buffer.
+            fetch: function that starts to fill slots. The function is called with pairs of an
+                expert and the slot's part of each buffer.
             counters: cache statistics of the layer, which are updated.
         """
         keys = [(layer, expert) for expert in experts]

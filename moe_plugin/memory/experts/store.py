@@ -97,8 +97,9 @@ class HostWeights:
 
     @property
     def version(self) -> object:
-        """A value that changes when a parameter changes. It is computed from the versions and
-        addresses of all parameters.
+        """A value that changes when a parameter changes.
+
+        The value is computed from the versions and addresses of all parameters.
         """
         return [(value._version, value.data_ptr()) for value in self.parameters.values()
                 if value is not None]

@@ -85,7 +85,7 @@ class StoredExperts(Experts):
     @property
     def anchor(self) -> Tensor:
         """See `Experts`. An empty tensor on the device that connects exchanges to the autograd
-        graph. It requires gradients if experts are trained.
+        graph. The tensor requires gradients if experts are trained.
         """
         return self._probe.requires_grad_(any(p.requires_grad for p in self.parameters()))
 
@@ -115,7 +115,7 @@ class StoredExperts(Experts):
 
     @torch.no_grad()
     def compute(self, work: ExpertRows) -> Tensor:
-        """Return the result without gradients. It is computed in parts if the cache is too small.
+        """Compute the result without gradients, in parts if the cache is too small.
         """
         counts = counts_of(work.rows)
         active = [expert for expert, rows in enumerate(counts) if rows]

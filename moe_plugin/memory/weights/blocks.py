@@ -115,7 +115,7 @@ class StreamedBlock:
         """Number of bytes that are copied in a step in addition to the weights copied to the
         device.
 
-        For host memory, these are the bytes of the gradients. For files, they are the bytes of the
+        For host memory, these are the bytes of the gradients. For files, these are the bytes of the
         new weights, and of the optimizer state in both directions.
         """
         if self._state is not None:
@@ -165,9 +165,9 @@ class StreamedBlock:
         Args:
             copier: the copier.
             room: buffer into which the optimizer state is loaded.
-            scale: function that changes the gradients in place. It requires a previous call of
-                `keep_gradients`. By default, the optimizer uses the gradients of the backward pass
-                unchanged.
+            scale: function that changes the gradients in place. This argument requires a previous
+                call of `keep_gradients`. By default, the optimizer uses the gradients of the
+                backward pass unchanged.
         Returns: True if the weights that are attached to the module are already updated.
         """
         if scale is None and self.stepped is not self.graded:
@@ -209,8 +209,10 @@ class StreamedBlock:
             p.grad = None
 
     def keep_gradients(self, copier: Copier) -> None:
-        """Start to copy the gradients to the tier. They stay in the tier until `step` is called.
-        Call `wait_kept` to wait for the copy.
+        """Start to copy the gradients to the tier.
+
+        The gradients stay in the tier until `step` is called. Call `wait_kept` to wait for the
+        copy.
         """
         owners = [i for i in self.trained if self.graded[i].grad is not None]
         if self.tier is None or not owners:

@@ -40,8 +40,9 @@ def set_state(optimizer: torch.optim.Optimizer | None, state: State) -> None:
 
 
 class OptimizerStateBuffer:
-    """A host buffer for the optimizer state of one block at a time. It has the size of the largest
-    state.
+    """A host buffer for the optimizer state of one block at a time.
+
+    The buffer has the size of the largest state.
     """
 
     def __init__(self) -> None:

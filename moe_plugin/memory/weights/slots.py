@@ -123,7 +123,7 @@ class Slots:
     def stale(self, block: StreamedBlock) -> None:
         """Mark the weights of a block on the device as outdated, so that they are fetched again.
 
-        They are fetched immediately if the next step begins with this block.
+        The weights are fetched immediately if the next step begins with this block.
         """
         self._forget(block)
         # the next step starts with segments 0 and 1

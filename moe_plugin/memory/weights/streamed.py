@@ -92,8 +92,8 @@ class StreamedTrainer:
         blocks: modules, or functions that create them one at a time (never a whole model in
             memory). The input of a module is the output of the previous module. A module returns a
             tensor, or (tensor, loss) with a scalar that is added to the loss.
-        loss: function `loss(output, target)` that returns a scalar. Its gradients are accumulated.
-            For a mean over micro-batches, divide by their number in this function.
+        loss: function `loss(output, target)` that returns a scalar. The gradients of the loss are
+            accumulated. For a mean over micro-batches, divide by their number in this function.
         optimizer: function that creates an optimizer for the parameters of one block, such as
             `partial(torch.optim.AdamW, lr=1e-3, fused=True)`. Updates must be independent for each
             parameter.
@@ -357,9 +357,9 @@ class StreamedTrainer:
 
         Args:
             change: function of an iterator that yields copies of each block's weights in host
-                memory (a list of parameters, then floating-point buffers). It changes the copies in
-                place before it requests the next block. If it returns True, the model will use the
-                changed weights.
+                memory (a list of parameters, then floating-point buffers). The function changes the
+                copies in place before it requests the next block. If it returns True, the model
+                will use the changed weights.
         Returns: the result of `change`.
         Raises: TierError: If the tier has no space for both versions. Weights stay unchanged.
         """

@@ -2,9 +2,9 @@
 
 In the formulas, there are N nodes of P ranks, so W = N P ranks, and each rank sends S bytes in W
 equal pieces. The ranks of a node share `nics` network cards, so one card sends the messages of s =
-P / min(nics, P) ranks. The module of each algorithm states its formula. It is the time per rank, or
-per network card if a card is slower, plus `phase_s` for each phase. The formulas of `linear` and
-`2dh` are identical to those of the Tutel paper (m = P, n = W) if s = 1 and phase_s =
+P / min(nics, P) ranks. The module of each algorithm states its formula. The formula gives the time
+per rank, or per network card if a card is slower, plus `phase_s` for each phase. The formulas of
+`linear` and `2dh` are identical to those of the Tutel paper (m = P, n = W) if s = 1 and phase_s =
 0. If nodes have different sizes, the busiest rank, network card or leader determines the time.
 
 If one machine emulates the cluster, each phase also costs CPU time. This is `wake_s * k^(2/3)` for

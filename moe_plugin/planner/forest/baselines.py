@@ -32,7 +32,7 @@ class RankTree:
         root: rank that is the root of the tree.
         share: fraction of the result that is sent along the tree.
         outward: edges along which data moves from the root to all ranks.
-        inward: edges along which data moves from all ranks to the root. If it is empty, the
+        inward: edges along which data moves from all ranks to the root. If `inward` is empty, the
             reversed outward edges are used.
     """
 

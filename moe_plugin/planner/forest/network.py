@@ -149,9 +149,9 @@ class Network:
 
         A rank is connected to its node's switch with the bandwidth of `cluster.intra`, and to its
         network card with the bandwidth of `cluster.inter`. If a node has fewer cards than ranks,
-        ranks share a card. If it has more, a rank has several cards. Bandwidths are rounded to 3
-        significant digits. Alpha and the fixed time of a round are charged on the wire on which a
-        message leaves a rank.
+        ranks share a card. If a node has more cards than ranks, a rank has several cards.
+        Bandwidths are rounded to 3 significant digits. Alpha and the fixed time of a round are
+        charged on the wire on which a message leaves a rank.
         """
         ranks, switches, wires = [], [], []
 

@@ -132,8 +132,8 @@ def best_unit(graph: Graph, ratio: Fraction, trees: int) -> Fraction:
     """Return the smallest number of trees per unit of capacity at which each root can have `trees`
     trees.
 
-    The result is at least `ratio * trees`. It is found by bisection over the values at which some
-    arc becomes able to carry one more tree.
+    The result is at least `ratio * trees`. The result is found by bisection over the values at
+    which some arc becomes able to carry one more tree.
 
     Args:
         graph: graph whose capacities are converted to whole numbers of trees.

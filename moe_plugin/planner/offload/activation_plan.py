@@ -277,12 +277,12 @@ class _Proof:
 def lower_bound(problem: SwapProblem) -> float:
     """Return a lower bound in seconds of the time of a step with any decisions.
 
-    The bound is computed from a relaxed problem. It requires only that recomputing and swapping
-    have freed enough memory for a block when the forward pass of the block begins. In a step of T
-    seconds, the time that is available for recomputation is T minus the time of all other
-    computation. Copies from the device can overlap with the forward passes of all earlier blocks
-    except the shortest, and with the recomputation. Copies to the device can use T minus the time
-    of the whole forward pass and of the shortest backward pass of a block.
+    The bound is computed from a relaxed problem. The relaxed problem requires only that recomputing
+    and swapping have freed enough memory for a block when the forward pass of the block begins. In
+    a step of T seconds, the time that is available for recomputation is T minus the time of all
+    other computation. Copies from the device can overlap with the forward passes of all earlier
+    blocks except the shortest, and with the recomputation. Copies to the device can use T minus the
+    time of the whole forward pass and of the shortest backward pass of a block.
     """
     low = problem.compute_s
     if _enough(problem, low):
@@ -323,8 +323,10 @@ def _rate(size: int, seconds: float) -> float:
 
 
 def _product(rate: float, seconds: float) -> float:
-    """Return `rate * seconds`, the number of bytes. It is infinite at an infinite rate, even in 0
-    seconds."""
+    """Return `rate * seconds`, the number of bytes.
+
+    The result is infinite at an infinite rate, even in 0 seconds.
+    """
     return math.inf if rate == math.inf else rate * max(0.0, seconds)
 
 

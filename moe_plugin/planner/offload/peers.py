@@ -69,10 +69,10 @@ def versus_pipeline(plan: StreamPlan, peers: Peers) -> Versus:
     """Compare peers that stream the model with a pipeline.
 
     With g accumulated micro-batches and n peers, each alternative computes `n * g` micro-batches
-    per step. The assumptions favour the pipeline. Its weights and activations fit into memory, and
-    all stages take equally long. The model is divided where the least data is sent. Activations are
-    stored instead of recomputed, and no weights are averaged. The streaming time includes a
-    fraction of the time of an average, which does not overlap with anything.
+    per step. The assumptions favour the pipeline. The pipeline's weights and activations fit into
+    memory, and all stages take equally long. The model is divided where the least data is sent.
+    Activations are stored instead of recomputed, and no weights are averaged. The streaming time
+    includes a fraction of the time of an average, which does not overlap with anything.
 
     Raises:
         ValueError: If the model has fewer layers than there are peers.

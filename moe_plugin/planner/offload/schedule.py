@@ -133,7 +133,7 @@ class OffloadStep:
         stream: stream that runs the step, which is "compute", "in" (copies to the device) or "out"
             (copies from the device).
         seconds: duration of the step in seconds.
-        after: names of the steps that must end before this step starts. They must be issued
+        after: names of the steps that must end before this step starts. These steps must be issued
             earlier.
         takes: number of bytes that are allocated on the device when the step starts.
         frees: number of bytes that are freed on the device when the step ends.
@@ -229,8 +229,8 @@ class OffloadSchedule:
 
     Attributes:
         steps: the steps.
-        limit: largest number of bytes that may be on the device at a time. It is None if there is
-            no limit.
+        limit: largest number of bytes that may be on the device at a time, or None if there is no
+            limit.
         base: number of bytes that are always on the device.
         duplex: whether copies to and from the device run at the same time. If False, copies run one
             after another in issue order, as in a single queue.

@@ -43,19 +43,18 @@ class StageProfile:
             two stages.
         activation_bytes: for each stage, the number of bytes that the backward pass needs for one
             micro-batch. Empty means unknown.
-        memory_bytes: memory limit in bytes for activations on each rank. It is 0 if there is no
-            limit.
+        memory_bytes: memory limit in bytes for activations on each rank, or 0 if there is no limit.
         transport: backend of the transfers, nccl or gloo. With gloo, two stages that exchange data
             send one after the other.
-        sequence: number of tokens of a sequence, which is needed to compare slices of sequences. It
-            is 0 if slices are not compared.
+        sequence: number of tokens of a sequence, which is needed to compare slices of sequences.
+            The value is 0 if slices are not compared.
         slice_samples: measured forward passes of slices on the slowest stage, as [tokens, earlier
             tokens of the sequence, seconds]. Some samples must have no earlier tokens. With
             `batch`, each sample begins with its number of sequences.
         batch: number of sequences per step in one pipeline, if the size of a micro-batch is chosen
-            together with its slices. It is 0 if the size of a micro-batch is fixed.
-        granularity: number of tokens. Every slice length is a multiple of it. It must divide
-            `sequence`.
+            together with its slices. The value is 0 if the size of a micro-batch is fixed.
+        granularity: number of tokens. Every slice length is a multiple of this number. The number
+            must divide `sequence`.
         slices: fixed slice lengths in tokens. If the tuple is empty, the best lengths are
             determined from the samples.
     """
@@ -127,7 +126,7 @@ class Predicted:
         schedule: name of the schedule, which is one of `SCHEDULES`.
         timeline: simulated timeline of a step.
         alive: for each stage, the largest number of micro-batches whose activations are stored at
-            the same time. It may be fractional.
+            the same time. The number may be fractional.
         fits: whether the activations fit into the memory.
         slices: slice lengths in tokens. The tuple is empty if sequences are not divided.
         sequences: number of sequences per micro-batch. The value 0 means the same number as in the

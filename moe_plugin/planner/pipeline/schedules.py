@@ -95,9 +95,9 @@ class Pipeline:
         send_s: time in seconds to send one micro-batch's activations or their gradient to a
             neighbouring stage. With `slices`, one time for each slice.
         delayed_s: part of `backward_s` in which gradients of weights are computed, after the
-            gradient of the input was sent. It is 0 if the backward pass is not split. The mode
+            gradient of the input was sent, or 0 if the backward pass is not split. The mode
             "paired" never splits the backward pass, as in Megatron's 1F1B.
-        slices: number of slices per sequence. It is 0 if sequences are not divided.
+        slices: number of slices per sequence, or 0 if sequences are not divided.
     """
 
     stages: int
@@ -128,8 +128,9 @@ class Pipeline:
 
     @property
     def ideal_s(self) -> float:
-        """Step time in seconds without transfers. For m micro-batches and n equal stages, it is `(m
-        + n - 1) (forward + backward)`.
+        """Step time in seconds without transfers.
+
+        For m micro-batches and n equal stages, the time is `(m + n - 1) (forward + backward)`.
 
         In general, the time of the slowest stage is added m times, and the time of every other
         stage once.

@@ -89,8 +89,8 @@ def cut(times: Times, length: int, stages: float, *, granularity: int = 1,
             Infinity means that a slice is not possible.
         length: number of tokens of the sequence.
         stages: number of stages K. For one of m consecutive sequences, use `1 + (K - 1) / m`.
-        granularity: number of tokens of which every slice length is a multiple. It must divide
-            `length`.
+        granularity: number of tokens of which every slice length is a multiple. The number must
+            divide `length`.
         gap_s: largest difference in seconds between a value of t and the next bound that is tried.
             The result is at most `(K - 1) * gap_s` slower than the best division.
 
@@ -317,8 +317,10 @@ class SliceProfile:
 
     @property
     def granularity(self) -> int:
-        """Number of tokens of which slice lengths are multiples. It is large enough for a fast
-        search."""
+        """Number of tokens of which slice lengths are multiples.
+
+        The number is large enough for a fast search.
+        """
         pieces = self.length // self.multiple
         return self.multiple * min(n for n in range(1, pieces + 1)
                                    if pieces % n == 0 and pieces // n <= MOST_MEASURED_PIECES)

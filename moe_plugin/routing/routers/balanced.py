@@ -18,10 +18,10 @@ class SinkhornRouter(Router):
     """A router that chooses the k largest entries of a balanced plan in training.
 
     Outside of training, it chooses the k largest scores. The plan is computed from `exp(logits)`
-    for the real tokens of this rank. Its rows (tokens) and columns (experts) are scaled
+    for the real tokens of this rank. The plan's rows (tokens) and columns (experts) are scaled
     alternately, `sinkhorn_rounds` times. For k = 1 the weight is the sigmoid of the logit. For k >
-    1, the weights are the softmax over all experts. They are not divided by their sum. Source:
-    Clark et al., 2022 (S-BASE); weights as in Megatron-core.
+    1, the weights are the softmax over all experts. The weights are not divided by their sum.
+    Source: Clark et al., 2022 (S-BASE); weights as in Megatron-core.
     """
 
     reads = SEVERAL | {"sinkhorn_rounds"}

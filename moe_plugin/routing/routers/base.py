@@ -274,7 +274,7 @@ class Router(BuffersKeepDtype, RouterModule):
         return call.weights_of(ids_TK)
 
     def after_choice(self, call: RoutingCall, weights_TK: Tensor) -> Tensor:
-        """Hook that may drop choices of `call.ids_TK`. It returns the remaining ones, int64 [T, K].
+        """Hook that returns the choices `call.ids_TK`, int64 [T, K], and may drop some of them.
 
         weights_TK: the weights that `weigh` returned.
         """

@@ -45,8 +45,8 @@ def balanced_assignment(scores_TE: Tensor) -> Tensor:
 
     The sum of the chosen scores is the largest possible sum, up to an error of `EPSILON` times the
     spread (largest minus smallest score) per token. If T is not divisible by E, dummy tokens with
-    score 0 are added. They are counted as tokens in this bound. Source of the problem: BASE layers
-    (Lewis et al., 2021), which also solve it by an auction.
+    score 0 are added. Dummy tokens are counted as tokens in this bound. Source of the problem: BASE
+    layers (Lewis et al., 2021), which also solve it by an auction.
 
     Args:
         scores_TE: float. NaN is treated as 0. +Inf and -Inf are treated as finite values that are

@@ -53,7 +53,7 @@ def flags(whole: str, part: str, meaning: str) -> Flags:
     """Return the names and argparse options of the command-line flags for an ensemble.
 
     Args:
-        whole: first allowed value of `--oracle-unit`. It is also the default.
+        whole: first allowed value of `--oracle-unit`. This value is also the default.
         part: second allowed value of `--oracle-unit`.
         meaning: description of the unit `whole` for help texts.
     """
@@ -163,10 +163,10 @@ def confident_oracle_loss(logits_NMC: Tensor, target_N: Tensor, k: int, beta: fl
                           mask_N: Tensor | None = None) -> OracleLoss:
     """Compute the confident oracle loss of each sample.
 
-    It trains the best `k` members, and moves all others towards the uniform distribution: `sum_m [
-    v_m CE(y, P_m) + beta (1 - v_m) KL(U || P_m) ]` with the best assignment `v` of k members to
-    each sample. With beta = 0 and k = 1 this is multiple choice learning; with k = M it is an
-    independent ensemble. It is computed in at least float32.
+    The loss trains the best `k` members, and moves all others towards the uniform distribution:
+    `sum_m [ v_m CE(y, P_m) + beta (1 - v_m) KL(U || P_m) ]` with the best assignment `v` of k
+    members to each sample. With beta = 0 and k = 1 this is multiple choice learning; with k = M it
+    is an independent ensemble. The loss is computed in at least float32.
 
     Args:
         logits_NMC: float [N, M, C], logits of all members.
@@ -249,7 +249,7 @@ def sequence_oracle_loss(logits_BTMC: Tensor, target_BT: Tensor, real_BT: Tensor
     Returns:
         The loss of each token with its responsible members, float32 [B * T]. The second value
         contains the errors of tokens by name, bool [B * T]: "oracle" (no member is correct) and
-        "top1" (the members' mean is wrong). They are false for padding.
+        "top1" (the members' mean is wrong). The values are false for padding.
     """
     result = sequence_oracle(logits_BTMC, target_BT, real_BT, k, beta, labels=labels,
                              by_sequence=by_sequence)
@@ -360,8 +360,8 @@ class EnsembleHeads(nn.Module):
         heads: M, the number of heads.
         hidden: width of each head's hidden layer. If it is 0, each head is a linear map.
         sharing: probability that a feature of one head is added to the feature of a different head
-            (see `share_features`). If it is 0, features are not shared. Sharing requires a hidden
-            layer.
+            (see `share_features`). If `sharing` is 0, features are not shared. Sharing requires a
+            hidden layer.
         dtype: dtype of the parameters.
         device: device of the parameters.
     Raises:

@@ -34,7 +34,7 @@ class FusedPart:
     """A component of apex, and whether it can be used.
 
     Attributes:
-        value: the class or function of apex. It is None if the component cannot be used.
+        value: the class or function of apex, or None if the component cannot be used.
         reason: why this component can or cannot be used.
     """
 

@@ -121,10 +121,10 @@ class ExpertMuon(torch.optim.Optimizer):
     """An optimizer that uses Muon for stacks of matrices, and AdamW for all other parameters.
 
     A matrix is updated as in `torch.optim.Muon`. Each Muon group has the options of
-    `torch.optim.Muon` and its state (`momentum_buffer`). It also has the options `transposed` and
-    `halves`. If `transposed` is true, matrices are stored as [..., in, out]. If `halves` is
-    "concatenated" or "alternating", gate and up are stored in one tensor, but are treated as
-    separate matrices as in dense models. Groups with `muon=False` have the options of
+    `torch.optim.Muon` and its state (`momentum_buffer`). The group also has the options
+    `transposed` and `halves`. If `transposed` is true, matrices are stored as [..., in, out]. If
+    `halves` is "concatenated" or "alternating", gate and up are stored in one tensor, but are
+    treated as separate matrices as in dense models. Groups with `muon=False` have the options of
     `torch.optim.AdamW`.
 
     If an expert is split into shards (`parallel.shards`, or more ranks than experts), or a matrix

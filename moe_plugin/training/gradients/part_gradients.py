@@ -3,9 +3,9 @@
 `torch.nn.utils.clip_grad_norm_`, and therefore Lightning, Accelerate and transformers' Trainer,
 compute the norm of the gradients on one rank. Each rank has different experts. Without this module,
 every rank would scale by a different norm, and parameters that are equal on all ranks would drift
-apart. Gradients of experts are therefore `PartGradient`s. Their norm is computed over the experts
-of all ranks, and `torch.amp.GradScaler` detects on all ranks if a value is not finite on one rank.
-All other operations treat these gradients as plain tensors.
+apart. Gradients of experts are therefore `PartGradient`s. The norm of a `PartGradient` is computed
+over the experts of all ranks, and `torch.amp.GradScaler` detects on all ranks if a value is not
+finite on one rank. All other operations treat these gradients as plain tensors.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def mark_gradient(parameter: Tensor) -> None:
 
 
 def plain(gradient: Tensor) -> Tensor:
-    """Return a gradient as a plain tensor. Its norm includes only this rank's part."""
+    """Return a gradient as a plain tensor. The tensor's norm includes only this rank's part."""
     return gradient.as_subclass(Tensor) if isinstance(gradient, PartGradient) else gradient
 
 

@@ -1,9 +1,9 @@
 """Parts of parameters that one rank's optimizer updates if the optimizer state is sharded.
 
 An optimizer receives plain tensors, so any element-wise optimizer works. A part is a slice along
-the first axis that shares its storage with the parameter. It is a slice of the rank's shard of a
-DTensor, or 1/size of a flattened parameter that is not sharded. The slices have the same lengths as
-the chunks of `torch.chunk`.
+the first axis that shares its storage with the parameter. A part is a slice of the rank's shard of
+a DTensor, or 1/size of a flattened parameter that is not sharded. The slices have the same
+lengths as the chunks of `torch.chunk`.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ class Part:
 
     Attributes:
         parameter: the parameter of the model.
-        local: the tensor that the optimizer updates. It is `parameter` itself if this rank updates
-            the whole parameter.
+        local: the tensor that the optimizer updates. This tensor is `parameter` itself if this rank
+            updates the whole parameter.
         shape: shape in which the full parameter was split along its first axis.
-        comm: the ranks that update the other parts. It is None if this rank updates the whole
+        comm: the ranks that update the other parts, or None if this rank updates the whole
             parameter.
         stays: true if no other rank stores this part. In this case, `parameter` is a DTensor.
     """
@@ -110,7 +110,7 @@ def slices(parameters: Iterable[nn.Parameter], comm: Comm, replicas: Comm | None
     Args:
         parameters: contiguous parameters.
         comm: the ranks that store the dense parameters.
-        replicas: the ranks that store the same experts. It is None if no other rank stores them.
+        replicas: the ranks that store the same experts, or None if no other rank stores them.
     """
     parts = []
     for parameter in parameters:

@@ -34,8 +34,9 @@ def replicas_of(parameter: Tensor) -> int:
 
 
 class _Groups:
-    """The groups created by `replica_comm`. They are stored by owner and ranks as long as the owner
-    exists.
+    """The groups created by `replica_comm`.
+
+    The groups are stored by owner and ranks as long as the owner exists.
     """
 
     def __init__(self) -> None:

@@ -74,9 +74,9 @@ class StreamedPeer:
 
     Weights are averaged block by block, so no peer ever has the whole model in memory. In its first
     average, a joining or returning peer receives the weights of the other peers and, with DiLoCo,
-    the state of the outer optimizer. It also receives their counts, which are integer buffers that
-    averages do not change. The inner optimizer of such a peer starts with a new state, as is usual
-    for local SGD.
+    the state of the outer optimizer. The peer also receives the counts of the other peers, which
+    are integer buffers that averages do not change. The inner optimizer of such a peer starts with
+    a new state, as is usual for local SGD.
 
     Args:
         trainer: trainer whose model and optimizer are the same on every peer.
@@ -125,10 +125,12 @@ class StreamedPeer:
         self._steps_of_others = state["steps"]
 
     def step(self, micro_batches: Sequence[tuple[Tensor, Any]]) -> StepResult:
-        """Run a step of the trainer, and average the weights if an average is due. The first call
-        starts with an average, in which the peer joins.
+        """Run a step of the trainer, and average the weights if an average is due.
 
-        It raises the same errors as `StreamedTrainer.step` and `ElasticReplica.average_parts`.
+        The first call starts with an average, in which the peer joins.
+
+        The call raises the same errors as `StreamedTrainer.step` and
+        `ElasticReplica.average_parts`.
         """
         if not self._joined:
             self.join()
@@ -175,7 +177,7 @@ class StreamedPeer:
     def outer_state(self, number: int) -> dict[str, list[Tensor]]:
         """Return a copy of the outer optimizer's state for a block.
 
-        It is empty if there is no state yet.
+        The copy is empty if there is no state yet.
         """
         if not self._kept:
             return {}
@@ -331,17 +333,6 @@ def peer_of(settings: OffloadConfig, trainer: StreamedTrainer, lighthouse: str, 
                         outer_states=outer_states)
 
 
-def unfit_peer(settings: OffloadConfig, lighthouse: str | None) -> list[tuple[str, bool, str]]:
-    """Return tuples (setting, True if the setting is incompatible, remedy) for a run with streamed
-    weights.
-    """
-    every = settings.average_every
-    return [("--moe-lighthouse without --moe-average-every", bool(lighthouse) and not every,
-             "peers average weights, not gradients: set it, e.g. to 50"),
-            (f"--moe-average-every {every} without --moe-lighthouse", every > 0 and not lighthouse,
-             "set the address of the lighthouse")]
-
-
 class PeerSteps(RunFeature):
     """A run of a host with streamed weights that is one of several peers.
 
@@ -352,8 +343,8 @@ class PeerSteps(RunFeature):
             optimizers.
 
     Attributes:
-        saved: value of the argument `outer_states` of `StreamedPeer`. It is read from a checkpoint
-            and set before the first step.
+        saved: value of the argument `outer_states` of `StreamedPeer`. The value is read from a
+            checkpoint and set before the first step.
     """
 
     def __init__(self, settings: OffloadConfig, trainer: StreamedTrainer,
@@ -383,7 +374,10 @@ class PeerSteps(RunFeature):
             self.place.take(self.trainer.steps)
 
     def outer_state(self, number: int) -> BlockState:
-        """Return the outer state of a block for a checkpoint. It is restored through `saved`."""
+        """Return the outer state of a block for a checkpoint.
+
+        The state is restored through `saved`.
+        """
         return {} if self.peer is None else self.peer.outer_state(number)
 
     def numbers(self) -> dict[str, float]:

@@ -2,9 +2,9 @@
 
 Gradients are averaged over the active replicas. When a replica is lost, the other replicas lose one
 step. A replica that restarts loads the weights of an active replica. A replica contains the whole
-model. It is a separate job with its own torchrun, and its ranks share the experts as usual. A
-*lighthouse* (`torchft_lighthouse`, one process for all replicas) tracks the active replicas.
-`scripts/train_plain.py` contains an example loop.
+model. Each replica is a separate job with its own torchrun, and its ranks share the experts as
+usual. A *lighthouse* (`torchft_lighthouse`, one process for all replicas) tracks the active
+replicas. `scripts/train_plain.py` contains an example loop.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from moe_plugin.routing.contract import RouterModule
 from moe_plugin.training.resilience.step_votes import LIVING, Quorums, retries
 from moe_plugin.utils.messages import short
 from moe_plugin.utils.quiet import TORCHFT, TORCHFT_LINES, hide
-from moe_plugin.utils.run_feature import LostStep, RunFeature, StepGradients, refuse_unfit
+from moe_plugin.utils.run_feature import LostStep, RunFeature, StepGradients
 
 QUORUM_S = 600.0  # time to wait for a replica that validates or saves, or for the lighthouse
 MAX_LOST = 100  # consecutive lost steps; replicas do not join and leave that often
@@ -280,7 +280,7 @@ class ReplicaSteps(RunFeature):
     """A run feature that averages gradients over the active replicas.
 
     Attributes:
-        replica: the connection to the other replicas. It is None before the first step.
+        replica: the connection to the other replicas. The connection is None before the first step.
         lost: whether the last step was lost.
     """
 
@@ -338,17 +338,16 @@ def _give_back(reduced: Sequence[tuple[list[Tensor], Tensor]]) -> None:
             x.copy_(part_N.view_as(x))
 
 
-def is_replica(lighthouse: str | None, replica: int,
-               unfit: Callable[[], Iterable[tuple[str, bool, str]]]) -> bool:
+def is_replica(lighthouse: str | None, replica: int, refuse: Callable[[], None]) -> bool:
     """Return true if a run is one of several replicas.
 
+    refuse: function that raises an error if a setting of the host is incompatible with replicas.
     Raises:
         ValueError: If torchft is not installed, if the replica number is invalid, if a setting of
-            the host is incompatible (`unfit` returns these settings; see `refuse_unfit`), or if a
-            run without a lighthouse has a replica number.
+            the host is incompatible, or if a run without a lighthouse has a replica number.
     """
     if lighthouse:
-        refuse_unfit("--moe-lighthouse", unfit())
+        refuse()
         check_settings(replica)
     elif replica:
         raise ValueError(f"replica={replica} requires a lighthouse, without which this run would "

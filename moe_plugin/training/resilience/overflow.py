@@ -79,12 +79,13 @@ class _AskedBefore:
 
 
 class RowsCheck:
-    """A check of all ranks whether the rows of models exceed their buffers. The constructor is
-    collective.
+    """A check of all ranks whether the rows of models exceed their buffers.
+
+    The constructor is collective.
 
     Args:
-        models: this rank's models. They may have no layer with bounded rows even if the models of
-            other ranks have such a layer.
+        models: this rank's models. These models may have no layer with bounded rows even if the
+            models of other ranks have such a layer.
         world: all ranks that share the models, including replicas and pipeline stages.
         asked: optional. Flags on which the ranks agreed earlier. If they are given, the constructor
             is not collective.
@@ -147,8 +148,9 @@ def _limits(layers: Iterable[MoELayer]) -> list[Limit]:
 
 def until_rows_fit(model: nn.Module, step: Callable[[], Result],
                    world: Comm | None = None) -> Result:
-    """Return the result of `step()`, and repeat the step until no rows exceed the buffers. If rows
-    exceeded a buffer, the gradients of the step are discarded and the step is repeated.
+    """Return the result of `step()`, and repeat the step until no rows exceed the buffers.
+
+    If rows exceeded a buffer, the gradients of the step are discarded and the step is repeated.
 
     A repetition starts with the same state of torch's random generators, the same buffers and the
     same sums of statistics (`StatsRecorder`), but with a larger row limit on all ranks. This
@@ -158,13 +160,13 @@ def until_rows_fit(model: nn.Module, step: Callable[[], Result],
         loss = until_rows_fit(model, lambda: forward_and_backward(batch))
         optimizer.step()
 
-    For an evaluation, call this function inside `torch.no_grad()`. It is treated as a step without
-    gradients.
+    For an evaluation, call this function inside `torch.no_grad()`. The call is treated as a step
+    without gradients.
 
     Args:
         model: model of this rank. The first call for a model in a group is collective, so all ranks
             must make it.
-        step: function that runs the forward and backward passes. These set the parameters'
+        step: function that runs the forward and backward passes. The passes set the parameters'
             gradients or add to them. The gradients are set to None before each call, unless
             gradients are disabled.
         world: optional. The group of all ranks that train the model, including replicas. Defaults

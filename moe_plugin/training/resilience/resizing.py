@@ -31,7 +31,8 @@ class ExpertParallelSteps(RunFeature):
     Args:
         config: settings of the run. `resize` contains the sizes, and `observe.jsonl` is the path of
             the file in which each change is recorded.
-        size: expert-parallel size with which the run was built. It is used before the first change.
+        size: expert-parallel size with which the run was built. This size is used before the first
+            change.
         change: collective function that changes groups, layers, optimizer and gradient reduction to
             a new size, using `checkpoint.resize.change_expert_parallel`.
         world: data-parallel ranks. Rank 0 writes the records.

@@ -51,8 +51,8 @@ class Quorums:
         client: torchft's client.
 
     Attributes:
-        least_count: smallest allowed step count in the current quorum. It is larger than the count
-            of any replica in an earlier quorum.
+        least_count: smallest allowed step count in the current quorum. This count is larger than
+            the count of any replica in an earlier quorum.
     """
 
     def __init__(self, client: Any) -> None:
@@ -85,7 +85,7 @@ class FileBatch:
     """A micro-batch that this rank processes in a step with votes.
 
     Attributes:
-        batch: the batch from the host. It is None if this entry only pads a step with fewer
+        batch: the batch from the host, or None if this entry only pads a step with fewer
             micro-batches.
         begins: whether this is the first micro-batch of its file.
         counts: whether the micro-batch is counted in the log. This is true only on the first worker
@@ -98,8 +98,9 @@ class FileBatch:
 
 
 class StepVotes(RunFeature):
-    """Votes on the gradients in the steps of a run. The constructor is collective and must be
-    called by all ranks.
+    """Votes on the gradients in the steps of a run.
+
+    The constructor is collective and must be called by all ranks.
 
     The micro-batches that all ranks would process without votes are assigned to the files in turns.
     Each worker computes the micro-batches of its own files. The host calls `begin_file` at the
@@ -110,8 +111,8 @@ class StepVotes(RunFeature):
         models: models whose trainable parameters receive the gradients. These parameters are equal
             on the voting ranks.
         gradient_of: function that returns a parameter's gradient, or None if there is no gradient.
-        start: function that creates a snapshot of the random generators. It is called with an empty
-            list of models.
+        start: function that creates a snapshot of the random generators. The function is called
+            with an empty list of models.
         group: process group of the voting ranks.
 
     Attributes:

@@ -33,7 +33,7 @@ class Stopping(RunFeature):
 
     Attributes:
         stopped: whether the user requested the end of the run.
-        saved: step of the newest complete checkpoint. It is None if there is no checkpoint.
+        saved: step of the newest complete checkpoint, or None if there is no checkpoint.
     """
 
     def __init__(self) -> None:
@@ -47,9 +47,9 @@ class Stopping(RunFeature):
 
         Args:
             step: function that returns the number of completed steps.
-            saved: step of the checkpoint in `folder` from which the run resumes. It is None if it
-                does not resume.
-            folder: folder of the checkpoints. It is None if no checkpoints are saved.
+            saved: step of the checkpoint in `folder` from which the run resumes, or None if it does
+                not resume.
+            folder: folder of the checkpoints, or None if no checkpoints are saved.
             how: instruction for resuming from the newest checkpoint in the folder, such as "the
                 same command".
         """

@@ -67,8 +67,9 @@ class WrongResultError(RuntimeError):
 
 
 class TwinCheck(RunFeature):
-    """A check that compares the results of twins; see the module docstring. A run performs the
-    check only if a `TwinCheck` is created:
+    """A check that compares the results of twins; see the module docstring.
+
+    A run performs the check only if a `TwinCheck` is created:
 
         check = TwinCheck(model, every=1000)
         for step, batch in enumerate(batches, 1):
@@ -86,8 +87,8 @@ class TwinCheck(RunFeature):
         every: number of steps from one check to the next.
         start: function that creates, for a list of models, an object that saves the state which the
             check must not change.
-        kept: context manager that is entered around a check in the steps of a run. It restores the
-            state of the host that passes change.
+        kept: context manager that is entered around a check in the steps of a run. The context
+            manager restores the state of the host that passes change.
     Raises:
         ValueError: If `every` is below 1, or if this rank has no twin.
     """

@@ -129,7 +129,7 @@ class Ballots:
 
     @property
     def files(self) -> tuple[int, ...]:
-        """The files that this rank computes."""
+        """The numbers of the files whose gradients this rank computes."""
         return self.assignment.files[self.comm.rank]
 
     def winners(self, mine_LN: Tensor) -> Tensor:
@@ -278,7 +278,7 @@ class VotedGradients:
 
     @property
     def files(self) -> tuple[int, ...]:
-        """The files that this rank computes."""
+        """The numbers of the files whose gradients this rank computes."""
         return self.ballots.files
 
     def backward(self, loss_of: Callable[[int], Tensor]) -> Verdict:

@@ -126,16 +126,18 @@ class Driver:
 
 
 class JoinedTrainer:
-    """A trainer that helps the leading trainer of a swarm. A joined trainer reads the same data as
-    the leading trainer, and processes some of the micro-batches of each step.
+    """A trainer that helps the leading trainer of a swarm.
+
+    A joined trainer reads the same data as the leading trainer, and processes some of the
+    micro-batches of each step.
 
     A joined trainer can join, leave and fail at any time. The leading trainer then processes the
     micro-batches that are not completed.
 
     Args:
         address: address of the leading trainer, which is a `Swarm`.
-        in_flight: number of micro-batches that are processed at the same time. If it is 0, two per
-            peer are processed.
+        in_flight: number of micro-batches that are processed at the same time. If `in_flight` is 0,
+            two per peer are processed.
         timeout_s: maximum time in seconds to wait for an answer of the leading trainer.
         secret: see `Swarm`.
         message_bytes: see `Swarm`.

@@ -145,7 +145,7 @@ class Alarm:
     """A timer that fires periodically.
 
     Args:
-        every_s: interval of the timer in seconds. If it is None, the timer never fires.
+        every_s: interval of the timer in seconds. If `every_s` is None, the timer never fires.
     """
 
     def __init__(self, every_s: float | None) -> None:

@@ -76,7 +76,7 @@ class _Closed(ConnectionError):
 
 
 class PeerError(RuntimeError):
-    """Error that is raised if a peer reported a failure. It contains the reason."""
+    """Error that is raised if a peer reported a failure. The error contains the reason."""
 
 
 class Connection:
@@ -85,7 +85,7 @@ class Connection:
     Args:
         opened: the socket of this connection, already connected.
         timeout_s: maximum time in seconds to wait for a connection, and for data in either
-            direction. If it is None, the wait for the next message has no time limit.
+            direction. If `timeout_s` is None, the wait for the next message has no time limit.
         access: the secret that the other side must know, and the maximum size of a message.
         serves: whether this side accepted the connection.
     Raises:
@@ -241,7 +241,7 @@ class MessageServer:
 
     Args:
         host: address at which the server listens.
-        port: port at which the server listens. If it is 0, any free port is used.
+        port: port at which the server listens. If `port` is 0, any free port is used.
         answer: function that computes the answer to a request, or returns None if the request has
             no answer. Exceptions are sent as errors to the other side.
         access: rules about which connections and messages are accepted.

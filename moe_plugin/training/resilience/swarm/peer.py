@@ -56,12 +56,12 @@ class StagePeer:
             clips gradients itself, it uses the norm of only one stage. See `Swarm` for clipping
             over all stages.
         loss: function that maps (output of the last stage, target) to the contribution of a
-            micro-batch to the loss of the step. It may also return this loss together with a
-            dictionary of additional values for the trainer.
+            micro-batch to the loss of the step. The function may also return this loss together
+            with a dictionary of additional values for the trainer.
         host: address of this machine at which the trainer and the other peers can reach it.
         device: device on which the stage is computed.
-        bandwidth: bandwidth of this machine's network, in any unit that all peers use. It
-            determines the fraction of the gradient sums that this peer computes.
+        bandwidth: bandwidth of this machine's network, in any unit that all peers use. The
+            bandwidth determines the fraction of the gradient sums that this peer computes.
         throughput: number of tasks per second that the trainer assumes until it has measured the
             throughput. Defaults to the mean throughput of the stage.
         timeout_s: time in seconds without a trainer after which this peer ends. The trainer

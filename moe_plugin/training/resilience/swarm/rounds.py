@@ -36,7 +36,7 @@ class SharedRound:
         count: number of micro-batches in the round.
         changed: condition variable that is notified of every change.
         found: mapping from the indices of completed micro-batches to their results.
-        by: the trainer that processed each completed micro-batch. It is an empty string for the
+        by: the trainer that processed each completed micro-batch. The string is empty for the
             leading trainer.
     """
 
@@ -163,7 +163,7 @@ class SharedRounds:
 
         Args:
             about: identifier of the round.
-            result: result that is sent to the other trainers. It is None if the round is repeated.
+            result: result that is sent to the other trainers, or None if the round is repeated.
             by: the trainer that processed each micro-batch.
         """
         with self._changed:

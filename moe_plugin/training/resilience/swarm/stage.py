@@ -90,7 +90,7 @@ class ServedStage:
     Args:
         module: module that computes the stage.
         optimizer: function that creates the optimizer for a list of parameters.
-        loss: loss function of the last stage. It is None for all other stages.
+        loss: loss function of the last stage. The value is None for all other stages.
         seed: seed of the whole run.
         step: number of completed steps.
         takes_target: whether the module's second argument is a micro-batch's target.
@@ -207,7 +207,7 @@ class ServedStage:
 
         Args:
             sum_S: sum of the gradients over all peers, with shape [`size`].
-            scale: factor by which the gradients are multiplied. If it is None, no weights are
+            scale: factor by which the gradients are multiplied. If `scale` is None, no weights are
                 changed.
             groups: see `Swarm.update`.
         """

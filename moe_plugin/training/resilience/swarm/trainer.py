@@ -54,8 +54,8 @@ class SwarmStep:
         losses: loss of each micro-batch, including balance losses.
         norm: L2 norm of all gradients before clipping.
         logged: additional values returned by the loss function for each micro-batch.
-        by: address of the trainer that processed each micro-batch. It is an empty string for this
-            trainer.
+        by: address of the trainer that processed each micro-batch. The address is an empty string
+            for this trainer.
         resent: number of tasks that were sent more than once.
         redone: number of backward passes recomputed because their gradients were lost with a peer.
         gone: addresses of peers that were lost.
