@@ -119,6 +119,7 @@ def test_settings_that_fail_in_a_step_leave_no_dump(corpus: Corpus, tmp_path: Pa
     """A promise of the settings that the data breaks: sentences have other lengths."""
     result = run("fairseq-train",
                  f"{corpus.lm} {LANGUAGE_MODEL} {MOE} --moe-dispatch padded --moe-equal-tokens "
+                 "--moe-capacity-factor 1.0 "
                  f"--sample-break-mode eos --batch-size 1 --max-update 2 --save-dir {tmp_path}",
                  ranks=2)
     assert result.code and not list(tmp_path.iterdir()), result.log[-3000:]
