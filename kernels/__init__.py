@@ -2,8 +2,8 @@
 implementations for some devices.
 
 `kernels` is the registry of operations on tensors. The Triton implementations of these operations
-are in `gpu/`. `strategies` is the registry of ways to compute feed-forward experts. Importing this
-package registers all operations and strategies.
+are in `gpu/`. `strategies` is the registry of implementations that compute feed-forward experts.
+Importing this package registers all operations and strategies.
 """
 
 from moe_plugin.kernels import triton_ops

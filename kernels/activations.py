@@ -1,5 +1,4 @@
-"""Activations that write into given memory, the gradients of these activations, and checks for
-second derivatives.
+"""Activations that write into given memory, their gradients, and checks for second derivatives.
 
 Tensors may have any shape and one floating-point dtype. The tensor `h` is the value before the
 activation.
@@ -47,8 +46,8 @@ def wants_graph() -> bool:
 def own(made: Tensor) -> Tensor:
     """Return a tensor that the `forward` of an autograd function may return as its result.
 
-    The compiler of torch 2.11 silently loses the gradient of a result to which its graph has two
-    names, for example the result of an in-place operation or of a `contiguous` without effect
+    The compiler of torch 2.11 silently loses the gradient of a result that has two names in its
+    graph, for example the result of an in-place operation or of a `contiguous` without effect
     (pytorch/pytorch issue 180642). During compilation, a new alias is returned, so that no other
     name refers to the result.
     """
@@ -61,7 +60,7 @@ def first_derivative_only(backward: Callable[..., Any]) -> Callable[..., Any]:
 
     The decorator `once_differentiable` of torch raises an error only when the second pass reaches
     the node. `torch.autograd.grad` with respect to chosen inputs bypasses this check and returns
-    wrong numbers.
+    wrong values.
     """
 
     @functools.wraps(backward)

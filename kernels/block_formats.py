@@ -1,13 +1,13 @@
-"""The block-scaled formats of matrix units: MXFP8, NVFP4 and fp8 with blocks of 128 values, each
-stored as codes and scales.
+"""The block-scaled formats of matrix units: MXFP8, NVFP4 and fp8 with blocks of 128 values.
 
-A block consists of consecutive values along the summed dimension of a matmul. In MXFP8 (Open
-Compute Project, Microscaling Formats 1.0, 2023) the codes are e4m3, and a power of two (e8m0) is
-shared by 32 values. In NVFP4 (NVIDIA, Pretraining Large Language Models with NVFP4, 2025) the codes
-are e2m1, an e4m3 scale is shared by 16 values, and a float32 scale is shared by all values of a
-tensor. In FP8 blockwise (Transformer Engine's `Float8BlockScaling`) the codes are e4m3. A power of
-two is shared by 128 values of a row, or by 128 x 128 values of a weight. In the two fp8 formats
-gradients may have e5m2 codes (Transformer Engine: `Format.HYBRID`).
+Values are stored as codes and scales. A block consists of consecutive values along the summed
+dimension of a matmul. In MXFP8 (Open Compute Project, Microscaling Formats 1.0, 2023) the codes are
+e4m3, and a power of two (e8m0) is shared by 32 values. In NVFP4 (NVIDIA, Pretraining Large Language
+Models with NVFP4, 2025) the codes are e2m1, an e4m3 scale is shared by 16 values, and a float32
+scale is shared by all values of a tensor. In FP8 blockwise (Transformer Engine's
+`Float8BlockScaling`) the codes are e4m3. A power of two is shared by 128 values of a row, or by 128
+x 128 values of a weight. In the two fp8 formats gradients may have e5m2 codes (Transformer Engine:
+`Format.HYBRID`).
 
 The formats allow different choices of the scales. This module uses:
 * MXFP8 and blockwise: the smallest power of two for which no value of the block saturates, as in
@@ -45,12 +45,13 @@ class Blocks:
 
     Attributes:
         codes: codes of the values, padded with zeros after N, where B = ceil(N / block). In the fp8
-            formats they are e4m3 or e5m2 [..., B * block]. In NVFP4 they are uint8 [..., B * 8]
-            with two codes per byte, the first in the low bits.
-        scales: scales of the blocks, with shape [..., B]. In the fp8 formats they are the bits of
-            e8m0 as uint8, because torch 2.6 has no e8m0 dtype. In NVFP4 they are e4m3.
+            formats the codes are e4m3 or e5m2 [..., B * block]. In NVFP4 the codes are uint8 [...,
+            B * 8] with two codes per byte, the first in the low bits.
+        scales: scales of the blocks, with shape [..., B]. In the fp8 formats the scales are the
+            bits of e8m0 as uint8, because torch 2.6 has no e8m0 dtype. In NVFP4 the scales are
+            e4m3.
         tensor: scale of each matrix in NVFP4, float32, with the shape of the leading axes ([] for a
-            single matrix). In the fp8 formats it is None.
+            single matrix). In the fp8 formats this field is None.
         width: the number N of values.
         block: number of values that share a scale, which is 32 in MXFP8, 16 in NVFP4, and 128 in
             the blockwise formats.
@@ -64,7 +65,7 @@ class Blocks:
 
     @property
     def device(self) -> torch.device:
-        """The device on which all tensors of this object are."""
+        """The device on which all tensors of this object are stored."""
         return self.codes.device
 
     def rows(self, index_R: Tensor) -> Blocks:
@@ -88,8 +89,7 @@ class Blocks:
 
 def quantize_powers(x: Tensor, block: int, codes: torch.dtype = torch.float8_e4m3fn,
                     square: bool = False) -> Blocks:
-    """Round a floating-point tensor x [..., N] to fp8 codes in blocks, where the values of each
-    block share a power of two.
+    """Round a tensor x [..., N] to fp8 codes in blocks whose values share a power of two.
 
     Let b be the largest absolute value in a block, where 2^-110 <= b. For e4m3, the error of a
     finite value x in this block is at most 2^-4 |x| + 2^-17 b, because e4m3 has four significant
@@ -116,8 +116,7 @@ def quantize_mxfp8(x: Tensor) -> Blocks:
 
 
 def quantize_nvfp4(x: Tensor) -> Blocks:
-    """Round a floating-point tensor x [..., M, N] to NVFP4, where each M x N matrix is treated as a
-    tensor with one scale.
+    """Round a tensor x [..., M, N] to NVFP4. Each M x N matrix has one scale.
 
     Let b be the largest absolute value in a block, where b exceeds 2^-13 of the largest absolute
     value in the tensor. The error of a finite value x in this block is at most 2^-2 |x| + 2^-4 b.
@@ -138,16 +137,14 @@ def quantize_nvfp4(x: Tensor) -> Blocks:
 
 @dataclass(frozen=True)
 class BlockFormat:
-    """The rounding of the operands [..., N] of a matmul, which are divided into blocks along the
-    summed dimension.
+    """The rounding of matmul operands [..., N], in blocks along the summed dimension.
 
     Attributes:
         rows: function that rounds the rows of a forward pass, which are also operands of weight
             gradients.
         grads: function that rounds gradients of rows.
         weights: function that rounds weights [L, O, I] for either direction.
-        step: number such that, in weight gradients, the rows of an expert are padded to a multiple
-            of it.
+        step: number to a multiple of which the rows of an expert are padded for weight gradients.
     """
 
     rows: Callable[[Tensor], Blocks]
@@ -179,8 +176,8 @@ def _of_squares(largest: Tensor, block: int) -> Tensor:
 
 
 def _blocks(x: Tensor, block: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the values as float32 [..., B, block], whether they are finite, and the largest finite
-    magnitude in each block [..., B].
+    """Return x as float32 [..., B, block], whether it is finite, and the largest magnitude per
+    block.
     """
     width = x.shape[-1]
     number = -(-width // block)
@@ -206,7 +203,7 @@ def _least_power(largest: Tensor, top: float) -> Tensor:
 
 
 def power(e8m0: Tensor) -> Tensor:
-    """Return the powers of two, as float32, that are represented by e8m0 bits (uint8)."""
+    """Return the powers of two that e8m0 bits (uint8) represent, as float32."""
     # e8m0 has the bits of a float32 exponent.
     return (e8m0.to(torch.int32) << 23).view(torch.float32)
 

@@ -1,12 +1,11 @@
-"""Matmuls in MXFP8, NVFP4 and fp8 with blocks of 128, whose operands are divided into blocks along
-the summed dimension.
+"""Matmuls in MXFP8, NVFP4 and fp8 with blocks of 128 values along the summed dimension.
 
 The module contains forward matmuls, and matmuls for input gradients and weight gradients.
 
 On GPUs for which torch supports them, the matmuls call `torch.nn.functional.scaled_grouped_mm`.
-Triton computes matmuls over rows with e4m3 blocks of 128 (`gpu.fp8_blocks`). On other devices the
-matmuls are emulated: the values of the codes are multiplied in the layer's dtype (float16: in
-float32) with float32 sums, so only the order of summation differs.
+Triton computes matmuls over rows with e4m3 blocks of 128 (`gpu.fp8_blocks`). On other devices, the
+matmuls are emulated: the values of the codes are multiplied in the layer's dtype (float16 values in
+float32) with float32 sums. Only the order of summation differs.
 """
 
 from __future__ import annotations
@@ -59,8 +58,8 @@ def expert_weight_grad_blocks(x_blocks: Blocks, grad_blocks: Blocks, groups: Row
 
     Args:
         x_blocks, grad_blocks: rows [I, R] and gradients [O, R], divided into blocks along the rows.
-        groups: groups whose number of rows is a positive multiple of `BlockFormat.step`, so that no
-            block spans two groups.
+        groups: groups of rows. The number of rows of each group is a positive multiple of
+            `BlockFormat.step`, so that no block spans two groups.
         dtype: dtype of the resulting tensor.
     """
     wide = _wide(dtype)
@@ -101,7 +100,7 @@ class BlockWeight(RoundedWeight):
 
 @dataclass(frozen=True)
 class BlockProducts(RoundedProducts):
-    """Matmuls in one of the formats in `FORMATS`, selected by name."""
+    """Matmuls in one of the formats in `FORMATS`, which is selected by name."""
 
     name: str
 
@@ -118,7 +117,7 @@ class BlockProducts(RoundedProducts):
     def rows(self, x: Tensor, groups: RowGroups, token_R: Tensor | None) -> Blocks:
         """Round rows or tokens; see `RoundedProducts.rows`.
 
-        Filler rows, and tokens without a row, do not influence any scale.
+        Filler rows, and tokens without a row, do not affect any scale.
         """
         return self.form.rows(self._used(x, groups, token_R))
 

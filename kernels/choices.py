@@ -1,6 +1,4 @@
-"""Operations on choices of experts: their order, the count for each expert, and the position among
-the choices of an expert.
-"""
+"""Operations that sort and count choices of experts, and number the choices of each expert."""
 
 from __future__ import annotations
 
@@ -40,8 +38,8 @@ def expert_load(ids_TK: Tensor, experts: int, mask_T: Tensor | None = None,
         mask_T: bool [T], False for padding tokens, which are not counted. By default all tokens are
             real.
         per_choice: whether to count first choices, second choices and so on separately.
-        complete: True if `ids_TK` contains no -1, which makes special handling of -1 unnecessary.
-            The host does not wait for the device.
+        complete: True if `ids_TK` contains no -1. Special handling of -1 is then omitted. The host
+            does not wait for the device.
     """
     if mask_T is not None:
         ids_TK, complete = torch.where(mask_T[:, None], ids_TK, -1), False
@@ -73,11 +71,11 @@ def choice_load(ids_TK: Tensor, experts: int) -> Tensor:
 
 @op
 def running_count(ids_N: Tensor, experts: int) -> tuple[Tensor, Tensor]:
-    """Return (rank_N, count_E), both int64: for each choice, the number of earlier choices with the
-    same id; and the number of choices for each id.
+    """Return two int64 tensors, `rank_N` and `count_E`.
 
-    ids_N: int64 [N], the ids in -1..E-1. For the id -1, the rank is -1. The operation uses a single
-    stable sort and allocates no tensor of size [N, E].
+    ids_N: int64 [N], the ids in -1..E-1. For the id -1, the rank is -1. `rank_N` is the number of
+        earlier choices with the same id, and `count_E` the number of choices for each id. The
+        operation uses a single stable sort and allocates no tensor of size [N, E].
     """
     key_N = torch.where(ids_N < 0, experts, ids_N)
     order_N = stable_order(key_N, experts + 1)

@@ -61,7 +61,7 @@ class FFNParameters:
             Experts that are not gated have no gate.
         bias_in_LF, bias_gate_LF: biases [L, F] of the input and gate weights.
         w_out_LFD: output weight [L, F, D].
-        bias_out_LD: bias [L, D], with all D columns even if experts are split into shards.
+        bias_out_LD: bias [L, D]. The bias has all D columns even if experts are split into shards.
         activation: name of the activation function, a key of `ACTIVATIONS`.
         memory: source of the memory for large temporary tensors.
         choice: setting that determines how the strategy `auto` chooses a strategy; see
@@ -70,8 +70,8 @@ class FFNParameters:
             name. A strategy that uses the fields directly needs no special code, because
             `redirect_grad` adds the gradients. A strategy that computes with `operands()` must
             itself add these gradients; see `kernels.weight_grads`.
-        dropout: probability with which a value after the activation is set to 0. This function is
-            used only by the strategies in `KEEPS_ROWS`.
+        dropout: probability with which a value after the activation is set to 0. Dropout is
+            supported only by the strategies in `KEEPS_ROWS`.
         clamp, linear_offset: settings of gated experts; see `gated`. These settings are supported
             only by strategies with `is_stepwise`.
         recompute: whether to save for backward only the values before the activation, and to
@@ -79,14 +79,14 @@ class FFNParameters:
             saved.
         schedule: schedule of the strategy `kernels`, which is a name in `kernels.groups.SCHEDULES`.
         keep: function that stores rows whose numbers only the device knows. Only the strategies in
-            `KEEPS_ROWS` use this function. If it is None, autograd stores the rows.
+            `KEEPS_ROWS` use this function. If `keep` is None, autograd stores the rows.
         sums: object that accumulates the gradients of the calls that share these parameters in one
-            pass. A strategy may add weight gradients to this object and return a single sum. It is
-            None if no other call shares the parameters.
+            pass. A strategy may add weight gradients to this object and return a single sum. The
+            object is None if no other call shares the parameters.
         precision: precision of the matmuls in the strategy `kernels`; see `experts.precision`.
             Other strategies use torch's precision settings.
         rounded: the module's store of rounded weights, for precisions in which weights are rounded.
-            If it is None, a call rounds the weights itself.
+            If `rounded` is None, a call rounds the weights itself.
         adapters: adapters of the same experts by name: "in" (for w_in and w_gate, whose outputs are
             concatenated) and "out". The adapters are read only by strategies that are created by
             `from_matmul`.
@@ -326,7 +326,7 @@ def grouped(rows_RI: Tensor, counts: RowCounts, w_LIO: Tensor, b_LO: Tensor | No
 
 
 def _for_each_row(values_LO: Tensor, counts: RowCounts) -> Tensor:
-    """Return the value of each row's expert, [R, O], where filler rows contain 0."""
+    """Return the value [R, O] of each row's expert. Filler rows contain 0."""
     device = values_LO.device
     if not isinstance(counts, DeviceCounts):
         return values_LO.repeat_interleave(counts.device(device), dim=0, output_size=counts.total)
@@ -369,8 +369,8 @@ def is_stepwise(strategy: Strategy) -> bool:
 
 
 def stepwise_strategy() -> Strategy:
-    """Return a strategy that supports dropout, clamp and offset: torch's grouped GEMM if it is
-    available, otherwise the batched strategy.
+    """Return a strategy with support for dropout, clamp and offset: `grouped` if possible, or
+    `batched`.
     """
     return strategies.get("grouped" if _HAS_GROUPED else "batched")
 

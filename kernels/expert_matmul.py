@@ -1,5 +1,4 @@
-"""The matmuls of feed-forward experts over grouped rows, which are fused with gather and
-activation.
+"""The matmuls of feed-forward experts over grouped rows, fused with gather and activation.
 
 Rows are gathered from tokens while they are loaded. The activation is applied before the result is
 stored, and is recomputed in backward. The first two matmuls of a gated expert are one operation,
@@ -9,7 +8,7 @@ implementation in torch in this module (exact in float64), and a Triton kernel.
 Notation: T is the number of tokens, R the number of rows, L the number of groups (experts), I and O
 the widths of a matmul, D and F the widths of an expert. Tensors have the same floating-point dtype
 unless a docstring states otherwise. If `token_R` is given (int64 [R], the token of each row, or -1
-for a row of zeros), x and grad are tokens [T, .]. If it is None, they are rows [R, .]. The
+for a row of zeros), x and grad are tokens [T, .]. Otherwise x and grad are rows [R, .]. The
 `precision` of float32 matmuls is "ieee", or "tf32", for which the matrix units read 11 bits of both
 operands. The reference implementations use torch's precision settings.
 """
@@ -130,7 +129,7 @@ def expert_matmul_act_backward(grad: Tensor, groups: RowGroups, w_LFD: Tensor, h
     For plain experts, `grad h = s * act'(h)`, and grad gate is None. For gated experts, `grad h = s
     * act(gate)` and `grad gate = s * h * act'(gate)`. The matmul of `(scale * a)^T` and the
     gradient rows is the gradient of w. The value `dots[r] = <u[r], a[r]>` is the gradient of the
-    gate weight, which is computed without saving output rows.
+    gate weight. The kernel computes this gradient without saved output rows.
 
     Args:
         grad: gradient of rows or tokens, whose width is D.

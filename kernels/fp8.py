@@ -29,8 +29,8 @@ SMALLEST_SCALE = 2.0**-126  # the smallest normal number: a scale of 0 would giv
 
 @op
 def quantize_fp8(x_RD: Tensor, block: int) -> tuple[Tensor, Tensor]:
-    """Return the codes, e4m3 [R, D], and the scales, float32 [R, ceil(D / block)], such that x is
-    approximately codes * scale.
+    """Return codes, e4m3 [R, D], and scales, float32 [R, ceil(D / block)], with x close to codes *
+    scale.
 
     The scale is the largest finite |x| in the block divided by 448, or 1 for a block of zeros. Let
     b be the largest absolute value in a block, where 2^-110 <= b < 2^127. The error of a finite
@@ -104,8 +104,7 @@ def quantize_weights_fp8(w_LIO: Tensor) -> tuple[Tensor, Tensor]:
 def expert_matmul_fp8(codes: Tensor, scales: Tensor, groups: RowGroups, codes_LIO: Tensor,
                       scales_LHW: Tensor, b_LO: Tensor | None, token_R: Tensor | None,
                       dtype: torch.dtype) -> Tensor:
-    """Compute `rows @ w + b` for each group, [R, O] in `dtype`, from operands given as codes and
-    scales.
+    """Compute `rows @ w + b` [R, O] in `dtype` for each group, from operands in codes and scales.
 
     Args:
         codes, scales: rows or tokens of width I; see `quantize_fp8` with blocks of 128.

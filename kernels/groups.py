@@ -1,5 +1,4 @@
-"""Rows in groups, where each group belongs to one expert, and the tiles into which a grouped matmul
-is divided.
+"""Rows in groups (one group per expert), and the tiles into which a grouped matmul is divided.
 
 This module also contains the operations that copy rows to and from pages, and the transposition of
 chunks for the 2DH exchange.
@@ -57,8 +56,8 @@ def read_pages(record_M: Tensor, pages_SP: Tensor, host_SP: Tensor, length: int,
         record_M: record that describes the tensor, int64 [M], where length <= M P.
         pages_SP, host_SP: floating-point buffers on the device and in host memory.
         length: number of elements in the result.
-        enough: bool scalar tensor on the device. If it is False, all elements of the result are
-            NaN.
+        enough: bool scalar tensor on the device. If `enough` is False, all elements of the result
+            are NaN.
     """
     device_slot_M, host_slot_M = _slots(record_M, pages_SP, host_SP)
     x_MP = pages_SP.index_select(0, device_slot_M)
@@ -168,8 +167,8 @@ class RowGroups:
         device: device on which the tables are stored.
         beside: whether other kernels (of an exchange) run at the same time as matmuls over these
             rows.
-        schedule: name in `SCHEDULES` of the schedule for matmuls that are computed by Triton. It is
-            a name and not an object, because graphs can store names.
+        schedule: name in `SCHEDULES` of the schedule for matmuls that are computed by Triton. A
+            name is used instead of an object, because graphs can store names.
     """
 
     counts: RowCounts

@@ -1,4 +1,4 @@
-"""Matmuls and functions of rows whose bits do not depend on the other rows.
+"""Matmuls and functions of rows whose results do not depend, bit for bit, on the other rows.
 
 A library chooses the summation order of a matmul by the number of rows, and computes the last
 elements of a tensor differently from elements that fill its vector registers. Therefore the same
@@ -65,9 +65,7 @@ class _InBlocks(torch.autograd.Function):
 @functools.cache
 def _check_library(shape: tuple[int, int], stride: tuple[int, int], dtype: torch.dtype,
                    device: torch.device) -> None:
-    """Raise a `ValueError` if the bits of a row depend on the position of the row in a block of
-    this size.
-    """
+    """Raise a `ValueError` if the result for a row depends on the row's position in a block."""
     random = torch.Generator("cpu").manual_seed(0)
     w_IO = torch.empty_strided(shape, stride, dtype=dtype, device=device)
     w_IO.copy_(torch.randn(shape, generator=random, device="cpu"))
@@ -88,8 +86,8 @@ def _check_library(shape: tuple[int, int], stride: tuple[int, int], dtype: torch
 
 
 def product_in_blocks(x_RI: Tensor, w_IO: Tensor) -> Tensor:
-    """Compute `x @ w`, [R, O], with support for first derivatives. The bits of a row depend only on
-    this row and on w.
+    """Compute `x @ w`, [R, O], with support for first derivatives. The result for a row depends,
+    bit for bit, only on this row and on w.
 
     Args:
         x_RI: rows [R, I] that are multiplied.

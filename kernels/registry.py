@@ -1,6 +1,4 @@
-"""The registry of operations, each of which has a torch implementation, and faster implementations
-for some devices.
-"""
+"""The registry of operations. Each has a torch implementation, and faster ones for some devices."""
 
 from __future__ import annotations
 
@@ -14,8 +12,7 @@ from moe_plugin.utils.registry import Registry
 
 
 class Op:
-    """An operation with a torch reference that is also reasonably fast on a CPU, and with
-    implementations for other devices.
+    """An operation with a torch reference, which is also used on CPUs, and other implementations.
 
     `add(name, why_not)` registers an implementation. The function `why_not(*args)` returns None if
     the implementation supports these arguments, and otherwise the reason why it does not. A call
@@ -38,7 +35,7 @@ class Op:
             on_cpu: bool = True) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         """Return a decorator that registers an additional implementation.
 
-        on_cpu: whether the implementation may receive tensors on a CPU. If it is False, such
+        on_cpu: whether the implementation may receive tensors on a CPU. If `on_cpu` is False, such
         tensors are allowed only while `interpreted` is set.
         """
 

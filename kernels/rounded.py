@@ -1,5 +1,4 @@
-"""Matmuls with operands that are rounded first, which is the code that fp8 and the block formats
-share.
+"""Matmuls with operands that are rounded first: the code that fp8 and the block formats share.
 
 A format defines how rows and weights are rounded and multiplied. `RoundedProducts` uses a format to
 implement the operations of `expert_matmul` over rows. Weights are rounded once for the matmuls of a
@@ -130,7 +129,7 @@ class _Made:
         version: value of the parameter's version counter.
         address: memory address of the parameter.
         dtype: dtype of the value that was rounded.
-        spent: whether a backward pass has already used the rounded weight.
+        spent: True if a backward pass has already used the rounded weight.
     """
 
     weight: RoundedWeight
@@ -187,8 +186,8 @@ class RoundedCall:
 
     Attributes:
         weights: mapping from the field names of `FFNParameters` to rounded weights.
-        kept: the store of rounded weights that belongs to the module. It is None if the weights
-            belong to this call only.
+        kept: the store of rounded weights that belongs to the module, or None if the weights belong
+            to this call only.
     """
 
     weights: Mapping[str, RoundedWeight]
@@ -207,7 +206,7 @@ def rounded_call(products: RoundedProducts, kept: RoundedWeights | None,
 
     Args:
         products: the matmuls of the format.
-        kept: the store of rounded weights that belongs to the module. If it is None, no rounded
+        kept: the store of rounded weights that belongs to the module. If `kept` is None, no rounded
             weight is kept after the call.
         parameters: parameters by name. Only an `nn.Parameter` is looked up in `kept`.
         values: the values that are multiplied, by name, which are the parameters or casts of them.

@@ -1,5 +1,4 @@
-"""Computation of scores, the k best experts, their weights and all balance statistics in one pass
-over the logits.
+"""Scores, the k best experts, their weights and all balance statistics in one pass over the logits.
 
 The pass reads only the logits [T, E], which exist in any case, and writes no tensor of this size.
 If scores are equal, the lower expert index is chosen first.
@@ -70,7 +69,7 @@ def _sorts(scores_TE: Tensor, k: int) -> bool:
 
 
 def group_members(groups_TG: Tensor, groups: int, experts: int) -> Tensor:
-    """Return bool [T, E], true for experts that belong to the groups of the token.
+    """Return a bool tensor [T, E] that is true for experts that belong to the groups of the token.
 
     groups_TG: int64 [T, G], indices of any number of groups for each token.
     """
@@ -102,9 +101,9 @@ class Rule:
         normalize: whether weights are divided by `max(sum over the choices + add, least)`.
         score: the function that converts logits to scores.
         groups: number of equal groups of consecutive experts. Only experts in the `take` groups
-            with the largest sum of their `best` largest scores may be chosen. If it is 0, any
+            with the largest sum of their `best` largest scores may be chosen. If `groups` is 0, any
             expert may be chosen.
-        z: whether z (and lse) must be computed.
+        z: whether the sum z, and the logsumexp of each token, must be computed.
     """
 
     k: int
@@ -205,8 +204,9 @@ def route_top_k_backward(logits_TE: Tensor, mask_T: Tensor | None, ids_TK: Tenso
                          weights_TK: Tensor, lse_T: Tensor | None, grad_weights_TK: Tensor | None,
                          grad_importance_E: Tensor | None, grad_z: Tensor | None,
                          rule: Rule, sure: bool) -> Tensor:
-    """Compute the gradient of the logits, [T, E], in one pass. A gradient that is None is treated
-    as zeros.
+    """Compute the gradient of the logits, [T, E], in one pass.
+
+    A gradient that is None is treated as zeros.
 
     Let w be the weights of the chosen scores s, and let g be the gradient of w. With normalization,
     the gradient of log s of a choice is `w (g - <g, w>)`; without normalization it is `w g`.
@@ -216,9 +216,10 @@ def route_top_k_backward(logits_TE: Tensor, mask_T: Tensor | None, ids_TK: Tenso
     logits. The sum z contributes `2 lse softmax(logits) grad_z`.
 
     Args:
-        lse_T: logsumexp of the logits of each token. It is not read if there is no `grad_z`.
-        sure: whether the sum of a token's chosen scores is so large that normalization divided by
-            exactly this sum.
+        lse_T: logsumexp of the logits of each token. This tensor is not read if there is no
+            `grad_z`.
+        sure: True if the sum of a token's chosen scores was large enough that normalization divided
+            by exactly this sum.
     """
     s_TE = rule.score.scores(logits_TE)
     if grad_importance_E is None:
@@ -250,8 +251,8 @@ def _grad_of_importance(s_TE: Tensor, mask_T: Tensor | None, grad_E: Tensor, rul
 
 def _grad_of_choices(s_TE: Tensor, ids_TK: Tensor, weights_TK: Tensor, grad_TK: Tensor, rule: Rule,
                      sure: bool) -> tuple[Tensor, Tensor | None]:
-    """Return the gradient of the chosen logits [T, K], and the multiple of s that is subtracted
-    from all logits [T, 1].
+    """Return the gradient of the chosen logits [T, K], and the factor [T, 1] of s in all other
+    gradients.
     """
     pull_TK = weights_TK * grad_TK
     total_T1 = outside_T1 = pull_TK.sum(1, keepdim=True)

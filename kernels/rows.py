@@ -32,7 +32,7 @@ _SUM = 0  # the mode "sum" of torch.embedding_bag
 @op
 def take_rows(x_TD: Tensor, source_R: Tensor, top_k: int, weights_TK: Tensor | None,
               complete: bool = False) -> Tensor:
-    """Compute `rows[r] = weight(source r) * x[source r // K]`, [R, D], with 0 in empty slots."""
+    """Compute `rows[r] = weight(source r) * x[source r // K]` [R, D], with 0 in empty slots."""
     if x_TD.shape[0] == 0 or source_R.numel() == 0:
         return x_TD.new_zeros(source_R.numel(), x_TD.shape[1])
     choice_R = source_R if complete else source_R.clamp(min=0)
@@ -49,7 +49,7 @@ def sum_rows(rows_RD: Tensor, position_TK: Tensor, weights_TK: Tensor | None,
              complete: bool = False) -> Tensor:
     """Compute `y[t] = sum_j weight(t, j) * rows[position(t, j)]`, [T, D] in the dtype of the rows.
 
-    Choices without a row add nothing. The sum is computed in float32 (or float64) in the order of
+    Choices without a row are omitted. The sum is computed in float32 (or float64) in the order of
     choices, so the result is always the same.
     """
     dtype = accumulate_dtype(rows_RD.dtype)
@@ -105,8 +105,7 @@ def sum_bags(x_ND: Tensor, index_BK: Tensor, scale_BK: Tensor | None) -> Tensor:
 
 def _reads(position_TK: Tensor, weights_TK: Tensor | None, dtype: torch.dtype,
            complete: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return the row that is read for each choice, the weight of the choice, and which tokens have
-    no row (bool [T]).
+    """Return the row and the weight of each choice, and which tokens have no row (bool [T]).
 
     If the returned weight is None, all weights are 1. If the third result is None, every token has
     a row. For a choice without a row, a different row of the same token is read with weight 0,
@@ -211,7 +210,7 @@ class _Gather(torch.autograd.Function):
 
 
 class _Sum(torch.autograd.Function):
-    """The adjoint operation of `_Gather`."""
+    """Autograd function that computes the adjoint operation of `_Gather`."""
 
     @staticmethod
     def forward(ctx: Any, rows_RD: Tensor, source_R: Tensor, position_TK: Tensor,
@@ -283,7 +282,8 @@ def take_values(values_CN: Tensor, index: Tensor) -> Tensor:
     """Sum `values[c, index]` over c. The result has the shape of the index and the dtype of the
     values, and is 0 for the index -1.
 
-    It transfers numbers from choices to rows (`RowPlan.source_R`) and back (`position_TK`).
+    This function transfers numbers from choices to rows (`RowPlan.source_R`) and back
+    (`position_TK`).
 
     Args:
         values_CN: values [C, N], which are summed in order.

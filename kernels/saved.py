@@ -1,6 +1,4 @@
-"""Control over the tensors that autograd saves for backward: rows can be stored elsewhere, and
-values can be computed again.
-"""
+"""Control over the tensors that autograd saves: rows can be stored elsewhere or computed again."""
 
 from __future__ import annotations
 
@@ -23,7 +21,7 @@ def through_recomputed(consume: Function, produce: Function, *inputs: Tensor) ->
     """Compute `consume(produce(*inputs))`, and save only the inputs for backward.
 
     In backward, `produce` runs again when its value is first needed by `consume`. Under
-    torch.compile, which itself decides what to save, this is an ordinary call.
+    torch.compile, this is an ordinary call, because the compiler decides which values are saved.
 
     Args:
         consume: function that maps one tensor to the result, for example a matmul. The argument,
@@ -54,8 +52,9 @@ def through_recomputed(consume: Function, produce: Function, *inputs: Tensor) ->
 
 
 def _again(node: Any) -> tuple[Tensor, list[Tensor]]:
-    """Return the value together with its graph, and its inputs. They are computed once per backward
-    pass.
+    """Return the value together with its graph, and its inputs.
+
+    The value and its graph are computed once per backward pass.
     """
     if node.made is None:
         inputs = [x.detach().requires_grad_(x.requires_grad) for x in node.saved_tensors]

@@ -25,15 +25,16 @@ _MANY = 64  # tokens from which the work takes longer than launching four operat
 
 
 class ScoreFunction:
-    """Base class of score functions. A subclass must define `scores`; all other members are
-    optional.
+    """Base class of score functions.
+
+    A subclass must define `scores`; all other members are optional.
 
     Attributes:
         kernels: implementations of `kernels.router.route_top_k` that compute this function. "torch"
-            requires the method `slope_`, and "triton" requires a branch in `gpu/router.py`. If it
-            is empty, routing is computed step by step.
-        is_softmax: whether the scores of a token sum to 1 and each logit influences the scores of
-            all experts.
+            requires the method `slope_`, and "triton" requires a branch in `gpu/router.py`. If
+            `kernels` is empty, routing is computed step by step.
+        is_softmax: True if the scores of a token sum to 1 and each logit affects the scores of all
+            experts.
     """
 
     kernels: frozenset[str] = frozenset()
@@ -116,17 +117,16 @@ def shares(scores_TE: Tensor, add: float = ADDED, least: float = 0.0) -> Tensor:
 
 
 def shares_of_rest(weights_TK: Tensor, add: float, least: float) -> Tensor:
-    """Compute `shares` of the weights that remain for each token, with zeros if no weight
-    remains.
+    """Compute `shares` of the remaining weights of each token. Without remaining weights, the
+    result is 0.
     """
     # The smallest normal number as divisor turns 0 / 0 into 0.
     return shares(weights_TK, add, max(least, torch.finfo(weights_TK.dtype).tiny))
 
 
 class _WideLinear(torch.autograd.Function):
-    """A linear map to float32 that saves the tokens for backward in their own dtype, rather than as
-    a float32 copy.
-    """
+    """A linear map to float32. For backward, tokens are saved in their own dtype instead of
+    float32."""
 
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, weight_ED: Tensor) -> Tensor:
@@ -177,8 +177,9 @@ def in_parts(x_TD: Tensor) -> bool:
 
 
 def _parts(x: Tensor, dim: int, number: int) -> Tensor:
-    """Split x into `number` bfloat16 tensors with 8 bits each, which sum to x and are concatenated
-    along `dim`.
+    """Split x into `number` bfloat16 tensors with 8 bits each.
+
+    The tensors add up to x and are concatenated along `dim`.
 
     A bfloat16 tensor is returned unchanged.
     """

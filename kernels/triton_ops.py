@@ -86,8 +86,8 @@ def route_why_not(*args: Any) -> str | None:
 
 
 def product_why_not(*args: Any) -> str | None:
-    """Return the reason given by `why_not`, or the reason why the matmuls of the installed Triton
-    cannot run on the GPU.
+    """Return the reason given by `why_not`, or why the installed Triton's matmuls cannot run on the
+    GPU.
     """
     reason, device = why_not(*args), _gpu(args)
     if reason is not None or device is None:
@@ -146,17 +146,15 @@ def no_schedule(schedule: TileSchedule, device: torch.device) -> str | None:
 
 
 def fp8_why_not(*args: Any) -> str | None:
-    """Return the reason given by `why_not`, or the message that the GPU cannot convert to e4m3,
-    which the reference emulates.
+    """Return the reason given by `why_not`, or the message that the GPU cannot convert values to
+    e4m3. The reference emulates this conversion.
     """
     reason, device = why_not(*args), _gpu(args)
     return reason if reason is not None or device is None else no_e4m3(device)
 
 
 def fp8_product_why_not(*args: Any) -> str | None:
-    """Return the reason given by `fp8_why_not`, or the reason why the matmuls of the installed
-    Triton cannot run on the GPU.
-    """
+    """Return the reason given by `fp8_why_not`, or why Triton's matmuls cannot run on the GPU."""
     reason, device = fp8_why_not(*args), _gpu(args)
     return reason if reason is not None or device is None else no_products(device)
 

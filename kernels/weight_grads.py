@@ -4,8 +4,8 @@
 buffer of the host, and `LaterGrads` postpones the computation.
 
 The pieces into which a layer call is split are calls with the same weights. Autograd would allocate
-a full gradient for each piece and add the gradients one by one, which reads or writes the weights'
-memory three times per piece.
+a full gradient for each piece and add the gradients one by one. This would read or write as much
+memory as the weights have three times per piece.
 
 Megatron (`gradient_accumulation_fusion`) keeps a buffer `parameter.main_grad` (fp32 by default)
 over the micro-batches of a step. Megatron's gradient hook adds `parameter.grad` to this buffer,
@@ -141,8 +141,8 @@ class WeightGrad:
                     b_s: Sequence[Tensor]) -> None:
         """Add each matmul `a @ b` to the gradient of one expert, or of a batch of experts.
 
-        The operands are [I, N] and [N, O] for one expert. For a batch of experts they have a
-        leading axis. No expert may occur twice.
+        The operands are [I, N] and [N, O] for one expert. For a batch of experts the operands have
+        a leading axis. No expert may occur twice.
         """
         products = []
         for of, a, b in zip(experts, a_s, b_s, strict=True):
@@ -172,9 +172,9 @@ WEIGHTS = ("w_in_LDF", "w_gate_LDF", "w_out_LFD")
 def has_main_grad(parameter: Tensor) -> bool:
     """Return true if the host reads the gradient of this parameter from `parameter.main_grad`.
 
-    The result is False if the host's hook nevertheless reads the gradient itself, which is the case
-    for parameters of Megatron-FSDP and for parameters with `zero_out_wgrad`. All these attributes
-    are set by Megatron and do not exist in other hosts.
+    The result is False if the host's hook also reads the gradient itself. This is the case for
+    parameters of Megatron-FSDP and for parameters with `zero_out_wgrad`. All these attributes are
+    set by Megatron and do not exist in other hosts.
     """
     if not parameter.requires_grad or not isinstance(getattr(parameter, "main_grad", None), Tensor):
         return False
@@ -334,8 +334,8 @@ class RowWeightGrads:
 
     Attributes:
         precision: precision of matmuls of unrounded operands; see `kernels.expert_matmul`.
-        rounded: the format used for the other matmuls. It may define a separate method for
-            computing weight gradients. None if no format is used.
+        rounded: the format used for the other matmuls. The format may define a separate method for
+            computing weight gradients. The value None stands for no format.
         groups, main_grad_weights, sums: see `FFNParameters` and `GradSums`.
     """
 

@@ -1,7 +1,7 @@
 """Reusable memory for large CPU tensors, which avoids page faults in every step.
 
 glibc maps memory anew for every large tensor, and the system clears each page when it is first
-accessed. Clearing the pages takes about 60 us per MiB, which is longer than writing the values. A
+accessed. Clearing the pages takes about 60 us per MiB, more time than writing the values. A
 `Workspace` retains the memory of large tensors and reuses it as soon as there is no reference to
 the memory. No calls are needed to release memory, because the number of references is read from the
 storage. Memory of a saved activation, of a gradient that the user retains, or of a tensor that is
@@ -9,8 +9,8 @@ used a second time in the same graph is therefore not reused, and the next reque
 memory.
 
 All modules of a process share one `MemoryPool`, so memory that one layer no longer needs is used by
-the next layer. The layers of a model together retain the memory that is in use at the same time,
-rather than the sum of each layer's maximum.
+the next layer. Together, the layers of a model retain only as much memory as they use at the same
+time, instead of the sum of each layer's maximum.
 """
 
 from __future__ import annotations
@@ -52,8 +52,7 @@ class _Kept:
     swept: int = 0
 
     def take(self, size: int) -> torch.UntypedStorage:
-        """Return a storage of at least `size` bytes that is not in use, which is the smallest
-        sufficient storage, or a new storage.
+        """Return the smallest free storage of at least `size` bytes, or a new storage.
 
         A new storage replaces free storage that is slightly too small. The number of storages of a
         size therefore never exceeds the number that are in use at the same time. A storage is

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Write the generated parts of the documentation (`PAGES`).
 
-These are the pages of settings, flags and registered names, the tables at the end of the pages
-about Megatron's settings, model families and divisors, and the pictures of layouts. They are
+These are the pages of settings, flags, registered names and refusals, the tables at the end of the
+pages about Megatron's settings, model families and divisors, and the pictures of layouts. They are
 written from the config tree, the registries and the tables in the code. With --check, the script
 only reports which files are out of date.
 
@@ -30,6 +30,9 @@ from moe_plugin.checkpoint.formats.huggingface.family import Block, Family
 from moe_plugin.cli.doctor.packages import import_everything
 from moe_plugin.config import MoEConfig, RunConfig, to_dict
 from moe_plugin.config.flags import flag_specs
+from moe_plugin.config.refusals import Request, Values
+from moe_plugin.hosts.fairseq import refusals as fairseq
+from moe_plugin.hosts.megatron import refusals as megatron
 from moe_plugin.hosts.megatron.compat.fields import ARGUMENTS, FIELDS, By, Row
 from moe_plugin.utils.registry import KINDS
 
@@ -213,6 +216,35 @@ def fields_page() -> str:
     return _with_end("megatron_layouts.md", "compat/fields.py", lines)
 
 
+def refusals_page(host: str, table: dict[str, Request]) -> str:
+    """Return docs/refusals_HOST.md: the settings that a host refuses in combination, by request.
+
+    Settings with the same remedy share a row.
+    """
+    lines = [NOTE.replace("config/", f"hosts/{host.lower()}/refusals.py"), "",
+             f"# Settings that exclude others in {host}", "", _prose(
+                 "A bold row is a request. The host refuses a run that also uses one of the "
+                 "settings below it. The error names the value and the remedy. `moe-plugin doctor "
+                 "--all` prints these lists for all hosts."), "",
+             "| request and excluded settings | what to do |", "|---|---|"]
+    found = dict[str, dict[str, list[str]]]()
+    for request in table.values():
+        for row in request.rows:
+            remedy = Values({**request.example, **row.example}).fill(row.remedy)
+            if "must be {remedy}" in request.message:
+                remedy = f"must be {remedy}"
+            found.setdefault(request.title, {}).setdefault(remedy, []).append(row.title)
+    for title, rows in found.items():
+        lines += [f"| **{_code(title)}** | |", *(
+            f"| {', '.join(map(_code, dict.fromkeys(names)))} | {_cell(remedy)} |"
+            for remedy, names in rows.items())]
+    return "\n".join([*lines, ""])
+
+
+def _code(name: str) -> str:
+    return f"`{name}`" if name.startswith("--") or " " not in name else name
+
+
 def families_page() -> str:
     """Return docs/huggingface.md, which ends with a table of model families."""
     blocks = {name: (family.block, family) for name, family in FAMILIES.items() if family.block}
@@ -221,10 +253,11 @@ def families_page() -> str:
             f"{_becomes(family)} |" for name, (block, family) in blocks.items()]
     return _with_end("huggingface.md", "checkpoint/formats/huggingface/families.py", [
         "## Families", "", _prose(
-            f"{len(blocks)} families with experts are supported, named by `model_type`. One test "
-            "covers every row. The MoE blocks of each family can be replaced by our layers and "
-            "converted back. The last column shows whether whole models can be converted to other "
-            "formats, and otherwise which part of the model the other formats do not support."),
+            f"{len(blocks)} model families with experts are supported. The table lists them by "
+            "their `model_type`. A single test covers all rows. The MoE blocks of each family can "
+            "be replaced with layers of this package and converted back. The last column shows "
+            "whether whole models can be converted to other formats, and otherwise which part of "
+            "the model the other formats do not support."),
         "", _prose(
             "In the column of routing, *+ bias* is a bias used only to choose experts, *sum 1* "
             "means that the weights of the chosen experts sum to 1, and *groups (2)* means that "
@@ -314,6 +347,8 @@ NAMES_ON = {
 }
 PAGES: dict[str, Callable[[], str]] = {
     "config.md": config_page, "megatron_layouts.md": fields_page, "huggingface.md": families_page,
+    **{f"refusals_{host.lower()}.md": functools.partial(refusals_page, host, table)
+       for host, table in (("fairseq", fairseq.TABLE), ("Megatron", megatron.TABLE))},
     "balance.md": divisors_page,
     **{name: functools.partial(section_page, name) for name in SECTION_PAGES}, **PICTURES}
 

@@ -1,7 +1,7 @@
 """Blocks of experts that share the CPU's cache, views of the rows of these experts, and padding.
 
 The views of all rows are created before the first matmul. A matmul evicts Python's data from the
-caches, so a line of Python code between two matmuls takes several times as long as it takes in a
+caches. A line of Python code between two matmuls therefore takes several times as long as in a
 separate loop. In addition, the views of all rows can be created with only one call.
 
 Experts that are multiplied together are padded to the number of rows of the longest expert. The
@@ -35,8 +35,8 @@ class Unit(NamedTuple):
         experts: number B of experts in the unit.
         rows: number M of rows of each expert in memory. If there are several experts, they are
             padded to the number of rows of the longest expert (see `Padding`).
-        computed: number of rows on which the matmul is computed. It includes all rows in memory
-            and, for a single expert, a few of the following rows if this takes less time
+        computed: number of rows on which the matmul is computed. The number includes all rows in
+            memory and, for a single expert, a few of the following rows if this takes less time
             (`RowRule.fast`). The results of the next unit overwrite the additional results, so
             units must be computed in order.
     """
@@ -54,13 +54,13 @@ class Unit(NamedTuple):
 
 @dataclass
 class UnitBlock:
-    """Units that pass through all operations together.
+    """A group of units that pass through all operations together.
 
     Attributes:
         rows: range of the block's rows among all rows.
         size: number N of rows in the block.
-        reach: number of rows from the first row of the block to its last computed row, which is at
-            least N.
+        reach: number of rows from the first row of the block to its last computed row. The number
+            is at least N.
         exact: whether each unit computes only its own rows.
         single: whether every unit consists of one expert.
     """
@@ -126,8 +126,7 @@ class UnitBlock:
 
 
 def units_of(counts: list[int], limit: int, rule: RowRule) -> list[Unit]:
-    """Return units for the experts that have rows, where experts with up to `limit` rows in total
-    are joined if that is faster.
+    """Return units for the experts that have rows, joining experts of up to `limit` rows if faster.
     """
     # Joining saves time only for 16-bit products, see `RowRule`.
     if not rule.narrow:
@@ -202,7 +201,7 @@ class Padding:
     padded_R: Tensor
 
     def positions(self, position: Tensor) -> Tensor:
-        """Return the positions, after padding is added, of rows (int64, any shape; -1 for no
+        """Return the positions of rows after padding is added (int64 of any shape; -1 means no
         row).
         """
         return self.padded_R[position]
@@ -234,7 +233,7 @@ class UnitRows(NamedTuple):
 
     Attributes:
         own: views of the unit's own rows [M, W].
-        computed: views of the rows [C, W] that matmuls compute row by row.
+        computed: views of those rows [C, W] that matmuls compute row by row.
     """
 
     own: tuple[Tensor, ...]
@@ -259,7 +258,7 @@ class BlockRows:
             memory: tensor that may have additional rows, for results computed beyond the rows of
                 the last expert.
             whole: whether the memory contains the rows of all blocks.
-            by_row: whether matmuls that compute row by row read or write the memory. If it is
+            by_row: whether matmuls that compute row by row read or write the memory. If `by_row` is
                 False, `of_units` is empty.
         """
         self._blocks = blocks

@@ -2,9 +2,9 @@
 
 All operations are applied to one block of experts at a time, while the rows of the block are in the
 cache (see `blocks`). The rows of a block are gathered into a buffer, and matmuls write directly to
-their destination. For backward, the module's `Workspace` stores the value before the activation. It
-also stores the value after the activation if recomputing it costs more than reading it and
-`FFNParameters.recompute` is off, and each output row for the gradient of the gates. If
+their destination. For backward, the module's `Workspace` stores the value before the activation.
+The `Workspace` also stores the value after the activation if recomputing it costs more than reading
+it and `FFNParameters.recompute` is off, and each output row for the gradient of the gates. If
 `native.passes` is available, it performs all operations between two matmuls in one pass. Output
 rows are then stored only for experts with an output bias (see `_FFNCall.late`), and the values of
 gated experts after the activation are recomputed.
@@ -91,10 +91,10 @@ class _FFNCall:
         products: object that multiplies rows by the experts' matrices.
         native: the compiled passes, or None if torch's operations are used.
         keep: whether a backward pass will follow.
-        keep_after: whether to store the value after the activation (and, if `native` is used, the
-            derivative of the activation in place of the value before it).
-        late: whether `native` applies the gates to the gradients of the inner values, rather than
-            to the output's gradient. If so, `native` also computes the gradient of the gates.
+        keep_after: whether to store the value after the activation. If `native` is used, the
+            derivative of the activation then replaces the value before it.
+        late: True if `native` applies the gates to the gradients of the inner values instead of to
+            the output's gradient. In this case, `native` also computes the gradient of the gates.
         main_grad_weights, sums: see `FFNParameters`.
         later, wanted: see `FFNParameters.leaving` and `LaterGrads.cut_off`.
     """

@@ -83,8 +83,8 @@ def products_of(like: Tensor, in_order: bool = False) -> Products:
     """Return the function that multiplies matrices with the dtype of `like` on the device of
     `like`.
 
-    in_order: whether matmuls must run one after another, because a matmul may write to rows that
-    the next matmul overwrites.
+    in_order: True if matmuls must run one after another, because a matmul may write to rows that
+        the next matmul overwrites.
     """
     if like.device.type == "cpu" and in_float32(like.dtype):
         return _widened
@@ -108,8 +108,8 @@ class RowRule:
             matmuls take the same time per row for any number of rows, and several run at the same
             time.
         work: cost of one row, as a number of multiplications.
-        least: number of matmuls that must be saved at least before experts are joined, because
-            padding itself requires some operations.
+        least: minimum number of matmuls that must be saved before experts are joined, because
+            padding also requires some operations.
     """
 
     narrow: bool = False

@@ -55,9 +55,8 @@ def bounded_registers(most: int, chip: Chip | None = None) -> dict[str, int]:
 
 
 def pointer(tensor: Tensor | None, stand_in: Tensor) -> Tensor:
-    """Return `tensor` as a contiguous tensor, or a placeholder if it is None, because unused
-    pointer arguments also need a tensor.
-    """
+    """Return a contiguous tensor. If `tensor` is None, it is a placeholder for the unused pointer
+    argument."""
     return stand_in if tensor is None else tensor.contiguous()
 
 

@@ -4,8 +4,8 @@
 Forward computes `h = x[token] @ w_in` and `a = act(h)` in one kernel, then `rows = a @ w_out`, and
 finally y as the weighted sum of rows. Forward saves x and h (and the gate of gated experts) for
 backward. In the backward pass, one kernel propagates the output gradient through w_out^T and the
-activation and recomputes `a`. It computes the gate gradients as row-wise dot products, so the
-output rows need not be saved.
+activation and recomputes `a`. The kernel computes the gate gradients as row-wise dot products, so
+the output rows need not be saved.
 """
 
 from __future__ import annotations
@@ -335,7 +335,7 @@ expert_ffn_uneven = _operation("_uneven", **_not_captured())
 class _Direct(torch.autograd.Function):
     """The computation of `expert_ffn` for real tensors.
 
-    It is not a torch operation, because its backward may change buffers such as `main_grad`.
+    This is not a torch operation, because its backward may change buffers such as `main_grad`.
     """
 
     @staticmethod

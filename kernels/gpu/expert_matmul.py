@@ -76,7 +76,7 @@ def _odd(x: Tensor, *widths: int) -> bool:
 
 
 class _Product:
-    """One matmul over grouped rows, with its tile, its table of tiles, and the descriptors of its
+    """A matmul over grouped rows: its tile, its table of tiles, and the descriptors of its
     operands.
     """
 
@@ -122,8 +122,7 @@ class _Product:
 
     @property
     def grid(self) -> tuple[int]:
-        """The number of programs, which is the number of programs that run at once, or the number
-        of tiles if it is smaller.
+        """The number of programs: those that run at the same time, or one per tile if that is less.
         """
         work = self.table[0].numel() * triton.cdiv(self.w.shape[2], self.tiling.columns)
         return (programs(self.chip, self.tiling, work, self.groups),)
@@ -156,8 +155,8 @@ class _Product:
 
 
 def programs(chip: Chip, tiling: Tiling, work: int, groups: RowGroups) -> int:
-    """Return the number of programs for `work` tiles, which is the number of programs that run at
-    once, or less if there are few tiles.
+    """Return the number of programs for `work` tiles: those that run at once, or fewer for few
+    tiles.
 
     If other kernels run at the same time, each tile is computed by a separate program. Otherwise
     persistent programs would wait for their own tiles while a different kernel occupies a
@@ -230,8 +229,7 @@ def expert_weight_grad_pair(x: Tensor, grad_RO: Tensor, also_RO: Tensor, groups:
 def _weight_grads(x: Tensor, grads: Sequence[Tensor], groups: RowGroups, x_token_R: Tensor | None,
                   grad_token_R: Tensor | None, precision: str, outs: Sequence[Tensor],
                   add: bool) -> None:
-    """Compute one or two gradients for the same rows, which are then loaded only once for each
-    tile.
+    """Compute one or two gradients for the same rows. The rows are loaded only once for each tile.
     """
     x, grads, chip = x.contiguous(), [g.contiguous() for g in grads], chip_of(x.device)
     pair, inner, outer = len(grads) > 1, x.shape[1], grads[0].shape[1]

@@ -113,8 +113,9 @@ _TILING = dataclasses.replace(FP8_TILING, rows=64) if INTERPRETED else FP8_TILIN
 def quantize_weights_kernel(w, codes, scales, inner, outer, high, wide, stride_group, stride_i,
                             stride_o, LARGEST: tl.constexpr, SMALLEST: tl.constexpr,
                             ROUND: tl.constexpr, BLOCK: tl.constexpr):
-    """Quantize one block of one group by computing its scale and its codes, which are stored
-    transposed.
+    """Quantize one block of one group.
+
+    The scale and the codes of the block are computed, and the codes are stored transposed.
     """
     group = tl.program_id(1)
     row, column = tl.program_id(0) // wide, tl.program_id(0) % wide

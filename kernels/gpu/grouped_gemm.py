@@ -1,6 +1,6 @@
-"""Grouped matmuls over rows in Triton, which gather rows while loading them and apply the
-activation before storing the result.
+"""Grouped matmuls over rows in Triton, fused with the gathering of rows and the activation.
 
+Rows are gathered while they are loaded, and the activation is applied before the result is stored.
 A tile consists of BM rows of one group and BN columns. A table that is computed on the device
 (`tile_table`) contains the group and the first row of each tile. A launch has as many programs as
 can run at once, and these programs process the flat list of tiles. If the GPU supports TMA,
@@ -96,7 +96,7 @@ def rows_at(pm, token, tile_group, tile_row, ends, GATHER: tl.constexpr, BM: tl.
 def load_rows(x, x_tiles, first, at, live, start, K: tl.constexpr, BK: tl.constexpr):
     """Load a tile [BM, BK] of x [., K] from column `start` on.
 
-    Tiles that are copied may contain rows of the next group. Rows of the next group influence only
+    Tiles that are copied may contain rows of the next group. Rows of the next group affect only
     rows of the result that are not stored.
     """
     if x_tiles is None:

@@ -20,7 +20,7 @@ STEP = 32  # number of choices with which a block is compared at once
 def expert_of(ids, n, number, experts):
     """Return `ids[n]`, or -1 beyond the last choice.
 
-    An id that is not an expert is treated as -1, so no kernel writes outside the results. The
+    An id that is not an expert is treated as -1, so kernels never write outside the results. The
     caller must check that the ids are valid.
     """
     mine = tl.load(ids + n, mask=n < number, other=-1)

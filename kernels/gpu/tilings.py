@@ -1,7 +1,7 @@
 """Tile sizes of the grouped matmuls and of the router, which are chosen by a rule.
 
-On one model of GPU, the same load always gives bitwise equal results. A different model may use
-other tiles, and may split the sums of weight gradients into a different number of parts
+On one model of GPU, the same load always gives bitwise equal results. On a different model, tile
+sizes may differ, and the sums of weight gradients may be split into a different number of parts
 (`rows_of_a_part`). No times are measured, because measurements differ between runs and the tiles
 determine the order of summation.
 """
@@ -23,8 +23,8 @@ ELEMENTS = 4096  # comparisons per program, few enough for their tile to stay in
 @triton.jit
 def tile_kernel(lengths, group_out, row_out, used_out, groups, number, height, least,
                 BT: tl.constexpr, BL: tl.constexpr):
-    """Compute `tile_table`. Every program counts the tiles of all groups, and then determines BT
-    tiles.
+    """Compute `tile_table`. Every program counts the tiles of all groups, and then computes BT
+    entries of the table.
     """
     l = tl.arange(0, BL)
     length = tl.load(lengths + l, mask=l < groups, other=0).to(tl.int32)
@@ -79,7 +79,7 @@ class Tiling:
         warps: number of warps per program.
         stages: number of stages of the pipeline that loads operands.
         programs: number of programs that run on one multiprocessor at the same time.
-        flat: whether all steps of all tiles run in a single loop. This applies only if tiles of
+        flat: True if all steps of all tiles run in a single loop. This applies only if tiles of
             both operands are copied. If so, the first operands of a tile are loaded while the
             previous tile is stored.
     """
@@ -143,12 +143,12 @@ def product_tiling(chip: Chip, dtype: torch.dtype, rows_each: float, results: in
         dtype: dtype of the operands.
         rows_each: average number of rows per expert. If there are few rows, a tile with many rows
             would be mostly unused.
-        results: number of sums that a program keeps at the same time (2 for gate and up).
+        results: number of sums that a program accumulates at the same time (2 for gate and up).
         extra: whether the epilogue reads additional tiles.
         precision: see `experts.precision`. Float32 matmuls on the matrix units use larger tiles.
         gathers: whether the rows are gathered. A flat loop is 2 to 13 % faster for rows in order
             and 5 to 40 % slower for gathered rows (measured on an H100).
-        odd: whether a width is not a multiple of 16 bytes.
+        odd: True if a width is not a multiple of 16 bytes.
     """
     high = 64 if rows_each <= 96 else 128
     if odd and dtype != torch.float32:
@@ -170,9 +170,8 @@ def product_tiling(chip: Chip, dtype: torch.dtype, rows_each: float, results: in
 
 
 def router_tokens(columns: int, values: int) -> int:
-    """Return the number of tokens in a tile of the router's kernels, which hold `values` values for
-    each of `columns` experts.
-    """
+    """Return the number of tokens in a tile of the router's kernels. A tile has `values` values,
+    and `columns` values per token."""
     return max(1, min(128, values // columns))
 
 
@@ -188,7 +187,7 @@ def weight_tiling(chip: Chip, dtype: torch.dtype, gathers: bool, precision: str 
             4 buffers (2 before Hopper).
         precision: see `experts.precision`.
         results: number of gradients for the same rows that a program sums at the same time.
-        odd: whether a width is not a multiple of 16 bytes.
+        odd: True if a width is not a multiple of 16 bytes.
     """
     if odd and dtype != torch.float32:
         return FEW_ODD_TILING
@@ -209,7 +208,7 @@ def rows_of_a_part(chip: Chip, tiling: Tiling, tiles: int, rows: int,
 
     About `PROGRAMS_OF_A_WAVE` parts are created for each program that runs at once, regardless of
     the experts to which the rows belong. As a result, a single expert with most of the rows
-    occupies the whole GPU. The sums of matrices with more tiles than that are never split.
+    occupies the whole GPU. If a matrix has more tiles than this number, its sum is never split.
 
     Args:
         chip: properties of the GPU.

@@ -211,6 +211,7 @@ def upcycle(args: argparse.Namespace) -> int:
     from moe_plugin.checkpoint.neutral import NEUTRAL
     from moe_plugin.checkpoint.upcycle import Upcycling, write_new
     from moe_plugin.checkpoint.upcycle import upcycle as upcycled
+    from moe_plugin.hosts.fairseq.translate import check_flags
 
     plan = Upcycling(experts=args.experts, top_k=args.top_k, granularity=args.granularity,
                      shared=args.shared, shared_gate=args.shared_gate, every=args.every,
@@ -220,7 +221,8 @@ def upcycle(args: argparse.Namespace) -> int:
     to = formats.get(args.to or name)()
     check_pair(name, to.name)
     with open_source(args.source, name, args.trust) as source:
-        result = (upcycling.upcycle(source, plan) if upcycling.translates(source) else
+        result = (upcycling.upcycle(source, plan, check_flags)
+                  if upcycling.translates(source) else
                   upcycled(convert(source, NEUTRAL), plan))
         write_new(convert(result, to.name), to, args.target)
     print(f"{args.target}: {len(result.layers)} MoE layers of {plan.experts} experts, "

@@ -1,6 +1,4 @@
-"""Agreement between ranks: a check that all ranks have equal settings, and an exchange of small
-integers between hosts.
-"""
+"""A check that all ranks have equal settings, and an exchange of integers between hosts."""
 
 from __future__ import annotations
 
@@ -18,8 +16,8 @@ _DIGEST = 32
 
 
 def agree(comm: Comm, settings: Mapping[str, Any]) -> None:
-    """Check that the settings are equal on all ranks of a group. Collective: the check costs one
-    all-gather of 40 bytes.
+    """Check that the settings are equal on all ranks of a group. The check is collective and needs
+    one all-gather of 40 bytes.
 
     The size of the all-gather is fixed, so the check completes even if the settings differ. The
     settings themselves are gathered only if the ranks' settings differ. Simulated ranks share one
@@ -36,10 +34,12 @@ def agree(comm: Comm, settings: Mapping[str, Any]) -> None:
         return
     text = json.dumps({name: repr(value) for name, value in settings.items()},
                       sort_keys=True).encode()
+    # The lengths are sent, too, because differing settings are padded to the longest length.
     seen = _gather(comm, hashlib.sha256(text).digest() + len(text).to_bytes(8, "big"))
     if len(set(seen)) == 1:
         return
     lengths = [int.from_bytes(digest[_DIGEST:], "big") for digest in seen]
+    # An all-gather needs equal sizes. Trailing spaces do not change JSON values.
     texts = _gather(comm, text.ljust(max(lengths)))
     raise ValueError(_differences(comm, [json.loads(text) for text in texts]))
 
@@ -51,10 +51,10 @@ def exchange_ints(comm: Comm, sends: Mapping[int, Sequence[int]],
 
     Args:
         comm: the group.
-        sends: by rank, the integers that this rank sends to it.
-        recvs: by rank, the number of integers that this rank receives from it.
+        sends: mapping from each receiving rank to the integers that this rank sends to it.
+        recvs: mapping from each sending rank to the number of integers that it sends to this rank.
     Returns:
-        The received integers, by the rank that sent them.
+        A mapping from each sending rank to the integers received from it.
     """
     def others(items: Mapping[int, Any]) -> list[int]:
         return [peer for peer in items if peer != comm.rank]

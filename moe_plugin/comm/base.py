@@ -1,9 +1,9 @@
 """`Comm`, the only interface through which a layer communicates with other ranks.
 
-A `Comm` is a group of ranks with the collectives below, which do not support autograd. The
-differentiable versions are in `moe_plugin.comm.functional`. Hierarchical all-to-all algorithms
-consist of point-to-point messages in the same group (`send_receive`), so they need no additional
-process groups.
+A `Comm` is a group of ranks with the collectives that are defined below. The collectives do not
+support autograd. The differentiable versions are in `moe_plugin.comm.functional`. Hierarchical
+all-to-all algorithms send point-to-point messages in the same group (`send_receive`), so they do
+not need additional process groups.
 
 In a group of one rank, every collective is a copy.
 """
@@ -34,17 +34,17 @@ class Collectives:
     """The collectives that gather and sum a layer's data over ranks. This class uses the
     collectives of the backend.
 
-    The data are expert parameters and their gradients, partial results of ranks with the same
-    tokens, and gradients of replicas. Subclasses implement other algorithms. Their plans and
-    measurements for a group are stored in the group's state. Numbers on which ranks agree (counts,
-    capacities, losses) are small, and are always sent with the group's own collectives.
+    The data consists of expert parameters and their gradients, partial results of ranks with the
+    same tokens, and gradients of replicas. Subclasses implement different algorithms. An
+    algorithm's plans and measurements are stored in the group's state. Numbers on which ranks agree
+    (counts, capacities, losses) are small, and are always sent with the group's own collectives.
     """
 
     name = "native"
 
     @classmethod
     def make(cls, comm: Comm, network: FindNetwork, cluster: Cluster | None) -> Collectives:
-        """Return the collectives for a prepared group. Collective: all ranks call this method.
+        """Return the collectives for a prepared group. All ranks must call this method.
 
         network: function that returns the network between the ranks of the group.
         cluster: optional. Cluster description that is used to predict which collectives are faster.
@@ -53,8 +53,8 @@ class Collectives:
         return NATIVE
 
     def all_gather(self, comm: Comm, x: Tensor) -> Tensor:
-        """Concatenate the tensors `x` [n, ...] of all ranks, which have equal shapes, along
-        dimension 0 to [size * n, ...].
+        """Concatenate the tensors `x` [n, ...] of all ranks to [size * n, ...]. All shapes must be
+        equal.
         """
         return comm.all_gather(x)
 
@@ -63,7 +63,7 @@ class Collectives:
         return comm.reduce_scatter(x)
 
     def all_reduce(self, comm: Comm, x: Tensor) -> Tensor:
-        """Return the sum of `x` [...] over ranks as a new tensor that is equal on all ranks."""
+        """Return the sum of `x` [...] over ranks, a new tensor that is equal on all ranks."""
         _count_all_reduce(comm, x)
         return comm.all_reduce(x)
 
@@ -82,13 +82,14 @@ class Collectives:
 
         size: size in bytes of the whole tensor, over all ranks.
 
-        Returns None if the collective times that the cluster file gives for this backend can be
-        used as they are.
+        The result is None if the collective times in the cluster file for this backend can be used
+        unchanged.
         """
         return None
 
     def active(self, comm: Comm) -> str:
-        """Return the name of the collectives that are used in a group, for statistics."""
+        """Return the name under which statistics report the collectives that are used in a
+        group."""
         return self.name
 
     def describe(self, comm: Comm) -> str:
@@ -112,8 +113,8 @@ class Comm(RankGroup):
     """A group of ranks and its collectives.
 
     Attributes:
-        receive_first: whether point-to-point messages whose receives are all posted first are the
-            fastest linear all-to-all on this backend.
+        receive_first: True if the fastest linear all-to-all on this backend consists of
+            point-to-point messages whose receives are all posted first.
         threaded: whether exchanges may run in a different thread (on views created by `with_tag`).
         key: key by which torch operations find the group (see `comm.graph_ops`), or None.
         tag: number that separates exchanges that run at the same time; see `with_tag`.
@@ -136,7 +137,7 @@ class Comm(RankGroup):
         Args:
             x: contiguous tensor [sum(send), ...] of any dtype.
             send: optional. Length of the piece sent to each rank. By default all lengths are equal.
-            recv: optional. Length of the piece received from each rank. By default they are equal.
+            recv: optional. Length of the piece received from each rank. Defaults to equal lengths.
         Returns:
             A new tensor [sum(recv), ...] of the same dtype that contains the pieces in rank order.
         """
@@ -169,8 +170,8 @@ class Comm(RankGroup):
 
     @abstractmethod
     def all_gather(self, x: Tensor) -> Tensor:
-        """Concatenate the tensors `x` [n, ...] of all ranks, which have equal shapes, to a new
-        tensor [size * n, ...].
+        """Return the tensors `x` [n, ...] of all ranks, concatenated to a new tensor [size * n,
+        ...]. All shapes must be equal.
         """
 
     @abstractmethod
@@ -198,18 +199,18 @@ class Comm(RankGroup):
         """Start point-to-point messages as in `send_receive`, and return a function that waits for
         them.
 
-        Only ranks that send or receive messages need to call this method, in any order. Messages
-        between the same two ranks are matched in the order in which they are posted if their tags
-        are equal. The tensors must not change until the messages complete. In this base class the
-        messages are complete when the method returns.
+        Only the ranks that send or receive messages need to call this method. These ranks may call
+        it in any order. Messages between the same two ranks are matched in the order in which they
+        are posted if their tags are equal. The tensors must not change until the messages complete.
+        In this base class the messages are complete when the method returns.
         """
         self.send_receive(sends, recvs)
         return lambda: None
 
     @abstractmethod
     def subgroup(self, ranks: Sequence[int]) -> Comm | None:
-        """Return the `Comm` of some ranks (indices in this group) on these ranks, and None on all
-        other ranks.
+        """Return the `Comm` of some ranks of this group on these ranks, and None on all other
+        ranks.
 
         Collective: all ranks call this method, in the same order. The topology of the subgroup is
         the corresponding part of this group's topology.
@@ -220,8 +221,8 @@ class Comm(RankGroup):
         """Convert a failure inside the block to a `CommError` that contains the rank, group,
         collective and sizes.
 
-        describe: function that returns a description of the collective and its sizes. It is called
-        only after a failure, or at the start if the collective may fail asynchronously.
+        describe: function that returns a description of the collective and its sizes. The function
+        is called only after a failure, or at the start if the collective may fail asynchronously.
         """
         if self.fails_later:
             self.state.started.append(describe())
@@ -252,15 +253,15 @@ class Comm(RankGroup):
         return view.with_collectives(self.collectives.part(ranks[self.rank // size]))
 
     def strided_subgroup(self, stride: int) -> Comm:
-        """Return the subgroup of all ranks at a distance from this rank that `stride` divides.
+        """Return the subgroup of all ranks whose distance from this rank is divisible by `stride`.
 
         `stride` must divide the size of this group. The first call with each stride is collective.
         """
         return self._own_part([range(first, self.size, stride) for first in range(stride)])
 
     def _own_part(self, parts: Sequence[range]) -> Comm:
-        """Return the subgroup of the part that contains this rank. The first call for each part is
-        collective.
+        """Given the parts of this group, return the subgroup of the part that contains this rank.
+        The first call for each part is collective.
         """
         own_part = next(part for part in parts if self.rank in part)
         if own_part not in self.state.subgroups:
@@ -275,11 +276,11 @@ class Comm(RankGroup):
 
     @property
     def hosts(self) -> Comm:
-        """A group of the same ranks for numbers in host memory, whose use does not make hosts wait
-        for devices.
+        """A group of the same ranks for numbers in host memory. Hosts do not wait for devices in
+        this group.
 
-        The result is this group if it accepts CPU tensors. Otherwise the result is a separate
-        group, which is created collectively at the first use.
+        If this group accepts CPU tensors, the result is this group. Otherwise the result is a
+        separate group, which is created collectively on first use.
         """
         return self
 
@@ -310,7 +311,8 @@ class Comm(RankGroup):
         """Return the element-wise maximum over ranks of numbers in host memory. The result is equal
         on all ranks.
 
-        Only point-to-point messages in the group `hosts` are used, in log2(size) rounds.
+        The maximum is computed with point-to-point messages in the group `hosts`, in log2(size)
+        rounds.
         """
         maxima = torch.tensor(list(values), dtype=torch.float64)
         step = 1
@@ -324,8 +326,7 @@ class Comm(RankGroup):
 
 
 def piece_lengths(length: int, size: int, splits: Sequence[int] | None, what: str) -> list[int]:
-    """Return the lengths of the pieces of `length` rows for `size` ranks: `splits`, or equal
-    lengths.
+    """Return the lengths of the pieces into which `length` rows are split for `size` ranks.
 
     what: name of the argument, which is used in error messages.
 

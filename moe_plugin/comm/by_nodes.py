@@ -1,10 +1,10 @@
 """All-gather and reduce-scatter in two steps: between nodes, and within each node.
 
-A ring over N nodes of P ranks sends (N P - 1) pieces over the link of every node. The two steps
-send only (N - 1) P pieces over the link of every node: each rank exchanges data with the ranks that
-have the same local rank on other nodes, and then with the ranks of its own node. Rows that no rank
-of a node needs are not sent to that node (`Wanted`). The two steps are faster if links between
-nodes are slower than links within a node.
+A ring over N nodes of P ranks sends (N P - 1) pieces over the link of every node. With two steps,
+only (N - 1) P pieces are sent over the link of every node. Each rank exchanges data first with the
+ranks that have the same local rank on other nodes, and then with the ranks of its own node. Rows
+are not sent to a node if no rank of the node needs them (`Wanted`). The two steps are faster if
+links between nodes are slower than links within a node.
 """
 
 from __future__ import annotations
@@ -37,6 +37,8 @@ def gather_by_nodes(comm: Comm, x: Tensor, wanted: Wanted | None = None) -> Tens
     pieces = {rank: x.new_empty((rows.count(rank, this_node), *x.shape[1:])) for rank in column}
     pieces[comm.rank].copy_(rows.take(x, comm.rank, this_node))
     far, near = ring(column, comm.rank)[:-1], rows.others_here()
+    # Ranks send in ring order, so the first message to arrive comes from the previous rank in the
+    # ring. Therefore receives are posted in reverse order, here and below.
     exchange_pieces(comm, [(p, rows.take(x, comm.rank, rows.node(p))) for p in far],
                     [(p, pieces[p]) for p in reversed(far)])
     got = {rank: x.new_empty((rows.count(rank, this_node), *x.shape[1:]))
@@ -77,6 +79,7 @@ def reduce_scatter_by_nodes(comm: Comm, x: Tensor, wanted: Wanted | None = None)
     exchange_pieces(comm, [(p, sums[p]) for p in far], [(p, back[p]) for p in reversed(far)])
     total = x.new_zeros((length, *x.shape[1:]))
     for p in column:
+        # The contribution of this rank's own node was computed on this rank and not received.
         rows.add(total, comm.rank, rows.node(p), back.get(p, sums[comm.rank]))
     return total
 
@@ -146,8 +149,8 @@ def wanted_rows(comm: Comm, on_node_AN: Tensor) -> Wanted | None:
 
     Args:
         comm: the group.
-        on_node_AN: bool [size * n, nodes], which states for each row, in rank order, whether a node
-            needs it. It must be equal on all ranks.
+        on_node_AN: bool [size * n, nodes]. For each row, in rank order, it is True for the nodes
+            that need the row. The mask must be equal on all ranks.
     Returns:
         The rows that each node needs, or None if the group does not use two steps. In that case all
             rows are sent to all ranks.

@@ -45,8 +45,8 @@ class PackedLayout:
 
 
 def pack(tensors: Sequence[Tensor]) -> tuple[Tensor, PackedLayout]:
-    """Concatenate the rows of tensors [R, ...] of any dtypes as bytes, with the result uint8 [R,
-    B]. The result consists of the bytes and the layout for `unpack`.
+    """Concatenate the rows of tensors [R, ...] of any dtypes as bytes. The result consists of the
+    bytes, uint8 [R, B], and the layout for `unpack`.
     """
     layout = PackedLayout.of(tensors)
     return torch.cat(
@@ -55,8 +55,8 @@ def pack(tensors: Sequence[Tensor]) -> tuple[Tensor, PackedLayout]:
 
 
 def unpack(packed: Tensor, layout: PackedLayout) -> list[Tensor]:
-    """Split packed rows, uint8 [R, B], into tensors [R, ...]. This is the inverse of `pack` for any
-    number of rows.
+    """Split packed rows, uint8 [R, B], into tensors [R, ...]. This function is the inverse of
+    `pack` for any number of rows.
     """
     columns = packed.split([size for _, _, size in layout.parts], dim=1)
     return [
@@ -99,7 +99,8 @@ def stride_copy(x: Tensor, outer: int, inner: int) -> Tensor:
     On a GPU the copy is made by a Triton kernel.
 
     Args:
-        x: tensor [outer * inner * c, ...]. Its piece (o, j) becomes piece (j, o) of the result.
+        x: tensor [outer * inner * c, ...]. The piece (o, j) of `x` becomes piece (j, o) of the
+            result.
         outer: number of outer pieces.
         inner: number of inner pieces in each outer piece.
     """
@@ -123,7 +124,7 @@ def exchange_pieces(comm: Comm, sends: Iterable[tuple[int, Tensor]],
 
 
 def ring(ranks: Sequence[int], rank: int) -> list[int]:
-    """Return `ranks` in cyclic order, starting after `rank`, so that every rank starts with a
+    """Return `ranks` in cyclic order starting after `rank`, so that every rank starts with a
     different peer.
     """
     start = ranks.index(rank) + 1 if rank in ranks else 0
@@ -144,6 +145,9 @@ def swap_equal(comm: Comm, ranks: Sequence[int], x: Tensor, out: Tensor) -> None
     position, size = ranks.index(comm.rank), len(ranks)
     sources, targets = x.view(size, -1).unbind(), out.view(size, -1).unbind()
     targets[position].copy_(sources[position])
+    # Every rank starts with a different peer, so that not all ranks send to the same rank at once.
+    # The first message to arrive comes from the previous rank, so receives are posted in reverse
+    # order.
     order = [*range(position + 1, size), *range(position)]
     comm.send_receive([(ranks[i], sources[i]) for i in order],
                   [(ranks[i], targets[i]) for i in reversed(order)])
@@ -181,6 +185,7 @@ def ring_reduce_scatter(comm: Comm, x: Tensor) -> Tensor:
     if comm.size == 1 or not x.numel():
         return x[:length].clone()
     parts, size, me = x.contiguous().split(length), comm.size, comm.rank
+    # The sum of part j starts at rank j + 1 and reaches rank j after size - 1 messages.
     total = parts[me - 1]
     for step in range(size - 1):
         partial = torch.empty_like(total)

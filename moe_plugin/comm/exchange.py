@@ -1,8 +1,8 @@
-"""All-to-all algorithms: the base class `Exchange`, and the registry in which the requirements and
-the cost of each algorithm are declared.
+"""All-to-all algorithms: the base class `Exchange`, and the registry of algorithms. The registry
+contains the requirements and the cost of each algorithm.
 
-A new algorithm is added as a single file that registers the algorithm. `auto`, the planner and the
-log then use the new algorithm automatically.
+To add an algorithm, write a single file that registers it. `auto`, the planner and the log then use
+it automatically.
 """
 
 from __future__ import annotations
@@ -22,18 +22,19 @@ Algorithm = TypeVar("Algorithm", bound=Callable[..., Any])
 
 
 class Exchange(ABC):
-    """An all-to-all algorithm. One object is used for all groups. The state of a group is stored in
-    `Comm.state`.
+    """An all-to-all algorithm.
+
+    The same object is used for all groups. The state of a group is stored in `Comm.state`.
 
     Attributes:
         in_background: whether the exchange may run in a different thread or on a side stream while
             the rank computes.
-        direct: name under which calls are counted, if the algorithm sends one message from every
-            rank to every other rank and therefore needs no thread to run in the background. It is
-            None for other algorithms.
+        direct: name under which calls are counted if the algorithm sends one message from every
+            rank to every other rank. Such an algorithm does not need a thread to run in the
+            background. The value is None for other algorithms.
         rounds: number of consecutive rounds of messages in the algorithm. `auto` tries algorithms
-            with fewer rounds first; an algorithm with more rounds must be clearly faster to be
-            chosen.
+            with fewer rounds first. An algorithm with more rounds is chosen only if it is clearly
+            faster.
     """
 
     in_background: bool = True
@@ -52,8 +53,8 @@ class Exchange(ABC):
         """The exchange for the opposite direction, which is used for results of experts and for
         gradients of the rows that this exchange sent.
 
-        The attribute `back` of the returned exchange is this exchange. By default it is this
-        exchange itself.
+        The attribute `back` of the returned exchange is this exchange. By default the method
+        returns this exchange itself.
         """
         return self
 
@@ -140,21 +141,23 @@ class ExchangeRegistry(Registry[Exchange]):
                  lacks: Callable[[Comm], str | None] = _nothing,
                  tried: Callable[[Comm], bool] = _everywhere, cost: CostModel | None = None,
                  **options: Any) -> Callable[[Algorithm], Algorithm]:
-        """Register an algorithm, for example with `@algorithms.register("mine")` on a function
-        `(comm, x, send, recv) -> rows`.
+        """Register an algorithm, which is an `Exchange` or a function `(comm, x, send, recv) ->
+        rows`.
 
         The decorator returns the decorated object unchanged, and `get` returns the `Exchange`. An
         `Exchange` object itself declares the values of all arguments other than `cost`.
 
         Args:
             name: name under which the algorithm is registered.
-            direct: see `Exchange`. Here it is a boolean, because calls are counted under `name`.
+            direct: see `Exchange`. In this method, the argument is a boolean, because
+                calls are counted under `name`.
             rounds: see `Exchange`.
             lacks: see `Exchange`.
             tried: see `Exchange`.
             cost: optional. Cost model with which the planner predicts the time of the algorithm. By
-                default the algorithm is only measured, or predicted by a separate file in
-                `planner.all_to_all_cost` that can be read by programs without torch.
+                default, the algorithm is only measured, unless a separate file in
+                `planner.all_to_all_cost` contains a cost model. Such a file can be read by programs
+                without torch.
             options: see `Registry.register`.
         Raises:
             ValueError: If the name is already registered.

@@ -1,6 +1,4 @@
-"""`Forest`, which provides collectives that run along throughput-optimal trees of a group's network
-(ForestColl).
-"""
+"""`Forest`, collectives along throughput-optimal trees of a group's network (ForestColl)."""
 
 from __future__ import annotations
 
@@ -108,7 +106,7 @@ class Forest(Collectives):
 
     @cached_property
     def key(self) -> str:
-        """The network as a string, which is used as the key for trees and predictions."""
+        """A string that represents the network and is used as the key for trees and predictions."""
         return json.dumps(self.network.to_dict())
 
     def describe(self, comm: Comm) -> str:
@@ -133,7 +131,7 @@ def plan_few(network: Network, collective: str) -> Schedule:
 
 
 def _agreed(comm: Comm, network: Network) -> Trees:
-    """Return the trees planned by the group's first rank, which are equal on all ranks."""
+    """Return the trees that the group's first rank planned. The trees are equal on all ranks."""
     text = ""
     if comm.rank == 0:
         try:

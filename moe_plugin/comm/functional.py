@@ -1,14 +1,14 @@
-"""Differentiable collectives, for ranks with different losses (data and expert parallelism) and for
-ranks that share one loss (tensor parallelism).
+"""Differentiable collectives for data, expert and tensor parallelism.
 
 An all-to-all accepts an `anchor`, which is a parameter of the layer. If the input of the all-to-all
 needs no gradient on one rank (for example because it is not trained), the anchor keeps the node in
 the autograd graph. As a result, the backward collective runs either on all ranks or on no rank.
 
-`split`, `gather`, `sum_parts` and `enter` are applied at the boundaries of a region in which each
-rank computes a part of the result, like the functions f and g of Megatron. Gradients outside the
-region are equal on all ranks and are never summed over ranks. Gradients of each rank's part are
-summed over ranks.
+In data and expert parallelism, ranks have different losses. In tensor parallelism, the ranks share
+one loss. `split`, `gather`, `sum_parts` and `enter` are applied at the boundaries of a region in
+which each rank computes a part of the result, like the functions f and g of Megatron. Gradients
+outside the region are equal on all ranks and are never summed over ranks. Gradients of each rank's
+part are summed over ranks.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def all_to_all(x: Tensor, comm: Comm, algorithm: Exchange, send: Sequence[int] |
         algorithm: the exchange algorithm that is used.
         send: optional. Length of the piece sent to each rank; see `Comm.all_to_all`.
         recv: optional. Length of the piece received from each rank; see `Comm.all_to_all`.
-        anchor: optional. A parameter that keeps the node in the autograd graph; see the module
+        anchor: optional. Parameter that keeps the node in the autograd graph; see the module
             docstring.
     Returns:
         The received pieces in rank order, [sum(recv), ...]. In a group of one rank, `x` itself is

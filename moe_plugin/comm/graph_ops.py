@@ -1,11 +1,12 @@
 # ruff: noqa: UP006, UP035, UP045  (torch.library reads List and Optional)
 """Collectives as torch operations for use with `torch.compile`.
 
-A compiler cannot trace the implementation of a collective, which uses process groups, counters,
-timeouts and algorithms that measure. These operations are opaque to the compiler: it knows the
-shapes and gradients of an operation, and leaves the operation unchanged in its graphs. The
-operations refer to groups and exchanges by key, because torch operations accept only tensors,
-numbers and strings. Nothing in this module runs without a compiler.
+A compiler cannot trace the implementation of a collective, because it uses process groups,
+counters, timeouts and algorithms that measure times. The operations in this module are opaque to
+the compiler. The compiler knows the shapes and gradients of an operation, and includes the
+operation in its graphs unchanged. The operations refer to groups and exchanges by key, because
+torch operations accept only tensors, numbers and strings. The code in this module is used only
+under a compiler.
 
 Every rank must compile the same graph. Collectives keep their order, because the collectives of a
 layer depend on one another's results. The inputs must need gradients either on all ranks or on no
@@ -41,8 +42,9 @@ class Route:
 
     @property
     def back(self) -> Route:
-        """The route for the opposite direction; see `Exchange.back`. It is this route itself if
-        both directions use the same exchange.
+        """The route for the opposite direction; see `Exchange.back`.
+
+        The value is this route itself if both directions use the same exchange.
         """
         return self if self._other is None else self._other
 

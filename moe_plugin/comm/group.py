@@ -1,6 +1,4 @@
-"""`RankGroup`, which contains the ranks of a group and their nodes, the keys by which operations
-find a group, and the format of error messages.
-"""
+"""`RankGroup`, the ranks of a group and their nodes, keys of groups, and error messages."""
 
 from __future__ import annotations
 
@@ -27,7 +25,7 @@ _BY_KEY: WeakValueDictionary[str, Any] = WeakValueDictionary()
 
 
 def key_of(owner: object) -> str:
-    """Create a new key by which operations find `owner` as long as this object exists."""
+    """Create a new key by which operations can find the object `owner` as long as it exists."""
     key = f"{type(owner).__name__} {next(_NUMBERS)}"
     _BY_KEY[key] = owner
     return key
@@ -39,16 +37,14 @@ def owner_of(key: str) -> Any:
 
 
 class CommError(RuntimeError):
-    """Raised if a collective failed or cannot run. The error message contains the rank, the
-    collective and the sizes.
+    """Error that is raised if a collective failed or cannot run. The error message contains the
+    rank, the collective and the sizes.
     """
 
 
 @contextmanager
 def advice(text: str) -> Iterator[None]:
-    """Add `text`, which states the usual cause and its remedy, to a `CommError` that is raised
-    inside the block.
-    """
+    """Add `text`, a usual cause and its remedy, to a `CommError` raised inside the block."""
     try:
         yield
     except CommError as error:
@@ -56,8 +52,8 @@ def advice(text: str) -> Iterator[None]:
 
 
 class RankGroup(ABC):
-    """A group of `size` ranks, in which this process (or thread) has the index `rank`. This process
-    (or thread) is `rank`.
+    """A group of `size` ranks that contains this process (or thread). The index of this process (or
+    thread) is `rank`.
 
     Args:
         rank: this rank's index in the group.
@@ -152,10 +148,10 @@ class RankGroup(ABC):
         return None
 
     def missing_ranks(self) -> str:
-        """Return, for an error message, the reason why a rank gave up. If no rank gave up, return
-        the watchdog's report on ranks without heartbeats.
+        """Return the reason why a rank gave up, to be used in an error message. If no rank gave up,
+        return the watchdog's report on ranks without heartbeats.
 
-        The string is empty if neither is known.
+        The string is empty if there is no such reason and no report.
         """
         watchdog = self.state.watchdog
         peer_reason = reason() if self.separate else ""

@@ -1,8 +1,7 @@
-"""Exchanges in the background: they are started, computation continues, and their results are
-awaited later.
+"""Exchanges that run in the background while computation continues.
 
-On gloo an exchange runs on a tagged view of the group, so its messages are not confused with other
-messages. An exchange that is `direct` needs no thread. All other exchanges of a group share one
+On gloo, an exchange runs on a tagged view of the group, so its messages are not confused with other
+messages. A `direct` exchange does not need a thread. All other exchanges of a group share one
 thread. On CUDA an exchange runs on a side stream, and the host does not wait for a device. In
 simulated groups and groups of one rank, the exchange is complete when `start` returns.
 """
@@ -27,7 +26,7 @@ class Handle:
 
     Attributes:
         finish: function that waits for the received rows.
-        result: the received rows after `finish` has returned; None before.
+        result: the received rows after `finish` has returned, and None before.
     """
 
     finish: Callable[[], Tensor]
@@ -66,6 +65,8 @@ def start(comm: Comm, algorithm: Exchange, x: Tensor, send: Sequence[int] | None
     if not (algorithm.in_background and comm.threaded):
         out = algorithm(comm, x, send, recv)
         return Handle(lambda: out, out)
+    # The tag is reserved here instead of in the thread, because all ranks must reserve tags in the
+    # same order.
     view = comm.with_tag(comm.state.next_tag())
     future = _worker(comm).submit(_without_autograd, algorithm, view, x, send, recv)
     return Handle(future.result)
@@ -77,8 +78,8 @@ class Series:
     All ranks must start the exchanges in the order of their indices, from 0. On gloo a `direct`
     exchange needs no thread: at the first `put` the receives of all exchanges are posted, before
     the first send. Therefore no ready signal waits behind rows, and there is no round trip between
-    two exchanges. A peer sends rows in the order of the ready signals, so an exchange that starts
-    late must not be announced early.
+    two exchanges. A peer sends rows in the order of the ready signals, so the receives of an
+    exchange must not be posted long before it starts.
 
     Args:
         comm: the group.
@@ -125,12 +126,13 @@ class Series:
 
 
 class _Expected:
-    """A direct exchange whose receives have been posted, but not its sends."""
+    """A direct exchange whose receives have been posted, but whose sends have not."""
 
     def __init__(self, comm: Comm, name: str, like: Tensor, recv: Sequence[int]) -> None:
         self.comm, self.name = comm.with_tag(comm.state.next_tag()), name
         self.out = like.new_empty((sum(recv), *like.shape[1:]))
         self.parts = self.out.split(list(recv))
+        # Every rank sends to the next rank first, so the rows of the previous rank arrive first.
         peers = ring(range(comm.size), comm.rank)[-2::-1]
         self.received = self.comm.post([], [(p, self.parts[p]) for p in peers
                                             if self.parts[p].numel()])
@@ -172,6 +174,7 @@ def _on_side_stream(comm: Comm, algorithm: Exchange, x: Tensor, send: Sequence[i
         # fit on the GPU at once, and would delay the exchange.
         comm.state.stream = torch.cuda.Stream(x.device, priority=-1)
     side = comm.state.stream
+    # Kernels on the current stream may still write x.
     side.wait_stream(torch.cuda.current_stream(x.device))
     x.record_stream(side)  # before the exchange, because a failing exchange may already read x
     with torch.cuda.stream(side):
@@ -181,6 +184,8 @@ def _on_side_stream(comm: Comm, algorithm: Exchange, x: Tensor, send: Sequence[i
     def finish() -> Tensor:
         current = torch.cuda.current_stream(x.device)
         current.wait_event(done)
+        # The memory of `out` belongs to the side stream, which must not reuse it while the current
+        # stream still reads it.
         out.record_stream(current)
         return out
 

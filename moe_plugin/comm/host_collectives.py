@@ -1,4 +1,4 @@
-"""Collectives that a host runs itself, with error messages that name the failed collective."""
+"""Collectives that are run by a host, with error messages that name the failed collective."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def named(what: str, group: Any = None) -> Iterator[None]:
 
 @contextmanager
 def collectives_named(what: str, group: Any = None) -> Iterator[None]:
-    """Name failed collectives as `named` does, around code that also contains other operations.
+    """Convert failures as `named` does, around code that also contains other operations.
 
     Only errors of torch's process groups are converted, such as a lost connection in a reduction
     that DistributedDataParallel starts within backward. The arguments are the same as for `named`.

@@ -2,11 +2,11 @@
 job.
 
 `torch.distributed.new_group` offers two ways to create groups, and neither is suitable here. By
-default the call is collective over the whole job, but other ranks may not know about the group and
-would never take part. With `use_local_synchronization`, the group's name is derived from the number
-of groups that the rank has created, so ranks that created different numbers of groups would wait
-for one another under different names. This module derives the name from the ranks of the group and
-from the number of groups created for exactly these ranks, which is the same on all of them.
+default, the call is collective over the whole job, but ranks outside the group may never call it.
+With `use_local_synchronization`, the group's name is derived from the number of groups that the
+rank has created, so ranks that created different numbers of groups would wait for one another under
+different names. This module derives the name from the ranks of the group and from the number of
+groups created for exactly these ranks, which is the same on all of them.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ def make_group(parent: dist.ProcessGroup, ranks: Sequence[int], made: dict[tuple
         parent: existing group that contains the ranks of the new group.
         ranks: global ranks in any order, including this rank. The new group contains these ranks in
             ascending order.
-        made: number of groups created so far for each set of ranks in this job. This call updates
-            the numbers.
+        made: mapping from each set of ranks in this job to the number of groups created for it so
+            far. This function updates the mapping.
         timeout: timeout of the group's collectives.
         backend: optional. Defaults to the backend of `parent`.
     Raises:
@@ -68,6 +68,8 @@ def make_group(parent: dist.ProcessGroup, ranks: Sequence[int], made: dict[tuple
             backend or dist.get_backend(parent), store,
             f"moe_plugin/{made[key]}/{'_'.join(map(str, ranks))}", timeout=timeout,
             group_desc="moe_plugin")
+    # As in `torch.distributed.new_group`. Without this entry, torch could not convert global ranks
+    # to ranks of the group.
     c10d._world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(ranks)}
     return group
 

@@ -1,6 +1,4 @@
-"""The placement of a layer's experts on ranks (`Placement`), and the information that a host passes
-to a layer (`HostContext`).
-"""
+"""The placement of a layer's experts on ranks, and information that a host passes to a layer."""
 
 from __future__ import annotations
 
@@ -14,34 +12,36 @@ from moe_plugin.comm.exchange import Exchange
 
 @dataclass(frozen=True)
 class HostContext:
-    """Information about a layer that only the layer's host has. A layer is created with a
-    `HostContext`.
+    """Information about a layer that only the layer's host has.
+
+    The host passes this information to the layer when the layer is created.
 
     Attributes:
-        layer_number: index of this MoE layer among the MoE layers of its model, from 0; None if
-            unknown.
-        numbered_later: whether the host sets the layer number only after the layer has been created
+        layer_number: index of this MoE layer among the MoE layers of its model, counted from 0, or
+            None if it is unknown.
+        numbered_later: True if the host sets the layer number after the layer has been created
             (`moe_plugin.experts.base.Experts.use_layer`).
-        loss_comm: group of ranks that have parts of one batch of tokens, over which balance losses
-            are computed; None if balance losses use only this rank's tokens.
+        loss_comm: group of ranks that have parts of one batch of tokens. Balance losses are
+            computed over this group. If `loss_comm` is None, balance losses use only this rank's
+            tokens.
         batch_comm: all data-parallel ranks, whose tokens form the batch of a step. If this is None,
-            the ranks that store the experts are used. If it is None, routers with load-dependent
+            the ranks that store the experts are used. In this case, routers with load-dependent
             biases (`sigmoid_bias`, `quantile`) use the ranks whose gradients
             `moe_plugin.training.gradients.sync` averages.
         split_loss_comm: value of `loss_comm` for a layer that splits tokens which several ranks
-            share (`parallel.schedule: s1`); None if splitting does not change the ranks.
+            share (`parallel.schedule: s1`), or None if splitting does not change the ranks.
         split_batch_comm: value of `batch_comm` for a layer that splits tokens which several ranks
-            share; None if splitting does not change the ranks.
+            share. It is None if splitting does not change the ranks.
         adds_to_main_grad: whether the host stores weight gradients in `parameter.main_grad`, and
             expects that gradients may be added there during backward
             (`moe_plugin.kernels.weight_grads`).
-        own_capacity: if true, each rank computes its capacity from its own number of tokens, as if
-            it were the only rank. If it is false, the capacity is computed from the largest number
-            of tokens on any rank that stores the experts.
-        tokens: number of tokens per call on this rank, if it is the same on all ranks; None if it
-            is not known.
-        training: whether the layer may be trained. If it is false, warnings that concern only
-            training are omitted.
+        own_capacity: if it is true, each rank computes its capacity from its own number of tokens,
+            as if it were the only rank. If `own_capacity` is false, the capacity is computed from
+            the largest number of tokens on any rank that stores the experts.
+        tokens: number of tokens per call on this rank if it is the same on all ranks. The value is
+            None if the number is not known.
+        training: whether the layer may be trained. If `training` is false, warnings that concern
+            only training are omitted.
         agreed: further values, by name, that must be equal on all ranks of the layer, such as
             settings of the run.
     """
@@ -92,8 +92,8 @@ def check_shards(experts: int, ranks: int, shards: int | None) -> None:
 
 @dataclass(frozen=True)
 class Placement:
-    """The ranks on which experts are stored: rank i of `comm` stores `local` experts, or one shard
-    of each of them.
+    """The ranks on which experts are stored. Rank i of `comm` stores `local` experts, or a shard of
+    each.
 
     S consecutive ranks store the same L = E S / W experts, where rank g*S + j stores shard j of the
     experts [g*L, (g+1)*L). Of all E*S shards, rank i stores the shards [i*L, (i+1)*L). If L = 1,
@@ -103,14 +103,14 @@ class Placement:
         comm: the expert-parallel group.
         experts: E, the number of experts.
         algorithm: exchange algorithm that sends the rows.
-        copies: r, the number of ranks to which each token is sent, which divides S. Defaults to S.
-            If r < S, groups of S/r consecutive ranks gather the parameters of all ranks in the
-            group. Each rank then has 1/r of the expert, and the ranks of the group divide the
-            tokens among themselves.
+        copies: r, the number of ranks to which each token is sent. S must be divisible by r.
+            Defaults to S. If r < S, groups of S/r consecutive ranks gather the parameters of all
+            ranks in the group. Each rank then has 1/r of the expert, and the ranks of the group
+            divide the tokens among themselves.
         replicas: group of ranks with the same tokens as this rank, if the dispatcher uses it.
         configured_shards: S as configured, which is the number of ranks over which every expert is
-            split. Defaults to the smallest possible number of shards, which is W / E but at least
-            1.
+            split. Defaults to the smallest possible number of shards, which is the larger of W / E
+            and 1.
     """
 
     comm: Comm
@@ -146,8 +146,7 @@ class Placement:
         return self.comm.rank % self.shards
 
     def owner_of(self, expert: int, shard: int) -> tuple[int, int]:
-        """Return (rank, index among the rank's experts) for a shard, where `rank` stores the
-        shard.
+        """Return the rank that stores a shard, and the index of the shard among the rank's shards.
         """
         run, slot = divmod(expert, self.local)
         return run * self.shards + shard, slot

@@ -1,6 +1,4 @@
-"""Transfer of a tensor from one layout over ranks to a different layout, as planned by
-`planner.resharding`.
-"""
+"""Transfer of a tensor between two layouts over ranks, as planned by `planner.resharding`."""
 
 from __future__ import annotations
 
@@ -49,7 +47,7 @@ class Resharding:
 
         Args:
             x: tensor with the shape of this rank's part in the source layout, or None if the rank
-                stores nothing in the source layout. It must not change until the move ends.
+                stores nothing in the source layout. The tensor must not change until the move ends.
             dtype: dtype of the tensor that is moved.
         Raises:
             ValueError: If `x` has an unexpected shape or dtype.
@@ -85,7 +83,7 @@ class TensorMove(ABC):
 
     @abstractmethod
     def arrive(self) -> None:
-        """Wait for the remaining messages, and relay parts to other ranks."""
+        """Wait for the remaining messages, and forward parts to other ranks."""
 
     def end(self) -> Tensor | None:
         """Wait for the parts that this rank receives and sends, and relay parts that other ranks
@@ -160,8 +158,8 @@ class _Posted(TensorMove):
 
 
 class _InRounds(TensorMove):
-    """A move on other backends, in which all ranks of the group exchange one round of messages per
-    depth.
+    """A move on backends other than gloo. All ranks of the group exchange one round of messages for
+    each depth of the relay trees.
     """
 
     def begin(self) -> None:

@@ -25,10 +25,10 @@ Result = TypeVar("Result")
 
 @dataclass
 class Traffic:
-    """Counters of the traffic of all ranks: messages and bytes by (source, destination), and
-    collectives by name.
+    """Counters of the traffic of all ranks.
 
-    All ranks are global ranks. Empty pieces are not counted as messages.
+    Messages and bytes are counted by (source, destination), and collectives by name. All ranks are
+    global ranks. Empty pieces are not counted as messages.
     """
 
     messages: dict[tuple[int, int], int] = field(default_factory=dict)
@@ -44,7 +44,7 @@ class Traffic:
             self.bytes[source, target] = self.bytes.get((source, target), 0) + size
 
     def between(self, topology: Topology, what: str = "messages") -> int:
-        """Return the sum of `messages` or `bytes` sent from one node to another."""
+        """Return the sum of `messages` or `bytes` sent from one node to a different node."""
         return self._sum(what, lambda s, t: not topology.same_node(s, t))
 
     def inside(self, topology: Topology, what: str = "messages") -> int:
@@ -65,14 +65,15 @@ class MessageClock(Protocol):
     topology: Topology
 
     def charge(self, sent: Mapping[int, Sent]) -> None:
-        """Advance the clock for one round of messages, given as (destination rank, bytes) in
-        sending order for each sending rank.
+        """Advance the clock for one round of messages.
+
+        For each sending rank, the messages are pairs (destination rank, bytes) in sending order.
         """
 
 
 class _Board:
-    """The place at which the ranks of one group exchange values: every rank posts a value, and all
-    ranks see all values.
+    """An object through which the ranks of one group exchange values. Every rank posts a value and
+    reads the values of all ranks.
     """
 
     def __init__(self, size: int, timeout_s: float) -> None:
@@ -138,6 +139,7 @@ class SimulatedComm(Comm):
         """
         if not all(x.is_contiguous() for _, x in (*sends, *recvs)):
             raise ValueError("send_receive needs contiguous tensors; call contiguous() first")
+        # The sender may overwrite its tensor before the receiver has copied the message.
         messages = [(peer, x.detach().clone()) for peer, x in sends]
         posted = self._meet("send_receive", messages, self._count(sends), copy=False)
         queues = {
@@ -189,6 +191,7 @@ class SimulatedComm(Comm):
             posted = list(self.board.slots)
             if self.rank == 0:
                 self._account(what, posted)
+            # No rank may overwrite its slot before all ranks have read the slots.
             self.board.barrier.wait()
         except threading.BrokenBarrierError:
             raise self.error(f"{what} gave up: a peer failed or did not arrive within "
@@ -199,8 +202,9 @@ class SimulatedComm(Comm):
         return [slot[1] for slot in posted]
 
     def _account(self, what: str, posted: list[Any]) -> None:
-        """Record one collective. It is called once per collective, on rank 0, while all ranks
-        wait.
+        """Record one collective.
+
+        The function is called once per collective, on rank 0, while all ranks wait.
         """
         with self.board.lock:
             self.traffic.collectives[what] = self.traffic.collectives.get(what, 0) + 1
@@ -250,11 +254,13 @@ def run_simulated(size: int, fn: Callable[[SimulatedComm], Result], timeout_s: f
     for thread in threads:
         thread.join()
     if errors:
+        # A `CommError` is usually only the consequence of a different error on another rank.
         raise next((e for e in errors if not isinstance(e, CommError)), errors[0])
     return results
 
 
 def _abort(board: _Board) -> None:
     board.barrier.abort()
+    # Other ranks may be waiting in a subgroup.
     for child in list(board.children.values()):
         _abort(child)

@@ -1,6 +1,4 @@
-"""The state of a group of ranks, which exists as long as the group (`GroupState`), and counters of
-the traffic of a rank (`Counters`).
-"""
+"""The state of a group of ranks (`GroupState`), and traffic counters of a rank (`Counters`)."""
 
 from __future__ import annotations
 
@@ -24,8 +22,8 @@ class Counters:
     Attributes:
         bytes: total number of bytes sent.
         messages: total number of messages sent.
-        exchanges: number of all-to-alls, by the name of the algorithm that ran. The name is
-            `linear` if a hierarchical algorithm was replaced with it.
+        exchanges: number of all-to-alls for each algorithm that ran, by name. The name is `linear`
+            if a hierarchical algorithm was replaced with it.
         rows: number of rows of this rank's tokens that were sent, including rows sent to this rank
             itself. If the host does not know the number of rows, the number of slots is counted.
         rows_between: number of these rows that were sent to other nodes.
@@ -108,26 +106,27 @@ class GroupState:
     All `Comm` objects for one process group, and their tagged views, share one `GroupState`.
 
     Attributes:
-        topology: topology that states which ranks share a node; None until `Comm.prepare` is
-            called. Hierarchical exchanges, routers that prefer nearby experts, and cost models
-            depend on the topology.
-        watchdog: object that sends heartbeats, so that an error can name the missing ranks; None if
-            no watchdog was requested.
-        worker: thread that runs exchanges in the background. It is created for the first exchange.
+        topology: topology that states which ranks share a node. The topology is None until
+            `Comm.prepare` is called. Hierarchical exchanges, routers that prefer nearby experts,
+            and cost models depend on the topology.
+        watchdog: object that sends heartbeats, so that an error can name the missing ranks, or None
+            if no watchdog was requested.
+        worker: thread that runs exchanges in the background. The thread is created for the first
+            exchange.
         stream: CUDA stream on which exchanges run in the background.
         timeout_watch: object that watches NCCL's collectives if the process group's timeout is
-            longer than the layer's timeout; None if it is not needed.
+            longer than the layer's timeout, otherwise None.
         connected: whether all ranks have taken part in a collective since the group was prepared
             (NCCL).
         started: descriptions of the last collectives, if collectives may fail after they have
             returned.
         last_tag: tag of the last exchange that was started in the background. All ranks must
             request tags in the same order.
-        abandoned: objects that a backend may still use for messages for which no rank waits any
-            more because of an error. Each entry contains the time until which the objects are kept,
-            and the objects.
-        hosts: see `Comm.hosts`. It is None if it has not been used so far, or if the group itself
-            serves this purpose.
+        abandoned: objects of messages that no rank waits for after an error. A backend may still
+            use these objects. Each entry contains the time until which the objects are kept, and
+            the objects.
+        hosts: see `Comm.hosts`. The value is None before its first use, or if the
+            group itself serves this purpose.
         subgroups: subgroups that contain this rank, stored by their ranks. Creating a subgroup is
             collective and requires additional connections.
         groups_made: number of groups created for each set of ranks, stored in the state of the
@@ -181,15 +180,17 @@ class GroupState:
         return first
 
     def keep_abandoned(self, seconds: float, *parts: Any) -> None:
-        """Keep the objects that belong to messages alive for `seconds`, until the peers have
-        completed or failed.
+        """Keep the objects of messages alive for `seconds`, until the peers have completed or
+        failed.
 
         This method may be called by destructors in any thread.
         """
         self.abandoned[id(parts)] = time.monotonic() + seconds, parts
 
     def release_abandoned(self) -> None:
-        """Release the objects that belong to messages and whose time has passed."""
+        """Release the objects of messages whose time has passed."""
+        # A copy of the items, because a destructor in a different thread may add an entry
+        # meanwhile.
         for number, (until, _) in list(self.abandoned.items()):
             if until < time.monotonic():
                 self.abandoned.pop(number, None)

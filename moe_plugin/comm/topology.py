@@ -1,6 +1,4 @@
-"""`Topology`, which states which ranks of a group share a node, and how many network cards each
-node has.
-"""
+"""`Topology`, which contains the nodes of a group's ranks and their numbers of network cards."""
 
 from __future__ import annotations
 
@@ -19,7 +17,7 @@ _NODE_INDEX = ("GROUP_RANK", "SLURM_NODEID")
 
 
 def node_name(environment: Mapping[str, str] | None = None) -> str:
-    """Return the launcher's index of this node, if it is set, and the host name.
+    """Return the host name and, if it is set, the launcher's index of this node.
 
     Two processes share a node if both values are equal. The index is needed because containers on
     different hosts may have the same host name. A launcher may also start several agents on one
@@ -122,8 +120,8 @@ class Topology:
 
     @cached_property
     def two_steps(self) -> bool:
-        """True if collectives in two steps can be faster, because there are several nodes with the
-        same number of ranks, and each has several ranks.
+        """True if collectives in two steps can be faster. This requires several nodes that have the
+        same number of ranks, which must be above 1.
         """
         return self.uniform_nodes and self.why_flat() is None
 

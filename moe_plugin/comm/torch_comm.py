@@ -126,8 +126,8 @@ class TorchComm(Comm):
 
     @property
     def by_nodes(self) -> bool:
-        """See `RankGroup.by_nodes`. The result is true on gloo if there are several nodes with the
-        same number of ranks, and each has several ranks.
+        """See `RankGroup.by_nodes`. The result is true on gloo if there are several nodes that all
+        have the same number of ranks, which is above 1.
         """
         topology = self.state.topology
         return self.receive_first and topology is not None and topology.two_steps
@@ -182,7 +182,7 @@ class TorchComm(Comm):
                        dist.all_to_all_single, _as_supported(out), _as_supported(x))
 
     def all_reduce(self, x: Tensor, op: str = "sum") -> Tensor:
-        """See `Comm.all_reduce`. Bytes are not counted here, but by `Collectives` for its sums."""
+        """See `Comm.all_reduce`. The bytes of this collective are counted by `Collectives`."""
         if torch.compiler.is_compiling():
             return collective(x, self.key, self.size, _TRACED_AS[op], "none")
         out = x.clone()
@@ -223,14 +223,14 @@ class TorchComm(Comm):
         return out
 
     def broadcast(self, x: Tensor, root: int = 0) -> Tensor:
-        """See `Comm.broadcast`; `root` is a rank of this group. The bytes are not counted."""
+        """See `Comm.broadcast`; `root` is a rank of this group. Bytes are not counted."""
         out = x.clone()
         with self.error_context(lambda: f"broadcast from {root} of {x.dtype} {tuple(x.shape)}"):
             self._bounded(dist.broadcast, out, self.ranks[root])
         return out
 
     def send_receive(self, sends: Messages, recvs: Messages) -> None:
-        """See `Comm.send_receive`. Raises a `CommError` if a peer fails or the timeout passes."""
+        """See `Comm.send_receive`. A failed peer or a timeout raises a `CommError`."""
         if not sends and not recvs:
             return
         if self.receive_first:
@@ -320,7 +320,7 @@ class TorchComm(Comm):
             self._bounded(dist.barrier)
 
     def _bounded(self, collective: Callable[..., Any], *args: Any) -> None:
-        """Run a torch collective. On gloo it may take at most `timeout_s`.
+        """Run a torch collective. On gloo the collective may take at most `timeout_s`.
 
         On NCCL the host does not wait, so the group's own timeout and its watchdog apply.
         """
@@ -368,9 +368,9 @@ class _Posted:
     """A set of messages in progress on gloo. Calling the object waits for the messages.
 
     If a pass raises an error, no code waits for its messages. If the tensors and work objects of
-    these messages were then freed, gloo would neither read the bytes of such a message from the
-    connection nor send them, and all later messages would wait behind it. Therefore the group's
-    state keeps them alive for a while.
+    these messages were then freed, gloo would never read or send the bytes of such a message, and
+    all later messages on the connection would be blocked. Therefore the group's state keeps them
+    alive for a while.
     """
 
     def __init__(self, comm: TorchComm, works: Sequence[Any], sends: Messages, recvs: Messages

@@ -5,18 +5,18 @@ The data of all ranks is treated as one row of elements. The shard of each root 
 root's trees by their weights, and each of these parts is split into C chunks. Chunk c is sent over
 an edge from depth d - 1 to depth d in round c + LAG (d - 1). The chunks are sent one after another,
 so all trees are busy at the same time. All data that one rank sends to a different rank in one
-round is sent in one message. In a reduce-scatter, which sends data towards the roots, the messages
-are the same in the opposite order.
+round is sent in one message. In a reduce-scatter, data is sent towards the roots, with the same
+messages in the opposite order.
 
 A rank forwards data that arrived LAG rounds earlier, so its links are busy while the messages of a
-round are in transit. If all bytes take T seconds, a round costs alpha seconds and trees have depth
-D, the collective takes (C + LAG (D - 1)) (T / C + alpha) seconds. This is smallest at C = sqrt(LAG
-(D - 1) T / alpha).
+round are in transit. Let T be the time in seconds to send all bytes, alpha the time of a round in
+seconds, and D the depth of the trees. The collective then takes (C + LAG (D - 1)) (T / C + alpha)
+seconds. This time is smallest for C = sqrt(LAG (D - 1) T / alpha).
 
 All ranks run the same number of rounds. On gloo a rank posts the receives of the next rounds before
 it sends, so a round does not wait for a different rank to reach it. On other backends each round is
-one call of `Comm.send_receive`. There is no deadlock: the rank that is furthest behind waits only
-for messages of earlier rounds, which all other ranks have already posted.
+one call of `Comm.send_receive`. Deadlocks cannot occur, because the rank that is furthest behind
+waits only for messages of earlier rounds, which all other ranks have already posted.
 
 Sums are bitwise equal in every run. In each round a rank adds the received data to its own part in
 the order of the senders' ranks, and the tree determines in which round each part arrives.
@@ -63,8 +63,8 @@ class Message:
 
 @dataclass(frozen=True)
 class Round:
-    """The messages that a rank sends and receives in one round, both in ascending order of the
-    other rank.
+    """The messages that a rank sends and receives in one round, in ascending order of the other
+    rank.
     """
 
     sends: tuple[Message, ...]
@@ -72,23 +72,21 @@ class Round:
 
 
 def shards_of(length: int, ranks: int) -> list[int]:
-    """Return the index of the first element of each rank's shard of `length` elements, followed by
-    the end index. The sizes of the shards are as equal as possible.
+    """Return the first index of each rank's shard of `length` elements, followed by the end index.
+    The sizes of the shards are as equal as possible.
     """
     return [length * rank // ranks for rank in range(ranks + 1)]
 
 
 def round_s(schedule: Schedule) -> float:
-    """Return the fixed time in seconds of a round, which is the cost of its slowest message but at
-    least `ROUND_S`.
+    """Return the fixed time of a round in seconds: the cost of its slowest message, at least
+    `ROUND_S`.
     """
     return max(schedule.message_s, ROUND_S)
 
 
 def chunks_for(schedule: Schedule, size: int) -> int:
-    """Return the number of chunks C for `size` bytes in total, from 1 to `MOST_CHUNKS`; see the
-    module docstring.
-    """
+    """Return the number of chunks C for `size` bytes in total, which is from 1 to `MOST_CHUNKS`."""
     deeper = LAG * (schedule.depth - 1)
     if deeper <= 0:
         return 1
@@ -181,7 +179,7 @@ _SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16
 
 @dataclass
 class Trees:
-    """The schedules of one group, and the rounds for the sizes that have been used so far. This
+    """The schedules of one group, and the rounds for all sizes that have been used so far. This
     object is stored in the group's state.
 
     Attributes:

@@ -5,9 +5,9 @@ fatal error.
 names collectives on NCCL that take longer than `comm.timeout_s`.
 
 The host does not wait for NCCL's collectives, and NCCL's own watchdog only uses the timeout with
-which a group was created. If the timeout of the group is longer than `comm.timeout_s`, as in groups
-created by other code, each collective of the layer records an event, and a thread checks whether
-the oldest event has passed. The host does not wait for these events.
+which a group was created. The timeout of a group that was created by other code may be longer than
+`comm.timeout_s`. In this case, each collective of the layer records an event, and a thread checks
+whether the oldest event has passed. The host does not wait for these events.
 
 CUDA forbids such checks while a graph is captured in the mode `global`, which is torch's default.
 Capture graphs with `torch.cuda.graph(..., capture_error_mode="thread_local")`, as torch's own
@@ -79,7 +79,7 @@ def says_why() -> Iterator[None]:
 
 
 def abort_job(error: BaseException) -> None:
-    """Cause all other ranks to stop waiting for this rank, whose groups cannot be used afterwards.
+    """Cause all other ranks to stop waiting for this rank, whose groups become unusable.
 
     A job that consists of one process is not affected. On NCCL, ranks that wait in a kernel notice
     the abort when their host next waits for sizes, or when their own timeout passes.
@@ -98,7 +98,7 @@ def abort_job(error: BaseException) -> None:
 
 
 def reason() -> str:
-    """Return the reason given by a rank that gave up, for an error message, or an empty string.
+    """Return the reason that a rank gave when it gave up, or an empty string if no rank gave up.
 
     If a rank gave up, this rank's connections are also broken, because other ranks may be waiting
     for it.
@@ -113,8 +113,7 @@ def reason() -> str:
 
 
 def is_of_another_rank(error: BaseException) -> bool:
-    """Return true if the error message contains the error with which a different rank ended, which
-    is then the cause.
+    """Return true if the error message contains the error of a different rank, which is the cause.
     """
     return _GAVE_UP in str(error)
 
@@ -338,7 +337,7 @@ class Watchdog:
         self._thread.start()
 
     def begin(self, what: str) -> None:
-        """Record that this rank starts an exchange, which the next heartbeat will report."""
+        """Record that this rank starts an exchange. The next heartbeat reports the start."""
         self.count += 1
         self.what = f"in {what}"
 

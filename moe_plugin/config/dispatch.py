@@ -13,7 +13,7 @@ WIRES = ("none", "bf16", "fp16", "fp8", "mxfp8")
 
 @dataclass(kw_only=True)
 class CommConfig(SettingsSection):
-    """How ranks exchange rows."""
+    """How rows are exchanged between ranks."""
 
     PATH = "comm."
 

@@ -1,8 +1,8 @@
 """Command-line flags generated from the settings: every setting that declares a `flag` becomes
 `--moe-<flag>`, or `--<flag>` for settings of a whole model.
 
-A flag that is not given has the value `None`. The value of the setting is then read from the YAML
-file given by `--moe-config`, or else from the defaults.
+A flag that is not given has the value `None`. The setting is then read from the YAML file given by
+`--moe-config`, or has its default if the file does not contain it.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class FlagSpec:
         kind: type of the setting's value.
         help: help text, including the default value.
         choices: allowed values, or an empty tuple if the values are not a fixed set.
-        entry: form of one entry of a mapping, such as `name=weight`, or an empty string if the
-            setting is not a mapping.
+        entry: form in which one entry of a mapping is written, such as `name=weight`. The string is
+            empty if the setting is not a mapping.
         optional: whether the setting may be None. On the command line, None is written as `none`.
     """
 
@@ -118,15 +118,15 @@ def flag_specs() -> list[FlagSpec]:
 
 @functools.cache
 def setting_specs() -> tuple[FlagSpec, ...]:
-    """Return the flags that set one setting of a layer or of a run."""
+    """Return the flags that each set one setting of a layer or of a run."""
     return *_walk(MoEConfig, ""), *_walk(RunConfig, "")
 
 
 def file_settings(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of the `--moe-config` file that no flag overrides, as dotted paths.
 
-    Settings that are not read after the flags are applied are left out and logged once. For
-    example, `--moe-capacity-factor none` makes every capacity setting of the file ineffective.
+    Settings that have no effect after the flags are applied are omitted, and are logged once. For
+    example, with `--moe-capacity-factor none`, every capacity setting in the file has no effect.
 
     Args:
         values: parsed values of the flags, by `FlagSpec.dest`.
@@ -149,7 +149,8 @@ def file_settings(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _made_unread(found: Mapping[str, Any], given: Mapping[str, Any]) -> set[str]:
-    """Return the settings of a file (`found`) that the flags (`given`) make ineffective."""
+    """Return the settings of a file (`found`) that have no effect because of the flags
+    (`given`)."""
     made = set()
     if given.get("dispatch.capacity_factor", 0) is None:
         made = {name for name, value in found.items()
@@ -167,7 +168,7 @@ def _say_once(text: str) -> None:
 
 def as_given(text: str, values: Mapping[str, Any],
              other_flags: Mapping[str, str] = types.MappingProxyType({})) -> str:
-    """Return an error message with the flag or file that set each setting it mentions.
+    """Return an error message that names, for each mentioned setting, the flag or file that set it.
 
     Args:
         text: the error message.
@@ -194,12 +195,12 @@ def _in_file(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def parse_value(spec: FlagSpec, text: Any) -> Any:
-    """Convert the text of a flag to a value with the type of the setting.
+    """Convert the string value of a flag to a value with the type of the setting.
 
-    The text `none` becomes None. A mapping is written as `name=number,...`.
+    The string `none` is converted to None. A mapping is written as `name=number,...`.
 
     Raises:
-        ValueError: If the text cannot be converted to the type of the setting.
+        ValueError: If the string cannot be converted to the type of the setting.
     """
     if not isinstance(text, str):
         return text
@@ -224,10 +225,9 @@ def parse_value(spec: FlagSpec, text: Any) -> Any:
 
 
 def flag_texts(settings: Mapping[str, Any]) -> dict[str, str]:
-    """Return the flags that express the given settings. This function is the inverse of
-    `parse_value`.
+    """Return the flags that set the given settings. This function is the inverse of `parse_value`.
 
-    Settings without a flag are left out.
+    Settings without a flag are omitted.
 
     Args:
         settings: values by dotted path.

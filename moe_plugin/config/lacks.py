@@ -20,7 +20,7 @@ OF_HOSTS = "offload.weights", "pipeline.schedule", "swarm.role"
 
 @dataclass(frozen=True)
 class Lack:
-    """The reason why a host does not support a setting, and what to do instead."""
+    """The reason why a host does not support a setting, and a remedy."""
 
     reason: str
     remedy: str

@@ -56,8 +56,8 @@ def overrides(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _meant(name: str, flags: Mapping[str, str], top: list[str]) -> str:
-    """Return a hint that lists existing settings similar to a wrong name. These are the settings
-    whose path ends with the name, or else settings with a similar spelling.
+    """Return a hint that lists existing settings similar to a wrong name. The hint lists settings
+    whose path ends with the name. If there are none, it lists settings with a similar spelling.
     """
     near = [flag for flag, path in flags.items() if path.rpartition(".")[2] == name]
     return did_you_mean(near[:3] or similar_names(name, [*top, *flags]))
@@ -69,9 +69,10 @@ def layer_config(config: MoEConfig | int, settings: Mapping[str, Any], **either:
 
     Args:
         config: a whole config, or the width of a token (D).
-        settings: settings as in `named_config`. They must be empty if a whole config is given.
+        settings: settings as in `named_config`. The settings must be empty if a whole config is
+            given.
         either: arguments that may be settings or other objects. An argument is used as a setting if
-            it is a string or a mapping, and is ignored by this function otherwise.
+            it is a string or a mapping. Other arguments are ignored.
     Raises:
         ValueError: If a setting is invalid (see `named_config`), or if settings are given together
             with a whole config.
@@ -113,8 +114,7 @@ _READ_BY_SHARED = frozenset({"experts.kind", "experts.activation", "experts.bias
 
 
 def refuse_beside(config: MoEConfig, *, router: bool, experts: bool) -> None:
-    """Raise a `ValueError` for router or expert settings that the user's own modules make
-    ineffective.
+    """Raise a `ValueError` for settings that have no effect with the user's own router or experts.
 
     Args:
         config: settings of the layer.

@@ -55,12 +55,12 @@ _UNREAD: ContextVar[set[str] | None] = ContextVar("settings that nothing reads",
 
 @contextmanager
 def unread_allowed() -> Iterator[set[str]]:
-    """Collect settings that nothing reads, instead of raising an error for each of them.
+    """Collect settings that have no effect, instead of raising an error for each of them.
 
-    `SettingsSection.read_where` raises no error inside this block. Use the block for settings of a
-    file that flags will still override, and for settings of a finished run.
+    `SettingsSection.read_where` raises no error inside this block. Use this context for settings of
+    a file that flags may still override, and for settings of a finished run.
 
-    Yields: The set of dotted paths of settings that nothing reads. Paths are added while the block
+    Yields: The set of dotted paths of settings that have no effect. Paths are added while the block
         runs.
     """
     token = _UNREAD.set(met := set[str]())
@@ -80,7 +80,7 @@ class SettingsSection:
     Attributes:
         PATH: dotted path of the section in the tree, with a trailing dot.
         SHORTHAND: name of the setting that is set if a plain string is given in place of the
-            section. It is an empty string if the section has no short form.
+            section. The string is empty if the section has no short form.
     """
 
     PATH: ClassVar[str] = ""
@@ -101,12 +101,12 @@ class SettingsSection:
             check(False, self.PATH + name, operator.attrgetter(name)(self), bound, remedy)
 
     def read_where(self, ok: bool, where: str, remedy: str, *names: str) -> None:
-        """Require that settings which nothing reads have their default values, so that no request
-        is ignored silently.
+        """Require that settings without any effect have their default values, so that no request is
+        silently ignored.
 
         Args:
-            ok: whether the settings are read by anything. If they are, nothing is checked.
-            where: condition under which the settings are not read, such as "where guard.votes=0".
+            ok: True if the settings have an effect. In this case, nothing is checked.
+            where: condition under which the settings have no effect, such as "where guard.votes=0".
             remedy: what the user can do to make the settings effective.
             names: names of the settings. By default all settings of the section are checked.
         """
@@ -119,7 +119,7 @@ class SettingsSection:
                             f"leave it out, or {remedy}")
 
     def unread(self, name: str, bound: str, remedy: str) -> None:
-        """Report a setting that nothing reads: raise a `ValueError`, or record the path inside
+        """Report a setting without effect: raise a `ValueError`, or record it inside
         `unread_allowed`.
         """
         met = _UNREAD.get()
@@ -145,8 +145,8 @@ def resolved(section: _Changed, **values: Any) -> _Changed:
     """Return a copy of `section` in which settings that the user did not set have values chosen by
     this package.
 
-    The copy is not checked again, because some of the user's settings may no longer be read with
-    the chosen values.
+    The copy is not checked again, because some of the user's settings may have no effect with the
+    chosen values.
     """
     made = copy.copy(section)
     vars(made).update(values)

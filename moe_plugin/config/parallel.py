@@ -137,7 +137,7 @@ def _are_speeds(text: str) -> bool:
 
 @dataclass(kw_only=True)
 class TunerConfig(SettingsSection):
-    """How `parallel.mode: auto` searches for the fastest layout. See docs/adaptive.md."""
+    """How the fastest layout is searched with `parallel.mode: auto`. See docs/adaptive.md."""
 
     PATH = "tuner."
 

@@ -68,7 +68,7 @@ class SparsityConfig(SettingsSection):
 
 @dataclass(kw_only=True)
 class LinksConfig(SettingsSection):
-    """How routers and losses that depend on the network use the costs of its links."""
+    """How routers and losses use the costs of network links."""
 
     PATH = "router.links."
 
@@ -109,7 +109,7 @@ class LinksConfig(SettingsSection):
 
 @dataclass(kw_only=True)
 class SelectionConfig(SettingsSection):
-    """Which of several configured routers is used for a call that does not name a router."""
+    """Which of several configured routers is used for a call without a router index."""
 
     PATH = "router.selection."
 
@@ -167,14 +167,12 @@ def reads_of(name: str) -> frozenset[str] | None:
 
 
 def fixed_k_of(name: str) -> int | None:
-    """Return the number of experts per token that a router always uses, or None if it reads
-    `top_k`.
-    """
+    """Return the number of experts per token of a router, or None if it is set by `top_k`."""
     return getattr(router_class(name), "fixed_k", None)
 
 
 def built_in() -> dict[str, frozenset[str]]:
-    """Return the names of this package's routers with the settings that each router reads."""
+    """Return the settings that each router of this package reads, by the router's name."""
     routers = {entry.name: reads_of(entry.name) for entry in KINDS.get("router", ())}
     return {name: reads for name, reads in routers.items() if reads is not None}
 
@@ -200,7 +198,7 @@ def may_be_read(names: Collection[str], readers: Collection[str]) -> bool:
 def _use(readers: Collection[str]) -> str:
     """Return a remedy that names the routers in `readers`.
 
-    The remedy names the most common of these routers, or else the last one.
+    The remedy names the most common router in `readers`. If none is common, it names the last one.
     """
     usual = [name for name in ("topk", "sigmoid_bias") if name in readers]
     first = next(iter([*usual, *reversed(list(readers))]), "topk")
@@ -392,7 +390,8 @@ class RouterConfig(SettingsSection):
 
     @property
     def several_k(self) -> list[int]:
-        """All configured numbers of experts per token: `top_k`, then the values in `top_k_at`."""
+        """All configured numbers of experts per token: `top_k`, followed by the values in
+        `top_k_at`."""
         return [self.top_k, *self.top_k_at.values()]
 
     @property

@@ -58,8 +58,8 @@ class ObserveConfig(SettingsSection):
 
     @property
     def writes(self) -> bool:
-        """True if statistics are written anywhere other than to the host's log, or if routing
-        choices are read from a trace.
+        """True if statistics are also written to a destination other than the host's log, or if
+        routing choices are read from a trace.
         """
         return bool(self.jsonl or self.tensorboard or self.wandb or self.trace or self.replay)
 
@@ -81,7 +81,7 @@ class ObserveConfig(SettingsSection):
 
 @dataclass(kw_only=True)
 class GuardConfig(SettingsSection):
-    """Checks in which the hosts compare the results of ranks. See docs/wrong_ranks.md."""
+    """Checks in which the results of different ranks are compared. See docs/wrong_ranks.md."""
 
     PATH = "guard."
 
@@ -112,7 +112,7 @@ class GuardConfig(SettingsSection):
 
 @dataclass(kw_only=True)
 class OffloadConfig(SettingsSection):
-    """How hosts reduce the memory for training a whole model. See docs/activations.md."""
+    """How the device memory for training a whole model is reduced. See docs/activations.md."""
 
     PATH = "offload."
 
@@ -234,7 +234,8 @@ class PipelineConfig(SettingsSection):
 
 @dataclass(kw_only=True)
 class SwarmConfig(SettingsSection):
-    """Peers that compute a model's stages and may join and leave (Megatron). See docs/swarm.md."""
+    """Training with peers that compute stages and may join and leave (Megatron). See docs/swarm.md.
+    """
 
     PATH = "swarm."
     SHORTHAND = "role"
@@ -311,8 +312,8 @@ class ResizeConfig(SettingsSection):
 
 @dataclass(kw_only=True)
 class RunConfig(SettingsSection):
-    """Settings of a training run as a whole. They apply to a whole model, and no single layer reads
-    them.
+    """Settings of a training run as a whole. These settings apply to a whole model and not to a
+    single layer.
     """
 
     observe: ObserveConfig = field(default_factory=ObserveConfig)

@@ -223,7 +223,7 @@ def of_run(values: Mapping[str, Any]) -> dict[str, Any]:
 def of_layer(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return all entries that are not settings of a run.
 
-    Unknown names are included, so that they are reported as unknown settings of a layer.
+    Unknown names are included, so that an error reports them as unknown settings of a layer.
     """
     run = of_run(values)
     return {path: value for path, value in values.items() if path not in run}
@@ -316,7 +316,7 @@ def settings_from_yaml(path: str, *, trust_imports: bool = False) -> dict[str, A
 
 
 def unread(values: Mapping[str, Any]) -> set[str]:
-    """Return the dotted paths of the given settings of layers and runs that nothing would read.
+    """Return the dotted paths of the given settings of layers and runs that would have no effect.
 
     Args:
         values: nested values, or values by dotted path.

@@ -1,19 +1,19 @@
 """The dispatcher `all_gather`: every rank receives all tokens and computes the rows of its experts.
 
-The expert ids are gathered first, so that all sizes are known, then the tokens and gate weights in
-one exchange. A reduce-scatter sums the results of the ranks. Backward is the mirror image: the
-gradient of the sums is gathered, and the gradients of tokens and gate weights return in one
-reduce-scatter, or in two if their dtypes differ. The number of bytes does not depend on the number
-k of choices. An all-to-all sends more bytes if k S > W, and fewer if k S < W, with S shards per
-expert and W ranks.
+The expert ids are gathered first, so that all sizes are known. The tokens and gate weights are then
+gathered in one exchange. A reduce-scatter sums the results of the ranks. The backward pass runs in
+the opposite direction. The gradient of the sums is gathered. The gradients of tokens and gate
+weights are returned in one reduce-scatter, or in two if their dtypes differ. The number of bytes
+sent does not depend on the number k of choices. With S shards per expert and W ranks, an all-to-all
+sends more bytes if k S > W, and fewer bytes if k S < W.
 
-With Megatron's sequence parallelism this is PPMoE's index-slice dispatch (Chen et al. 2023), whose
-all-reduce is divided into its two halves. With ring collectives a rank sends (W - 1) T (D + 2K)
-elements for the tokens and (W - 1) T D for the results in forward, and (W - 1) T D and
-(W - 1) T (D + K) elements in backward.
+With Megatron's sequence parallelism this is PPMoE's index-slice dispatch (Chen et al. 2023) in
+which the all-reduce is split into an all-gather and a reduce-scatter. With ring collectives, a rank
+sends `(W - 1) T (D + 2 K)` elements for the tokens and `(W - 1) T D` elements for the results in
+the forward pass. In the backward pass, a rank sends `(W - 1) T D` and `(W - 1) T (D + K)` elements.
 
-In tensor names, T counts the tokens of this rank, and A the tokens of all ranks, which is W times
-the tokens of the longest rank. D is the width, and K the number of choices.
+In tensor names, T is the number of tokens of this rank, and A is W times the largest number of
+tokens of any rank. D is the width, and K the number of choices.
 """
 
 from __future__ import annotations
@@ -41,13 +41,15 @@ from moe_plugin.records import ExpertRows, KeptRouting
 
 @dataclass(frozen=True)
 class GatheredPlan(TokenPlan):
-    """The plan of `all_gather`. Its `row_plan` covers the tokens of all ranks, padded to `longest`.
+    """The plan of `all_gather`.
+
+    `row_plan` describes the rows for the tokens of all ranks, each padded to `longest` tokens.
 
     Attributes:
         weights_TK: [T, K], the gate weights of this rank's tokens, differentiable.
         longest: the largest number of tokens of any rank.
-        wanted: the tokens that each node needs, because it has one of their experts. None to send
-            all tokens to all nodes.
+        wanted: the tokens that each node needs, because one of their experts is on the node. If
+            `wanted` is None, all tokens are sent to all nodes.
     """
 
     weights_TK: Tensor
@@ -62,7 +64,7 @@ class AllGatherDispatcher(Dispatcher):
     traits = DispatchTraits(single_layout=True)
 
     def plan(self, kept: KeptRouting) -> GatheredPlan:
-        """See `Dispatcher`. The hosts exchange the numbers of tokens, then the ids are gathered.
+        """See `Dispatcher`. The hosts exchange the numbers of tokens. Then the ids are gathered.
 
         The host waits for the device once.
         """
@@ -79,7 +81,7 @@ class AllGatherDispatcher(Dispatcher):
         return GatheredPlan(rows.counts.total, rows, routing.weights_TK, longest, wanted)
 
     def _nodes_of(self, ids_AK: Tensor) -> Tensor:
-        """Return bool [A, nodes]: whether a token has an expert, or an expert shard, on a node."""
+        """Return a bool tensor [A, nodes] that is true if an expert of the token is on the node."""
         place, topology = self.placement, self.placement.comm.topology
         on_node_EN = torch.zeros(place.experts + 1, len(topology.nodes), dtype=torch.bool)
         for expert in range(place.experts):
@@ -99,9 +101,9 @@ class AllGatherDispatcher(Dispatcher):
 
 
 def _longest(comm: Comm, ids_TK: Tensor) -> int:
-    """Return the largest number of tokens of any rank, which the hosts exchange.
+    """Return the largest number of tokens of any rank, which the hosts determine together.
 
-    Over several nodes `agree_max` needs fewer rounds than an all-reduce.
+    On several nodes, `agree_max` needs fewer rounds than an all-reduce.
     """
     if comm.by_nodes:
         return int(comm.agree_max([len(ids_TK)])[0])
@@ -109,7 +111,8 @@ def _longest(comm: Comm, ids_TK: Tensor) -> int:
 
 
 def _all_ids(comm: Comm, ids_TK: Tensor, experts: int) -> Tensor:
-    """Gather the ids of all ranks, int64 [A, K]. Between nodes they are sent as int16 if possible.
+    """Gather the ids of all ranks, int64 [A, K]. Between nodes, ids are sent as int16 if their
+    values allow it.
     """
     if not comm.by_nodes or experts > torch.iinfo(torch.int16).max:
         return comm.all_gather(ids_TK)
@@ -128,7 +131,7 @@ def _reduce(comm: Comm, x: Tensor, wanted: Wanted | None) -> Tensor:
 
 
 class _Scatter(torch.autograd.Function):
-    """Sums the results of all ranks for this rank's tokens."""
+    """Autograd function that sums the results of all ranks for this rank's tokens."""
 
     @staticmethod
     def forward(ctx: Any, part_AD: Tensor, comm: Comm, wanted: Wanted | None) -> Tensor:
@@ -141,7 +144,8 @@ class _Scatter(torch.autograd.Function):
 
 
 class _Gather(torch.autograd.Function):
-    """Gathers the tokens and gate weights of all ranks, padded to `longest` tokens per rank."""
+    """Autograd function that gathers the tokens and gate weights of all ranks, padded to
+    `longest`."""
 
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, weights_TK: Tensor, anchor: Tensor | None, comm: Comm,

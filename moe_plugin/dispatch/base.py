@@ -1,8 +1,8 @@
-"""The interface of dispatchers: plan the sizes, send rows to the experts, combine the results.
+"""The interface of dispatchers, which send rows to the experts and combine the results.
 
 A dispatcher declares its abilities in `traits`. The layer, the layouts and the exactness tests read
-the traits and never probe for methods. A dispatcher stores no state between calls: the plan carries
-everything that a call needs.
+the traits and never probe for methods. A dispatcher does not store state between calls. The plan
+contains all data that a call needs.
 """
 
 from __future__ import annotations
@@ -42,14 +42,15 @@ class DispatchTraits:
             among them.
         single_layout: whether the dispatcher runs in one layout only, in which every expert is
             computed where it is stored. Other dispatchers support every `r`.
-        bounded: whether rows travel in buffers of a fixed length (`DispatchContext.limit`), with
-            counts that stay on the device.
-        spills: whether ranks other than the owner may compute rows of an expert
-            (`parallel.spill`). Such a dispatcher returns a `SpillingPlan` if it has a
-            `DispatchContext.spill_planner`. Requires exact rows and support for every layout.
+        bounded: whether rows are sent in buffers of a fixed length (`DispatchContext.limit`), while
+            their numbers stay on the device.
+        spills: whether ranks other than the owner may compute rows of an expert (`parallel.spill`).
+            Such a dispatcher returns a `SpillingPlan` if it has a `DispatchContext.spill_planner`.
+            Such a dispatcher must send exact rows and support every layout.
         sends_once: whether `dispatch.once` (or `dispatch.bounded_once` for bounded rows) may
             replace the dispatcher. A token's row is then sent once to each rank or node that has
-            some of the token's experts. Requires exact rows and support for every layout.
+            some of the token's experts. Such a dispatcher must send exact rows and support every
+            layout.
     """
 
     fixed_slots: bool = False
@@ -69,16 +70,16 @@ class DispatchContext:
 
     Attributes:
         placement: the ranks that store each expert, and the exchange algorithm.
-        overlap: the number of pieces. More than one is allowed only with
+        overlap: the number of pieces. More than one piece is allowed only with
             `traits.supports_pieces`.
-        limit: the bound on the rows of the layer, which persists between calls. None unless
+        limit: the limit on the rows of the layer. The same limit is used for all calls. None unless
             `traits.bounded`.
-        spill_planner: decides which rank computes which rows; equal on all ranks. None if every
-            rank computes only its own experts.
+        spill_planner: object that decides which rank computes which rows, with the same result on
+            all ranks, or None if every rank computes only its own experts.
         configured: the traits of the configured dispatcher, if this dispatcher replaces it.
         counts_on_device: whether the experts can read the numbers of their rows on the device.
-        weights_first: whether a dispatcher that sends rows once multiplies the experts' inputs,
-            instead of their results, by the gate weights.
+        weights_first: True if gate weights multiply the experts' inputs instead of their results.
+            Only dispatchers that send rows once read this field.
     """
 
     placement: Placement
@@ -91,10 +92,12 @@ class DispatchContext:
 
 
 class Dispatcher(ABC):
-    """Sends tokens to the ranks of their experts and brings the results back, in one layout.
+    """Base class of dispatchers, which send tokens to the ranks of their experts and return the
+    results.
 
     Attributes:
-        reads_anchor: whether `dispatch` uses its anchor, which is the case if ranks exchange data.
+        reads_anchor: whether `dispatch` uses its argument `anchor`. This is the case if ranks
+            exchange data.
     """
 
     traits: ClassVar[DispatchTraits]
@@ -114,8 +117,8 @@ class Dispatcher(ABC):
     def start_sizes(self, routing: Routing, tokens: bool = False) -> Any:
         """Start to exchange the sizes of a call before its `plan`.
 
-        Useful if the router's choices are known early and none of them will be dropped. All ranks
-        must start their exchanges in the same order.
+        This is useful if the router's choices are known early and none of them will be dropped. All
+        ranks must start their exchanges in the same order.
 
         Args:
             routing: the routing of the call. The caller must set `routing.sizes` to the result.
@@ -140,16 +143,17 @@ class Dispatcher(ABC):
 
     @abstractmethod
     def combine(self, sent: Sent, plan: DispatchPlan) -> Tensor:
-        """Return the outputs [T, D]: the weighted sum of each token's rows.
+        """Return the outputs [T, D], each of which is the weighted sum of a token's rows.
 
         Args:
-            sent: the rows returned by `dispatch`, after the results of all pieces were put back.
+            sent: the object returned by `dispatch`, after the results of all its pieces have been
+                returned to it.
             plan: the plan of this call.
         """
 
 
 class WrappedDispatcher(Dispatcher):
-    """Base of dispatchers that add work around the steps of another dispatcher.
+    """Base class of dispatchers that wrap a different dispatcher and add work to its steps.
 
     Args:
         inner: the wrapped dispatcher.
@@ -197,11 +201,11 @@ def check_settings(config: DispatchConfig, training: bool = True) -> None:
 
     Args:
         config: the dispatch settings.
-        training: whether the layer may be trained. A capacity for evaluation alone is then not
-            enough.
+        training: whether the layer may be trained. If it is True, a capacity for evaluation alone
+            is not enough.
     Raises:
-        ValueError: the dispatcher has fixed slots but no capacity, or a setting of bounded rows is
-            set for a dispatcher without a bound.
+        ValueError: If the dispatcher has fixed slots but no capacity, or a setting of bounded rows
+            is set for a dispatcher without a bound.
     """
     default = DispatchConfig()
     traits = dispatchers.get(config.name).traits
@@ -222,7 +226,7 @@ def fixed_slots(kept: KeptRouting) -> tuple[Tensor, int]:
     """Return the slot of each choice, int64 [T, K], and the capacity.
 
     Raises:
-        ValueError: this call has no capacity.
+        ValueError: If this call has no capacity.
     """
     if kept.slots_TK is None or kept.capacity is None:
         raise ValueError(f"dispatch.capacity_factor=none does not fit this call: {_CAPACITY}")
@@ -232,14 +236,14 @@ def fixed_slots(kept: KeptRouting) -> tuple[Tensor, int]:
 def expand(place: Placement, routing: Routing, slots_TK: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return the choices over shards of experts: ids int64 [T, K*r] and weights [T, K*r].
 
-    Each of the r slices of a chosen expert receives the token. The S/r ranks that share a slice
-    divide the slots of an expert: slot s goes to member s % (S/r).
+    Each of the r slices of a chosen expert receives the token. The slots of an expert are divided
+    among the S/r ranks that share a slice: slot s is assigned to rank s % (S/r) of these ranks.
 
     Args:
         place: the ranks that store each expert, and r.
         routing: the choices over whole experts.
-        slots_TK: int64 [T, K], the slot of each choice inside its expert. Computed here if it is
-            None and needed.
+        slots_TK: int64 [T, K], the slot of each choice within its expert. If `slots_TK` is None,
+            the slots are computed when they are needed.
     """
     if place.shards == 1:
         return routing.ids_TK, routing.weights_TK
@@ -262,7 +266,7 @@ def expand(place: Placement, routing: Routing, slots_TK: Tensor | None) -> tuple
 def expand_slots(place: Placement, slots_TK: Tensor, capacity: int) -> tuple[Tensor, int]:
     """Return the slots int64 [T, K*r] and the capacity over shards of experts.
 
-    The slots of an expert are dealt to the S/r ranks that share it.
+    The slots of an expert are assigned in turns to the S/r ranks that share it.
     """
     if place.token_shards > 1:
         slots_TK = torch.div(slots_TK, place.token_shards, rounding_mode="floor")

@@ -1,12 +1,12 @@
-"""The dispatcher `bounded`: exact rows in buffers of a fixed length, with counts on the device.
+"""The dispatcher `bounded`, which sends exact rows in buffers of a fixed length.
 
-Every rank sends the same number P of rows (`RowsLimit.slots`) to every rank: the real rows first,
-then zeros. The numbers of rows of each expert are sent, too. Kernels read these counts on the
-device, so the host never waits, and a CUDA graph can capture a call. If a rank has more than P rows
-for another rank, all ranks learn this from the counts. The outputs of the call are then NaN, and
-`moe_plugin.dispatch.rows_limit.overflowed` reports the overflow at the end of the step.
-Megatron-core and torchtitan offer a similar mode. They bound the rows that a rank receives, and
-their exchange writes directly into the memory of its peers.
+Every rank sends the same number P of rows (`RowsLimit.slots`) to every rank. The real rows come
+first, followed by rows of zeros. The numbers of rows of each expert are sent, too. Kernels read
+these counts on the device, so the host never waits, and a CUDA graph can capture a call. If a rank
+has more than P rows for another rank, all ranks learn this from the counts. The outputs of the call
+are then NaN, and `moe_plugin.dispatch.rows_limit.overflowed` reports the overflow at the end of the
+step. Megatron-core and torchtitan offer a similar mode. These modes bound the rows that a rank
+receives, and their exchange writes directly into the memory of its peers.
 """
 
 from __future__ import annotations
@@ -38,11 +38,12 @@ class BoundedDispatcher(ExchangeDispatcher):
 
     @property
     def maps_rows(self) -> bool:
-        """See `ExchangeDispatcher`. False with pages, which store rows without the padding."""
+        """See `ExchangeDispatcher`. False with pages, because pages store rows without padding."""
         return not self.limit.stashes
 
     def plan(self, kept: KeptRouting) -> ExchangePlan:
-        """See `Dispatcher`. Costs one even exchange of counts. The host reads nothing."""
+        """See `Dispatcher`. This requires one even exchange of counts. The host does not read any
+        value."""
         place, comm = self.placement, self.placement.comm
         ids_TK, weights_TK = expand(place, kept.routing, kept.slots_TK)
         slots, _ = self.limit.slots(kept.routing.ids_TK, place)
@@ -83,11 +84,11 @@ class BoundedDispatcher(ExchangeDispatcher):
 
 
 def says_load(ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
-    """Return whether a routing reflects a real load, as a bool scalar on the device.
+    """Return whether a routing reflects an actual load, as a bool scalar on the device.
 
-    If the rows of an earlier layer did not fit, all values are NaN, and the routing of such tokens
-    must not change the bound. A single finite weight is enough to count the rows, because otherwise
-    tokens would be lost without an error.
+    If the rows of an earlier layer exceeded the bound, all values are NaN. The routing of such
+    tokens must not change the bound. A single finite weight is enough for the rows to be counted,
+    because otherwise tokens would be lost without an error.
     """
     return (weights_TK.isfinite() & (ids_TK >= 0)).any()
 
@@ -95,8 +96,9 @@ def says_load(ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
 def _slots_by_rank(place: Placement, ids_TK: Tensor) -> tuple[Tensor, Tensor]:
     """Return the slot of each choice and the numbers of rows.
 
-    The rows for a rank are ordered by expert. Returns the position of each choice among the rows
-    for its rank, int64 [T, K*r], and the rows by rank and local expert, int64 [W, L].
+    The rows that are sent to a rank are ordered by expert. The slot, int64 [T, K*r], is the
+    position of a choice among the rows for its rank. The numbers of rows, int64 [W, L], are given
+    by rank and local expert.
     """
     number_N, count_V = running_count(ids_TK.reshape(-1), place.virtual)
     count_WL = count_V.view(place.comm.size, place.local)
@@ -105,13 +107,13 @@ def _slots_by_rank(place: Placement, ids_TK: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _fitting(count_WL: Tensor, slots: int) -> Tensor:
-    """Return the rows by (rank, expert) that are among the first `slots` rows of each rank."""
+    """Return how many rows of each (rank, expert) are among the first `slots` rows of the rank."""
     end_WL = count_WL.cumsum(1).clamp(max=slots)
     return end_WL.diff(dim=1, prepend=end_WL.new_zeros(end_WL.shape[0], 1))
 
 
 def _piece(recv_WL: Tensor, first: int, end: int) -> Piece:
-    """Return the piece with slots `first` to `end` of every rank's rows.
+    """Return the piece that contains the slots from `first` to `end` of every rank's rows.
 
     Args:
         recv_WL: int64, the real rows from each rank for each local expert. The rows of a rank are
@@ -127,6 +129,8 @@ def _piece(recv_WL: Tensor, first: int, end: int) -> Piece:
     start_WG = torch.cat([stop_WL.new_full((ranks, 1), first), stop_WG[:, :-1]], dim=1)
     count_WG = stop_WG - start_WG
     count_G = count_WG.sum(0)
+    # Number that is added to a slot to get its row in expert-major order: the rows of earlier
+    # groups, plus those of earlier ranks in the same group, minus the first slot of the group.
     shift_WG = count_WG.cumsum(0) - count_WG + (count_G.cumsum(0) - count_G) - start_WG
     slot_WS = torch.arange(first, end, device=recv_WL.device).expand(ranks, slots).contiguous()
     group_WS = torch.searchsorted(stop_WG, slot_WS, right=True)

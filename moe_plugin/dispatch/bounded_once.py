@@ -1,17 +1,17 @@
-"""Bounded rows that are sent once: `dispatch.once` in buffers of a fixed length.
+"""Dispatchers that send bounded rows once to each rank or node; see `dispatch.once`.
 
 A rank sends at most P pairs to another rank (`RowsLimit.slots`, the bound of `dispatch.bounded`),
 and at most min(P, T) rows of its T tokens. All slots are sent, whether filled or empty. The
-receiver counts the pairs on the device, so the host never waits. If a rank has more pairs for
-another rank, all ranks learn this before rows are sent, as in `dispatch.bounded`. The outputs and
-gradients of the call are then NaN.
+receiver counts the pairs on the device, so the host never waits. If a rank has more than P pairs
+for another rank, all ranks are informed of this before rows are sent, as in `dispatch.bounded`. The
+outputs and gradients of the call are then NaN.
 
-With `dispatch.send: nodes`, an exchange with a node of m ranks has m P pairs. Inside a node, a rank
-forwards the pairs of all ranks that send to it. So rows that respect the bound fit in both
-exchanges, and no further agreement is needed.
+With `dispatch.send: nodes`, a rank sends m P pairs to a node with m ranks. Within a node, a rank
+forwards the pairs of all ranks that send to it. Therefore rows within the bound are within the
+limits of both exchanges, and no further agreement is needed.
 
-In tensor names, S counts the sources of an exchange. The other letters are explained in
-`dispatch.bundles`.
+In tensor names, S is the number of sources of an exchange. `dispatch.bundles` explains the other
+letters.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class SlotHop:
 
     Attributes:
         comm: the group of all ranks.
-        targets: the ranks to which this rank sends, ascending.
-        sources: the ranks from which this rank receives, ascending.
+        targets: the ranks to which this rank sends, in ascending order.
+        sources: the ranks from which this rank receives, in ascending order.
         rows: the number of slots for rows, per target and per source.
         pairs: the number of slots for pairs, per target and per source.
     """
@@ -56,7 +56,7 @@ class SlotHop:
     pairs: int
 
     def sizes(self, slots: int) -> tuple[list[int], list[int]]:
-        """Return the sizes to each rank and from each rank, for `slots` slots per target."""
+        """Return the sizes sent to and received from each rank, for `slots` slots per target."""
         ranks = range(self.comm.size)
         # the exchange runs over the whole group, in which other ranks send and receive nothing
         return ([slots if rank in self.targets else 0 for rank in ranks],
@@ -86,15 +86,15 @@ class SlotHop:
 
 @dataclass(frozen=True)
 class Loaded:
-    """Choices in the slots of an exchange.
+    """The slots that the choices of tokens occupy in an exchange.
 
     Attributes:
         hop: the exchange.
         target_TK: int64 [T, K], the index of each choice's target, or -1.
         first_TK: bool [T, K], whether a choice begins a row.
         rows_W: int64 [W], the number of rows for each target.
-        row_TK: int64 [T, K], the slot of each choice's row, among the slots of its target.
-        pair_TK: int64 [T, K], the slot of each choice's pair, among the slots of its target.
+        row_TK: int64 [T, K], the slot of each choice's row among the row slots of its target.
+        pair_TK: int64 [T, K], the slot of each choice's pair among the pair slots of its target.
     """
 
     hop: SlotHop
@@ -138,11 +138,11 @@ class ArrivedSlots:
 
     Attributes:
         shard_SP: int64 [S, P], the expert shard of each pair. -1 for padding.
-        row_SP: int64 [S, P], the slot of the pair's row, among the slots of its source.
+        row_SP: int64 [S, P], the slot of the pair's row among the row slots of its source.
         number_SP: int64 [S, P], the index of the pair among the pairs of its row.
         weight_Q: [S * P], the gate weights, differentiable.
         rows: the number of slots for rows, per source.
-        choices: the largest number K of choices of a row.
+        choices: the largest number K of choices that a row may have.
     """
 
     shard_SP: Tensor
@@ -160,7 +160,7 @@ class ArrivedSlots:
             code_Q: int64 [S * P], the codes.
             weight_Q: [S * P], the gate weights.
             hop: the exchange.
-            choices: the largest number K of choices of a row.
+            choices: the largest number K of choices that a row may have.
         """
         code_SP = code_Q.view(len(hop.sources), hop.pairs)
         first_SP = (code_SP >= 0) & ((code_SP & 1) > 0)
@@ -216,7 +216,7 @@ class BoundedOncePlan(OncePlan):
         hop: the first exchange, which sends the tokens.
         starts: the first slot of each piece, followed by the number of slots.
         slots: the bound P.
-        sound: a scalar factor of all results, 1 or, if rows did not fit, NaN.
+        sound: a factor of all results, which is 1, or NaN if rows exceeded the bound.
     """
 
     hop: SlotHop | None = None
@@ -226,7 +226,7 @@ class BoundedOncePlan(OncePlan):
 
 
 class _GradTimes(torch.autograd.Function):
-    """Returns the rows unchanged, and multiplies their gradient by a scalar."""
+    """Autograd function that returns rows unchanged and multiplies their gradient by a scalar."""
 
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, factor: Tensor) -> Tensor:
@@ -241,7 +241,7 @@ class _GradTimes(torch.autograd.Function):
 class BoundedOnceDispatcher(ExchangeDispatcher):
     """A dispatcher that sends bounded rows once to each rank.
 
-    The class has no registered name, like `OnceDispatcher`.
+    Like `OnceDispatcher`, the class has no registered name.
     """
 
     traits = DispatchTraits(supports_pieces=True, bounded=True, sends_once=True)
@@ -289,7 +289,7 @@ class BoundedOnceDispatcher(ExchangeDispatcher):
 
     @property
     def even(self) -> bool:
-        """Whether all ranks send each other the same number of rows."""
+        """True if all ranks send each other the same number of rows."""
         return True
 
     def first_hop(self, slots: int, tokens: int) -> SlotHop:
@@ -312,7 +312,7 @@ class BoundedOnceDispatcher(ExchangeDispatcher):
 
     def read_pairs(self, piece: OncePiece, arrived: Arrived, slots: int, rows: int,
                    anchor: Tensor | None) -> None:
-        """Prepare a piece for its rows, of which `rows` arrive from each source."""
+        """Prepare a piece for receiving `rows` rows from each source."""
         place, choices = self.placement, arrived.weights_RK.shape[1]
         # a source sends at most `slots` pairs, and at most K of them for each row
         most = place.comm.size * min(slots, rows * choices)
@@ -320,15 +320,16 @@ class BoundedOnceDispatcher(ExchangeDispatcher):
 
     def _agree(self, rank_TK: Tensor, loaded: Loaded, slots: int,
                counts: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the rows of this rank's experts, and whether the rows of any rank did not fit.
+        """Return the rows of this rank's experts, and whether the rows of any rank exceeded the
+        bound.
 
         Both values stay on the device.
 
         Args:
             rank_TK: int64 [T, K], the rank of each choice's expert, or -1.
-            loaded: the choices in their slots.
+            loaded: the slots of the choices.
             slots: the bound P.
-            counts: whether the routing reflects a real load (`says_load`).
+            counts: whether the routing reflects an actual load (`says_load`).
         """
         comm = self.placement.comm
         pairs_W = expert_load(rank_TK, comm.size)
@@ -344,7 +345,7 @@ class BoundedOnceDispatcher(ExchangeDispatcher):
 
 
 class BoundedOnceToNodesDispatcher(BoundedOnceDispatcher):
-    """A dispatcher that sends bounded rows once to each node, where one rank forwards them.
+    """A dispatcher that sends bounded rows once to each node. A rank of the node forwards them.
 
     See `dispatch.once_nodes`.
     """

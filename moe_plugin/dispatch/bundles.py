@@ -1,13 +1,14 @@
-"""Rows that are sent once to each target, with (expert, weight) pairs: encoding and decoding.
+"""Encoding and decoding of (expert, weight) pairs for rows that are sent once to each target.
 
 A token is sent as one row to each target rank that has some of its experts. In addition, a pair is
 sent for each of these experts. A pair contains the expert shard, the gate weight, and a flag that
-says whether the pair begins a new row. Rows and pairs are ordered by target, then by token, and
-pairs then by choice. A pair has 6 to 12 bytes (`code_dtype`). No row numbers are sent: all pairs
-from one that begins a row up to the next such pair belong to the same row.
+is set if the pair is the first pair of a row. Rows and pairs are ordered by target and then by
+token. The pairs of a token are ordered by choice. A pair has 6 to 12 bytes (`code_dtype`). Row
+indices are not sent, because a pair belongs to the same row as the previous pair unless its flag is
+set.
 
-In tensor names, T counts tokens (or received rows that are forwarded), K choices, N rows, P pairs
-that are sent, Q pairs that are received, R rows that are received, and W ranks.
+In tensor names, T is the number of tokens (or of received rows that are forwarded), K of choices, N
+of rows, P of sent pairs, Q of received pairs, R of received rows, and W of ranks.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from moe_plugin.records import RowCounts, RowPlan
 
 
 def first_of_each(key_TK: Tensor) -> Tensor:
-    """Return bool [T, K]: whether a choice is the first one of its token with this key.
+    """Return a bool tensor [T, K] that is true if a choice is the first of its token with its key.
 
     Args:
         key_TK: int64 [T, K], the keys. The result is False for a key of -1.
@@ -43,12 +44,13 @@ def first_of_each(key_TK: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Bundles:
-    """Choices grouped by target. The host does not know any of the values.
+    """Choices grouped by target. All values are on the device and unknown to the host.
 
     Attributes:
         target_TK: int64 [T, K], the rank to which each choice is sent next, or -1.
         first_TK: bool [T, K], whether the choice is the first of its token for this target.
-        order_N: int64 [T*K], the choices in the order of pairs. Choices without a target are last.
+        order_N: int64 [T*K], the indices of the choices in the order of their pairs. Choices
+            without a target come last.
         first_N: bool [T*K], whether each pair begins a row.
         row_N: int64 [T*K], the row of each pair.
         rows_W: int64 [W], the number of rows for each rank.
@@ -94,7 +96,7 @@ class Bundles:
         """Return the piece of each choice's row, int64 [T, K] (`dispatch.pieces`).
 
         Args:
-            share_WC: int64, the cumulative shares of the pieces, for the rows to each rank.
+            share_WC: int64 [W, C], the cumulative shares of the pieces for the rows to each rank.
         """
         end_WC = torch.div(self.rows_W[:, None] * share_WC, share_WC[:, -1:],
                            rounding_mode="floor")
@@ -122,7 +124,7 @@ class Pairs:
         choice_P: int64 [P], the index of the choice, from 0 to T*K - 1. T*K for padding.
         send: the number of pairs sent to each rank.
         recv: the number of pairs received from each rank.
-        filler: whether there may be padding.
+        filler: whether the pairs may include padding.
     """
 
     code_P: Tensor
@@ -150,15 +152,16 @@ class Pairs:
 
     def travel(self, weights_TK: Tensor, comm: Comm,
                anchor: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Exchange the pairs. Returns the received codes, int64 [Q], and the differentiable
-        weights [Q], both ordered by source rank.
+        """Exchange the pairs. The result contains the received codes, int64 [Q], and the
+        differentiable weights [Q]. Both are ordered by source rank.
         """
         code_Q, weight_Q = _Travel.apply(weights_TK, anchor, self, comm)
         return code_Q.to(torch.int64), weight_Q
 
 
 class _Travel(torch.autograd.Function):
-    """Sends codes and weights in one exchange. Backward returns the gradients of the weights."""
+    """Autograd function that sends codes and weights in one exchange. The backward pass returns the
+    gradients of the weights."""
 
     @staticmethod
     def forward(ctx: Any, weights_TK: Tensor, anchor: Tensor | None, pairs: Pairs,
@@ -186,12 +189,13 @@ class _Travel(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class Arrived:
-    """Received pairs, as the choices of the received rows.
+    """The received pairs, which are the choices of the received rows.
 
     Attributes:
         shard_Q: int64 [Q], the expert shard of each pair. -1 for padding.
         choice_Q: int64 [Q], the index of the pair among the R*K choices of rows. R*K for padding.
-        weights_RK: [R, K], the gate weights, differentiable. 0 if a row has fewer choices.
+        weights_RK: [R, K], the gate weights, differentiable. The weight is 0 if a row has fewer
+            than K choices.
     """
 
     shard_Q: Tensor
@@ -224,7 +228,7 @@ class Arrived:
         return shard_N[:choices].view(self.weights_RK.shape)
 
     def row_plan(self, first_shard: int, counts: Sequence[int]) -> RowPlan:
-        """Return the index by which this rank's experts read the rows, without copying them.
+        """Return the index through which this rank's experts read the rows without copying them.
 
         Args:
             first_shard: the first expert shard of this rank.

@@ -1,13 +1,13 @@
 """The dispatchers `deepep` and `deepep_v2`, which use DeepEP (deepseek-ai).
 
 Both dispatchers need the package `deep_ep`, which uses NVLink inside a node and RDMA between nodes.
-Neither was measured on a GPU. `dispatch.token_exchange` contains the code that all such packages
-share.
+Neither dispatcher was tested on a GPU. `dispatch.token_exchange` contains the code that all such
+packages share.
 
 `deepep` uses the class `Buffer` of versions 1.x (1.2.1: `get_dispatch_layout`, `dispatch`,
 `combine`), which versions 2.x still contain. `deepep_v2` uses the class `ElasticBuffer` of 2.1.0
-(`dispatch` without `do_expand`, `combine`). All ranks must call its operations with the same
-`num_max_tokens_per_rank`.
+(`dispatch` without `do_expand`, `combine`). All ranks must call the operations of `ElasticBuffer`
+with the same `num_max_tokens_per_rank`.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ def v2_why_not() -> str | None:
 
 
 class _Buffered(TokenExchange):
-    """The code that both buffers share.
+    """Base class with the code that both exchanges share.
 
     Attributes:
         buffer: the package's buffer.
-        later: the argument that lets an operation run in the background.
+        later: the argument that makes an operation of the package run in the background.
     """
 
     buffer: Any

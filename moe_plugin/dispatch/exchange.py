@@ -1,15 +1,16 @@
-"""Dispatch by all-to-all: the base of several dispatchers, and exchanges in pieces.
+"""The base class of dispatchers that use all-to-all, and exchanges in pieces.
 
-With several pieces, the exchange of one piece overlaps with the computation of another, in forward
-and in backward (Tutel's adaptive pipelining). The forward pass sends all pieces at once. Each piece
-is computed when it has arrived, and its results are sent back immediately. The last step waits for
-all results. The backward pass is the mirror image and may group the pieces differently: rows are
-divided into `lcm(d, d_backward)` pieces, and each exchange carries a group of pieces. Pieces that
-stay on their rank belong to no group.
+With several pieces, the exchange of one piece overlaps with the computation of a different piece in
+the forward and backward passes (Tutel's adaptive pipelining). The forward pass sends all pieces at
+once. Each piece is computed when it has arrived, and its results are sent back immediately. The
+last step waits for all results. The backward pass runs in the opposite direction and may group the
+pieces differently. Rows are divided into `lcm(d, d_backward)` pieces, and each exchange sends a
+group of pieces. Pieces that stay on their rank do not belong to a group.
 
-Rows bypass autograd: the exchange object carries them. Two kinds of autograd nodes, connected by
-scalar tokens, send and receive a piece, so that a node may finish before its rows have arrived.
-Autograd runs nodes in the reverse order of their creation, so all ranks send in the same order.
+Rows are not passed through autograd, but are stored in the exchange object. One autograd node sends
+a piece and a second one receives it. The two nodes are connected by a scalar token, so that the
+first node may finish before its rows have arrived. Autograd runs nodes in the reverse order of
+their creation, so all ranks send in the same order.
 """
 
 from __future__ import annotations
@@ -36,14 +37,14 @@ from moe_plugin.records import ExpertRows, KeptRouting, Overlap
 
 
 class PipelinedExchange:
-    """The exchange of all pieces of a plan, for rows and, in backward, for their gradients.
+    """The exchange of all pieces of a plan, for rows and for their gradients.
 
     Args:
         placement: the ranks and the exchange algorithm.
         pieces: the pieces, with the rows to send to and receive from each rank.
         even: whether all ranks send each other the same number of rows (`ExchangePlan.even`).
         overlap: the numbers of groups of pieces in forward and backward.
-        reverse: whether the rows travel in the opposite direction, back to their tokens.
+        reverse: True if results are returned to the ranks of their tokens.
     """
 
     def __init__(self, placement: Placement, pieces: Sequence[Piece], even: bool,
@@ -58,7 +59,8 @@ class PipelinedExchange:
             overlap.backward or overlap.forward, even, last_first=True)
 
     def post(self, number: int, rows_ND: Tensor, anchor: Tensor | None) -> Tensor:
-        """Send a piece and return a scalar token for `take`. Pieces must be posted in order.
+        """Send a piece and return a scalar token for `take`. This method must be called for the
+        pieces in order.
 
         Args:
             number: the index of the piece.
@@ -82,7 +84,8 @@ class _Sizes(NamedTuple):
 
 
 class _Direction:
-    """One direction of an exchange. `put` sends pieces in groups, and `take` receives them.
+    """One direction (sending rows or returning results) of an exchange. `put` sends pieces in
+    groups, and `take` receives them.
 
     Args:
         comm: the ranks.
@@ -90,7 +93,7 @@ class _Direction:
         pieces: the sizes of the pieces.
         groups: the number of groups.
         even: whether all ranks send each other the same number of rows.
-        last_first: whether the pieces are put in starting with the last one.
+        last_first: whether pieces are passed to `put` in reverse order, starting with the last one.
     """
 
     def __init__(self, comm: Comm, algorithm: Exchange, pieces: Sequence[_Sizes], groups: int,
@@ -157,7 +160,7 @@ def _by_rank(parts: Sequence[Tensor], lengths: Sequence[list[int]]) -> Tensor:
 
 
 def by_piece(rows: Tensor, lengths: Sequence[list[int]]) -> list[Tensor]:
-    """Divide a buffer ordered by rank into pieces: the inverse of `_by_rank`.
+    """Divide a buffer ordered by rank into pieces, as the inverse of `_by_rank`.
 
     Args:
         rows: the rows of all pieces.
@@ -172,7 +175,8 @@ def by_piece(rows: Tensor, lengths: Sequence[list[int]]) -> list[Tensor]:
 
 
 class _Send(torch.autograd.Function):
-    """Sends the rows of a piece and returns a scalar token. Backward waits for the gradients."""
+    """Autograd function that sends the rows of a piece and returns a scalar token. The backward
+    pass waits for the gradients."""
 
     @staticmethod
     def forward(ctx: Any, exchange: PipelinedExchange, number: int, rows: Tensor,
@@ -189,7 +193,8 @@ class _Send(torch.autograd.Function):
 
 
 class _Receive(torch.autograd.Function):
-    """Takes the scalar token of a piece, and returns its rows. Backward sends the gradients."""
+    """Autograd function that receives the rows of a piece, given its scalar token. The backward
+    pass sends the gradients."""
 
     @staticmethod
     def forward(ctx: Any, exchange: PipelinedExchange, number: int, token: Tensor) -> Tensor:
@@ -204,10 +209,11 @@ class _Receive(torch.autograd.Function):
 
 
 class SentPieces(Sent):
-    """Rows in several pieces. The results of a piece return while the next piece is computed.
+    """Rows that are sent in several pieces. The results of a piece are returned while the next
+    piece is computed.
 
     Args:
-        arriving: the work for the experts, piece by piece (`Sent`).
+        arriving: iterator over the work for the experts, with one item per piece (`Sent`).
         anchor: the anchor that was passed to `Dispatcher.dispatch`.
         plan: the plan of the call.
         mapped: whether experts write results in the order of arrival (`Piece.results`).
@@ -220,7 +226,8 @@ class SentPieces(Sent):
         self.plan, self.mapped, self.back = plan, mapped, back
 
     def put_back(self, result: Tensor) -> None:
-        """See `Sent`. Stores the token of the exchange instead of the result."""
+        """See `Sent`. Return the results of a piece. The scalar token of the exchange is stored
+        instead of the rows."""
         number = len(self.results)  # results are put back in the order of the pieces
         rows_RD = self.plan.pieces[number].results(result, self.mapped)
         self.results.append(self.back.post(number, rows_RD, self.anchor))
@@ -234,7 +241,8 @@ class SentPieces(Sent):
 
 
 class ExchangeDispatcher(Dispatcher):
-    """Base of dispatchers that send and return rows by all-to-all. Subclasses implement `plan`."""
+    """Base class of dispatchers that send rows and return results with an all-to-all. Subclasses
+    implement `plan`."""
 
     def __init__(self, context: DispatchContext) -> None:
         super().__init__(context)
@@ -244,7 +252,7 @@ class ExchangeDispatcher(Dispatcher):
     def pieces(self) -> int:
         """The number of pieces of a call's rows.
 
-        It is 1 under `torch.compile`, because a compiled graph runs one exchange at a time.
+        The number is 1 under `torch.compile`, because a compiled graph runs one exchange at a time.
         """
         return 1 if torch.compiler.is_compiling() else self.overlap.pieces
 
@@ -279,7 +287,8 @@ class ExchangeDispatcher(Dispatcher):
 
     def _in_background(self, rows_ND: Tensor, plan: ExchangePlan,
                        anchor: Tensor | None) -> Iterable[ExpertRows]:
-        """Send all pieces now, and return the work of each piece when it has arrived."""
+        """Send all pieces, and return an iterator that yields the work of each piece when it has
+        arrived."""
         parts = rows_ND.split([self.sharers * sum(piece.send) for piece in plan.pieces])
         out = PipelinedExchange(self.placement, plan.pieces, plan.even, self.overlap)
         # all pieces are posted before the first one is awaited
@@ -304,7 +313,7 @@ class ExchangeDispatcher(Dispatcher):
         return 1
 
     def own_part(self, rows_ND: Tensor) -> Tensor:
-        """Return the rows [N, D] of a piece [sharers * N, D] that this rank sends."""
+        """Return this rank's part [N, D] of the rows [sharers * N, D] of a piece."""
         return rows_ND
 
     def all_parts(self, rows_ND: Tensor) -> Tensor:

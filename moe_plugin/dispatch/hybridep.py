@@ -1,13 +1,13 @@
 """The dispatcher `hybridep`, which uses HybridEP (NVIDIA).
 
-The branch `hybrid-ep` of DeepEP must be installed as `deep_ep`. HybridEP occupies few processors
-of a GPU and uses NVLink and RDMA. The dispatcher was not measured on a GPU.
+The branch `hybrid-ep` of DeepEP must be installed as `deep_ep`. HybridEP occupies few processors of
+a GPU and uses NVLink and RDMA. The dispatcher was not tested on a GPU.
 
 The interface is `HybridEPBuffer` (commit 94a9f8f, July 2026). `dispatch_with_permute` returns one
 row for each choice, sorted by expert, instead of tokens. `combine_with_unpermute` sums the rows of
-a token. All ranks must pass the same number of tokens, so shorter ranks are padded with tokens that
-have no expert. The operations cannot run in the background, so rows are sent in one piece and
-overlap with nothing.
+a token. All ranks must pass the same number of tokens, so ranks with fewer tokens add padding
+tokens without experts. The operations cannot run in the background, so rows are sent in one piece
+without any overlap.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class _Handle:
     """The data that is needed to return results.
 
     Attributes:
-        ours: the handle of the package.
+        ours: the handle that HybridEP returned for the dispatch.
         ids_TK: int64 [T, K], the expert shards of the tokens, without padding.
         rows: the number of received rows.
     """

@@ -1,7 +1,7 @@
-"""`LayerLayout`: one way to bring tokens and expert parameters together in a call.
+"""`LayerLayout`, which determines how tokens and expert parameters are brought to the same rank.
 
-With r = 0 the parameters of all experts are gathered and the tokens stay on their rank. With
-r >= 1 each token is sent to r ranks for each of its experts. See `comm.placement.Placement` and
+With r = 0, the parameters of all experts are gathered, and the tokens stay on their ranks. With r
+>= 1 each token is sent to r ranks for each of its experts. See `comm.placement.Placement` and
 docs/adaptive.md.
 """
 
@@ -48,22 +48,23 @@ class LayoutExperts(Protocol):
 
 @dataclass(frozen=True)
 class LayerLayout:
-    """A layout of a layer, ready for calls.
+    """A layout of a layer that is ready to be called.
 
     Attributes:
         choice: the choice that describes the layout.
-        dispatcher: sends the rows and brings their results back.
-        experts: the experts of this rank, without any adapter around them.
-        strategy: the function that computes rows. None to use the configured strategy.
-        gather: the ranks whose parameters are gathered before the experts compute. None if the
-            stored parameters are enough.
+        dispatcher: the dispatcher that sends rows and returns their results.
+        experts: the experts of this rank, without adapters that wrap them.
+        strategy: the function that computes rows. If `strategy` is None, the configured strategy is
+            used.
+        gather: the ranks whose parameters are gathered before the experts compute, or None if no
+            parameters are gathered.
         gathered_shards: how many consecutive ranks of `gather` store shards of the same expert.
-        first_shard: the first shard that this rank has after gathering.
-        stash: the pages that store the rows needed in backward. None if autograd stores them.
+        first_shard: the index of the first expert shard that this rank has after gathering.
+        stash: the pages that store the rows for the backward pass, or None if autograd stores them.
         label: the label of the choice (`LayoutChoice.label`).
         pieces: the number of pieces in which rows are sent and computed.
-        plain: whether the experts compute all rows with their stored parameters and their
-            configured strategy, in one piece and without pages.
+        plain: True if all rows are computed in one piece and without pages, with the stored
+            parameters and the configured strategy.
     """
 
     choice: LayoutChoice
@@ -87,14 +88,14 @@ class LayerLayout:
 
     @property
     def compiles(self) -> bool:
-        """Whether `torch.compile` may trace plan, dispatch, experts and combine.
+        """True if `torch.compile` may trace plan, dispatch, experts and combine.
 
         If the host reads the numbers of rows, or fetches experts, each new load would trigger
         another compilation, so such a layout is not traced. `torch.export` always traces, because
         it needs one program for all loads.
 
         Raises:
-            ValueError: `torch.export` cannot trace this layout.
+            ValueError: If `torch.export` cannot trace this layout.
         """
         if exporting():
             self._check_export()
@@ -121,8 +122,8 @@ class LayerLayout:
             x_TD: [T, D] tokens of this rank.
             plan: the plan of this call.
             experts: the experts of this rank, or an adapter that wraps them.
-            anchored: whether a parameter connects the exchanges to the autograd graph. May be
-                False if either all ranks or no rank needs gradients of the tokens.
+            anchored: whether a parameter connects the exchanges to the autograd graph. The value
+                may be False if the gradients of the tokens are needed on all ranks or on no rank.
         """
         anchor = None
         if experts is not self.experts:
@@ -140,10 +141,11 @@ class LayerLayout:
         return sent
 
     def _anchor_of(self, experts: nn.Module) -> Tensor | None:
-        """Return a trainable parameter of an adapter, or else the anchor of the experts.
+        """Return a trainable parameter of an adapter if there is one, otherwise the anchor of the
+        experts.
 
         Raises:
-            ValueError: other code computes the experts without the adapter.
+            ValueError: If other code computes the experts without the adapter.
         """
         if self.experts.stored or self.choice.spill != "never":
             what = ("experts stored outside the device" if self.experts.stored else
@@ -155,7 +157,8 @@ class LayerLayout:
         return next((p for p in experts.parameters() if p.requires_grad), self.experts.anchor)
 
     def _parameters(self, experts: nn.Module) -> FFNParameters | None:
-        """Return the parameters for all pieces of a call. None to use the stored parameters."""
+        """Return the parameters for all pieces of a call. The result is None if the stored
+        parameters are used."""
         extras: dict[str, object] = {}
         # With several pieces, or with delayed weight gradients, exchanges of other pieces or of
         # another micro-batch run at the same time. `GradSums` adds up the weight gradients of all

@@ -5,8 +5,8 @@ measured on a GPU.
 
 The interface is `nccl.ep` of nccl4py 0.3.1 (libnccl_ep 0.1.0): `Group`, `Handle`, the algorithm
 `HIGH_THROUGHPUT`, the layout `FLAT`, and both pass directions. The host reads the numbers of rows
-one time more than with DeepEP. The library waits in each dispatch, so rows are sent in one piece. A
-handle owns device memory, so it is reused when its call has finished.
+one time more than with DeepEP. The library waits in each dispatch operation, so rows are sent in
+one piece. A handle owns device memory, so it is reused after the call that used it has finished.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def why_not() -> str | None:
 
 
 class _Lease:
-    """Owns a handle until the call has finished, and then makes it available again.
+    """Owner of a handle until a call has finished. The handle is then available again.
 
     Args:
         ours: the handle of the package.

@@ -1,22 +1,25 @@
-"""Exact rows that are sent once to each rank, or once to each node, that has some of the experts.
+"""A dispatcher that sends a token's row once to each rank, or once to each node, with its experts.
 
 With k experts per token, `ragged` sends k rows, even if several of these experts are on one rank.
 With `dispatch.send: ranks` a token sends one row to each rank that has some of its experts,
 together with (expert, weight) pairs (`dispatch.bundles`). The experts read the rows through an
-index. Their results are weighted and summed on their rank in float32, rounded once, and returned as
-one row. For even routing over W ranks a token sends W (1 - (1 - 1/W)^k) rows instead of k.
+index. The results are weighted and summed on the rank of the experts in float32, rounded once, and
+returned as one row. With even routing over W ranks, `W (1 - (1 - 1/W)^k)` rows are sent per token
+instead of k.
 
-With `dispatch.send: nodes` a token sends one row to each node, to the rank that has the sender's
-position in its node (modulo m on a smaller node with m ranks). So all network cards are used, as in
-2DH. The receiving rank forwards the row to the ranks of its node, sums their results, and returns
-one row. Between nodes rows are sent by `comm.all_to_all` (through one card per node with `leader`)
-and in the format `comm.wire`. Inside a node they are sent in their own dtype.
+With `dispatch.send: nodes`, one row is sent to each node. The receiver is the rank with the same
+local rank as the sender (modulo m on a smaller node with m ranks), so that all network cards are
+used, as in 2DH. The receiving rank forwards the row to the ranks of its node, sums their results,
+and returns one row. Between nodes, rows are sent by the algorithm `comm.all_to_all` (with `leader`,
+through one network card per node) and in the format `comm.wire`. Within a node, rows are sent in
+their own dtype.
 
-Backward is the mirror image: the gradient of a token's output is sent once, and the gradient of its
-input returns once, summed. The gradients of gate weights are computed on the ranks of the experts
-and return as k numbers. `plan` agrees on the sizes in an exchange along the path of the rows
-(`Agreed`). The host reads once per call, and never in backward. A row has all its choices in the
-same piece, so pieces are divided along rows or peers, never along experts.
+The backward pass runs in the opposite direction: the gradient of a token's output is sent once, and
+the sum of the gradients of its input is returned once. The gradients of gate weights are computed
+on the ranks of the experts and are returned as k numbers per token. `plan` determines all sizes in
+an exchange that follows the path of the rows (`Agreed`). The host reads from the device once per
+call, and never in the backward pass. All choices of a row are in the same piece, so rows are split
+into pieces along the axis rows or peers, but not along experts.
 
 Sources: DeepEP (deepseek-ai), which implements this in kernels; HierMoE (arXiv 2508.09591).
 """
@@ -79,9 +82,9 @@ class Agreed:
 
     Attributes:
         first: the sizes of the first exchange, which sends the tokens.
-        inner: the sizes of the exchange inside a node, for each piece. Empty if rows are not
-            forwarded.
-        counts_PL: the rows of each of this rank's experts, for each piece.
+        inner: the sizes of the exchange inside a node, for each piece. The list is empty if rows
+            are not forwarded.
+        counts_PL: the number of rows of each of this rank's experts, for each piece.
     """
 
     first: Sizes
@@ -91,7 +94,7 @@ class Agreed:
 
 @dataclass
 class Forwarding:
-    """Forwards the received rows of a piece to the ranks of the node that have the experts.
+    """Forwarding of the received rows of a piece to the ranks of the node that store the experts.
 
     Attributes:
         place: the ranks that store each expert.
@@ -123,15 +126,16 @@ class Forwarding:
 
 @dataclass
 class OncePiece:
-    """Rows that are sent together, with the interface of `dispatch.pieces.Piece`.
+    """A piece of rows that are sent together, with the interface of `dispatch.pieces.Piece`.
 
     Attributes:
         send: the number of rows sent to each rank.
         recv: the number of rows received from each rank.
         local: whether all rows of the piece stay on their rank.
         weights_first: whether gate weights multiply the inputs of the experts.
-        rows: how the experts read the received rows. Set after the pairs have arrived.
-        forwarding: forwards the rows inside a node. None if rows are not forwarded.
+        rows: the plan by which the experts read the received rows. The plan is set after the pairs
+            have arrived.
+        forwarding: object that forwards the rows within a node, or None if rows are not forwarded.
     """
 
     send: list[int]
@@ -142,7 +146,8 @@ class OncePiece:
     forwarding: Forwarding | None = None
 
     def work(self, rows_RD: Tensor, mapped: bool) -> ExpertRows:
-        """See `Piece.work`. The experts read rows through an index, or get a copy of each row."""
+        """See `Piece.work`. The experts read rows through an index, or receive a copy of each
+        row."""
         plan = self.rows
         if self.forwarding is not None:
             rows_RD = self.forwarding.there(rows_RD)
@@ -156,7 +161,7 @@ class OncePiece:
         return ExpertRows(rows_RD, plan.counts)
 
     def results(self, rows_RD: Tensor, mapped: bool) -> Tensor:
-        """See `Piece.results`. Returns one result for each received row."""
+        """See `Piece.results`. The results contain one row for each received row."""
         plan = self.rows
         if self.weights_first or not mapped:
             weights_TK = None if self.weights_first else plan.weights_TK
@@ -167,14 +172,15 @@ class OncePiece:
 
 @dataclass(frozen=True)
 class OncePlan(ExchangePlan):
-    """The plan of rows that are sent once. `weights_TK` is None, because results arrive weighted.
+    """The plan of rows that are sent once. `weights_TK` is None, because results are multiplied by
+    gate weights before they are returned.
 
     Attributes:
         gates_TK: the gate weights, differentiable.
         pairs: the encoded pairs to send.
         agreed: all sizes of the call.
         width: the number of experts per rank, including borrowed experts.
-        spill: which rank computes which rows (`SpillingPlan.spill`).
+        spill: the plan that assigns rows to ranks, as in `SpillingPlan.spill`.
     """
 
     gates_TK: Tensor | None = None
@@ -187,8 +193,8 @@ class OncePlan(ExchangePlan):
 class OnceDispatcher(ExchangeDispatcher):
     """A dispatcher that sends a token's row once to each rank.
 
-    The class has no registered name. The setting `dispatch.send` selects it instead of a dispatcher
-    that declares `sends_once`.
+    The class has no registered name. If `dispatch.send` is set, this dispatcher replaces a
+    dispatcher that declares `sends_once`.
     """
 
     traits = DispatchTraits(supports_pieces=True, piece_axes=("rows", "peers"), spills=True,
@@ -206,8 +212,8 @@ class OnceDispatcher(ExchangeDispatcher):
     def plan(self, kept: KeptRouting) -> OncePlan:
         """See `Dispatcher`.
 
-        Costs one exchange of counts and one copy from device to host. With a spill planner there is
-        one more of each, because the plan of the spilling determines the rows.
+        This requires one exchange of counts and one copy from device to host. A spill planner
+        requires one more of each, because its plan determines the rows.
         """
         place, comm = self.placement, self.placement.comm
         ids_TK, gates_TK = expand(place, kept.routing, kept.slots_TK)
@@ -260,7 +266,7 @@ class OnceDispatcher(ExchangeDispatcher):
 
     def read_pairs(self, plan: OncePlan, number: int, arrived: Arrived,
                    anchor: Tensor | None) -> None:
-        """Prepare piece `number` for the rows that will arrive."""
+        """Prepare the piece with the index `number` for the rows that it will receive."""
         plan.pieces[number].rows = arrived.row_plan(self.placement.comm.rank * plan.width,
                                                     plan.agreed.counts_PL[number])
 
@@ -268,7 +274,7 @@ class OnceDispatcher(ExchangeDispatcher):
         """Exchange the sizes of a call. Collective.
 
         Args:
-            table_WPL: the rows and pairs of this rank (`_table`).
+            table_WPL: the numbers of rows and pairs of this rank; see `_table`.
             rows_W: int64 [W], the number of rows to each rank.
         """
         size = self.placement.comm.size
@@ -283,7 +289,7 @@ class OnceDispatcher(ExchangeDispatcher):
 
     def _table(self, ids_TK: Tensor, rank_TK: Tensor, width: int, bundles: Bundles,
                shares: PieceShares) -> Tensor:
-        """Return the rows and pairs of this rank's tokens, int64 [W, P, 1 + L].
+        """Return the numbers of rows and pairs of this rank's tokens, int64 [W, P, 1 + L].
 
         For each rank and piece, the first column is the number of rows, and the other columns are
         the numbers of pairs by local expert. `width` is L.

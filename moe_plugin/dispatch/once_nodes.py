@@ -1,4 +1,4 @@
-"""Rows that are sent once to each node: `dispatch.once` with a second exchange inside the node."""
+"""A dispatcher that sends rows once to each node and forwards them within the node."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class NodePeers:
 
     Attributes:
         node_ranks: the ranks of this node.
-        via: for each node, the rank on it that receives rows from this rank.
-        entry: for each rank, the rank of this node that receives rows from it.
+        via: for each node, the rank on the node that receives rows from this rank.
+        entry: for each rank, the rank of this node that receives the rows sent by that rank.
         sources: the ranks that send rows to this rank.
     """
 
@@ -53,7 +53,7 @@ class NodePeers:
 
 
 class OnceToNodesDispatcher(OnceDispatcher):
-    """A dispatcher that sends a token's row once to each node, where one rank forwards it.
+    """A dispatcher that sends a token's row once to each node. A rank of the node forwards it.
 
     See `dispatch.once` and `NodePeers`.
     """
@@ -70,7 +70,7 @@ class OnceToNodesDispatcher(OnceDispatcher):
 
     def read_pairs(self, plan: OncePlan, number: int, arrived: Arrived,
                    anchor: Tensor | None) -> None:
-        """See `OnceDispatcher`. The pairs are forwarded to the ranks of their experts, too."""
+        """See `OnceDispatcher`. The pairs are also forwarded to the ranks of their experts."""
         place, sizes = self.placement, plan.agreed.inner[number]
         shard_RK = arrived.shards()
         rank_RK = torch.div(shard_RK, plan.width, rounding_mode="floor")
@@ -86,9 +86,9 @@ class OnceToNodesDispatcher(OnceDispatcher):
             Arrived.of(code_Q, weight_Q, sum(sizes.recv), shard_RK.shape[1]), anchor)
 
     def agree(self, table_WPL: Tensor, rows_W: Tensor) -> Agreed:
-        """See `OnceDispatcher`. Exchanges sizes between nodes, and then sums inside the nodes.
+        """See `OnceDispatcher`. Exchange sizes between nodes, and then their sums within the nodes.
 
-        The host reads once, after both exchanges.
+        The host reads from the device once, after both exchanges.
         """
         comm, size = self.placement.comm, self.placement.comm.size
         pieces, columns = table_WPL.shape[1:]

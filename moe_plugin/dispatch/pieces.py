@@ -1,24 +1,24 @@
-"""Plans of an exchange: rows in pieces that are sent and computed one after another.
+"""Plans of exchanges, which divide rows into pieces that are sent and computed one after another.
 
-Rows are ordered by piece, within a piece by expert shard, and within a shard by slot. Exact rows
-are divided into pieces along an axis of `PIECE_AXES`. A capacity of n slots is divided into m
+Rows are ordered by piece. The rows of a piece are ordered by expert shard, and those of a shard by
+slot. Exact rows are divided into pieces along an axis of `PIECE_AXES`. A capacity of n slots is
+divided into m
 pieces: piece c contains the slots from floor(n c / m) to floor(n (c + 1) / m), so that slot i
 belongs to piece floor(((i + 1) m - 1) / n).
 
-Sender and receiver compute the piece of an exact row from counts that both know. A table s of
-cumulative shares divides the n rows of each (source rank, expert, destination rank): piece c
-contains the rows floor(n s[c] / s[-1]) to floor(n s[c + 1] / s[-1]). The axis is one of the
+The sender and the receiver compute the piece of each exact row from counts that both of them know.
+A table s of cumulative shares divides the n rows of each (source rank, expert, destination rank):
+piece c contains the rows floor(n s[c] / s[-1]) to floor(n s[c + 1] / s[-1]). The axis is one of the
 following three.
 
-The axis `rows`: every piece contains the same share of the rows of each expert from each rank
-(Tutel).
+With the axis `rows`, every piece contains the same fraction of the rows of each expert from each
+rank (Tutel). With the axis `experts`, the local experts of each rank are assigned to the pieces in
+order, so a piece contains all rows of a few experts (EPS-MoE).
 
-The axis `experts`: the pieces contain the local experts of each rank one after another, so that a
-piece has all rows of a few experts (EPS-MoE).
-
-The axis `peers`: the pieces contain the ranks in the order of their distance (FasterMoE's smart
-schedule). Rows that stay on their rank need no exchange: one half is computed before the first
-piece arrives, the other half while the last piece returns.
+With the axis `peers`, the ranks are assigned to the pieces in the order of their distance
+(FasterMoE's smart schedule). Rows that stay on their rank need no exchange. One half of them is
+computed before the first piece arrives, and the other half while the results of the last piece are
+returned.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class PieceShares:
     """The division of the rows of one call into pieces.
 
     Attributes:
-        shares: a function that returns the cumulative shares of the pieces, given the distance of
-            two ranks and the local expert.
+        shares: a function that maps the distance of two ranks and a local expert to the cumulative
+            shares of the pieces.
         pieces: the number of pieces.
         local: the pieces whose rows stay on their rank.
     """
@@ -59,10 +59,10 @@ class PieceShares:
         """Return the numbers of rows of each piece.
 
         Args:
-            rows_WL: the rows of all pieces together, by the other rank and the receiver's local
-                expert.
+            rows_WL: the numbers of rows in all pieces together, by the other rank and the
+                receiver's local expert.
             rank: the index of this rank.
-            outgoing: whether the rows are sent to the other ranks. False if they are received.
+            outgoing: True if the rows are sent to the other ranks, and False if they are received.
         """
         if self.pieces == 1:
             return [rows_WL]
@@ -83,8 +83,8 @@ def _divided(rows: int, shares: list[int]) -> list[int]:
 
 
 def _window(number: int, items: int, index: int) -> list[int]:
-    """Return the cumulative shares of item `index`, if `number` pieces contain `items` items one
-    after another.
+    """Return the cumulative shares of item `index` if `items` items are assigned to `number`
+    pieces.
     """
     return [min(max(piece * items - number * index, 0), number) for piece in range(number + 1)]
 
@@ -113,7 +113,7 @@ PIECE_AXES: dict[str, Callable[[int, int, int], PieceShares]] = {
 
 
 def shares_along(name: str, number: int, ranks: int, local: int) -> PieceShares:
-    """Return the division of rows into `number` pieces that are sent to other ranks.
+    """Return the division of the rows that are sent to other ranks into `number` pieces.
 
     Args:
         name: the axis, a key of `PIECE_AXES`. The axis has no effect with one piece.
@@ -126,18 +126,18 @@ def shares_along(name: str, number: int, ranks: int, local: int) -> PieceShares:
 
 @dataclass(frozen=True)
 class Piece:
-    """Rows that are sent together.
+    """A piece of rows that are sent together.
 
     Attributes:
         send: the number of rows sent to each rank.
         recv: the number of rows received from each rank.
         counts: the number of received rows by local expert.
-        order_R: int64 [R], for each row in expert-major order its position in the order of arrival
-            (by source rank). None if both orders are equal, or if `slots` is set.
+        order_R: int64 [R], for each row in expert-major order, its position in the order of arrival
+            (by source rank), or None if both orders are equal, or if `slots` is set.
         inverse_R: int64 [R], the inverse of `order_R`.
         slots: the number of rows of each (source rank, expert) pair, if it is the same for all
             pairs (Tutel's flexible layout). None otherwise.
-        local: whether all rows of the piece stay on their rank, on every rank.
+        local: True if, on every rank, all rows of the piece stay on their rank.
     """
 
     send: list[int]
@@ -153,8 +153,8 @@ class Piece:
 
         Args:
             rows_RD: [R, D], the rows in the order of arrival.
-            mapped: whether the experts read rows through an index and write results in the order of
-                arrival. Otherwise the rows are copied into expert-major order here.
+            mapped: True if the experts read rows through an index and write results in the order of
+                arrival. If `mapped` is False, the rows are copied into expert-major order.
         """
         if not mapped or not self.reorders:
             return ExpertRows(self.expert_major(rows_RD), self.counts)
@@ -174,7 +174,7 @@ class Piece:
         return len(self.recv) > 1 and len(self.counts.host) > 1 and self.slots > 0
 
     def _orders(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return (order_R, inverse_R), computed on the device if `slots` is set."""
+        """Return `order_R` and `inverse_R`. Both are computed on the device if `slots` is set."""
         if self.slots is None:
             return self.order_R, self.inverse_R
         ranks, experts = len(self.recv), len(self.counts.host)
@@ -201,16 +201,17 @@ class Piece:
 
 @dataclass(frozen=True)
 class ExchangePlan(DispatchPlan):
-    """The plan of an exchange: how rows are made from tokens, their pieces, and the way back.
+    """The plan of an exchange, which describes the rows, their pieces, and the rows of each token.
 
     Attributes:
         source_N: int64 [N], the choice that each row belongs to (`kernels.rows`). Rows are ordered
             by piece.
         position_TK: int64 [T, K*r], the row of each choice, or -1.
-        weights_TK: [T, K*r] gate weights, differentiable. None if results arrive weighted.
+        weights_TK: [T, K*r] gate weights, differentiable, or None if results are multiplied by gate
+            weights before they are returned.
         pieces: the pieces in the order in which they are sent.
         even: whether every rank sends the same number of rows to every rank, in each piece.
-        complete: whether it is known that every choice has a row and no slot is empty.
+        complete: True if it is known that every choice has a row and no slot is empty.
     """
 
     source_N: Tensor
@@ -252,7 +253,8 @@ def ragged_plan(order_N: Tensor, send_WL: Counts, recv_WL: Counts, ids_TK: Tenso
 
 
 def count_rows(plan: ExchangePlan, place: Placement) -> None:
-    """Add the rows that are sent to the counters. Nothing is counted in a compiled graph."""
+    """Add the number of rows that are sent to the counters. Nothing is counted in a compiled
+    graph."""
     for piece in () if torch.compiler.is_compiling() else plan.pieces:
         place.comm.counters.send_rows(piece.send, place.comm.topology, place.comm.rank)
 
@@ -261,7 +263,7 @@ def padded_plan(place: Placement, ids_TK: Tensor, weights_TK: Tensor, slots_TK: 
                 capacity: int, number: int, sharers: int = 1) -> ExchangePlan:
     """Return the plan for fixed slots, with the capacity divided into nearly equal pieces.
 
-    If several ranks divide the slots, the slots of a piece are ordered by the rank that sends them.
+    If several ranks share the slots, the slots of a piece are ordered by the rank that sends them.
 
     Args:
         place: the ranks that store each expert.
@@ -269,7 +271,8 @@ def padded_plan(place: Placement, ids_TK: Tensor, weights_TK: Tensor, slots_TK: 
         weights_TK: [T, K*r], the gate weight of each choice.
         slots_TK: int64 [T, K*r], the slot of each choice inside its expert shard.
         capacity: the number of slots of an expert shard.
-        number: the number of pieces. If there are fewer slots, there are as many pieces as slots.
+        number: the number of pieces. If there are fewer slots than pieces, the number of pieces is
+            reduced to the number of slots.
         sharers: the number of ranks that have the same tokens and divide the slots.
     """
     sharer_slots = -(-capacity // sharers)
@@ -297,8 +300,8 @@ def slot_positions(owner_TK: Tensor, slots_TK: Tensor, owners: int, starts: list
     """Return the row of each choice, int64, if rows are ordered by (piece, owner, slot).
 
     Args:
-        owner_TK: int64, the owner (expert shard or rank) of each choice's row. -1 means no row;
-            the result is then -1, too.
+        owner_TK: int64, the owner (expert shard or rank) of each choice's row. The value -1 means
+            that the choice has no row. The result for such a choice is -1.
         slots_TK: int64, the slot of each choice among the slots of its owner.
         owners: the number of owners.
         starts: the first slot of each piece, followed by the number of slots.
@@ -326,6 +329,7 @@ def order_by_piece(send_PWL: list[Counts], source_N: Tensor) -> Tensor:
     device = source_N.device
     lengths_VP = to_device(send_PWL, device).flatten(1).t()
     piece_VP = torch.arange(len(send_PWL), device=device).repeat(lengths_VP.shape[0])
+    # With `output_size`, the host does not wait for the device to learn the length.
     piece_N = piece_VP.repeat_interleave(lengths_VP.reshape(-1), output_size=source_N.numel())
     # stable: within a piece rows stay ordered by expert shard
     return torch.argsort(piece_N, stable=True)
@@ -339,6 +343,7 @@ def _ragged_piece(send_WL: Counts, recv_WL: Counts, device: torch.device, local:
         return Piece(send, recv, counts, local=local)
     lengths_M = to_device(recv_WL, device).view(-1)
     expert_M = torch.arange(len(recv_WL[0]), device=device).repeat(len(recv_WL))
+    # With `output_size`, the host does not wait for the device to learn the length.
     expert_R = expert_M.repeat_interleave(lengths_M, output_size=counts.total)
     order_R = torch.argsort(expert_R, stable=True)
     return Piece(send, recv, counts, order_R, inverse_permutation(order_R), local=local)

@@ -1,18 +1,18 @@
 """The dispatchers `ragged`, `padded` and `parm_s2`.
 
 `ragged` sends exactly the rows that were routed, without padding. The ranks exchange the numbers of
-rows before the rows. The host waits for the device once per call, for these numbers, and never in
-backward. The exchange of the numbers may start as soon as the choices are known.
+rows before the rows. The host waits for these numbers once per call, and never in the backward
+pass. The exchange of the numbers may start as soon as the choices are known.
 
 `padded` sends C slots per expert and source rank in an even all-to-all. The host does not wait,
-because all sizes follow from the capacity (`routing.capacity`). Computing the capacity may itself
-require a wait (docs/synchronization.md).
+because all sizes are determined by the capacity (`routing.capacity`). Computing the capacity may
+itself require a wait (docs/synchronization.md).
 
 `parm_s2` is Parm's schedule S2. N ranks have the same tokens, route all of them, and divide the
 slots: each rank sends 1/N of the slots of every expert to all shards of the expert. The returned
-rows are gathered over the N ranks, then weighted and summed. (Schedule S1 divides the tokens before
-the router and works with any other dispatcher, see `dispatch.token_entry`.) Source: Pan et al. 2024
-(Parm); k f T D elements are gathered.
+rows are gathered over the N ranks, and are then weighted and summed. (Schedule S1 divides the
+tokens before the router and works with any other dispatcher; see `dispatch.token_entry`.) Source:
+Pan et al. 2024 (Parm); k f T D elements are gathered.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from moe_plugin.utils.machine import start_to_host
 
 @dispatchers.register("padded")
 class PaddedDispatcher(ExchangeDispatcher):
-    """A dispatcher with fixed slots. The exchange turns [E, C, D] into [L, W*C, D] (Tutel's
+    """A dispatcher with fixed slots. The exchange converts rows [E, C, D] to [L, W*C, D] (Tutel's
     flexible layout), so that each expert computes one large matmul.
     """
 
@@ -77,7 +77,7 @@ class ParmS2Dispatcher(PaddedDispatcher):
         return self.placement.replicas.size if self.placement.replicas is not None else 1
 
     def own_part(self, rows_ND: Tensor) -> Tensor:
-        """Return this replica's part of the slots of every expert."""
+        """Return the part of every expert's slots that this replica sends."""
         replicas = self.placement.replicas
         return rows_ND if replicas is None else split(rows_ND, replicas)
 
@@ -89,14 +89,14 @@ class ParmS2Dispatcher(PaddedDispatcher):
 
 @dataclass(eq=False)
 class SentSizes:
-    """The numbers of rows of one call, while the ranks exchange them.
+    """An exchange in progress of the numbers of rows of one call.
 
     Attributes:
-        owner: the dispatcher that started the exchange. A dispatcher with another placement cannot
-            use the result.
+        owner: the dispatcher that started the exchange. A dispatcher with a different placement
+            cannot use the result.
         order_N: int64 [N], the choices sorted by expert (`sort_by_expert`).
-        most_tokens: the largest number of tokens of any rank. Set by `rows`, if the exchange
-            includes it.
+        most_tokens: the largest number of tokens of any rank. The method `rows` sets this number if
+            the exchange includes it.
     """
 
     owner: object
@@ -141,8 +141,7 @@ def start_sizes(owner: object, place: Placement, ids_TK: Tensor, routing: Routin
         place: the ranks that store each expert.
         ids_TK: int64, the choices over shards of experts (`dispatch.base.expand`).
         routing: the routing of the call.
-        tokens: whether the ranks also exchange their numbers of tokens
-            (`SentSizes.most_tokens`).
+        tokens: True if the ranks also exchange their numbers of tokens (`SentSizes.most_tokens`).
     """
     order_N, send_V = _sorted(place, ids_TK, routing)
     if tokens:
@@ -167,8 +166,8 @@ def _sorted(place: Placement, ids_TK: Tensor, routing: Routing) -> tuple[Tensor,
 
 @dispatchers.register("ragged")
 class RaggedDispatcher(ExchangeDispatcher):
-    """A dispatcher that sends exactly the routed rows: sort by expert, exchange of counts, uneven
-    all-to-all. Sources: FastMoE, MegaBlocks.
+    """A dispatcher that sends exactly the routed rows, sorted by expert, in an uneven all-to-all.
+    Sources: FastMoE, MegaBlocks.
     """
 
     traits = DispatchTraits(supports_pieces=True, piece_axes=tuple(PIECE_AXES), spills=True,

@@ -1,10 +1,10 @@
-"""Pages that store the rows needed in backward, shared by all layers of a group.
+"""Pages that store the rows for the backward pass and are shared by all layers of a group.
 
-Bounded rows are in buffers as long as the bound, but backward needs only the used part. This part
-is copied into pages, and the buffer is free for the next layer. All layers together then need one
-buffer of the maximum size and the pages in use, instead of one buffer of the maximum size per
-layer. The free pages are known only on the device, so the host never waits. Megatron-core and
-torchtitan call this a paged stash.
+Bounded rows are stored in buffers whose length is the bound, but the backward pass needs only the
+used part. This part is copied into pages, and the buffer can be used by the next layer. All layers
+together then need one buffer of the maximum size and the pages in use, instead of one buffer of the
+maximum size for each layer. The free pages are known only on the device, so the host never waits.
+Megatron-core and torchtitan call this a paged stash.
 
 If no page is free, rows are stored in pages in host memory, if such pages exist. Otherwise the rows
 are lost: their gradients are NaN, and the step reports an overflow.
@@ -52,7 +52,7 @@ class PageRing:
         self.tail = torch.full((), slots, dtype=torch.int64, device=device)
 
     def take(self, number: Tensor, index_M: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
-        """Remove `number` pages from the ring, or none if fewer are free.
+        """Remove `number` pages from the ring, or no pages if fewer than `number` are free.
 
         Args:
             number: int64 scalar, how many pages are needed.
@@ -80,10 +80,11 @@ class Pages:
     Args:
         slots: the number of pages on the device.
         host: the number of pages in host memory.
-        like: a tensor with the dtype and device of the pages.
+        like: a tensor with the dtype and the device that the pages should have.
 
     Attributes:
-        in_use: int64 scalar on the device, the pages in use, including pages that were missing.
+        in_use: int64 scalar on the device, the number of pages in use. Pages that were needed but
+            not available are included.
         most: int64 scalar on the device, the maximum of `in_use`.
         lost: int64 scalar on the device, the number of tensors that were not stored.
     """
@@ -110,7 +111,8 @@ class Pages:
         Args:
             x_N: [N], the tensor.
             used: int64 scalar, the number of elements to store.
-        Returns: the pages, int64 [M]; the number of pages needed; and whether there were enough.
+        Returns: the pages, int64 [M]; the number of pages needed; and whether there were enough
+            pages.
         """
         if not capturing(x_N.device):  # each replay of the graph would free them again
             self.settle()
@@ -119,6 +121,7 @@ class Pages:
         record_M, enough = self.rings[0].take(number, index_M, number >= 0)
         # host pages are used only if the device has not enough pages for the whole tensor
         on_host_M, on_host = self.rings[1].take(number, index_M, ~enough)
+        # At most one of the two records contains pages. The other one contains only -1.
         record_M, enough = torch.maximum(record_M, on_host_M), enough | on_host
         self.in_use += number
         self.most.copy_(torch.maximum(self.most, self.in_use))
@@ -137,9 +140,9 @@ class Pages:
     def drop(self, record_M: Tensor, number: Tensor) -> None:
         """Let the next `write` free the pages of a record.
 
-        Called by the garbage collector, which may run in any thread and with any current stream, so
-        that no kernel may be launched here. While a CUDA graph is captured the pages are freed
-        immediately, because each replay must free them.
+        This method is called by the garbage collector, which may run in any thread and with any
+        current stream. Therefore it must not launch a kernel. While a CUDA graph is captured, the
+        pages are freed immediately, because each replay must free them.
         """
         if capturing(record_M.device):
             self.free(record_M, number)
@@ -156,8 +159,8 @@ class Pages:
 class Kept:
     """The rows of one call, stored in pages.
 
-    The pages are freed when this object is deleted. So an autograd graph that is retained, or
-    dropped without a backward pass, needs no special treatment.
+    The pages are freed when this object is deleted. Therefore an autograd graph that is retained,
+    or deleted without a backward pass, needs no special treatment.
 
     Args:
         pages: the pages to use.
@@ -171,7 +174,8 @@ class Kept:
             x_RD.reshape(-1), lengths_L.sum() * x_RD.shape[1])
 
     def rows(self) -> Tensor:
-        """Return the rows in a buffer of the original shape. The padding has arbitrary values."""
+        """Return the rows in a buffer of the original shape. The padding contains arbitrary
+        values."""
         x_N = read_pages(self.record_M, self.pages.pages_SP, self.pages.host_SP,
                          math.prod(self.shape), self.enough)
         return x_N.view(self.shape)
@@ -183,7 +187,9 @@ class Kept:
 
 
 class PagedStash(Limit):
-    """The pages of all layers of a group on this rank, allocated for each dtype on first use.
+    """The pages of all layers of a group on this rank.
+
+    The pages are allocated for each dtype on first use.
 
     The settings are the maximum over all existing layers. A step is repeated after an overflow if
     any layer is set to repeat.
@@ -211,17 +217,17 @@ class PagedStash(Limit):
 
     @property
     def made(self) -> list[Pages]:
-        """All allocated pages, one entry per dtype and device."""
+        """The list of all allocated pages, with one entry per dtype and device."""
         return [*self._pages.values()]
 
     @property
     def bytes(self) -> int:
-        """Bytes of device memory for each dtype."""
+        """The setting for the size of the pages in device memory, in bytes per dtype."""
         return max([self._grown, *(int(c.stash_mib * MIB) for c in self._asked.values())])
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of host memory for each dtype."""
+        """The setting for the size of the pages in host memory, in bytes per dtype."""
         return max([0, *(int(c.stash_host_mib * MIB) for c in self._asked.values())])
 
     @property
@@ -286,8 +292,8 @@ class PagedStash(Limit):
 def may_keep() -> bool:
     """Return whether rows may be stored in pages now.
 
-    The result is False under activation checkpointing and under `torch.compile`, which decide
-    themselves what autograd saves.
+    The result is False under activation checkpointing and under `torch.compile`, which determine
+    the tensors that autograd saves.
     """
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return False

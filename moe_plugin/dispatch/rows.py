@@ -1,15 +1,15 @@
-"""The order of rows (sorted by expert, or in fixed slots), and dispatchers that move no tokens.
+"""The order of rows (sorted by expert, or in fixed slots), and dispatchers that do not send tokens.
 
 The dispatcher `index_slice` is for groups whose ranks all have the same tokens (PPMoE). Instead of
 an all-to-all, every rank computes the same routing and the rows of its own experts. One all-reduce
-sums the results, as in a dense feed-forward layer under tensor parallelism. Backward is one
-all-reduce of the gradients of the input and of the gate weights. The gradients of the router,
+sums the results, as in a dense feed-forward layer under tensor parallelism. The backward pass uses
+one all-reduce for the gradients of the input and of the gate weights. The gradients of the router,
 including those of the balance losses, are therefore complete and equal on all ranks. Each rank
 takes part in a ring all-reduce of T D elements in forward and T (D + K) elements in backward.
 Source: Chen et al. 2023 (PPMoE).
 
-In tensor names, N counts choices that become rows, and V counts slots. The other letters are
-explained in `moe_plugin.records`.
+In tensor names, N is the number of choices that have a row, and V is the number of slots. The other
+letters are explained in `moe_plugin.records`.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from moe_plugin.utils.machine import exporting
 def known_load(routing: Routing) -> tuple[Tensor | None, bool]:
     """Return the load of a routing, if it was counted, and whether every choice has an expert.
 
-    Returns: the load int64 [K, E], or None; and whether `ids_TK` is known to contain no -1.
+    Returns: the load, int64 [K, E], or None; and True if `ids_TK` is known to contain no -1.
     """
     counted = routing.counted
     # a routing that was derived from another one has different choices
@@ -60,10 +60,11 @@ def sort_by_expert(ids_TK: Tensor, experts: int, load_KE: Tensor | None = None,
     """Sort choices by expert. The choices of an expert stay in token order.
 
     Args:
-        ids_TK: int64 [T, K], the expert of each choice. -1 means no expert.
+        ids_TK: int64 [T, K], the expert of each choice. The value -1 means that there is no expert.
         experts: the number E of experts.
-        load_KE: int64 [K, E], the known load (`known_load`). Counted here if None.
-        complete: whether every choice is known to have an expert.
+        load_KE: int64 [K, E], the known load (`known_load`). If `load_KE` is None, the load is
+            counted.
+        complete: True if it is known that every choice has an expert.
     Returns: the indices of the choices sorted by expert, int64 [T*K], with choices without an
         expert last; and the number of choices of each expert, int64 [E].
     """
@@ -91,7 +92,7 @@ def positions(source_N: Tensor, ids_TK: Tensor, complete: bool = False) -> Tenso
 
 
 def inverse_permutation(order_R: Tensor) -> Tensor:
-    """Return the inverse of a permutation, int64 [R]: inverse[order[i]] = i."""
+    """Return the inverse of a permutation, int64 [R], with `inverse[order[i]] = i`."""
     return torch.empty_like(order_R).index_copy_(
         0, order_R, torch.arange(order_R.numel(), device=order_R.device))
 
@@ -101,11 +102,12 @@ def exact_rows(ids_TK: Tensor, weights_TK: Tensor, experts: int, load_KE: Tensor
     """Return one row for each (token, expert) pair, sorted by expert. The host reads the counts.
 
     Args:
-        ids_TK: int64 [T, K], the expert of each choice. -1 means no row.
+        ids_TK: int64 [T, K], the expert of each choice. The value -1 means that the choice has no
+            row.
         weights_TK: [T, K], the gate weights.
         experts: the number of experts.
-        load_KE: int64 [K, E], the known load. Counted here if None.
-        complete: whether every choice is known to have an expert.
+        load_KE: int64 [K, E], the known load. If it is None, the load is counted.
+        complete: True if it is known that every choice has an expert.
     """
     order_N, count_E = sort_by_expert(ids_TK, experts, load_KE, complete)
     counts = count_E.tolist()  # the host waits for the device here
@@ -120,7 +122,8 @@ def device_rows(ids_TK: Tensor, weights_TK: Tensor, experts: int) -> RowPlan:
     """Return the rows of `exact_rows` in a buffer for T*K rows, with counts on the device.
 
     Args:
-        ids_TK: int64 [T, K], the expert of each choice. -1 means no row.
+        ids_TK: int64 [T, K], the expert of each choice. The value -1 means that the choice has no
+            row.
         weights_TK: [T, K], the gate weights.
         experts: the number of experts.
     """
@@ -135,7 +138,8 @@ def slot_rows(ids_TK: Tensor, weights_TK: Tensor, slots_TK: Tensor, capacity: in
     The host reads nothing.
 
     Args:
-        ids_TK: int64 [T, K], the expert of each choice. -1 means no row.
+        ids_TK: int64 [T, K], the expert of each choice. The value -1 means that the choice has no
+            row.
         weights_TK: [T, K], the gate weights.
         slots_TK: int64 [T, K], the slot of each choice inside its expert.
         capacity: the number C of slots per expert.
@@ -155,7 +159,8 @@ def rows_of_this_rank(routing: Routing, place: Placement) -> RowPlan:
 
 @dataclass(frozen=True)
 class TokenPlan(DispatchPlan):
-    """The plan of a dispatcher that moves no tokens. Experts read their rows from the tokens.
+    """The plan of a dispatcher that does not send tokens. Experts read their rows directly from the
+    tokens.
 
     Attributes:
         row_plan: the rows of the tokens that this rank computes.
@@ -165,9 +170,11 @@ class TokenPlan(DispatchPlan):
 
 
 class LocalDispatcher(Dispatcher):
-    """A dispatcher for a rank that has all experts, stored or gathered. Tokens stay on the rank.
+    """A dispatcher for a rank that has all experts, which may be stored or gathered. Tokens stay on
+    the rank.
 
-    Rows have the form of the configured dispatcher: exact, in fixed slots, or bounded.
+    Rows have the same form as with the configured dispatcher: exact rows, fixed slots or bounded
+    rows.
     """
 
     def __init__(self, context: DispatchContext) -> None:
@@ -219,7 +226,7 @@ class IndexSliceDispatcher(Dispatcher):
     traits = DispatchTraits(shares_tokens=True, single_layout=True)
 
     def plan(self, kept: KeptRouting) -> TokenPlan:
-        """See `Dispatcher`. Costs one copy of counts from device to host."""
+        """See `Dispatcher`. This requires one copy of counts from device to host."""
         rows = rows_of_this_rank(kept.routing, self.placement)
         return TokenPlan(rows.counts.total, rows)
 

@@ -1,8 +1,9 @@
 """Limits on memory of a fixed size, which a step may exceed.
 
-Only the device knows during a step whether a limit was exceeded. The step checks it at its end: it
-raises an error on all ranks, or it enlarges the memory and is repeated. `RowsLimit` bounds the rows
-that one rank sends to another. `dispatch.row_pages.PagedStash` is the other limit.
+Only the device knows during a step whether a limit was exceeded. At the end of the step, all ranks
+check this. If a limit was exceeded, an error is raised on all ranks, or the memory is enlarged and
+the step is repeated. There are two limits. `RowsLimit` limits the rows that one rank sends to
+another. `dispatch.row_pages.PagedStash` limits the memory for stored rows.
 """
 
 from __future__ import annotations
@@ -24,21 +25,22 @@ ROOM = 1.25  # a limit that was exceeded grows to the needed size times this fac
 
 
 class RowsOverflow(RuntimeError):
-    """Raised on all ranks if rows did not fit, so that the results of the step are NaN."""
+    """Error that is raised on all ranks if rows exceeded a limit. The results of the step are
+    NaN."""
 
 
 class Limit(ABC):
-    """A size that rows must not exceed. Only the device knows whether they did.
+    """A limit on the size of rows. Only the device knows whether rows exceeded it.
 
     Attributes:
-        remedy: the text of the error, which says what was too small and how to enlarge it. It
-            contains `{needed}`.
-        repeats: whether a step that exceeds the limit is repeated. If False, exceeding the limit is
-            an error.
+        remedy: the error message, which names the limit that was too small and explains how to
+            enlarge it. It contains `{needed}`.
+        repeats: whether a step that exceeds the limit is repeated. If `repeats` is False, exceeding
+            the limit raises an error.
         needed: int64 scalar on the device, the size that would have been enough for all calls since
-            the last `forget`. 0 if the limit was not exceeded; None if it is not used yet. Calls
-            without gradients are included, so a step or an evaluation calls `forget` first and
-            checks the value at its end.
+            the last `forget`. The value is 0 if the limit was not exceeded, and None if the limit
+            has not been used yet. Calls without gradients are included, so a step or an evaluation
+            calls `forget` first and checks the value at its end.
     """
 
     remedy: ClassVar[str]
@@ -47,7 +49,7 @@ class Limit(ABC):
 
     @abstractmethod
     def grow(self, needed: int) -> None:
-        """Enlarge the limit so that `needed` fits, and reset `needed`."""
+        """Enlarge the limit to at least `needed`, and reset `needed`."""
 
     @abstractmethod
     def forget(self) -> None:
@@ -55,29 +57,31 @@ class Limit(ABC):
 
 
 def with_room(needed: int) -> int:
-    """Return the new size of a limit that was too small for `needed`."""
+    """Return the new size of a limit for which the size `needed` was too large."""
     return math.ceil(needed * ROOM)
 
 
 def overflowed(limits: Sequence[Limit], comm: Comm) -> bool:
-    """Return whether a step must be repeated because rows did not fit on some rank.
+    """Return whether a step must be repeated because rows exceeded a limit on some rank.
 
-    Call this function after backward and before the optimizer step. Collective: the result is equal
-    on all ranks. The host waits for the device once. If the result is True, discard the gradients
-    and repeat the step. The limits have been enlarged by then.
+    Call this function after backward and before the optimizer step. The function is collective, and
+    the result is equal on all ranks. The host waits for the device once. If the result is True,
+    discard the gradients and repeat the step. The limits have been enlarged by then.
 
     Args:
         limits: the limits of the layers of this rank. May be empty.
         comm: all ranks of the model, including replicas and pipeline stages.
     Raises:
-        RowsOverflow: on all ranks, if a limit was exceeded for which steps are not repeated.
+        RowsOverflow: If a limit was exceeded for which steps are not repeated. The error is raised
+            on all ranks.
     """
     own_N = needed_of(limits, comm.device)
     return settle(limits, torch.cat([comm.all_reduce(most_of(limits, own_N), "max"), own_N]))
 
 
 def needed_of(limits: Sequence[Limit], device: torch.device) -> Tensor:
-    """Return a copy of `needed` of N limits, int64 [N]. 0 for a limit that is not used yet."""
+    """Return a copy of `needed` of N limits, int64 [N]. The value is 0 for a limit that has not
+    been used yet."""
     own_N = torch.zeros(len(limits), dtype=torch.int64, device=device)
     for index, limit in enumerate(limits):
         if (needed := limit.needed) is not None:
@@ -86,11 +90,11 @@ def needed_of(limits: Sequence[Limit], device: torch.device) -> Tensor:
 
 
 def most_of(limits: Sequence[Limit], needs: Tensor) -> Tensor:
-    """Reduce the needs of N limits to the maximum for each of K classes of limits.
+    """Reduce the needed sizes of N limits to the maxima for each of K classes of limits.
 
     Args:
         limits: N limits.
-        needs: int64 [..., N], the need of each limit.
+        needs: int64 [..., N], the needed size of each limit.
     Returns: int64 [..., 2 K]. For each class the maximum over limits whose overflow is an error,
         then the maximum over limits whose step is repeated.
     """
@@ -101,7 +105,7 @@ def most_of(limits: Sequence[Limit], needs: Tensor) -> Tensor:
 
 
 def settle(limits: Sequence[Limit], needs: Tensor) -> bool:
-    """Grow or reset the limits, the last part of `overflowed`. The host waits once.
+    """Enlarge or reset the limits, as the last part of `overflowed`. The host waits once.
 
     Args:
         limits: the limits of this rank.
@@ -109,7 +113,7 @@ def settle(limits: Sequence[Limit], needs: Tensor) -> bool:
             of each limit of this rank.
     Returns: whether the step must be repeated.
     Raises:
-        RowsOverflow: a limit was exceeded for which steps are not repeated.
+        RowsOverflow: If a limit was exceeded for which steps are not repeated.
     """
     classes = _kinds()
     needs = needs.tolist()  # the only wait for the device
@@ -134,22 +138,24 @@ class RowsLimit(Limit):
     The bound is min(T k, T L, ceil(f T k r / W)) rows, and at least 1. T is the largest number of
     tokens of any rank, k the number of choices per token, L the number of experts per rank, f the
     factor `dispatch.max_rows_factor`, r the number of ranks to which each choice is sent, and W the
-    number of ranks. With f = W / r no load exceeds the bound. The term T L assumes that the experts
-    of a token are different (`records.Routing`). If a router chooses an expert twice, rows may not
-    fit, which is detected like any overflow. Rows that are sent once per rank are at most T.
+    number of ranks. With f = W / r, no load can exceed the bound. The term T L assumes that the
+    experts of a token are different (`records.Routing`). If a router chooses the same expert twice
+    for a token, rows may exceed the bound, which is detected like any overflow. If rows are sent
+    once per rank, there are at most T rows for each rank.
 
     Args:
         config: the settings of the layer.
         device: the device of its parameters.
 
     Attributes:
-        choices: the value T k. None until the ranks have agreed on it, in the first call with
+        choices: the value of T k. None until the ranks have agreed on it, in the first call with
             gradients and tokens.
-        tokens: the value T.
+        tokens: the value of T.
         least: a lower limit of the bound, set after an overflow. Initially 0.
         stashes: whether the rows needed in backward are stored in pages, without padding
             (`dispatch.row_pages`).
-        needed: the bound that would have been enough, equal on all ranks of the group (`Limit`).
+        needed: the bound that would have been enough; see `Limit`. The bound is equal on all ranks
+            of the group.
     """
 
     remedy = ("a rank had {needed} rows for another rank, more than dispatch.max_rows_factor "
@@ -176,13 +182,14 @@ class RowsLimit(Limit):
         """Return the bound and T, which are equal on all ranks.
 
         Unless `dispatch.max_tokens` is set, the first call with gradients and tokens determines T
-        in an all-reduce, for which the host waits. Calls before it repeat this all-reduce.
+        in an all-reduce, for which the host waits. Earlier calls run the same all-reduce without
+        storing T.
 
         Args:
             ids_TK: [T, k], the choices of this rank. Only the shape is used.
             place: the ranks that store each expert.
         Raises:
-            CommError: T is not known under `torch.compile` or while a CUDA graph is captured.
+            CommError: If T is not known under `torch.compile` or while a CUDA graph is captured.
         """
         choices, tokens = self.choices, self.tokens
         if choices is None:
@@ -201,7 +208,7 @@ class RowsLimit(Limit):
         device.
 
         Args:
-            most: int64 scalar, the largest number of rows of any rank for another rank.
+            most: int64 scalar, the largest number of rows that any rank sends to a single rank.
             slots: the bound.
         """
         over = most > slots
@@ -219,7 +226,7 @@ class RowsLimit(Limit):
 
 
 def _zero(device: torch.device | None) -> Tensor:
-    """Return an int64 scalar that can be written inside and outside inference mode."""
+    """Return an int64 scalar tensor that can be modified inside and outside of inference mode."""
     if torch.is_inference_mode_enabled():
         # a tensor created in inference mode could not be written in training
         with torch.inference_mode(False):

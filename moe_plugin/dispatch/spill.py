@@ -1,9 +1,9 @@
-"""Spilling: ranks other than the owner of a busy expert compute some of its rows.
+"""Spilling, in which other ranks compute some rows of an expert with a high load.
 
 The ranks exchange how many rows every rank has for every expert, so that all ranks compute the same
-plan (`planner.spill`) from the loads of this call. A recomputation that repeats the routing repeats
-the plan. The rows travel in one exchange, as without spilling: a rank treats a borrowed expert as
-one more local expert, which follows the stored experts.
+plan (`planner.spill`) from the loads of this call. A recomputation uses the same routing and
+therefore the same plan. The rows are sent in one exchange, as without spilling, because a rank
+treats a borrowed expert as an additional local expert after the stored experts.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class SpillingPlan(ExchangePlan):
     borrowed experts.
 
     Attributes:
-        spill: which rank computes which rows. None if every rank computes only the rows of its
-            stored experts.
+        spill: the plan that assigns rows to ranks, or None if every rank computes only the rows of
+            its stored experts.
     """
 
     spill: SpillPlan | None = None
@@ -41,13 +41,13 @@ class SpillingPlan(ExchangePlan):
 
 def spilling_plan(kept: KeptRouting, place: Placement, overlap: Overlap,
                   planner: SpillPlanner) -> SpillingPlan:
-    """Return the plan of one call. Costs one exchange of counts and one copy to the host.
+    """Return the plan of one call. This requires one exchange of counts and one copy to the host.
 
     Args:
         kept: the routing of the call.
         place: the ranks that store each expert.
         overlap: the number of pieces of the exchange.
-        planner: decides which rank computes which rows.
+        planner: object that decides which rank computes which rows.
     """
     ids_TK, weights_TK = expand(place, kept.routing, kept.slots_TK)
     order_N, counts_WV, spill = _who_computes(ids_TK, place, planner)
@@ -85,16 +85,18 @@ def _who_computes(ids_TK: Tensor, place: Placement, planner: SpillPlanner) -> tu
 
 def spilled(ids_TK: Tensor, place: Placement,
             planner: SpillPlanner) -> tuple[Tensor, int, SpillPlan | None]:
-    """Return the rank and local expert that compute each choice, for dispatch that sends rows once.
+    """Return the rank and local expert that compute each choice, for a dispatcher that sends rows
+    once.
 
     Collective. Costs one exchange of counts and one copy from device to host.
 
     Args:
         ids_TK: int64 [T, K], the expert shard of each choice. -1 means no expert.
         place: the ranks that store each expert.
-        planner: decides which rank computes which rows.
-    Returns: rank * G + local expert of each choice, int64 [T, K], or -1; the number G of stored
-        and borrowed experts per rank; and the plan, or None if nothing spills.
+        planner: object that decides which rank computes which rows.
+    Returns: rank * G + local expert of each choice, int64 [T, K], or -1; the number G of stored and
+        borrowed experts per rank; and the plan, or None if no rank computes rows of other ranks'
+        experts.
     """
     order_N, counts_WV, spill = _who_computes(ids_TK, place, planner)
     if spill is None:
@@ -119,8 +121,8 @@ class _Tables:
         self.guests = [spill.guests(rank) for rank in range(spill.ranks)]
 
     def row(self, source: int, target: int) -> list[int]:
-        """Return the numbers of rows from `source` to `target`, for each stored expert and then
-        for each borrowed expert.
+        """Return the numbers of rows from `source` to `target`, first for stored and then for
+        borrowed experts.
         """
         local, counts = self.spill.local, self.spill.counts_WV[source]
         stored = [self.flows[e][source][target] if e in self.flows else counts[e]

@@ -1,10 +1,10 @@
-"""The first and the last step of a call: check and flatten the input, restore the output's shape.
+"""The first and the last step of a call, which flatten the input and restore its shape.
 
 Several ranks of the expert group may have the same tokens, for example with tensor parallelism but
 without sequence parallelism. Parm's schedule S1 then divides the tokens before the router: each of
-these N ranks routes and sends 1/N of the tokens, and the outputs are gathered at the end. Every
-parameter outside the experts sees only a part of the tokens, so its gradient is summed over the N
-ranks. Source: Pan et al. 2024 (Parm).
+these N ranks routes and sends 1/N of the tokens, and the outputs are gathered at the end. The
+gradient of every parameter outside the experts is summed over the N ranks, because each rank uses
+only a part of the tokens. Source: Pan et al. 2024 (Parm).
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ from moe_plugin.records import TokenInfo, Tokens
 
 
 class TokenEntry:
-    """Prepares tokens for the router and returns their outputs in the shape of the input.
+    """A component that prepares tokens for the router and returns outputs in the shape of the
+    input.
 
     Args:
         model_dim: the width D of a token.
-        sharing: the ranks that have the same tokens and divide them (schedule S1). None if each
+        sharing: the ranks that have the same tokens and divide them (schedule S1), or None if each
             rank has different tokens.
     """
 
@@ -38,11 +39,11 @@ class TokenEntry:
 
         Args:
             x: [..., D], the input of the layer.
-            token_mask: [...] bool, True for real tokens. None if all tokens are real.
-            info: extra information about the tokens. Optional.
-            dtype: the dtype that `x` must have outside autocast. None if any dtype is allowed.
+            token_mask: [...] bool, True for real tokens, or None if all tokens are real.
+            info: additional information about the tokens. Optional.
+            dtype: the dtype that `x` must have outside autocast, or None if any dtype is allowed.
         Raises:
-            ValueError: a shape or a dtype is wrong.
+            ValueError: If a shape or a dtype is wrong.
         """
         self._check(x, token_mask, dtype)
         x_TD = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
@@ -70,7 +71,8 @@ class TokenEntry:
     def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         """Sum the gradients of these parameters over the sharing ranks (schedule S1).
 
-        Call it again when parameters may have been replaced. A parameter gets only one hook.
+        Call this method again if parameters may have been replaced. Each parameter gets only one
+        hook.
 
         Args:
             parameters: all parameters of the layer except those of the experts.
@@ -111,7 +113,7 @@ class TokenEntry:
 
 def split_tokens(x_TD: Tensor, mask_T: Tensor | None,
                  comm: Comm) -> tuple[Tensor, Tensor | None]:
-    """Return the part of tokens [T, D] and mask [T] that this rank processes, 1/size of them.
+    """Return the part (1/size) of the tokens [T, D] and of the mask [T] that this rank processes.
 
     If T is not a multiple of the group size, masked tokens are appended first.
     """

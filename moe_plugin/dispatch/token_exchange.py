@@ -1,19 +1,19 @@
-"""Dispatch by external packages that send each token once to each rank that has its experts.
+"""Dispatchers that use external packages to send each token once to each rank with its experts.
 
-A rank weights and sums the results of its own experts before it returns them, so the number of
-bytes does not depend on how many experts of a token are on one rank. The gradient of a dispatch is
-a combine, and vice versa. Each `TokenExchange` adapts one package. This module contains everything
-that the adapters share.
+A rank weights and sums the results of its own experts before it returns them. The number of bytes
+therefore does not depend on how many experts of a token are on one rank. The backward pass of a
+dispatch is a combine operation, and vice versa. A subclass of `TokenExchange` adapts one package.
+This module contains the code that all adapters share.
 
 The sizes arrive together with the rows: the host waits for the package's counts in `dispatch`, once
-per piece. `plan` only agrees on the largest number of tokens of any rank, if the package needs this
-number. Pieces are consecutive parts of a rank's tokens. If the package's operations can be awaited
-later (`supports_pieces`), the forward pass sends all pieces at once, returns the results of a piece
-while the next one is computed, and overlaps a single piece with other work of the layer. Backward
-waits for each operation.
+per piece. `plan` determines only the largest number of tokens of any rank, and only if the package
+needs this number. Pieces are consecutive parts of a rank's tokens. With `supports_pieces`, the
+operations of the package can run in the background. The forward pass then sends all pieces at once,
+and returns the results of a piece while the next one is computed. The exchange of a single piece
+overlaps with other work of the layer. The backward pass waits for each operation.
 
-In tensor names, T counts tokens of this rank, R received tokens, and K choices (with HybridEP one
-per row). D is the width.
+In tensor names, T is the number of tokens of this rank, R of received tokens, K of choices (with
+HybridEP, one per row), and D is the width.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Wait = Callable[[], object]
 
 
 def done() -> None:
-    """Return immediately, for operations that need no waiting."""
+    """Return immediately. This function is used for operations that need no waiting."""
 
 
 def package_why_not(package: str, file: str, name: str, install: str) -> str | None:
@@ -53,7 +53,7 @@ def package_why_not(package: str, file: str, name: str, install: str) -> str | N
         package: the name of the package.
         file: a path inside the package that only the required version contains.
         name: the name of the required software, for the message.
-        install: how to install it, for the message.
+        install: instructions to install the software, for the message.
     """
     spec = find_spec(package)
     folders = [] if spec is None else list(spec.submodule_search_locations or ())
@@ -69,7 +69,7 @@ class Size:
     """The sizes that an exchange must support.
 
     Attributes:
-        tokens: the largest number of tokens of any rank in one piece, a multiple of 64. 0 if the
+        tokens: the largest number of tokens of any rank in one piece, a multiple of 64, or 0 if the
             package does not need this number.
         width: the width D of a token.
         token_bytes: the number of bytes of a token.
@@ -90,8 +90,8 @@ class Arrival:
 
     Attributes:
         x_RD: [R, D], the tokens.
-        ids_RK: int64 [R, K], the local index of each expert on this rank. -1 for experts on other
-            ranks.
+        ids_RK: int64 [R, K], the local index of each expert on this rank. The value is -1 for
+            experts on other ranks.
         weights_RK: float32 [R, K], the gate weights.
         counts: the number of rows of each of this rank's experts.
         handle: an object of the package that is needed to return the results.
@@ -122,7 +122,7 @@ class TokenExchange(ABC):
 
     @classmethod
     def key(cls, size: Size) -> tuple[Any, ...]:
-        """Return a key. Sizes with different keys need different exchanges."""
+        """Return a key. A key of the sizes. Sizes with different keys need different exchanges."""
         return ()
 
     @abstractmethod
@@ -138,7 +138,7 @@ class TokenExchange(ABC):
 
     @abstractmethod
     def send_again(self, x_TD: Tensor, handle: Any) -> Tensor:
-        """Send other values for the same tokens. Returns the received values [R, D]."""
+        """Send different values for the same tokens, and return the received values [R, D]."""
 
     @abstractmethod
     def send_back(self, x_RD: Tensor, handle: Any, weights_RK: Tensor | None = None
@@ -148,7 +148,7 @@ class TokenExchange(ABC):
         Args:
             x_RD: [R, D], the results of this rank.
             handle: `Arrival.handle` of the tokens.
-            weights_RK: [R, K], gradients of the gate weights to return, too. Optional.
+            weights_RK: [R, K], gradients of the gate weights that are also returned. Optional.
         Returns: the sums [T, D]; the returned gradients [T, K], or None; and a function that waits
             for both.
         """
@@ -164,8 +164,8 @@ class _Exchanges:
 def exchange_of(exchange_class: type[TokenExchange], comm: Comm, size: Size) -> TokenExchange:
     """Return the exchange of a group for at least these sizes.
 
-    The exchange is created on first use, and again when a larger one is needed. Creating an
-    exchange is collective, and all ranks must pass the same sizes.
+    The exchange is created on first use, and is created again if a larger one is needed. Creating
+    an exchange is collective, and all ranks must pass the same sizes.
     """
     made = comm.state.get(_Exchanges).made
     key = (exchange_class, *exchange_class.key(size))
@@ -188,7 +188,8 @@ class TokenExchangePlan(DispatchPlan):
     Args:
         ids_TK: int64 [T, K*S], the expert shards of this rank's tokens. -1 means no expert.
         weights_TK: float32 [T, K*S], the gate weights, differentiable.
-        most: the largest number of tokens of any rank. 0 if the package does not need it.
+        most: the largest number of tokens of any rank. It is 0 if the package does not need this
+            number.
 
     Attributes:
         arrivals: the received tokens of each piece. Filled by `dispatch`.
@@ -200,12 +201,12 @@ class TokenExchangePlan(DispatchPlan):
 
     @property
     def rows(self) -> int:  # type: ignore[override]
-        """See `DispatchPlan`. 0 before the rows have arrived."""
+        """See `DispatchPlan`. The value is 0 before the rows have arrived."""
         return sum(sum(arrival.counts) for arrival in self.arrivals)
 
 
 class _SentTokens(Sent):
-    """Tokens in pieces that were sent by an exchange (`Sent`)."""
+    """Tokens that an exchange sends in pieces (`Sent`)."""
 
     def __init__(self, arriving: Iterator[ExpertRows], anchor: Tensor | None,
                  plan: TokenExchangePlan, exchange: TokenExchange) -> None:
@@ -220,7 +221,7 @@ class _SentTokens(Sent):
 
 
 class TokenDispatcher(Dispatcher):
-    """Base of dispatchers that use the exchange of a package.
+    """Base class of dispatchers that use the exchange of a package.
 
     Attributes:
         exchange: the class of the exchange.
@@ -240,7 +241,7 @@ class TokenDispatcher(Dispatcher):
     def plan(self, kept: KeptRouting) -> TokenExchangePlan:
         """See `Dispatcher`.
 
-        If the package needs the largest number of tokens of any rank, this costs one all-reduce,
+        If the package needs the largest number of tokens of any rank, this requires one all-reduce,
         for which the host waits.
         """
         ids_TK, weights_TK = expand(self.placement, kept.routing, kept.slots_TK)
@@ -254,7 +255,7 @@ class TokenDispatcher(Dispatcher):
         """See `Dispatcher`.
 
         Raises:
-            ValueError: the tokens are not bf16 on a GPU.
+            ValueError: If the tokens are not bf16 on a GPU.
         """
         if x_TD.dtype not in DTYPES or x_TD.device.type not in DEVICES:
             raise ValueError(
@@ -290,7 +291,8 @@ class TokenDispatcher(Dispatcher):
 
 
 class _Send(torch.autograd.Function):
-    """Sends tokens and gate weights. Backward returns and sums their gradients."""
+    """Autograd function that sends tokens and gate weights. The backward pass returns and sums
+    their gradients."""
 
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, weights_TK: Tensor, anchor: Tensor | None,
@@ -312,7 +314,8 @@ class _Send(torch.autograd.Function):
 
 
 class _Return(torch.autograd.Function):
-    """Returns results and sums them for each token. Backward sends the gradient of the sum."""
+    """Autograd function that returns results and sums them for each token. The backward pass sends
+    the gradient of the sum."""
 
     @staticmethod
     def forward(ctx: Any, y_RD: Tensor, anchor: Tensor | None, exchange: TokenExchange,

@@ -1,6 +1,7 @@
-"""Gate weights on the experts' inputs: y_t = sum_j E_j(w_tj x_t) instead of sum_j w_tj E_j(x_t).
+"""A dispatcher that applies gate weights to the experts' inputs instead of their results.
 
-Each choice becomes a separate token, multiplied by its gate weight, with a single expert. So every
+The output is `y_t = sum_j E_j(w_tj x_t)` instead of `sum_j w_tj E_j(x_t)`. Each choice is sent as a
+separate token that was multiplied by its gate weight and has a single expert. Therefore every
 dispatcher and layout works unchanged. The outputs of a token's choices are summed at the end. A
 dispatcher that sends whole tokens (`all_gather`, `index_slice`) sends each token K times.
 """
@@ -19,12 +20,12 @@ from moe_plugin.records import DispatchPlan, KeptRouting, Routing
 
 @dataclass(frozen=True)
 class WeighedChoices:
-    """The choices of T tokens as N = T K tokens with one choice each.
+    """The choices of T tokens, represented as N = T K tokens with one choice each.
 
     Attributes:
         weights_TK: [T, K], the gate weights, differentiable.
         source_N: int64 [N], the choice of each new token, or -1 if the choice has no expert.
-        position_TK: int64 [T, K], the new token of each choice: t * K + j, or -1.
+        position_TK: int64 [T, K], the new token of choice j of token t, which is t * K + j, or -1.
     """
 
     weights_TK: Tensor
@@ -54,7 +55,8 @@ class WeighedChoices:
         return weigh_rows(x_TD, self.weights_TK, self.source_N, self.position_TK)
 
     def sum(self, y_ND: Tensor) -> Tensor:
-        """Sum the outputs [N, D] of the choices to [T, D]. Choices without an expert are zero."""
+        """Sum the outputs [N, D] of the choices to [T, D]. Outputs of choices without an expert are
+        zero."""
         tokens, choices = self.position_TK.shape
         return y_ND.view(tokens, choices, y_ND.shape[1]).sum(1)
 
@@ -73,7 +75,7 @@ class WeighedPlan(DispatchPlan):
 
 
 class WeightsFirst(WrappedDispatcher):
-    """Sends each choice as a token that was multiplied by its gate weight."""
+    """A dispatcher that sends each choice as a token that was multiplied by its gate weight."""
 
     def plan(self, kept: KeptRouting) -> WeighedPlan:
         kept, choices = WeighedChoices.split(kept)
@@ -81,7 +83,7 @@ class WeightsFirst(WrappedDispatcher):
         return WeighedPlan(plan.rows, plan, choices)
 
     def start_sizes(self, routing: Routing, tokens: bool = False) -> None:
-        """Start nothing early, because the choices are sent as tokens of another routing."""
+        """Return None, because the choices are sent as tokens of a different routing."""
         return None
 
     def dispatch(self, x_TD: Tensor, plan: WeighedPlan, anchor: Tensor | None) -> Sent:

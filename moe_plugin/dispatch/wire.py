@@ -1,4 +1,4 @@
-"""Wire formats: rows are sent in fewer bits than they have in memory, with known error bounds.
+"""Wire formats, in which rows are sent with fewer bits than in memory and known error bounds.
 
 Let x be an element of a row with maximum magnitude m, in a block of 128 consecutive elements with
 maximum magnitude b, and 2^-110 <= b <= m < 2^127. One exchange changes x by at most
@@ -11,11 +11,12 @@ maximum magnitude b, and 2^-110 <= b <= m < 2^127. One exchange changes x by at 
 The format `fp16` scales each row by a power of two, so that no value overflows, and adds one byte
 per row. The format `fp8` (e4m3) scales blocks (`kernels.quantize_fp8`, in Triton on a GPU) and adds
 four bytes per block. The format `mxfp8` (e4m3) scales blocks by a power of two and adds one byte
-per block. An expert that computes in MXFP8 reads such rows without a further error. A row with an
-infinity or a NaN stays non-finite, so that loss scaling still detects it.
+per block. If an expert computes in MXFP8, rows in this format cause no additional rounding error.
+If a row contains an infinity or a NaN, the received row also contains a non-finite value, so that
+loss scaling detects it.
 
 The rows sent to experts, and the gradients of the experts' results, use one format. The results,
-and the gradients of the rows, use the same or another format.
+and the gradients of the rows, use the same format or a different one.
 """
 
 from __future__ import annotations
@@ -71,12 +72,12 @@ class WireFormat(Exchange):
 
     @property
     def in_background(self) -> bool:
-        """Whether the wrapped all-to-all may run in the background."""
+        """True if the wrapped all-to-all may run in the background."""
         return self.algorithm.in_background
 
     @functools.cached_property
     def back(self) -> Exchange:
-        """See `Exchange`. The opposite of the result is this object, so that both form a pair."""
+        """See `Exchange`. The opposite of the returned object is this object."""
         if self.other == self.name:
             return self
         # stored by hand, because `cached_property` of the new object would create a third one
@@ -101,7 +102,7 @@ class WireFormat(Exchange):
 
     def resolve(self, comm: Comm, x: Tensor, send: Sequence[int] | None,
                 recv: Sequence[int] | None) -> Exchange:
-        """See `Exchange`. Rows are converted later, when the exchange runs."""
+        """See `Exchange`. Rows are converted when the exchange runs."""
         return replace(self, algorithm=self.algorithm.resolve(comm, x, send, recv))
 
 
@@ -172,7 +173,7 @@ def with_wire(algorithm: Exchange, name: str, back: str = "same") -> Exchange:
         name: the format of rows sent to experts, `none` or a key of `FORMATS`.
         back: the format of results, or `same`.
     Raises:
-        ValueError: a format is unknown.
+        ValueError: If a format is unknown.
     """
     back = name if back == "same" else back
     for format_name in (name, back):

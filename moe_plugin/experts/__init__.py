@@ -1,4 +1,5 @@
-"""Experts: their parameters, stored in one form for all layouts, and their computation."""
+"""Expert parameters, which are stored in one form for all layouts, and the computation of
+experts."""
 
 from moe_plugin.experts.base import Experts, expert_kinds, expert_parameters, is_expert, mark_expert
 from moe_plugin.experts.custom import CustomExperts, build_device_experts

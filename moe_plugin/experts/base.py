@@ -36,7 +36,7 @@ def with_current_names(column: Mapping[str, Any]) -> dict[str, Any]:
     """Return a mapping with `current_name` applied to each key, in the same order.
 
     Raises:
-        ValueError: the mapping contains a parameter under its former and its current name.
+        ValueError: If the mapping contains a parameter under its former and its current name.
     """
     renamed = {current_name(name): value for name, value in column.items()}
     if len(renamed) < len(column):
@@ -60,7 +60,7 @@ def use_current_names(state: MutableMapping[str, Any], prefix: str) -> None:
 
 
 def mark_expert(parameter: nn.Parameter) -> nn.Parameter:
-    """Mark a parameter as an expert parameter, by `parameter.expert = True`.
+    """Mark a parameter as an expert parameter by setting `parameter.expert = True`.
 
     Hosts must not reduce its gradient over all data-parallel ranks.
     """
@@ -73,8 +73,8 @@ def mark_experts(module: nn.Module, ranks: int | None = None) -> None:
 
     Args:
         module: experts, or an adapter that wraps them. The parameters of the adapter belong to this
-            rank's experts, so they are marked, too.
-        ranks: the size of the expert-parallel group. If None, an earlier value is kept.
+            rank's experts, so they are also marked.
+        ranks: the size of the expert-parallel group. If `ranks` is None, an earlier value is kept.
     """
     for parameter in module.parameters():
         mark_expert(parameter)
@@ -83,7 +83,7 @@ def mark_experts(module: nn.Module, ranks: int | None = None) -> None:
 
 
 def expert_ranks(parameter: Tensor) -> int:
-    """Return the size of the expert-parallel group of an expert parameter, or 1 for others."""
+    """Return the size of an expert parameter's expert-parallel group, or 1 for other parameters."""
     return getattr(parameter, "expert_ranks", 1)
 
 
@@ -105,18 +105,18 @@ class Experts(nn.Module):
 
     Attributes:
         supports_gather: whether the experts can compute with parameters gathered from other ranks.
-            If True, they implement `local_parameters`, `compute_parameters` and
-            `gathered_parameters`.
+            If `supports_gather` is True, they implement `local_parameters`, `compute_parameters`
+            and `gathered_parameters`.
         stored: whether the parameters are stored outside the device, so that `prefetch` is useful.
         traceable: whether `torch.compile` can trace the experts.
-        reduced: whether `gradients.sync.reduce_experts` was called. Each parameter with its hooks
-            has this mark, too.
+        reduced: whether `gradients.sync.reduce_experts` was called. This function sets the same
+            mark on each parameter with its hooks.
         adapters: the ranks of the low-rank adapters on these experts (`experts.lora`). None
             without adapters.
-        later: collects the weight gradients for a host that computes them after the backward pass.
-            None if the backward pass computes them.
-        seed_comm: the ranks that share one seed for their initial values. None if the generators of
-            the ranks are in the same state, or if values are copied from one rank to the others.
+        later: object that collects weight gradients that the host computes after the backward pass,
+            or None if the backward pass computes them.
+        seed_comm: the ranks that share one seed for their initial values, or None if the generators
+            of the ranks are in the same state, or if values are copied from one rank to the others.
     """
 
     supports_gather: ClassVar[bool] = False
@@ -137,14 +137,14 @@ class Experts(nn.Module):
         """Compute the experts.
 
         Args:
-            work: rows [R, D] sorted by expert, or tokens [T, D] with a `RowPlan`. A
-                `ParameterRequest` instead asks for `local_parameters`.
+            work: rows [R, D] sorted by expert, or tokens [T, D] with a `RowPlan`. If it is a
+                `ParameterRequest`, the result is that of `local_parameters`.
         Returns: the results, with the shape of the rows or tokens; or the parameters.
         """
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """The dtype that inputs must have. None if any dtype is allowed."""
+        """The dtype that inputs must have, or None if any dtype is allowed."""
         return None
 
     @property
@@ -161,7 +161,8 @@ class Experts(nn.Module):
         return next(self.parameters(), None) if frozen is None else frozen
 
     def local_parameters(self) -> dict[str, Tensor]:
-        """Return the stored parameters by name. The first axis of each counts the experts."""
+        """Return the stored parameters by name. The first axis of each parameter is the axis of
+        experts."""
         raise NotImplementedError(f"{type(self).__name__} does not support gathered parameters")
 
     def compute_parameters(self, tensors: dict[str, Tensor] | None = None,
@@ -169,8 +170,10 @@ class Experts(nn.Module):
         """Return the parameters in the form that strategies use.
 
         Args:
-            tensors: parameters in the form of `local_parameters`. Defaults to the stored ones.
-            first_shard: the first expert shard in `tensors`. Defaults to the shard of this rank.
+            tensors: parameters in the form of `local_parameters`. Defaults to the stored
+                parameters.
+            first_shard: the index of the first expert shard in `tensors`. Defaults to the first
+                shard of this rank.
         """
         raise NotImplementedError(f"{type(self).__name__} does not support gathered parameters")
 
@@ -181,9 +184,9 @@ class Experts(nn.Module):
         Collective over `comm`.
 
         Args:
-            local: parameters of this rank in the form of `local_parameters`. None to use the stored
-                ones.
-            comm: the ranks to gather from.
+            local: parameters of this rank in the form of `local_parameters`. If `local` is None,
+                the stored parameters are used.
+            comm: the group of ranks whose parameters are gathered.
             shards: how many consecutive ranks store shards of the same expert.
             first_shard: the first expert shard in the gathered parameters.
         """
@@ -193,14 +196,16 @@ class Experts(nn.Module):
         """Start to load the experts that a call will need, without waiting for them.
 
         Args:
-            ids_TK: int64, the global indices of the experts. -1 means no expert.
+            ids_TK: int64, the global indices of the experts. The value -1 means that there is no
+                expert.
         """
 
     def use_layer(self, number: int | None) -> None:
         """Set the index of the MoE layer of these experts, counted from 0.
 
         Args:
-            number: the index. None if the host does not know it (`HostContext.numbered_later`).
+            number: the index, or None if the host does not know it
+                (`HostContext.numbered_later`).
         """
 
     def taken_counts(self) -> dict[str, int]:

@@ -19,15 +19,15 @@ from moe_plugin.utils.machine import memory_bytes
 class CustomExperts(Experts):
     """Experts that are arbitrary modules.
 
-    Experts must not be split, so there must be at least as many experts as ranks. The parameters
+    Such experts cannot be split, so there must be at least as many experts as ranks. The parameters
     are marked as expert parameters.
 
     Args:
-        factory: a function `factory(global_index)` that returns a module, which maps [rows, D] to
-            [rows, D].
+        factory: a function `factory(global_index)` that returns a module. The module must map
+            [rows, D] to [rows, D].
         placement: the ranks that store each expert.
     Raises:
-        ValueError: the experts would be split into shards.
+        ValueError: If the experts would be split into shards.
     """
 
     def __init__(self, factory: Callable[[int], nn.Module], placement: Placement) -> None:
@@ -48,7 +48,7 @@ class CustomExperts(Experts):
         """See `Experts`.
 
         Raises:
-            ValueError: the result of an expert does not have the shape of its rows.
+            ValueError: If the result of an expert does not have the shape of its rows.
         """
         return apply_to_rows(self._each, work.x, work.rows)
 
@@ -82,8 +82,8 @@ def build_device_experts(config: MoEConfig, place: Placement, host: HostContext,
         config: the settings of the layer.
         place: the ranks that store each expert.
         host: information from the host framework.
-        factory: a function `factory(global_index) -> module` for custom experts. None to build the
-            configured kind.
+        factory: a function `factory(global_index) -> module` for custom experts. If `factory` is
+            None, the configured kind of experts is built.
         where: the dtype and device of the parameters.
     """
     if factory is not None:
@@ -93,9 +93,9 @@ def build_device_experts(config: MoEConfig, place: Placement, host: HostContext,
 
 def check_memory(config: MoEConfig, place: Placement, factory: Callable[[int], nn.Module] | None,
                  dtype: torch.dtype | None, device: Any) -> None:
-    """Check, before anything is allocated, that the weights of this rank can fit in memory.
+    """Before anything is allocated, check that this rank's weights are not larger than the memory.
 
-    Nothing is checked on the meta device, for custom experts, and for experts on disk.
+    Nothing is checked on the meta device, for custom experts, or for experts on disk.
 
     Args:
         config: the settings of the layer.
@@ -104,7 +104,7 @@ def check_memory(config: MoEConfig, place: Placement, factory: Callable[[int], n
         dtype: the dtype of the parameters. Defaults to torch's default dtype.
         device: the device of the parameters. Defaults to torch's default device.
     Raises:
-        ValueError: the weights are larger than the total memory of the device.
+        ValueError: If the weights are larger than the total memory of the device.
     """
     store = config.experts.store
     like = torch.empty(0, dtype=dtype, device="cpu" if store == "host" else device)

@@ -1,4 +1,4 @@
-"""A check that wrappers for data parallelism do not treat experts as replicas."""
+"""A check that data-parallel wrappers do not treat experts as replicas."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ _TORCH_HOOKS = "torch.distributed.algorithms.ddp_comm_hooks"
 
 
 class DDPCheck:
-    """Raises `ValueError` in the forward pass if something treats experts as replicas.
+    """A check that raises a `ValueError` in the forward pass if other code treats experts as
+    replicas.
 
     The check covers DDP and FSDP of torch, DeepSpeed, other code that overwrites experts
-    (`OverwriteCheck`), and parameters that were replaced after `reduce_experts`. The check of the
-    wrapper ends when a wrapper was found that leaves the experts out.
+    (`OverwriteCheck`), and parameters that were replaced after `reduce_experts`. Wrappers are no
+    longer checked after a wrapper was found that excludes the experts.
 
     If the expert-parallel group has one rank, experts may be averaged, and nothing is checked.
 
@@ -40,7 +41,7 @@ class DDPCheck:
             self.overwrites.begin(experts)
 
     def expect_wrapper(self) -> None:
-        """Check the next wrapper, because the model is about to be wrapped."""
+        """Check for a wrapper again, because the model is about to be wrapped."""
         self.passed = self._wrapped = False
 
     def compare_replicas(self, world: Comm | None) -> None:
@@ -49,10 +50,10 @@ class DDPCheck:
             self.overwrites.world = world
 
     def __call__(self, built: Experts, layer: nn.Module) -> None:
-        """Run the check. Called in every forward pass.
+        """Run the check. This method is called in every forward pass.
 
         Args:
-            built: the experts of the layer, without any adapter around them.
+            built: the experts of the layer, without adapters that wrap them.
             layer: the layer.
         """
         experts: nn.Module = layer.experts  # type: ignore[assignment]
@@ -84,9 +85,9 @@ class DDPCheck:
 
 
 def _refuse_new(experts: nn.Module) -> None:
-    """Refuse parameters without the hooks of `reduce_experts`.
+    """Raise an error for parameters without the hooks of `reduce_experts`.
 
-    They would be trained with the gradient of one rank.
+    Such parameters would be trained with the gradient of only one rank.
     """
     for name, parameter in experts.named_parameters():
         if parameter.requires_grad and not getattr(parameter, "reduced", False):

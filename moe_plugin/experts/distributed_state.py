@@ -1,10 +1,10 @@
 """State dicts of models whose experts are spread over ranks, for torch's distributed checkpoints.
 
 Torch's distributed checkpoints (DCP) treat plain tensors with the same name as copies and save one
-of them. So a state dict that DCP requests, by `get_state_dict` or from a model or optimizer that
-was passed to DCP, contains the experts of all ranks as DTensors. DCP may load them as DTensors or
-as whole tensors. All other callers of `state_dict` receive the experts of this rank, as tensors
-that DCP refuses to save.
+of them. Therefore a state dict that DCP requests contains the experts of all ranks as DTensors. DCP
+requests it through `get_state_dict`, or from a model or optimizer that was passed to DCP. Experts
+may be loaded as DTensors or as whole tensors. All other callers of `state_dict` receive only the
+experts of this rank, as tensors that DCP refuses to save.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ class ExpertWindow:
     """The position of a rank's part in a tensor of all experts.
 
     Attributes:
-        shape: the shape of the whole tensor. The first axis counts all experts.
-        offsets: the offset of the part along each axis.
+        shape: the shape of the whole tensor. The first axis is the axis of all experts.
+        offsets: the offset of the part in the whole tensor along each axis.
         sizes: the size of the part along each axis.
-        shard_axis: the axis along which each expert is split over several ranks. None if experts
+        shard_axis: the axis along which each expert is split over several ranks, or None if experts
             are not sharded.
     """
 
@@ -66,14 +66,13 @@ def window_of(name: str, sizes: Sequence[int], place: Placement, *,
     """Return the position of a rank's part in the tensor of all experts.
 
     Args:
-        name: the name of the tensor. It ends with the name of a parameter (`PART_AXIS`).
+        name: the name of the tensor, which ends with the name of a parameter (`PART_AXIS`).
         sizes: the shape of this rank's part.
         place: the ranks that store each expert.
-        of_parameter: whether the tensor has the axes of the parameter. The position of other
-            tensors, such as factored optimizer states, is known only if experts are not
-            sharded.
+        of_parameter: whether the tensor has the same axes as the parameter. The position of other
+            tensors, such as factored optimizer states, is known only if experts are not sharded.
     Raises:
-        ValueError: the first axis does not count experts, or experts are split along an unknown
+        ValueError: If the first axis does not count experts, or experts are split along an unknown
             axis.
     """
     cut = place.shards > 1
@@ -96,12 +95,12 @@ def window_in(name: str, shape: Sequence[int], place: Placement, *,
     """Return the position of a rank's part in a whole tensor of a given shape.
 
     Args:
-        name: the name of the tensor, as for `window_of`.
+        name: the name of the tensor, as in `window_of`.
         shape: the shape of the whole tensor.
         place: the ranks that store each expert.
-        of_parameter: whether the tensor has the axes of the parameter.
+        of_parameter: whether the tensor has the same axes as the parameter.
     Raises:
-        ValueError: the first axis does not count experts, or experts are split along an unknown
+        ValueError: If the first axis does not count experts, or experts are split along an unknown
             axis.
     """
     sizes = list(shape)
@@ -118,7 +117,8 @@ def window_in(name: str, shape: Sequence[int], place: Placement, *,
 class ExpertPart(Tensor):
     """A rank's part of an expert tensor in a state dict.
 
-    It behaves like a plain tensor in computations, copies and pickles, but DCP refuses to save it.
+    This class behaves like a plain tensor in computations, copies and pickles, but DCP refuses to
+    save it.
     """
 
     @classmethod
@@ -131,7 +131,7 @@ class ExpertPart(Tensor):
             return made
 
     def plain(self) -> Tensor:
-        """Return a plain tensor that shares the memory."""
+        """Return a plain tensor that shares the memory of this tensor."""
         with torch._C.DisableTorchFunctionSubclass():
             return self.as_subclass(Tensor)
 
@@ -159,15 +159,14 @@ def _not_all(what: str) -> ValueError:
 def as_dtensor(value: Tensor, window: ExpertWindow, place: Placement) -> Any:
     """Return the tensor of all experts as a DTensor over the expert-parallel ranks.
 
-    The first call is collective if experts are split and the ranks do not all store the same
-    experts.
+    The first call is collective if experts are split and not all ranks store the same experts.
 
     Args:
         value: the part of this rank.
         window: the position of the part.
         place: the ranks that store each expert.
     Raises:
-        ValueError: the ranks are not a process group of torch.
+        ValueError: If the ranks are not a process group of torch.
     """
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor, Shard
@@ -224,10 +223,11 @@ def asked_by_dcp() -> bool:
 
 
 def give(layer: Any, state: dict[str, Any], prefix: str, _: object) -> None:
-    """Convert the experts of a layer in a state dict. A hook that runs after `state_dict`.
+    """Convert the experts of a layer in a state dict. This function is a hook that runs after
+    `state_dict`.
 
-    If DCP requested the state, the extra state describes the experts of all ranks, and the state of
-    the tuner is left out, because it is valid only for these ranks.
+    If DCP requested the state, the extra state describes the experts of all ranks. The state of the
+    tuner is omitted, because it is valid only for this number of ranks.
     """
     dcp, place = asked_by_dcp(), layer.placement
     for key in [key for key in state if key.startswith(prefix + "experts.")]:
@@ -240,7 +240,7 @@ def give(layer: Any, state: dict[str, Any], prefix: str, _: object) -> None:
 
 
 def take(layer: Any, state: dict[str, Any], prefix: str, *_: object) -> None:
-    """Apply the inverse of `give`. A hook that runs before `load_state_dict`."""
+    """Apply the inverse of `give`. This function is a hook that runs before `load_state_dict`."""
     use_current_names(state, prefix + "experts.")
     place, dcp = layer.placement, asked_by_dcp()
     shapes = {f"{prefix}experts.{name}": value.shape
@@ -331,8 +331,9 @@ def _changed(optimizer: Optimizer, state_dict: dict[str, Any], change: Callable[
 
     Args:
         optimizer: the optimizer.
-        state_dict: its state dict.
-        change: a function of parameter, value, name and placement that returns the new value.
+        state_dict: the state dict of the optimizer.
+        change: a function that computes the new value from the parameter, the value, the name and
+            the placement.
         keys: the keys of the parameters in the state dict, in the order of the parameters.
     """
     placed, state = placed_parameters(), dict(state_dict["state"])

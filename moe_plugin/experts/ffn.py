@@ -1,7 +1,8 @@
 """Feed-forward experts, and the gathering of their parameters from other ranks.
 
 The parameters are stored in one form, which does not depend on the layout of a call. Gathered
-parameters exist for one call only; backward returns their gradients to the ranks that store them.
+parameters exist only during one call. The backward pass sends their gradients to the ranks that
+store the parameters.
 """
 
 from __future__ import annotations
@@ -61,11 +62,12 @@ _USED_AXIS: dict[str, int | None] = {**PART_AXIS, **dict.fromkeys(WHOLE)}
 
 @expert_kinds.register("ffn")
 class FFNExperts(Experts):
-    """A feed-forward network per expert: y = act(x w_in + bias_in) w_out + bias_out.
+    """Experts that each compute `y = act(x w_in + bias_in) w_out + bias_out`.
 
     The parameters are w_in_LDF, bias_in_LF, w_out_LFD and bias_out_LD. If an expert is split into S
     shards (`Placement`), F is hidden_dim / S, and bias_out has D / S columns. Shard j adds its bias
-    only to the columns [j*D/S, (j+1)*D/S), so that the sum over the shards contains each bias once.
+    only to the columns [j*D/S, (j+1)*D/S), so that each bias is added only once in the sum over the
+    shards.
     """
 
     gated = False
@@ -112,8 +114,8 @@ class FFNExperts(Experts):
 
         Weights are Xavier uniform, or normal with the standard deviation `experts.init_std`. One
         draw from torch's generator, together with the global index of an expert, seeds its values.
-        So the values do not depend on the number of ranks, and all ranks advance their generators
-        by the same amount.
+        Therefore the values do not depend on the number of ranks, and all ranks advance their
+        generators by the same amount.
         """
         # always on the CPU, even inside `with torch.device("meta")` or of a GPU
         seed = torch.randint(2**31, (1,), device="cpu")
@@ -165,7 +167,8 @@ class FFNExperts(Experts):
         return self.w_in_LDF.dtype
 
     def forward(self, work: ExpertRows | ParameterRequest) -> Any:
-        """See `Experts`. If experts are split, the result is the part of this shard."""
+        """See `Experts`. If experts are split, the result is the part that belongs to this
+        shard."""
         if isinstance(work, ParameterRequest):
             return self.local_parameters()
         strategy = work.strategy or self.compute
@@ -181,7 +184,8 @@ class FFNExperts(Experts):
         return strategy(work.x, work.rows, parameters)
 
     def local_parameters(self) -> dict[str, Tensor]:
-        """See `Experts`. The names are those of `SHARD_AXIS` that this kind of expert has."""
+        """See `Experts`. The names are the keys of `SHARD_AXIS` that exist in this kind of
+        expert."""
         parameters = {}
         for name in SHARD_AXIS:
             if (value := getattr(self, name)) is not None:
@@ -191,20 +195,22 @@ class FFNExperts(Experts):
         return parameters if self.adapters is None else {**parameters, **self.used_adapters()}
 
     def weights_of(self) -> dict[str, list[Tensor]]:
-        """Return the stored weights by place (`lora.PLACES`)."""
+        """Return the stored weights by their place, which is a key of `lora.PLACES`."""
         first = [w for w in (self.w_in_LDF, self.w_gate_LDF) if w is not None]
         return {"in": first, "out": [self.w_out_LFD]}
 
     def add_lora(self, ranks: ExpertRanks, seed: int) -> None:
-        """Add low-rank adapters to these experts. Collective if experts are split over ranks.
+        """Add low-rank adapters to these experts.
+
+        The method is collective if experts are split over ranks.
 
         The outputs do not change at first: `a` is random, `b` is zero, and with DoRA `m` is the
         current length of each column.
 
         Args:
-            ranks: the ranks and scales of the adapters.
-            seed: the seed of the random values, the same on all ranks. The values of an expert also
-                depend on its global index.
+            ranks: the LoRA ranks and scales of the adapters.
+            seed: the seed of the random values. The seed must be the same on all ranks. The values
+                of an expert also depend on its global index.
         """
         place, (local, width, inner) = self.placement, self.w_in_LDF.shape
         like: dict[str, Any] = {"dtype": self.dtype, "device": self.w_in_LDF.device}
@@ -223,7 +229,8 @@ class FFNExperts(Experts):
         self.adapters = ranks
 
     def _drawn_a(self, seed: int, shape: tuple[int, int]) -> Tensor:
-        """Draw this rank's part of `a`, uniform within 1 / sqrt(inputs), as `peft` does."""
+        """Draw this rank's part of `a` uniformly between -1 / sqrt(inputs) and 1 / sqrt(inputs), as
+        `peft` does."""
         place, drawn = self.placement, []
         for expert in range(place.first_expert, place.first_expert + place.local):
             whole = torch.empty(shape, dtype=torch.float32)
@@ -233,15 +240,16 @@ class FFNExperts(Experts):
         return torch.stack(drawn)
 
     def _shards(self) -> Comm | None:
-        """Return the ranks that store shards of the same experts. None if they are not sharded."""
+        """Return the ranks that store shards of the same experts, or None if experts are not
+        sharded."""
         place = self.placement
         return place.comm.contiguous_subgroup(place.shards) if place.shards > 1 else None
 
     def used_adapters(self) -> dict[str, Tensor]:
-        """Return the adapter tensors that a call computes with.
+        """Return the adapter tensors that are used in a call.
 
-        Empty if the adapters are merged into the weights. Collective if experts are split over
-        ranks.
+        The result is empty if the adapters are merged into the weights. The method is collective if
+        experts are split over ranks.
         """
         ranks, shards = self.adapters, self._shards()
         if ranks is None or ranks.merged is not None:
@@ -267,9 +275,11 @@ class FFNExperts(Experts):
         """Return the parameters in the form that strategies use.
 
         Args:
-            tensors: parameters in the form of `local_parameters`. They may belong to other or more
-                experts, or to several consecutive shards. Defaults to the stored parameters.
-            first_shard: the first shard in `tensors`. Defaults to the shard of this rank.
+            tensors: parameters in the form of `local_parameters`. The weights may belong to
+                different experts, to more experts, or to several consecutive shards. Defaults to
+                the stored parameters.
+            first_shard: the index of the first shard in `tensors`. Defaults to the shard of this
+                rank.
         """
         redirected, rounded, borrowed = {}, None, tensors is not None
         if tensors is None and self.adds_to_main_grad:
@@ -302,8 +312,8 @@ class FFNExperts(Experts):
 
 @expert_kinds.register("gated_ffn")
 class GatedFFNExperts(FFNExperts):
-    """A gated network per expert: y = (act(x w_gate + bias_gate) * (x w_in + bias_in)) w_out
-    + bias_out.
+    """Experts that each compute `(act(x w_gate + bias_gate) * (x w_in + bias_in)) w_out +
+    bias_out`.
 
     With the activation silu this is SwiGLU (Shazeer 2020). `experts.clamp` limits both factors, and
     `experts.linear_offset` is added to the second factor (`kernels.expert_ffn.gated`).
@@ -313,10 +323,10 @@ class GatedFFNExperts(FFNExperts):
 
 
 def _by_torch_alone(parameters: FFNParameters) -> Strategy:
-    """Return the strategy that uses only operations of torch, for any numbers of rows.
+    """Return the strategy that uses only torch operations and works for any numbers of rows.
 
     Raises:
-        ValueError: the experts compute in another precision than ieee.
+        ValueError: If the precision of the experts is not ieee.
     """
     if parameters.precision != "ieee":
         raise ValueError(f"experts.precision={parameters.precision} is not supported by "
@@ -339,17 +349,19 @@ def _check_shards(config: MoEConfig, shards: int) -> None:
 
 def gather_parameters(local: Mapping[str, Tensor], comm: Comm, shards: int,
                       axes: Mapping[str, int | None] = _USED_AXIS) -> dict[str, Tensor]:
-    """Gather the parameters of several ranks in one all-gather. Backward is one reduce-scatter.
+    """Gather the parameters of several ranks in one all-gather. The backward pass is one
+    reduce-scatter.
 
     Args:
-        local: the parameters of this rank by name. Their first axis counts the experts.
+        local: the parameters of this rank by name. The first axis of each parameter is the axis of
+            experts.
         comm: the ranks to gather from.
         shards: how many consecutive ranks store shards of the same expert. The shards are
             concatenated along the axis in `axes`.
-        axes: the axis of each parameter along which experts are split. None if every shard has the
-            whole tensor; the tensor of the first shard is then used.
-    Returns: tensors [L * size / shards, ...] with the same names. The split axis is `shards` times
-        as long.
+        axes: the axis of each parameter along which experts are split, or None if every shard has
+            the whole tensor. In this case, the tensor of the first shard is used.
+    Returns: tensors [L * size / shards, ...] with the same names. The axis along which experts are
+        split is `shards` times as long as in the parameters of one rank.
     """
     # one all-gather of all parameters instead of one for each
     flat = torch.cat([*map(torch.flatten, local.values())])

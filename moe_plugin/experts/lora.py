@@ -1,10 +1,10 @@
 """Low-rank adapters on feed-forward experts: LoRA (Hu et al. 2021) and DoRA (Liu et al. 2024).
 
-Expert l computes with w + scale_l a_l b_l, and only a and b are trained. With DoRA the columns of
-this sum are scaled to the lengths m, which are trained, too. The gate and up weights share one a,
-because `transformers` stores both in one tensor, and the files of `peft` follow this. The sum of
-the weights is never computed: rows are multiplied by a and b in separate grouped products
-(`FFNParameters.adapters`).
+Expert l uses the weights `w + scale_l a_l b_l`, and only a and b are trained. With DoRA, the
+columns of this sum are scaled to the lengths m, which are also trained. The gate and up weights
+share one matrix a, because `transformers` stores both in one tensor and the files of `peft` have
+the same form. The sum of the weights is never computed. Instead, rows are multiplied by a and b in
+separate grouped matmuls (`FFNParameters.adapters`).
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ class ExpertRanks:
     """The ranks and scales of the adapters on all experts of a layer.
 
     Attributes:
-        ranks: for each place in `PLACES`, the rank r of each expert's adapter. 0 if the expert has
-            no adapter. The tensors a and b of all experts have the width of the largest r; the
-            columns that exceed an expert's own r have no effect.
+        ranks: for each place in `PLACES`, the rank r of each expert's adapter. The rank is 0 if the
+            expert has no adapter. The tensors a and b of all experts have the width of the largest
+            r. The columns that exceed an expert's own r have no effect.
         alphas: for each place, the value alpha. The scale of an adapter is alpha / r.
-        rooted: whether the scale is alpha / sqrt(r) instead (rsLoRA).
-        dora: whether the adapters have lengths m (DoRA).
-        merged: the adapters that were added to the weights and are no longer computed. None if the
-            adapters are not merged.
+        rooted: True if the scale is alpha / sqrt(r) instead (rsLoRA).
+        dora: whether the adapters have column lengths m (DoRA).
+        merged: the adapters that were added to the weights and are no longer computed, or None if
+            the adapters are not merged.
     """
 
     ranks: Mapping[str, Sequence[int]]
@@ -58,7 +58,7 @@ class ExpertRanks:
         return self.alphas[place] / (math.sqrt(rank) if self.rooted else rank) if rank else 0.0
 
     def scale_LR(self, place: str, first: int, like: Tensor) -> Tensor:
-        """Return the scale of each of the R columns, [L, R], with 0 beyond an expert's own rank.
+        """Return the scales [L, R] of the R columns, which are 0 beyond an expert's own LoRA rank.
 
         Args:
             place: a key of `PLACES`.
@@ -76,14 +76,16 @@ class ExpertRanks:
 
 @torch.no_grad()
 def column_lengths(w_LIO: Tensor, adapter: LowRank | None, shards: Comm | None) -> Tensor:
-    """Return the lengths of the columns of w + a b, [L, O], without computing the sum.
+    """Return the lengths [L, O] of the columns of `w + a b` without computing the sum.
 
     The result is float32, or float64 for float64 weights.
 
     Args:
         w_LIO: [L, I, O], the weights.
-        adapter: a and b, already scaled. None to return the lengths of the columns of w.
-        shards: the ranks that store other parts of the axis I. None if this rank stores all of it.
+        adapter: a and b, already multiplied by the scale. If `adapter` is None, the lengths of the
+            columns of w are returned.
+        shards: the ranks that store other parts of the axis I, or None if this rank stores all of
+            it.
     """
     wide = torch.promote_types(w_LIO.dtype, torch.float32)
     squared = torch.linalg.vector_norm(w_LIO, dim=1, dtype=wide).square()
@@ -100,16 +102,16 @@ def column_lengths(w_LIO: Tensor, adapter: LowRank | None, shards: Comm | None) 
 
 def with_factors(tensors: dict[str, Tensor], weights: Mapping[str, Sequence[Tensor]],
                  ranks: ExpertRanks, first: int, shards: Comm | None) -> dict[str, Tensor]:
-    """Multiply each b by its scale, and replace the lengths m by the factors of the columns.
+    """Multiply each b by its scale, and replace the lengths m with the factors of the columns.
 
     Args:
-        tensors: the tensors by name, which are changed in place. The tensors named in `WHOLE` must
-            be whole.
+        tensors: mapping from names to tensors, which is changed in place. The tensors named in
+            `WHOLE` must not be sharded.
         weights: the weights by place, in the order of `PLACES`.
         ranks: the ranks and scales of the adapters.
         first: the global index of the first expert.
-        shards: the ranks that store other shards of these experts. None if experts are not
-            sharded.
+        shards: the ranks that store other shards of these experts. The value is None if experts are
+            not sharded.
     """
     for place, (a, bs, ms) in PLACES.items():
         for w_LIO, b, m in zip(weights[place], bs, ms, strict=False):

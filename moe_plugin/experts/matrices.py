@@ -3,7 +3,7 @@
 Such an optimizer needs the whole matrix of each expert. A matrix is [out, in], as in
 `torch.nn.Linear`. The gate and up weights of a gated expert form one matrix, with the gate rows
 first, as in Megatron, transformers and most checkpoints. If an expert is split into shards
-(`Placement`), the matrix is this rank's part of it.
+(`Placement`), the matrix contains only this rank's part.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ MARK = "expert_matrix"  # the attribute of a parameter that contains its `Matrix
 
 
 class Stack:
-    """One matrix for each expert of a module, stored in one or more weights.
+    """The matrices of the experts of a module, which are stored in one or more weights.
 
     Args:
-        parts: the number of weights.
+        parts: the number of weights that form one matrix per expert.
         shards: the number of shards of each expert.
     """
 
@@ -39,8 +39,8 @@ class MatrixPart:
 
     Attributes:
         stack: an object that all weights of the same matrices share.
-        number: the index of this weight among the `stack.parts` weights, counted from the first
-            row.
+        number: the index of this weight among the `stack.parts` weights, in the order of the matrix
+            rows.
     """
 
     stack: Stack
@@ -71,14 +71,14 @@ def to_matrices(parts: Sequence[Tensor]) -> list[Tensor]:
     """Return the matrix [sum of out, in] of each expert.
 
     Args:
-        parts: all weights of a stack, [L, in, out] each.
+        parts: all weights of a stack. Each of them is [L, in, out].
     """
     return [torch.cat([part.t() for part in expert_parts])
             for expert_parts in zip(*parts, strict=True)]
 
 
 def from_matrices(matrices: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
-    """Return weights with the shapes of `like`: the inverse of `to_matrices`."""
+    """Return weights with the shapes of `like`. This is the inverse of `to_matrices`."""
     # rows of the matrix are outputs, which are the last axis of a weight
     widths = [part.shape[2] for part in like]
     split = [matrix.split(widths) for matrix in matrices]
@@ -91,8 +91,8 @@ class MatrixForm:
 
     Attributes:
         transposed: whether the axes are [in, out] instead of [out, in].
-        halves: one of `HALVES`. Whether the axis `out` contains one matrix, two matrices one after
-            the other, or two matrices with alternating rows.
+        halves: one of `HALVES`, which states whether the axis `out` contains one matrix, two
+            matrices one after the other, or two matrices with alternating rows.
     """
 
     transposed: bool = False
@@ -124,14 +124,14 @@ def _forms_of(module: nn.Module) -> Iterator[tuple[str, MatrixForm]]:
 
 
 def of_transformers(module: nn.Module) -> bool:
-    """Return whether the class of a module was decorated with transformers'
-    `use_experts_implementation`, which declares the form of the weights.
+    """Return whether a module's class is decorated with `use_experts_implementation` of
+    transformers.
     """
     return hasattr(module, "is_concatenated")
 
 
 def stacked(model: nn.Module) -> set[int]:
-    """Return the ids of the parameters whose first axis counts experts."""
+    """Return the ids of the parameters whose first axis is the axis of experts."""
     return {id(parameter) for module in model.modules()
             if isinstance(module, Experts) or of_transformers(module)
             for parameter in module._parameters.values() if parameter is not None}
@@ -142,6 +142,6 @@ def is_vector(parameter: Tensor, stacks: Collection[int]) -> bool:
 
     Args:
         parameter: the parameter.
-        stacks: the result of `stacked` for its model.
+        stacks: the result of `stacked` for the model that contains the parameter.
     """
     return parameter.ndim - (id(parameter) in stacks) < 2

@@ -1,4 +1,7 @@
-"""Checks in the first step of each torch optimizer that it treats expert parameters correctly."""
+"""Checks that torch optimizers treat expert parameters correctly.
+
+The checks run in the first step.
+"""
 
 from __future__ import annotations
 
@@ -43,12 +46,14 @@ _WHOLE_GROUPS: WeakKeyDictionary[Optimizer, list[dict[str, Any]]] = WeakKeyDicti
 
 
 def watch_optimizers() -> None:
-    """Check the first step of every torch optimizer from now on. Later steps cost one lookup.
+    """Check the first step of every torch optimizer from now on.
+
+    Each later step only needs one lookup.
 
     The first step raises `ValueError` if an optimizer or tool treats the experts of several ranks
     as copies of each other, or if it runs inside backward although the gradients of the experts are
-    averaged at the end of backward. It logs a warning if parameters of the optimizer were replaced
-    in their model.
+    averaged at the end of backward. The first step logs a warning if parameters of the optimizer
+    were replaced in their model.
     """
     if not _watched:
         _watched.append(register_optimizer_step_pre_hook(_before_step))
@@ -61,7 +66,7 @@ def refuse_tools(ranks: int) -> None:
     Args:
         ranks: the number of ranks that store different experts.
     Raises:
-        ValueError: the caller runs inside such a tool.
+        ValueError: If the caller runs inside such a tool.
     """
     frame = sys._getframe(1)
     while frame is not None:
@@ -128,9 +133,8 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def _is_mixed(group: dict[str, Any]) -> bool:
-    """Return whether torch's `foreach` and `fused` functions would fail for a parameter group.
-
-    These functions do not accept sharded and whole parameters in one call.
+    """Return whether torch's `foreach` and `fused` functions would fail for a parameter group,
+    because they do not accept sharded and whole parameters in one call.
     """
     return ("foreach" in group or "fused" in group) and len(_parts(group)) > 1
 
@@ -146,7 +150,8 @@ def _parts(group: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _refuse_products(optimizer: Optimizer, parameters: list[Tensor]) -> None:
-    """Refuse an optimizer whose update of shared parameters would differ between ranks."""
+    """Raise an error for an optimizer whose update of shared parameters would differ between
+    ranks."""
     if not isinstance(optimizer, LBFGS):
         return
     for parameter in parameters:
@@ -168,7 +173,8 @@ def _refuse_copies(optimizer: Optimizer, parameters: list[Tensor]) -> None:
 
 
 def _refuse_early(parameters: list[Tensor]) -> None:
-    """Refuse a step that runs before the gradients of replicas are averaged."""
+    """Raise an error for an optimizer step that runs before the gradients of replicas are
+    averaged."""
     if torch._C._current_graph_task_id() == -1:
         return
     for parameter in parameters:

@@ -1,8 +1,9 @@
 """A check that nothing overwrites experts, and that shared parameters stay equal on all ranks.
 
-Tools for data parallelism, and loops over `model.parameters()`, treat all parameters as replicas.
-They copy or average experts, or the gradients of experts, over ranks that store different experts.
-Not all such tools can be recognized, so the check compares samples of the values.
+Data-parallel tools, and loops over `model.parameters()`, often treat all parameters as replicas.
+Such a tool would copy or average experts, or the gradients of experts, over ranks that store
+different experts. Not all such tools can be recognized, so the check compares samples of the
+values.
 """
 
 from __future__ import annotations
@@ -31,14 +32,15 @@ _APART = 0.05  # experts with a larger distance, relative to their norms, count 
 
 
 class OverwriteCheck:
-    """Compares the experts of all expert-parallel ranks in training calls 2, 4, 7, 13, ..., 241.
+    """A check that compares the experts of all expert-parallel ranks in training calls 2, 4, ...,
+    241.
 
-    A layer runs 8 comparisons in total. A comparison costs one all-gather of 4 KiB from each rank
-    (5 KiB the first time), and a second all-gather over `world`. The ranks compare the changes
-    since the previous comparison, so that experts that are equal from the start do not raise an
-    error. The first comparison covers two periods: from building or loading the layer to the first
-    call, and from then to the second call. Experts that have moved and are equal in two comparisons
-    raise an error.
+    A layer runs 8 comparisons in total. The calls are 2, 4, 7, 13, 25, 61, 121 and 241. A
+    comparison requires one all-gather of 4 KiB from each rank (5 KiB the first time), and a second
+    all-gather over `world`. The ranks compare the changes since the previous comparison, so that
+    experts that are equal from the start do not raise an error. The first comparison covers two
+    periods: from building or loading the layer to the first call, and from then to the second call.
+    An error is raised if experts have changed and are equal in two comparisons.
 
     Args:
         comm: the expert-parallel group.
@@ -47,7 +49,7 @@ class OverwriteCheck:
     Attributes:
         calls: the number of training calls of the layer so far.
         world: the ranks that have the same shared parameters, including ranks with replicas of the
-            experts. A host sets it. If None, replicas are not compared.
+            experts. A host sets this attribute. If `world` is None, replicas are not compared.
     """
 
     def __init__(self, comm: Comm, experts: nn.Module) -> None:
@@ -66,17 +68,17 @@ class OverwriteCheck:
     def __call__(self, experts: nn.Module, layer: nn.Module | None) -> None:
         """Count a training call, and run a comparison if it is due.
 
-        Collective over `comm` and `world`.
+        The method is collective over `comm` and `world`.
 
         Args:
             experts: the experts of this rank.
-            layer: the layer. All its parameters except those of the experts are shared. None if the
-                layer is not known.
+            layer: the layer. All parameters of the layer except those of the experts are shared.
+                The value is None if the layer is not known.
         Raises:
-            ValueError: a tool that overwrites experts was recognized. Also raised, on all ranks, if
-                experts that were different have become equal or nearly equal, or have changed by
-                the same values, or if experts that have moved are equal although the router gives
-                them different tokens.
+            ValueError: If a tool that overwrites experts was recognized. The error is also raised,
+                on all ranks, if different experts have become equal or nearly equal, or have
+                changed by the same values. Finally, it is raised if experts have changed and are
+                equal although the router assigns different tokens to them.
         """
         self.calls += 1
         if self.calls == 1:
@@ -181,8 +183,9 @@ def _equal_and_moved(before_RN: Tensor, now_RN: Tensor, is_RR: Tensor) -> Tensor
     """Return the pairs of ranks whose experts are equal now and were trained since `before_RN`.
 
     Experts without tokens change by weight decay alone, which moves every large value towards zero.
-    So experts count as trained only if a large value has grown. Small values are ignored, because
-    an optimizer that divides by the size of the gradient may move them across zero.
+    Therefore experts count as trained only if a large value has increased. Small values are
+    ignored, because an optimizer that divides by the size of the gradient may move them across
+    zero.
     """
     large_RN = before_RN.abs() >= before_RN.abs().mean(1, keepdim=True)
     grew_R = (large_RN & ((now_RN - before_RN) * before_RN > 0)).any(1)
@@ -190,7 +193,7 @@ def _equal_and_moved(before_RN: Tensor, now_RN: Tensor, is_RR: Tensor) -> Tensor
 
 
 def _tells_apart(router: nn.Module | None) -> bool:
-    """Return whether a router has different weights for each expert.
+    """Return whether the weights of a router differ between experts.
 
     Otherwise experts may receive the same tokens.
     """
@@ -200,7 +203,7 @@ def _tells_apart(router: nn.Module | None) -> bool:
 
 
 def _drifted(before_RN: Tensor, now_RN: Tensor, part_R: Tensor) -> tuple[int, int] | None:
-    """Return two ranks with the same part whose values were equal and are no longer, or None."""
+    """Return two ranks that store the same part and whose values are no longer equal, or None."""
     first_R = (part_R[:, None] == part_R).int().argmax(1)
     drift_R = (now_RN - now_RN[first_R]).norm(dim=1) > 1e-4 * now_RN.norm(dim=1)
     drifted = (drift_R & (before_RN == before_RN[first_R]).all(1)).nonzero().flatten().tolist()
@@ -208,7 +211,8 @@ def _drifted(before_RN: Tensor, now_RN: Tensor, part_R: Tensor) -> tuple[int, in
 
 
 def _sample(parameters: Iterable[Tensor]) -> Tensor:
-    """Return a sample of VALUES values in float32, with the same number from each parameter.
+    """Return a sample of `VALUES` values in float32, with the same number of values from each
+    parameter.
 
     The sample is padded with zeros. Parameters without memory and sharded parameters are skipped.
     """

@@ -21,8 +21,8 @@ class DrawnLinear(nn.Linear):
     """A linear layer whose initial values do not depend on how its parameters are sharded.
 
     Args:
-        std: the standard deviation of the initial weights; biases are then zero. Defaults to the
-            initialization of `torch.nn.Linear`.
+        std: the standard deviation of the initial weights. If `std` is given, biases are
+            initialized to zero. Defaults to the initialization of `torch.nn.Linear`.
     """
 
     def __init__(self, *args: Any, std: float | None = None, **options: Any) -> None:
@@ -30,7 +30,7 @@ class DrawnLinear(nn.Linear):
         super().__init__(*args, **options)
 
     def reset_parameters(self) -> None:
-        """Draw the initial values of the whole parameters, and keep the part of this rank."""
+        """Draw the initial values of the whole parameters, and keep only the part of this rank."""
         if is_sharded(self.weight):
             # each rank draws the whole layer, so that values do not depend on the sharding
             whole = DrawnLinear(self.in_features, self.out_features, self.bias is not None,
@@ -63,7 +63,10 @@ def linear_of(config: MoEConfig) -> type[DrawnLinear]:
 
 
 class SharedExpert(nn.Module):
-    """An expert that processes every real token. Its parameters are replicated on all ranks."""
+    """An expert that processes every real token.
+
+    The parameters of the shared expert are replicated on all ranks.
+    """
 
     def __init__(self, config: MoEConfig, *, dtype: torch.dtype | None = None,
                  device: Any = None) -> None:
@@ -88,7 +91,7 @@ class SharedExpert(nn.Module):
 
     @classmethod
     def of(cls, config: MoEConfig, **where: Any) -> SharedExpert | None:
-        """Build the shared expert. Returns None if none is configured.
+        """Build the shared expert, or return None if no shared expert is configured.
 
         Args:
             config: the settings of the layer.
@@ -101,7 +104,7 @@ class SharedExpert(nn.Module):
 
         Args:
             x_TD: [T, D], the tokens.
-            mask_T: bool [T], True for real tokens. None if all tokens are real.
+            mask_T: bool [T], True for real tokens. It is None if all tokens are real.
         """
         if mask_T is not None:
             # Inputs are masked, too: padding may contain NaN, which would otherwise reach the
@@ -126,7 +129,7 @@ class OverlappedWork:
     Args:
         shared: the shared expert of the layer, or None.
         tokens: the tokens of the call.
-        more: a function of the caller to run at the same time, or None.
+        more: a function of the caller that is also run during the exchange, or None.
     """
 
     def __init__(self, shared: SharedExpert | None, tokens: Tokens,
@@ -135,14 +138,17 @@ class OverlappedWork:
         self._shared_TD: Tensor | None = None
 
     def __call__(self) -> None:
-        """Run the work. Called after the rows were sent to their experts."""
+        """Run the work. This method is called after the rows were sent to their experts."""
         if self.shared is not None and self.shared.overlap:
             self.shared_TD()
         if self.more is not None:
             self.more()
 
     def shared_TD(self) -> Tensor | None:
-        """Return the outputs [T, D] of the shared expert, or None. They are computed only once."""
+        """Return the outputs [T, D] of the shared expert, or None.
+
+        The outputs are computed only once.
+        """
         # may have been computed by `__call__` while the rows were sent
         if self._shared_TD is None and self.shared is not None:
             self._shared_TD = self.shared(self.tokens.x_TD, self.tokens.mask_T)
@@ -156,7 +162,7 @@ def add_residual(y_TD: Tensor, tokens: Tokens, routing: Routing,
     Args:
         y_TD: [T, D], the outputs of the routed experts.
         tokens: the tokens of the call.
-        routing: the routing of the call. Its `passthrough_T` may be None.
+        routing: the routing of the call. `routing.passthrough_T` may be None.
         shared_TD: [T, D], the outputs of the shared expert, or None.
     Returns: the sum [T, D] in the dtype of the tokens.
     """
@@ -165,6 +171,7 @@ def add_residual(y_TD: Tensor, tokens: Tokens, routing: Routing,
     if shared_TD is not None:
         y_TD = y_TD + shared_TD
     if routing.passthrough_T is not None:
+        # Padding may contain NaN, which remains NaN even if it is multiplied by 0.
         real_TD = x_TD if mask_T is None else x_TD.masked_fill(~mask_T[:, None], 0)
         y_TD = y_TD + (routing.passthrough_T[:, None] * real_TD).to(x_TD.dtype)
     return y_TD
@@ -213,6 +220,7 @@ class LatentProjection(nn.Module):
         The results of padding are zero.
         """
         y_TD: Tensor = self.up(y_TL).to(tokens.x_TD.dtype)
+        # Results of padding are zeros, which only a bias changes.
         if tokens.mask_T is None or self.up.bias is None:
             return y_TD
         return y_TD.masked_fill(~tokens.mask_T[:, None], 0)

@@ -1,8 +1,8 @@
-"""Background copies between a device and a slower tier, which are executed in order.
+"""Background copies between a device and a slower tier. The copies are executed in order.
 
 If the device is a GPU, copies run on a separate stream. Other work, such as reading a file, runs in
-one thread. If the device is a CPU, all work runs in this thread. The caller continues immediately
-and waits only when it needs the result.
+a single thread. If the device is a CPU, all work runs in this thread. The caller continues
+immediately and waits only when it needs the result.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ class CopyCounters:
     Attributes:
         copies: number of finished jobs.
         bytes: number of bytes moved by the jobs.
-        busy_s: time in seconds in which jobs ran, including throttling. For a GPU, it contains only
-            the time of the thread.
+        busy_s: time in seconds in which jobs ran, including throttling. For a GPU, only the time of
+            the thread is counted.
         throttled_s: time in seconds that throttling added.
         waits: number of times that the caller waited for unfinished jobs.
-        stalled_s: time in seconds in which the caller waited. Times in which a stream of a GPU
+        stalled_s: time in seconds in which the caller waited. Times during which a GPU stream
             waited are not included.
     """
 
@@ -44,13 +44,13 @@ class CopyCounters:
 
 @dataclass
 class OnDevice:
-    """Device memory used by a feature that moves data. It is shown in reports.
+    """Device memory used by a feature that moves data. Reports show these numbers.
 
     Attributes:
         resident_bytes: maximum number of bytes on the device in the last step, or 0 if it is
             unknown.
-        keep, recompute, swap: number of blocks with this activation policy. It is 0 for features
-            other than activations.
+        keep, recompute, swap: number of blocks with this activation policy. The number is 0 for
+            features other than activations.
     """
 
     resident_bytes: int = 0
@@ -105,16 +105,17 @@ class Ticket:
 
 
 class Copier:
-    """An executor that runs copies in the background, one at a time, in the order of their start.
+    """An executor that runs copies in the background, one at a time and in the order in which they
+    start.
 
     The thread and the stream of a copier are created when the first copy starts. If a copier is
     duplicated by deepcopy, pickle or fork, the duplicate creates a separate thread and stream.
 
     Args:
-        device: device to which or from which data is copied.
+        device: device to and from which data is copied.
         throttle: maximum bandwidth of the slow tier in bytes/s, for tests and benchmarks that
             simulate a slow tier. Defaults to no limit.
-        sleep: function that waits for throttling.
+        sleep: function that is called to wait if copies are throttled.
     Raises:
         ValueError: If the throttle is not above 0.
     """
@@ -169,10 +170,10 @@ class Copier:
         return ticket
 
     def start_call(self, call: Callable[[], object], nbytes: int) -> Ticket:
-        """Start work of the slow tier other than copies between tensors, such as reading a file.
+        """Start work of the slow tier that is not a copy between tensors, such as reading a file.
 
-        If the device is a GPU, the work runs in the thread, and the stream for copies is the
-        current stream there.
+        If the device is a GPU, the work runs in the thread. The stream for copies is then the
+        current stream of the thread.
 
         Args:
             call: the work.
@@ -221,8 +222,8 @@ class Copier:
             self.device = torch.device("cuda", torch.cuda.current_device())
 
     def _here(self) -> torch.cuda.Event:
-        """Record an event in the caller's stream. This stream may still read data that a copy will
-        overwrite.
+        """Record an event in the caller's stream, because this stream may still read data that a
+        copy will overwrite.
         """
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(self.device))

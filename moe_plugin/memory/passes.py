@@ -26,7 +26,7 @@ ALIGNMENT = 256  # bytes; matrix products may round differently at other alignme
 
 @dataclass(frozen=True)
 class FlatLayout:
-    """The positions of tensors in a buffer of bytes.
+    """The layout of tensors in a buffer of bytes.
 
     Attributes:
         shapes, dtypes: shapes and data types of the tensors.
@@ -83,7 +83,7 @@ def aligned_buffer(nbytes: int, device: torch.device | str,
 
 
 def give_back_free_memory() -> None:
-    """Return free memory of the C library to the system (glibc only).
+    """Return unused memory of the C library to the operating system (glibc only).
 
     Without this call, glibc retains the memory of freed gradients between small allocations that
     are in use.
@@ -104,7 +104,7 @@ Place = tuple[nn.Module, str]  # a buffer: its module and its name
 
 
 class BlockPasses:
-    """The passes of one training step and the activations that they store.
+    """The forward and backward passes of one training step, and the activations that they store.
 
     Args:
         modules: the blocks.
@@ -136,7 +136,7 @@ class BlockPasses:
         return [sum(x.numel() * x.element_size() for x in inputs[:1]) for inputs in self._inputs]
 
     def end(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """Return the losses and the sums of the blocks' own losses for each micro-batch. All other
+        """Return, for each micro-batch, the loss and the sum of the blocks' own losses. All other
         data of the step is cleared.
         """
         balance = [torch.zeros(()) if x is None else x for x in self._balance]
@@ -147,8 +147,8 @@ class BlockPasses:
     def forward(self, number: int, keep: bool) -> None:
         """Run the first pass of a block for all micro-batches.
 
-        keep: whether to store inputs for backward. Raises: ValueError: If the block returned an
-            invalid value.
+        keep: whether to store the inputs for the backward pass. Raises: ValueError: If the block
+            returned an invalid value.
         """
         module = self.modules[number]
         before = _values(module) if keep else {}
@@ -246,7 +246,8 @@ def unchanged_buffers(module: nn.Module, places: Sequence[Place] | None = None) 
 
     Args:
         module: the module.
-        places: owner and name of each buffer to restore. Defaults to all buffers of the module.
+        places: pairs of the module that owns a buffer to restore and the name of the buffer.
+            Defaults to all buffers of the module.
     """
     if places is None:
         places = [place for place, _ in _buffers(module)]

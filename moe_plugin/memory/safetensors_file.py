@@ -34,7 +34,7 @@ if hasattr(torch, "float8_e8m0fnu"):  # available since torch 2.7
 
 
 class UnknownDtype(ValueError):
-    """A file is complete but contains a tensor of an unsupported dtype."""
+    """Error that is raised if a file is complete but contains a tensor of an unsupported dtype."""
 
 
 class SafetensorsFile:
@@ -48,7 +48,7 @@ class SafetensorsFile:
 
     Attributes:
         name: name of the file that is used in messages.
-        held: position, shape and dtype of each tensor, by name.
+        held: mapping from the name of each tensor to its position, shape and dtype.
         metadata: metadata that the header contains.
     Raises:
         OSError: If the file cannot be opened.

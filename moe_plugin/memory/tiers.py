@@ -24,8 +24,8 @@ from moe_plugin.utils.regular_files import make_folder, read_at, write_remedy
 
 
 class TierError(OSError):
-    """A tier cannot store or return a tensor. The message names the size, the location and a
-    remedy.
+    """Error that is raised if a tier cannot store or return a tensor. The message names the size,
+    the location and a remedy.
     """
 
 
@@ -35,8 +35,9 @@ class TierTensor:
 
     Attributes:
         shape, dtype: shape and data type of the tensor.
-        tensor: the tensor in host memory, or None if the values are in a file.
-        file, offset: descriptor of an open file, and position of the values in the file in bytes.
+        tensor: the tensor in host memory, or None if the values are stored in a file.
+        file, offset: descriptor of the open file that contains the values, and their position in
+            the file in bytes.
     """
 
     shape: tuple[int, ...]
@@ -51,7 +52,7 @@ class TierTensor:
 
 
 class Tier(ABC):
-    """Storage for tensors that is larger and slower than the device."""
+    """Base class of storage for tensors that is larger and slower than the device memory."""
 
     def put(self, x: Tensor) -> TierTensor:
         """Store a copy of `x` and wait until this is complete. Raise `TierError` if there is no
@@ -65,8 +66,8 @@ class Tier(ABC):
                   ) -> tuple[list[TierTensor], Ticket]:
         """Start storing several tensors in the background.
 
-        The tensors must not be changed until the ticket is done. Waiting for the ticket ensures
-        that the tensors are stored, and raises `TierError` if there is no space.
+        The tensors must not be changed until the ticket is done. When the wait for the ticket
+        returns, the tensors are stored. The wait raises `TierError` if there is no space.
         """
         held = [self._room(x) for x in tensors]
         pairs = list(zip(held, tensors, strict=True))
@@ -78,14 +79,15 @@ class Tier(ABC):
 
     @abstractmethod
     def _write(self, pairs: Sequence[tuple[TierTensor, Tensor]]) -> None:
-        """Write tensors to the space that was allocated for them. If the space does not suffice for
-        a tensor, the space of all these tensors is freed.
+        """Write tensors to the space that was allocated for them.
+
+        If there is not enough space for a tensor, the space of all tensors of this call is freed.
         """
 
     @abstractmethod
     def read_into(self, held: TierTensor, target: Tensor) -> None:
-        """Copy a stored tensor into a tensor of the same shape, which may have any dtype and
-        device, and wait for the copy to finish.
+        """Copy a stored tensor into a tensor of the same shape and any dtype and device, and wait
+        for it.
         """
 
     def fetch(self, copier: Copier, wanted: Sequence[tuple[Tensor, TierTensor]],
@@ -146,7 +148,7 @@ class HostTier(Tier):
                                    zip(held, tensors, strict=True)])
 
     def take(self, held: Sequence[TierTensor]) -> list[Tensor]:
-        """See `Tier`. The tensors of this tier are already in memory."""
+        """See `Tier`. The tensors of this tier are already in memory, so nothing is moved."""
         return [stored.tensor for stored in held]
 
     def read_into(self, held: TierTensor, target: Tensor) -> None:
@@ -173,11 +175,12 @@ class HostTier(Tier):
 
 
 class DiskTier(Tier):
-    """A tier that stores tensors in one unnamed file in a folder. The file disappears when the
-    process ends for any reason.
+    """A tier that stores tensors in one unnamed file in a folder.
+
+    The file disappears when the process ends for any reason.
 
     Args:
-        folder: folder on a disk. It is created if it does not exist.
+        folder: folder on a disk. A folder that does not exist is created.
     Raises:
         ValueError: If the folder cannot be created.
     """
@@ -295,8 +298,8 @@ class TierBuffer:
         self.tier.read_into(self.held, flat_N)
 
     def settle(self) -> None:
-        """Wait for a `put` that was started by `put_later`. Raise `TierError` if the space did not
-        suffice. The old buffer then remains.
+        """Wait for a `put` that was started by `put_later`. Raise `TierError` if there was not
+        enough space. In this case, the old buffer remains.
         """
         if self._ticket is None:
             return
@@ -312,7 +315,7 @@ class TierBuffer:
 
 
 def tier_of(device: torch.device | str, folder: str | os.PathLike[str] | None = None) -> Tier:
-    """Return the tier for tensors of a device, which is host memory for a GPU and files for a CPU.
+    """Return the tier for tensors of a device: host memory for a GPU, and files for a CPU.
 
     folder: folder on a disk in which files are created. Defaults to the folder for temporary files.
     """

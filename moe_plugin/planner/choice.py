@@ -21,26 +21,26 @@ class LayoutChoice:
 
     Attributes:
         r: routing degree. With r = 0, every rank gathers the parameters of all experts and computes
-            its own tokens without an all-to-all, which Tutel calls data parallelism. With r >= 1
-            every token is sent to r ranks, each of which computes 1/r of the expert's inner width
-            after gathering the missing parameters: r = 1 is expert parallelism plus data
+            its own tokens without an all-to-all. Tutel calls this data parallelism. With r >= 1,
+            every token is sent to r ranks. Each of them gathers the missing parameters and computes
+            1/r of the expert's inner width. The case r = 1 is expert parallelism plus data
             parallelism, and r > 1 is expert parallelism plus model parallelism. If there are at
             least as many experts as ranks, r can only be 0 or 1.
-        d: overlap degree in the forward pass, which is the number of pieces into which the rows are
+        d: overlap degree in the forward pass. This is the number of pieces into which rows are
             split for sending and computing. With d = 1, nothing overlaps.
-        d_backward: overlap degree in the backward pass. 0 means the same degree as in the forward
-            pass.
+        d_backward: overlap degree in the backward pass. The value 0 means the same degree as in the
+            forward pass.
         algorithm: registered name of the all-to-all algorithm.
         kernel: registered name of the expert compute implementation.
-        piece_axis: axis along which rows are divided into pieces, which is `rows`, `experts` or
-            `peers`. With one piece, the axis has no effect.
+        piece_axis: axis along which rows are divided into pieces: `rows`, `experts` or `peers`.
+            With one piece, the axis has no effect.
         gather_tokens: whether every rank gathers all tokens of the group and computes the rows of
             its own experts without an all-to-all, as the dispatcher `all_gather` does. Parameters
             remain on the ranks that store them.
         spill: policy from `planner.spill.POLICIES` that selects the ranks that compute rows of
-            overloaded experts. Rows can spill only with the largest r, with which every token is
-            sent to all slices of an expert.
-        send: value from `SENDS` that defines whether a token's row is sent once per selected
+            overloaded experts. Rows can spill only with the largest r. Every token is then sent to
+            all slices of an expert.
+        send: value from `SENDS` that defines how often a token's row is sent: once per selected
             expert, once per rank with a selected expert, or once per node with a selected expert.
     """
 
@@ -137,7 +137,10 @@ class LayoutChoice:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> LayoutChoice:
-        """Return the layout with the given fields, which are in the form that `as_dict` returns."""
+        """Return the layout with the given fields.
+
+        The fields have the same form as in the result of `as_dict`.
+        """
         return cls(**values)
 
 
@@ -188,10 +191,10 @@ def legal_choices(experts: int, ranks: int, *, degrees: Iterable[int] = DEGREES,
 def combinations(values: Mapping[str, Sequence[Any]], ranks: int) -> Iterator[LayoutChoice]:
     """Yield every sensible layout that combines the given values, which are listed by field name.
 
-    Layouts without an all-to-all (r = 0, gathered tokens, or a single rank) have nothing to
-    overlap. They use the first algorithm and d = 1, and their rows never spill. Layouts that gather
-    tokens and layouts that spill rows use the largest possible r. Layouts that send each token once
-    per rank or once per node cannot use the piece axis `experts`.
+    Layouts without an all-to-all (r = 0, gathered tokens, or a single rank) cannot overlap an
+    exchange. Such layouts use the first algorithm and d = 1, and their rows never spill. Layouts
+    that gather tokens and layouts that spill rows use the largest possible r. Layouts that send
+    each token once per rank or once per node cannot use the piece axis `experts`.
     """
     choices = {}
     for row in itertools.product(*values.values()):

@@ -30,8 +30,8 @@ class Device:
         memory_bytes_s: memory bandwidth in bytes per second.
         launch_s: fixed time of each operation in seconds.
         memory_bytes: memory of a rank in bytes. Plans leave the fraction `HEAD_ROOM` of it free.
-        fit_error: mean relative error of the fitted values compared with the measurements. None
-            means that the values come from a data sheet instead of a measurement.
+        fit_error: mean relative error of the fitted values compared with the measurements, or
+            None if the values are taken from a data sheet instead of a measurement.
     """
 
     name: str = "device"
@@ -54,7 +54,7 @@ class Device:
 
     @property
     def usable_bytes(self) -> float:
-        """Memory that a plan may use in bytes, which excludes the head-room."""
+        """Memory in bytes that a plan may use. The head-room is excluded."""
         return (1 - HEAD_ROOM) * self.memory_bytes
 
     def matmul_s(self, rows: float, flops: float, traffic: float = 0.0) -> float:
@@ -91,7 +91,7 @@ MAX_RANKS, MAX_SECONDS = 1 << 20, 1e9
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """A link on which a message costs `alpha_s` seconds plus `beta_s` seconds per byte."""
+    """A link. A message takes `alpha_s` seconds plus `beta_s` seconds per byte."""
 
     alpha_s: float = 0.0
     beta_s: float = 0.0
@@ -114,9 +114,10 @@ class Cluster:
 
     Attributes:
         name: name of the cluster.
-        nodes, ranks_per_node: number of nodes and number of ranks per node; N and P in the
+        nodes, ranks_per_node: number of nodes and number of ranks per node, called N and P in
             formulas.
-        nics: number of network cards per node. The ranks of a node share the cards evenly.
+        nics: number of network cards per node. Each card is shared by the same number of ranks of
+            its node.
         intra: link between ranks of a node.
         inter: link from a network card to other nodes.
         copy_s: time in seconds to read or write one byte in a memory copy.
@@ -125,8 +126,8 @@ class Cluster:
         host: CPU cost of each message and byte if one machine emulates the cluster, otherwise zero.
             See `planner.all_to_all_cost`.
         wake_s: CPU time in seconds to wake a rank if one machine emulates the cluster, otherwise 0.
-        fit_error: mean relative error of the fitted values compared with the measurements. None
-            means that nothing was measured.
+        fit_error: mean relative error of the fitted values compared with the measurements, or
+            None if nothing was measured.
     """
 
     name: str = "cluster"
@@ -172,7 +173,7 @@ class Cluster:
 
     @property
     def sizes(self) -> dict[int, int]:
-        """Mapping from each number of ranks per node to the number of nodes that have it."""
+        """Mapping from each number of ranks per node to the number of nodes of this size."""
         return {self.ranks_per_node: self.nodes}
 
     @property
@@ -199,7 +200,7 @@ class Cluster:
         return UnequalCluster(**vars(equal), of_nodes=tuple(sizes))
 
     def with_ranks(self, ranks: int) -> Cluster:
-        """Return a cluster with the same links and `ranks` ranks on full nodes, or on one partly
+        """Return a cluster with the same links and `ranks` ranks, on full nodes or on one partly
         used node.
 
         Raises:

@@ -1,4 +1,4 @@
-"""An event simulator in which each resource runs one task at a time.
+"""An event simulator with resources that each run one task at a time.
 
 With `simulate`, tasks start in issue order. With `simulate_ready`, each task starts as soon as
 possible.
@@ -26,7 +26,7 @@ class Task:
         seconds: duration of the task in seconds.
         after: names of the tasks that must end before this task starts.
         phase: name under which the task's time is reported. The default is the name of the task.
-        also: names of further resources that the task occupies during the same time.
+        also: names of further resources that the task occupies at the same time.
     """
 
     name: str
@@ -92,8 +92,8 @@ class Timeline:
 
     @property
     def hidden(self) -> float:
-        """Time in seconds that overlap saves, which is the total time of all tasks minus the last
-        end time."""
+        """Time in seconds that overlap saves: the total time of all tasks minus the last end
+        time."""
         return sum(s.task.seconds for s in self.spans) - self.seconds
 
 
@@ -195,7 +195,7 @@ SCHEDULES = ("baseline", "s1", "s2")
 
 @dataclass(frozen=True, kw_only=True)
 class ParmShape:
-    """Shape of an MoE layer, with the quantities that the Parm paper defines.
+    """Shape of an MoE layer, described by quantities that the Parm paper defines.
 
     Attributes:
         tokens: number of tokens of a rank, called BL in the paper.
@@ -277,7 +277,7 @@ def schedule_s(shape: ParmShape, cluster: Cluster, schedule: str, overlap: bool 
 
 
 def run_s(shape: ParmShape, cluster: Cluster, schedule: str, pieces: int = 1) -> float:
-    """Return the time in seconds of a forward pass's exchanges if layers run schedule `s1` or `s2`.
+    """Return the time in seconds of a forward pass's exchanges with schedule `s1` or `s2`.
 
     The exchanges are split into `pieces` pieces, and the messages of each piece are sent
     separately. In schedule `s2`, the all-gather of a piece overlaps with the all-to-all of the next

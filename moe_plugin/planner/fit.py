@@ -116,8 +116,8 @@ def _links(measurements: Sequence[Measurement], cluster: Cluster) -> Cluster:
 
 
 def _linear(m: Measurement, cluster: Cluster, first: bool) -> tuple[np.ndarray, float]:
-    """Return the linear factors of the constants in `LINKS`, and the measured time that they must
-    explain."""
+    """Return the factors by which the constants in `LINKS` contribute to a time, and the measured
+    time."""
     row, rest, cluster = np.zeros(len(LINKS)), m.seconds, cluster.resized(m.nodes, m.ranks_per_node)
     for phase in _phases(m, cluster):
         machine = cluster.machine_s(*phase.machine)

@@ -1,7 +1,7 @@
 """Cost of one MoE layer in a layout, from roofline and alpha-beta models and simulated overlap.
 
-With P bytes of parameters and E experts, a layout with r = 0 moves O(P) bytes in each direction and
-no rows. A layout with r >= 1 moves O(r rows + P/(E r)) bytes (Tutel).
+With P bytes of parameters and E experts, O(P) bytes are sent in each direction with r = 0, and no
+rows are sent. With r >= 1, O(r rows + P/(E r)) bytes are sent (Tutel).
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ class LayerShape:
 
     Attributes:
         tokens: number of tokens T of one rank.
-        capacity_factor: factor by which rows are padded. None means that rows are not padded.
+        capacity_factor: factor by which rows are padded, or None if rows are not padded.
         gated: whether an expert has three weight matrices instead of two.
-        latent_dim: width to which tokens are projected before they are sent to the experts. 0 means
-            that there is no projection.
+        latent_dim: width to which tokens are projected before they are sent to the experts, or 0 if
+            there is no projection.
         element_bytes: number of bytes per element of activations and parameters.
-        skew: number of rows of the fullest rank divided by the mean, at least 1.
-        shards: number of ranks that share an expert. None means `ranks / experts`, but at least 1.
+        skew: number of rows of the fullest rank divided by the mean over all ranks, at least 1.
+        shards: number of ranks that share an expert. Defaults to `ranks / experts`, at least 1.
         guests: maximum number of experts that a rank may borrow at a time.
         limits: limits of the router on the experts that a token may select.
         visits: destinations of tokens that were measured in a run. None means unknown.
@@ -160,7 +160,7 @@ class _Sizes:
 
 
 def spill_costs(shape: LayerShape, cluster: Cluster, device: Device) -> SpillCosts:
-    """Return the cost in both passes of moving a row and of lending an expert or a shard."""
+    """Return the costs of moving a row and of lending an expert or a shard, over both passes."""
     link, sharing = cluster.intra, 1.0
     if cluster.nodes > 1:
         link = cluster.inter
@@ -253,7 +253,7 @@ def _through_experts(cluster: Cluster, work: _Work, choice: LayoutChoice, d: int
                      parameters: tuple[str, ...] = ()) -> list[Task]:
     """Return tasks for exchanges and experts. All pieces are sent before any piece is returned.
 
-    In `d` groups, pieces are sent over `links[0]` and returned over `links[1]`.
+    Pieces are sent over `links[0]` and returned over `links[1]`, in `d` groups.
     """
     sizes = work.sizes
     if not sizes.out:
@@ -287,14 +287,14 @@ def _exchange_s(cluster: Cluster, shape: LayerShape, sizes: _Sizes, choice: Layo
 
 
 def _staying(work: _Work, share: float, name: str, after: tuple[str, ...]) -> list[Task]:
-    """Return a task for half of the rows that stay on their rank if pieces exclude them."""
+    """Return a task for half of the rows that stay on their rank if no piece contains them."""
     seconds = work.seconds(share / 2)
     return [Task(f"experts_{name}", COMPUTE, seconds, after, "experts")] if share else []
 
 
 def _copies_s(shape: LayerShape, sizes: _Sizes, cluster: Cluster, device: Device,
               r: int) -> float:
-    """Return the time in seconds to permute a rank's rows, including copies via send buffers."""
+    """Return the time in seconds to permute a rank's rows, with copies through send buffers."""
     rows = shape.rows * r if sizes.out else sizes.rows_here
     if sizes.once is not None:
         rows = sizes.out / shape.row_bytes

@@ -14,8 +14,8 @@ over all sets S of senders and T of receivers, because at least the amount `|S| 
 of one rank's tokens, must be sent from S to T. `optimal_shares` searches for the cut with this
 value, and for shares whose time is close to it. At the exact optimum, some shares are zero. A
 router could not learn these shares, and their penalty `1 / c` would be infinite. Therefore the
-exchange may be 1 % slower than the optimum (`SLACK`). Of all shares within this limit, the function
-returns those nearest to shares proportional to `1 / beta_ij`.
+exchange may be 1 % slower than the optimum (`SLACK`). Of all shares within this limit, the shares
+nearest to values proportional to `1 / beta_ij` are returned.
 """
 
 from __future__ import annotations
@@ -108,7 +108,8 @@ def _scales(inverse_WW: Matrix, other_W: Matrix, most: float) -> Matrix:
 
 
 def _best_cut(inverse_WW: Matrix, rows_W: Matrix, columns_W: Matrix) -> float:
-    """Return the largest lower bound of all cuts between ranks with large and with small factors.
+    """Return the largest lower bound that follows from a cut between ranks with large and small
+    factors.
 
     If `most` is too small for any shares, the factors on both sides of the violated cut diverge.
     """

@@ -71,12 +71,12 @@ class ModelShape:
     """Shape of a decoder in which every `moe_every`-th layer has experts.
 
     Attributes:
-        moe_first: whether the first of every `moe_every` layers has experts, as with Megatron's
-            `--moe-layer-freq`, instead of the last, as with fairseq's `--moe-freq`. The method
+        moe_first: True if the first of every `moe_every` layers has experts, as with Megatron's
+            `--moe-layer-freq`. If `moe_first` is False, the last one has experts, as with fairseq's
+            `--moe-freq`. The method `in_host` sets this field.
+        sharded_optimizer: True if the optimizer state of replicated parameters is divided equally
+            among the data-parallel ranks (Megatron's `--use-distributed-optimizer`). The method
             `in_host` sets this field.
-        sharded_optimizer: whether each data-parallel rank stores an equal share of the optimizer
-            state of its replicated parameters (Megatron's `--use-distributed-optimizer`). The
-            method `in_host` sets this field.
         ffn_dim: inner width of dense layers.
         hidden_dim: inner width of an expert. 0 means `ffn_dim`.
         latent_dim: width of the rows that are sent to experts and that experts compute. 0 means
@@ -87,7 +87,7 @@ class ModelShape:
             from which a token may select experts. In DeepSeek's node-limited routing, a group
             corresponds to a node, so the limit bounds the number of ranks and nodes that receive a
             token. With `groups=1`, routing is not limited.
-        capacity_factor: capacity factor of the experts. None means that no token is dropped.
+        capacity_factor: capacity factor of the experts, or None if no token is dropped.
         skew: number of rows of the busiest rank divided by the mean over all ranks, at least 1.
         element_bytes: number of bytes per element of weights and activations.
         state_bytes: bytes of gradient and optimizer state per parameter, without the weight itself.
@@ -168,7 +168,7 @@ class ModelShape:
                 for first in range(0, pp * size, size)]
 
     def fullest(self, pp: int) -> tuple[int, int]:
-        """Return the number of layers and of layers with experts of the stage with most expert
+        """Return the number of layers and of expert layers of the stage with the most expert
         layers."""
         return max((self.moe_before(layers.stop) - self.moe_before(layers.start), len(layers))
                    for layers in self.stages(pp))[::-1]
@@ -230,8 +230,8 @@ class ModelPlan:
     groups are folded over the tensor- and data-parallel ranks.
 
     Attributes:
-        tp, pp, dp: tensor-, pipeline- and data-parallel sizes. Their product is the number of
-            ranks.
+        tp, pp, dp: tensor-, pipeline- and data-parallel sizes. The product of the sizes is the
+            number of ranks.
         ep: number of ranks among which the experts are divided.
         etp: number of ranks among which each expert's inner width is divided.
         micro_batch: number of sequences per micro-batch.

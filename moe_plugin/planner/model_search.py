@@ -1,7 +1,7 @@
 """Exact branch-and-bound search for the fastest parallelization plans.
 
-The search varies TP, EP, ETP, DP, PP and the micro-batch, and the layout's values of r, d,
-algorithm and send.
+The search varies TP, EP, ETP, DP, PP and the size of micro-batches. It also varies r, d, the
+algorithm and `send` of the layout.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ def alternatives(model: ModelShape, cluster: Cluster, device: Device, best: Plan
     """Return, for each axis, the best plan that differs from `best` on this axis.
 
     On all remaining axes, the plan may also differ from `best`. A plan that exceeds the device's
-    memory is returned only if every plan that differs on this axis exceeds it.
+    memory is returned only if all plans that differ on this axis exceed the memory.
     """
     best_by_axis: dict[str, PlanCost] = {}
     for outline in tracked(list(outlines(model, cluster, space)), "comparing", "plan"):
@@ -182,7 +182,7 @@ def value_of(plan: ModelPlan, axis: str) -> int | str:
 
 
 def _rank(cost: PlanCost, device: Device) -> tuple:
-    """Return a sort key that puts plans that fit into memory first, by time, and all others by
-    size."""
+    """Return a sort key. Plans that fit into memory come first, ordered by time. The others are
+    ordered by size."""
     over = cost.memory_bytes > device.usable_bytes
     return over, cost.memory_bytes if over else 0.0, _order(cost)

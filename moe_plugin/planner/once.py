@@ -1,10 +1,9 @@
-"""Traffic and time if each token's row is sent once per rank or node, and times of ring
-collectives.
+"""Traffic and time if a token's row is sent once per rank or node, and times of ring collectives.
 
 If the k choices of a token are distributed evenly over W targets, the token is sent to `W (1 - (1 -
 1/W)^k)` targets on average (`expected_targets`). With `send=nodes`, a row is sent once to each
-node, where the rank with the sender's local index receives it and forwards it inside the node.
-This uses the two phases of the 2DH algorithm, but with different numbers of rows. Pairs of an
+node. The rank of the node with the sender's local index receives the row and forwards it inside the
+node. This uses the two phases of the 2DH algorithm, but with different numbers of rows. Pairs of an
 expert index and a routing weight are sent in separate exchanges. In the forward pass, the pairs are
 sent to the experts, and in the backward pass, the gradients of the weights are sent back.
 """
@@ -64,7 +63,7 @@ def all_to_all_s(cluster: Cluster, group: GroupShape, algorithm: str, size: floa
 
 
 def _ring_steps_s(cluster: Cluster, group: GroupShape, piece: float) -> float:
-    """Return the time in seconds of the n - 1 steps of a ring in which every rank forwards `piece`
+    """Return the time in seconds of a ring's n - 1 steps, in which every rank forwards `piece`
     bytes."""
     if group.size == 1:
         return 0.0
@@ -167,8 +166,9 @@ class Limits:
 
 @dataclass(frozen=True)
 class OnceRows:
-    """Numbers of rows and (expert, weight) pairs of a token, including those for its own rank and
-    node.
+    """Numbers of rows and (expert, weight) pairs of a token.
+
+    The token's own rank and node are included.
 
     Attributes:
         ranks: number of ranks to which the token's row is sent.
@@ -211,8 +211,8 @@ class TokenBytes:
     """Number of bytes that a rank sends for one token in one direction.
 
     Attributes:
-        inside: number of bytes for ranks of the same node. With `send=nodes`, number of bytes that
-            are forwarded inside a node.
+        inside: number of bytes for ranks of the same node. With `send=nodes`, these are the bytes
+            that are forwarded inside a node.
         between: number of bytes sent to other nodes.
     """
 

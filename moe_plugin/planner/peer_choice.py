@@ -19,7 +19,8 @@ BACKWARD = 2.5  # size of a backward task relative to a forward task
 
 @dataclass
 class Throughput:
-    """Moving average of the throughput, corrected for the bias of starting at zero."""
+    """Moving average of the throughput. The bias that results from starting at zero is
+    corrected."""
 
     _average: float = 0.0
     _weight: float = 0.0
@@ -102,7 +103,7 @@ class Wiring:
             but: peers that are excluded because they did not answer this task in time.
 
         Raises:
-            LookupError: If no peer is left. Announce an additional peer, or wait.
+            LookupError: If no peer is left. In this case, announce an additional peer, or wait.
         """
         passed = []
         while self._heap and self._heap[0].peer in but:
@@ -119,8 +120,8 @@ class Wiring:
         return earliest.peer
 
     def done(self, peer: Hashable, size: float, seconds: float) -> None:
-        """Record a finished task. If the peer has been banned in the meantime, the task is
-        ignored."""
+        """Record that a peer has finished a task. If the peer has been banned in the meantime, the
+        task is ignored."""
         if peer in self._throughput:
             self._throughput[peer].add(size, seconds)
 

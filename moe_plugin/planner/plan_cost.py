@@ -68,7 +68,7 @@ def plan_cost(model: ModelShape, cluster: Cluster, device: Device, plan: ModelPl
 
 
 def needs_send(model: ModelShape, cluster: Cluster, device: Device, plan: ModelPlan) -> bool:
-    """Return True if a plan would exceed the device's memory if it sent a row per selected expert.
+    """Return True if a plan would exceed the memory if one row per selected expert were sent.
 
     The result is False if the plan already sends one row per selected expert.
     """
@@ -97,8 +97,8 @@ def time_of(model: ModelShape, cluster: Cluster, device: Device, plan: ModelPlan
 
 
 def dense_s(model: ModelShape, device: Device, tokens: int, tp: int = 1) -> dict[str, float]:
-    """Return the forward and backward times in seconds of the attention, of the dense feed-forward
-    network, and of the output head.
+    """Return the forward and backward times in seconds of attention, dense layers and the output
+    head.
 
     Args:
         model: shape of the model.
@@ -224,8 +224,7 @@ ACTIVATIONS = "activations, some recomputed"
 
 
 def activation_bytes(cost: PlanCost, memory: float) -> int:
-    """Return the number of bytes that remain for activations on the fullest rank if it has `memory`
-    bytes."""
+    """Return how many of `memory` bytes remain for activations on the fullest rank."""
     return int(memory - sum(_of_parameters(cost).values()))
 
 

@@ -1,8 +1,8 @@
 """Choice of the number of pieces and of the kernel of expert compute from a profile (EPS-MoE).
 
 The source is Qian et al., "EPS-MoE: Expert Pipeline Scheduler for Cost-Efficient MoE Inference",
-2024. The rows of a layer are divided into pieces by experts or by rows. While one piece computes,
-the rows of the next piece arrive and the results of the previous piece return over the same
+2024. The rows of a layer are divided into pieces by experts or by rows. While one piece is
+computed, the rows of the next piece and the results of the previous piece are sent over the same
 network. Each piece adds the fixed cost of an exchange and a launch. The best number of pieces is
 therefore a compromise between overlap and fixed costs.
 """
@@ -128,7 +128,7 @@ class PrefillChoice:
         cut: axis from `CUTS` along which rows are divided into pieces.
         kernel: name of the kernel that computes the experts.
         seconds: time in seconds of dispatch, experts and combine together.
-        bound_s: lower bound in seconds of the time for any order of the tasks.
+        bound_s: lower bound in seconds of the time with any order of the tasks.
     """
 
     pieces: int
@@ -146,8 +146,9 @@ def fastest_kernel(profile: Profile, experts: float, rows: float) -> str:
 
 
 def crossovers(profile: Profile, experts: int, rows: range) -> list[tuple[int, str, str]]:
-    """Return each number of rows at which the fastest kernel changes, with the kernel used below it
-    and the kernel used from it on.
+    """Return each number of rows at which the fastest kernel changes, and the two kernels.
+
+    The first kernel is the fastest below this number of rows, and the second from this number on.
 
     Args:
         profile: measured kernels by name.
@@ -182,7 +183,7 @@ def timeline(load: PrefillLoad, pieces: int, compute_s: float) -> Timeline:
 
 
 def bound_s(load: PrefillLoad, pieces: int, compute_s: float) -> float:
-    """Return a lower bound in seconds of the time for any order of equal pieces.
+    """Return a lower bound in seconds of the time with any order of equal pieces.
 
     The result is the larger of two bounds. The first is the sum of the first exchange, all
     computation and the last exchange. The second is the sum of all exchanges and the time for which
@@ -195,7 +196,8 @@ def bound_s(load: PrefillLoad, pieces: int, compute_s: float) -> float:
 
 def choices(load: PrefillLoad, profile: Profile, cut: str = "experts",
             pieces: Sequence[int] = PIECES) -> list[PrefillChoice]:
-    """Return a choice with the fastest kernel for each number of pieces, fastest first.
+    """Return a choice with the fastest kernel for each number of pieces. The fastest choice comes
+    first.
 
     Among equally fast choices, the choice with fewer pieces comes first.
 

@@ -1,12 +1,12 @@
 """Placement of expert replicas on ranks according to expert loads (DeepSeek's EPLB).
 
 Each rank has slots, which are called physical experts. Each slot contains one of the router's
-logical experts, and hot experts occupy several slots. Placement has two greedy steps, which both
-proceed in the order of decreasing load. First, each further replica is given to the expert with the
-highest load per replica, which minimizes the highest load of a slot. Second, each replica is placed
-on the rank with the least load among those with a free slot. If the number of nodes divides the
-number of expert groups, placement is hierarchical. Groups are first placed on nodes, so all
-replicas of an expert and all experts of a group are on one node.
+logical experts. Experts with a high load occupy several slots. Placement has two greedy steps,
+which both proceed in the order of decreasing load. First, each additional replica is assigned to
+the expert with the highest load per replica. This minimizes the highest load of a slot. Second,
+each replica is placed on the rank with the least load among those with a free slot. If the number
+of nodes divides the number of expert groups, placement is hierarchical. Groups are first placed on
+nodes, so all replicas of an expert and all experts of a group are on one node.
 
 The loads of any two ranks differ by at most the largest load of a slot. Therefore the load of the
 fullest rank is at most the mean load plus the largest load of a slot.
@@ -69,15 +69,16 @@ class ReplicaMap:
 
 
 def replicate(loads: Loads, slots: int, most: int | None = None) -> list[int]:
-    """Return the number of replicas of each expert, which is at least one. The sum of all numbers
-    is `slots`.
+    """Return the number of replicas of each expert, which is at least one.
+
+    The sum of all numbers is `slots`.
 
     The greedy choice is optimal, because no choice has a smaller maximum load per slot.
 
     Args:
         loads: load of each expert.
         slots: total number of replicas of all experts.
-        most: maximum number of replicas of an expert. If it is given, slots may remain unused.
+        most: maximum number of replicas of an expert. If `most` is given, slots may remain unused.
             By default, there is no limit.
     """
     counts = [1] * len(loads)
@@ -96,7 +97,7 @@ def replicate(loads: Loads, slots: int, most: int | None = None) -> list[int]:
 
 
 def pack(loads: Loads, packs: int) -> list[list[int]]:
-    """Divide items among packs with equal numbers of items such that the largest load of a pack is
+    """Divide items among packs so that all packs have equally many items and the largest load is
     small.
 
     Returns:
@@ -162,17 +163,17 @@ def host_replicas(loads: Loads, ranks: int, guests: int,
                   speeds: Sequence[float] | None = None) -> ReplicaMap:
     """Return a placement in which each expert stays on its rank and ranks also host replicas.
 
-    Rank i stores the L experts from `i L` to `(i + 1) L - 1`. As in `place_replicas`, each further
-    replica is given to the expert with the highest load per replica. In the order of decreasing
-    load, each replica is placed on the rank with the least load among those that have a free slot
-    and do not have the expert. Unused slots repeat the rank's first expert.
+    Rank i stores the L experts from `i L` to `(i + 1) L - 1`. As in `place_replicas`, each
+    additional replica is assigned to the expert with the highest load per replica. In the order of
+    decreasing load, each replica is placed on the rank with the least load among those that have a
+    free slot and do not have the expert. Unused slots repeat the rank's first expert.
 
     Args:
         loads: load >= 0 of each logical expert in any unit.
         ranks: number of ranks.
         guests: number of slots for replicas per rank.
-        speeds: speed of each rank, by which the load of the rank is divided. By default, all speeds
-            are equal.
+        speeds: speed of each rank. The load of a rank is divided by its speed. By default, all
+            speeds are equal.
     """
     local = len(loads) // ranks
     counts = replicate(loads, len(loads) + ranks * guests, ranks)
@@ -206,9 +207,9 @@ def host_placed(loads: Loads, ranks: int, guests: int) -> ReplicaMap:
     `host_replicas`.
 
     Each pack of `place_replicas` is assigned to the rank that stores most of the pack's load, if
-    possible. Among the experts in its pack that a rank does not store, the rank hosts those with
-    the highest load per replica. Therefore even all rows of an expert may be computed on a
-    different rank.
+    possible. A rank hosts those experts in its pack that it does not store, beginning with the
+    highest load per replica. Therefore even all rows of an expert may be computed on a different
+    rank.
     """
     local = len(loads) // ranks
     placed = place_replicas(loads, len(loads) + ranks * guests, ranks)

@@ -6,15 +6,16 @@ or not at all. Each slice is multicast from any device that stores it in the old
 devices that store it only in the new layout. Devices may be part of both layouts, for example if
 the number of expert-parallel ranks changes. Data is not sent to devices that already have it.
 
-A slice is sent to a node once (section 3). If g devices of a node need a slice, each of them
-receives one of g parts, and they exchange the parts inside the node. Further nodes receive their
-parts from this node in chunks, so all links of this chain of nodes are busy at the same time.
+A slice is sent to each node only once (section 3). If g devices of a node need a slice, each of
+them receives one of g parts, and they exchange the parts inside the node. Further nodes receive
+their parts from this node in chunks, so all links of this chain of nodes are busy at the same time.
 Devices on the sender's own node receive the slice directly from the sender.
 
 A node sends one slice at a time and receives one slice at a time. The sender of each slice and the
 order of the slices are searched by randomized greedy rounds and, if there are few slices, by a
 depth-first search with pruning (section 4, `best_order`). `relays` uses this result if it is faster
-than sending the largest slices first, each from the device with the least to send."""
+than a simple plan. In the simple plan, the largest slices are sent first, each from the device with
+the least data to send."""
 
 from __future__ import annotations
 
@@ -67,7 +68,7 @@ class TensorLayout:
             mesh: mapping from the name of each mesh axis to its size, with the slowest axis first.
             spec: for every axis of the tensor, the mesh axes over which it is sharded. The tensor
                 is replicated over all remaining mesh axes.
-            devices: devices in the order of the mesh. By default, they are 0, 1, 2 and so on.
+            devices: devices in the order of the mesh. Defaults to 0, 1, 2 and so on.
         Raises: ValueError: If mesh axes are unknown or used twice, or if the device count is
             wrong."""
         count = math.prod(mesh.values())
@@ -193,9 +194,9 @@ def relays(slices: Sequence[Slice], nodes: Sequence[int], chunks: int = CHUNKS) 
     """Return hops that deliver every element of every slice to each receiver exactly once.
 
     All devices compute the same list. The faster of two plans, according to `hops_s`, is returned.
-    In the first plan, the largest slices come first, each sent by the device with the least to send
-    so far. The second plan follows `best_order`. The hops are sorted by chunk, depth, order of
-    slices, part and receiver, which is the order in which devices process the received data.
+    In the first plan, the largest slices are sent first, each by the device that has the least data
+    to send so far. The second plan follows `best_order`. The hops are sorted by chunk, depth, order
+    of slices, part and receiver, which is the order in which devices process the received data.
 
     Args:
         nodes: index of the node of each device.
@@ -259,7 +260,7 @@ class SliceOrder:
 
 @dataclass(frozen=True)
 class _Crossing:
-    """A slice that one of the nodes `senders` sends to all nodes `receivers`."""
+    """A slice that is sent from one of the nodes `senders` to all nodes `receivers`."""
 
     index: int
     senders: tuple[int, ...]
@@ -283,9 +284,9 @@ def best_order(slices: Sequence[Slice], nodes: Sequence[int], chunks: int = CHUN
     """Return a sender for each slice and a fast order, which are the same on all devices.
 
     The result is the best of `rounds` randomized greedy orders. In each round, a maximal set of
-    slices that use different nodes is sent, each from the sender with the least to send. With up to
-    8 slices, a depth-first search with pruning starts from this order. If the search ends within
-    its 20,000 steps, the result is optimal. The method is from section 4 of AlpaComm.
+    slices that use different nodes is sent, each from the sender with the least data to send. With
+    up to 8 slices, a depth-first search with pruning starts from this order. If the search ends
+    within its 20,000 steps, the result is optimal. The method is from section 4 of AlpaComm.
     """
     tasks = _crossings(slices, nodes, chunks)
     source = random.Random(0)

@@ -1,7 +1,7 @@
-"""Replay of a routing trace in the planner to select a policy for overloaded experts.
+"""Simulation of a routing trace in the planner, to select a policy for overloaded experts.
 
-This helps to select a policy before a cluster is rented. The trace contains the expert loads of
-each forward call of a layer, which determine the load of the busiest rank under each policy of
+The policy can be selected before a cluster is rented. The trace contains the expert loads of each
+forward call of a layer, which determine the load of the busiest rank under each policy of
 `parallel.spill`. The modelled time of the busiest rank includes matmuls, sent rows and lent weights
 in the forward and backward passes (`planner.spill.SpillCosts`). This time is compared with the time
 of the same number of rows under forced balance, in which every expert receives equally many rows
@@ -43,7 +43,7 @@ class CallTime:
         seconds: time of the call under the policy in seconds.
         balanced: time in seconds of the same number of rows under forced balance.
         lent: number of experts that ranks lend in this call.
-        third: index of the third of the run's steps to which the call belongs; see `PARTS`.
+        third: index of the part (one third) of the run's steps that contains the call; see `PARTS`.
     """
 
     seconds: float
@@ -54,7 +54,7 @@ class CallTime:
 
 @dataclass(frozen=True)
 class PolicyTimes:
-    """Times of all calls under one policy. The list contains at least one call."""
+    """Times of all calls under one policy. There is at least one call."""
 
     policy: str
     calls: Sequence[CallTime]
@@ -79,7 +79,7 @@ class PolicyTimes:
         call.
 
         Args:
-            third: index of the third of the run's steps. By default, all steps are included.
+            third: index of one third of the run's steps. By default, all steps are included.
         """
         calls = [one for one in self.calls if third in (None, one.third)]
         if not calls:
@@ -230,7 +230,7 @@ def replay(traces: Sequence[Mapping[Any, Any]], model: ModelShape, cluster: Clus
 
 
 def what_to_use(found: Sequence[PolicyTimes]) -> str:
-    """Return a recommendation of the fastest policy for overloaded experts that states what it
+    """Return a recommendation of the fastest policy for overloaded experts, and the time it
     saves."""
     plain, chosen = found[0], best(found)
     if chosen is plain:

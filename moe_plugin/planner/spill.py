@@ -1,10 +1,10 @@
 """Least-loaded expert parallelism (LLEP, arXiv 2601.17111).
 
 Rows that exceed a rank's share are computed by the least loaded ranks, to which the owner of an
-expert lends the expert's weights for one call. In FasterMoE's shadowing, every rank borrows a hot
-expert and computes its own rows of this expert. Both LLEP and shadowing produce a table that lists,
-for every lent expert, the number of rows that each rank computes. Any table leads to the same
-outputs and gradients. A borrower's own rows are not sent.
+expert lends the expert's weights for one call. In FasterMoE's shadowing, every rank borrows an
+expert with a high load and computes its own rows of this expert. Both LLEP and shadowing produce a
+table that lists, for every lent expert, the number of rows that each rank computes. Any table leads
+to the same outputs and gradients. A borrower's own rows are not sent.
 
 An owner sends each of h borrowers one of h equal parts of the weights, and the borrowers exchange
 the parts. Therefore, for any h, the owner sends an expert's weights only once and receives their
@@ -30,9 +30,10 @@ def round_shares(shares: Sequence[float], total: int) -> list[int]:
     """Return integers proportional to `shares` that sum to `total` (Hagenbach-Bischoff method).
 
     With the quota `sum / (total + 1)`, each share first receives the integer part of `share /
-    quota`. Each remaining unit is given to the entry with the largest `share / (number + 1)`, where
-    `number` is what the entry has received so far. Among equal entries, the first one is chosen.
-    The computation is exact, because floats are converted to the fractions that they represent.
+    quota`. Each remaining unit is assigned to the entry with the largest `share / (number + 1)`,
+    where `number` is the integer that the entry has received so far. Among equal entries, the first
+    one is chosen. The computation is exact, because floats are converted to the fractions that they
+    represent.
 
     Raises:
         ValueError: If a share or the total is negative, or if no share is positive.
@@ -162,7 +163,7 @@ class _Draft:
 
     Attributes:
         speeds: number of rows that each rank computes in the time in which a rank of speed 1
-            computes one row. None means that all ranks are equally fast.
+            computes one row, or None if all ranks are equally fast.
         shares: number of rows of each rank if all ranks need the same time.
     """
 

@@ -1,15 +1,14 @@
-"""Replicas of hot experts that remain in place for several steps, with the fraction of the expert's
-rows that each replica computes.
+"""Replicas of experts with a high load that remain in place for several steps.
 
-Every n steps, the loads of the previous n steps determine which ranks have replicas of which
-experts. The best of three placements is used. These are EPLB with experts that stay on their rank
-(`replicas.host_replicas`), EPLB with experts that may move to any rank (`replicas.host_placed`),
-and the loans of `least_loaded` (`spill.plan_spill`). SWARM's interleaved weighted round-robin
-scheduling (`peer_choice.Wiring`) determines, from the throughputs of the ranks, the fraction of an
-expert's rows that each rank with the expert computes. Unlike in `Wiring`, the rank with the lower
-index comes first among equal ranks. Until the next placement, the rows of every call are split
-according to these fractions. A call is executed like any plan of `spill`, in which owners lend
-weights and receive their gradients.
+Each replica computes a fraction of its expert's rows. Every n steps, the loads of the previous n
+steps determine which ranks have replicas of which experts. The best of three placements is used.
+These are EPLB with experts that stay on their rank (`replicas.host_replicas`), EPLB with experts
+that may move to any rank (`replicas.host_placed`), and the loans of `least_loaded`
+(`spill.plan_spill`). SWARM's interleaved weighted round-robin scheduling (`peer_choice.Wiring`)
+determines, from the throughputs of the ranks, the fraction of an expert's rows that each rank with
+the expert computes. Unlike in `Wiring`, the rank with the lower index comes first among equal
+ranks. Until the next placement, the rows of every call are split according to these fractions. A
+call is executed like any plan of `spill`, in which owners lend weights and receive their gradients.
 """
 
 from __future__ import annotations
@@ -40,8 +39,9 @@ def wired_shares(loads: Loads, placed: ReplicaMap, speeds: Sequence[float]) -> S
     The load of each expert is split into tasks. Each task is assigned to the rank that is predicted
     to be free first among the ranks with this expert. Experts on a single rank are assigned first.
     Replicated experts follow in the order of decreasing load, so small loads fill the remaining
-    gaps. Replicas with the smallest loads are omitted as long as this makes the busiest rank slower
-    by at most the fraction `SLACK`, because sending the weights would not pay off.
+    gaps. Replicas with the smallest loads are omitted as long as this slows down the busiest rank
+    by at most the fraction `SLACK`. For such replicas, sending the weights would take longer than
+    the time saved.
 
     Args:
         loads: number of rows of each expert, of which at least one must not be zero.
@@ -118,7 +118,7 @@ class StandingReplicas:
         every: number of steps between placements.
 
     Attributes:
-        placed: map of the experts on each rank. None means that no expert is replicated.
+        placed: map of the experts on each rank, or None if no expert is replicated.
         shares: for each replicated expert, the fraction of its rows that each rank computes.
     """
 

@@ -1,13 +1,14 @@
-"""Decisions from noisy times. This is the common mechanism to measure candidates and choose one.
+"""Decisions that are based on noisy times. This is the common mechanism to measure candidates and
+choose one of them.
 
 This module is pure Python and does not read a clock. Callers report which candidates were tried and
 which times were measured. Candidates are tried in rounds, one call per candidate, so that a
 disturbance of the machine affects all candidates. Two candidates are compared by the ratios of
-their times in the same rounds. The median of the ratios is the difference, and their range without
-a third of outliers is the spread. The smallest times of the candidates are also compared, and the
-comparison with the smaller spread is used. The current choice remains unless a candidate saves more
-than the spread. More rounds follow while candidates cannot be distinguished, up to a maximum
-number. Candidates that are much slower are excluded from further rounds.
+their times in the same rounds. The difference is the median of the ratios. The spread is the range
+of the ratios after a third of them is removed as outliers. The smallest times of the candidates are
+also compared, and the comparison with the smaller spread is used. The current choice remains unless
+a candidate saves more than the spread. More rounds follow while candidates cannot be distinguished,
+up to a maximum number. Candidates that are much slower are excluded from further rounds.
 
 Occasional rounds check whether a choice is still the fastest (`Checks`). Other numbers, such as
 times for a planner, are measured in several steps until the steps agree (`Steady`).
@@ -36,9 +37,10 @@ class PairedComparison(NamedTuple):
 
     Attributes:
         middle: logarithm of the time ratio, which is negative if the first candidate is faster.
-        spread: uncertainty of `middle`. It is half of the range of the logarithms without outliers,
-            or the sum of the distances between each candidate's smallest and second smallest time.
-            It is increased if there are few rounds, because few rounds may agree by chance.
+        spread: uncertainty of `middle`. The uncertainty is half of the range of the logarithms
+            without outliers, or the sum of the distances between each candidate's smallest and
+            second smallest time. The uncertainty is increased if there are few rounds, because few
+            rounds may agree by chance.
         rounds: number of rounds in which both candidates have a time.
     """
 
@@ -89,7 +91,7 @@ class ContestRules:
         gain: fraction of the current choice's time that a different candidate must save.
         behind: a candidate is excluded if, in all of at least two rounds, it took more than this
             multiple of the fastest candidate's time.
-        ordered: whether a candidate must achieve the gain over every earlier candidate as well.
+        ordered: whether a candidate must also be better by this gain than every earlier candidate.
         smallest: whether comparisons may use the smallest times. The smallest times are not
             suitable if a candidate is only occasionally fast.
     """
@@ -108,9 +110,10 @@ class Decision(NamedTuple, Generic[Choice]):
 
     Attributes:
         choice: candidate that should be used.
-        sure: whether it is known for every candidate if it saves enough time. If False, the choice
-            is the current candidate, or the best candidate that certainly saves enough.
-        open: candidates that could be distinguished by more rounds.
+        sure: True if it is known for every candidate whether it saves enough time. If `sure` is
+            False, the choice is the current candidate, or the best candidate that certainly saves
+            enough time.
+        open: candidates that more rounds could distinguish.
     """
 
     choice: Choice
@@ -128,7 +131,7 @@ class Contest(Generic[Choice]):
         cold: candidates whose first time is ignored because their first call takes longer.
 
     Attributes:
-        rounds: times of each round that are not ignored, with the latest round last.
+        rounds: for each round, the times that are not ignored. The latest round comes last.
         behind: candidates that are excluded because they are much slower.
         failed: candidates that could not run.
     """
@@ -160,7 +163,7 @@ class Contest(Generic[Choice]):
 
     @property
     def given_up(self) -> bool:
-        """True if several rounds ended without any time, or if no candidate is left."""
+        """True if several rounds ended without a measured time, or if no candidate is left."""
         return self._empty > 1 or not self.alive()
 
     def contenders(self) -> list[Choice]:
@@ -187,7 +190,7 @@ class Contest(Generic[Choice]):
         self._round, self._first, self._idle = {}, {}, 0
 
     def next(self) -> Choice:
-        """Return the next candidate to try. Its time must then be reported by `add`."""
+        """Return the next candidate to try. The candidate's time must then be reported by `add`."""
         choice = self._queue.popleft()
         self._awaited.append(choice)
         self._idle = 0
@@ -299,8 +302,7 @@ class Contest(Generic[Choice]):
             self._factors[choice] = [factors[choice]]
 
     def contradicts(self) -> bool:
-        """Return True if a candidate was faster than the current choice in the latest round.
-        """
+        """Return True if a candidate was faster than the current choice in the latest round."""
         times = self.rounds[-1] if self.rounds else {}
         current_s = times.get(self.current)
         return current_s is not None and any(
@@ -327,7 +329,9 @@ class Contest(Generic[Choice]):
 
 @dataclass
 class Checks:
-    """Intervals at which a choice is checked, which become longer with each check that agrees.
+    """Intervals at which a choice is checked.
+
+    The intervals become longer with each check that agrees.
 
     Attributes:
         calls: number of calls since the last check.

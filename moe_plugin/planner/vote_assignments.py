@@ -3,11 +3,11 @@
 The source is ByzShield (Konstantinidis and Ramamoorthy, 2021).
 
 A batch is split into f parts, which are called files. Each file is computed by r workers, where r
-is odd, and each of the K workers computes l files, so K l = f r. For each file, the answer given by
-the majority of its workers is used. A file is distorted if at least (r + 1) / 2 of its workers are
-among the q faulty workers. The largest number of files that any q workers can distort is called
-c(q), and c(q) / f is the distorted fraction. The assignments differ in the number of files that two
-workers have in common.
+is odd, and each of the K workers computes l files, so K l = f r. For each file, the answer that the
+majority of its workers computed is used. A file is distorted if at least (r + 1) / 2 of its workers
+are among the q faulty workers. The largest number of files that any q workers can distort is called
+c(q), and c(q) / f is the distorted fraction. The assignments in this module differ in the number of
+files that two workers have in common.
 """
 
 from __future__ import annotations
@@ -238,9 +238,9 @@ class _Worst:
         """Return True if a larger set of this branch may distort more files than the best known
         set.
 
-        If n workers are added, they add n l votes. A file that lacks v votes uses v of these votes
-        if at least v of the later workers compute it. The files that lack the fewest votes are
-        counted first.
+        If n workers are added, they cast n l additional votes. A file that lacks v votes to be
+        distorted uses v of these if at least v later workers compute it. The files that lack the
+        fewest votes are counted first.
         """
         lacking = [0] * (self.need + 1)
         ones, below = self.high >> (self.bits - 1), (votes + self.offset) & self.high

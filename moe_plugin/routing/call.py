@@ -39,8 +39,8 @@ def check_integers(name: str, values_T: Tensor, tokens: int) -> None:
 def check_range(values: Tensor, first: int, last: int, message: str) -> None:
     """Raise a `ValueError` unless all integers are from `first` to `last`.
 
-    The host does not wait for the GPU. On a GPU, a failed check stops the device with an assertion,
-    which the host notices at its next synchronization.
+    The host does not wait for the GPU. On a GPU, a failed check triggers a device assertion. The
+    host notices this assertion at its next synchronization.
 
     Args:
         values: integer tensor of any shape.
@@ -63,8 +63,9 @@ class TakesTokenIds:
     """Base class of a host's MoE layers that receive token ids from `hand_token_ids`.
 
     Attributes:
-        needs: token information that the layer's router needs; see `RouterModule.needs`.
-        tokens_BT: int64 [B, T], the token ids of the next call. It is None if no token ids were
+        needs: names of the token information that the layer's router needs, as in
+            `RouterModule.needs`.
+        tokens_BT: int64 [B, T], the token ids of the next call, or None if no token ids were
             passed.
     """
 
@@ -80,8 +81,8 @@ def hand_token_ids(model: nn.Module, *names: str) -> None:
     Args:
         model: a model that receives token ids as its first positional argument or as a keyword
             argument.
-        names: names of keyword arguments that may contain the token ids. The first of them that is
-            passed is used.
+        names: names of keyword arguments that may contain the token ids. If several of these
+            arguments are passed, the first in this list is used.
     """
     layers = [m for m in model.modules() if isinstance(m, TakesTokenIds) and "token_ids" in m.needs]
 
@@ -100,10 +101,10 @@ def token_info(x_TBD: Tensor, ids_TB: Tensor | None, needs: frozenset[str],
 
     Args:
         x_TBD: tokens [T, B, D], or [B, T, D] if `batch_axis` is 0.
-        ids_TB: int64, the token ids, whose two axes are the first two axes of the tokens. Required
-            only if the router reads token ids.
+        ids_TB: int64, the token ids, in the order of the first two axes of `x_TBD`. The ids are
+            required only if the router reads token ids.
         needs: the attribute `RouterModule.needs` of the router.
-        batch_axis: index (0 or 1) of the axis of sequences.
+        batch_axis: index (0 or 1) of the axis of `x_TBD` along which sequences are arranged.
     """
     if not needs:
         return None
@@ -115,40 +116,43 @@ def token_info(x_TBD: Tensor, ids_TB: Tensor | None, needs: frozenset[str],
 
 @dataclass(eq=False)
 class RoutingCall:
-    """The data of one call of a router. The router's hooks set the fields one after another, and
-    its losses read them.
+    """The data of one call of a router.
+
+    The router's hooks set the fields one after another, and its losses read them.
 
     Attributes:
         logits_TE: noisy logits computed by the hook `scores`, in float32 or float64.
-        ids_TK: int64, the chosen experts (all `k` choices, before policies and capacity), or -1 for
-            no expert.
-        mask_T: bool, True for tokens that are not padding. If it is None, all tokens are real.
+        ids_TK: int64, the chosen experts before any policy or capacity removes choices. The value
+            -1 means that there is no expert.
+        mask_T: bool, True for tokens that are not padding. If `mask_T` is None, all tokens are
+            real.
         k: number of experts per token.
         info: further information about the tokens.
-        noise: standard deviation of the noise in the logits (already divided by E); 0 if there is
-            no noise.
+        noise: standard deviation of the noise in the logits (already divided by E), or 0 if there
+            is no noise.
         score: function that converts logits to scores.
         divides: whether weights are divided by `max(sum over the choices + added, least)`.
-        one_pass: True if a single kernel computes the choices, weights and sums. If it is False,
-            they are computed step by step.
-        reads_z: whether a loss reads the logsumexp of the logits.
-        leaves_none: whether every choice of a real token is an expert and not -1. If it is False,
-            some choices may be -1.
-        replays_whole: True if recordings of any router of this class also contain no -1, regardless
-            of the number of nodes.
-        comm: group of ranks that share the batch's tokens. If it is None, this rank has the whole
-            batch.
-        clean_TE: logits before noise was added. If it is None, the logits contain no noise.
+        one_pass: True if a single kernel computes the choices, weights and sums. If `one_pass` is
+            False, they are computed step by step.
+        reads_z: True if one of the configured losses needs the logsumexp of the logits.
+        leaves_none: True if every real token has an expert for each of its choices. If
+            `leaves_none` is False, some choices may be -1.
+        replays_whole: True if no recording of a router of this class contains -1 for a real token,
+            for any number of nodes.
+        comm: group of ranks that share the batch's tokens. If `comm` is None, this rank has the
+            whole batch.
+        clean_TE: logits before noise was added. If `clean_TE` is None, the logits contain no noise.
         deviation_TE: standard deviation of the noise of each logit (noisy_topk).
         outside_TE: bool, True for experts outside the groups that were chosen for the token.
-        penalty_E: penalties of this rank for the links to the experts, with mean 1.
+        penalty_E: for each expert, the penalty for the link from this rank to the expert. The mean
+            penalty is 1.
         step_load_E: int64 [E + 1], the number of choices per expert, followed by the number of
             tokens. The counts include all ranks and all micro-batches of the step up to and
             including this call.
         priority_T, passthrough_T, chosen_TK: see `moe_plugin.records.Routing`.
-        routed: the choices, weights and sums over tokens returned by `route` or `route_by_steps`.
-            It is None if the router uses neither function. The field `z` of this result may be
-            None, in which case z is computed from `logits_TE`.
+        routed: the choices, weights and sums over tokens returned by `route` or `route_by_steps`,
+            or None if the router uses neither function. The field `z` of this result may be None,
+            in which case z is computed from `logits_TE`.
     """
 
     logits_TE: Tensor = None  # until hook `scores`
@@ -211,8 +215,8 @@ class RoutingCall:
         """Return the weights [T, K] of the chosen experts, which are their scores, divided by the
         sum of these scores if `divides` is true.
 
-        ids_TK: int64, the choices returned by `choose`, taken from a recording, or made by the
-        router itself.
+        ids_TK: int64, the choices. The choices may be the result of `choose`, a recording, or the
+            router's own choices.
         """
         if self.routed is not None and self.routed.ids_TK is ids_TK:
             self.leaves_none = True
@@ -225,7 +229,7 @@ class RoutingCall:
         return self.routed.weights_TK
 
     def _weights_of_some(self, ids_TK: Tensor) -> Tensor:
-        """Return the weights of choices that may be -1, which the kernel cannot exclude from its
+        """Return the weights of choices that may be -1. The kernel cannot exclude these from its
         sum.
         """
         # The weights are divided only after the choices of -1 were set to 0.
@@ -285,8 +289,8 @@ class RoutingCall:
         """The margin `(clean logit - k-th largest noisy logit of the other experts) / (deviation of
         the noise)`.
 
-        It is None if the noise has no learned deviation. If k = E, the margin is infinite, because
-        every expert is always chosen.
+        The margin is None if the noise has no learned deviation. If k = E, the margin is infinite,
+        because every expert is always chosen.
         """
         if self.deviation_TE is None:
             return None
@@ -302,7 +306,8 @@ class RoutingCall:
 
     @property
     def unchosen_TE(self) -> Tensor:
-        """Bool [T, E], true for experts that a token has not chosen. No choice may be -1."""
+        """A bool tensor [T, E] that is true for experts that a token has not chosen. No choice may
+        be -1."""
         return torch.ones_like(self.logits_TE, dtype=torch.bool).scatter_(1, self.ids_TK, False)
 
     @property
@@ -328,21 +333,20 @@ class RoutingCall:
 
     @property
     def own_load_KE(self) -> Tensor:
-        """The number of this rank's tokens whose j-th choice is expert e, int64 [K, E]."""
+        """An int64 tensor [K, E] with the number of this rank's tokens whose j-th choice is expert
+        e."""
         if self._load_KE is None:
             self._load_KE = expert_load(self.ids_TK, self.experts, self.mask_T, per_choice=True,
                                         complete=self.leaves_none and self.mask_T is None)
         return self._load_KE
 
     def load_E(self) -> Tensor:
-        """Return the group's number of tokens for each expert over all choices, [E] in the dtype of
-        the scores.
-        """
+        """Return how often the group's tokens chose each expert, [E] in the dtype of the scores."""
         return self.total(self.own_load_KE.sum(0).to(self.logits_TE.dtype))
 
     def first_load_E(self) -> Tensor:
-        """Return the group's number of tokens for each expert by first choice, [E] in the dtype of
-        the scores.
+        """Return how many first choices of the group are each expert, [E] in the dtype of the
+        scores.
         """
         return self.total(self.own_load_KE[0].to(self.logits_TE.dtype))
 
@@ -382,7 +386,7 @@ class RoutingCall:
         return x if self.comm is None else self.comm.all_reduce(x)
 
     def share(self) -> float:
-        """Return the fraction of a loss that this rank reports if every rank of the group computes
-        the loss.
+        """Return the part of a loss that this rank reports if every rank of the group computes the
+        whole loss.
         """
         return 1.0 if self.comm is None else 1.0 / self.comm.size

@@ -11,8 +11,8 @@ Source: Tutel (`fast_dispatch`).
 | f = 0 | the largest number of tokens that any expert received from any rank: never drops |
 | f < 0 | min(the f = 0 value, max(1, k * int(-f * s))) |
 
-Tutel does not guarantee a minimum of one slot. With Tutel's formula, f < 1 drops every choice if a
-rank has E tokens or fewer, as in generation.
+Tutel does not guarantee a minimum of one slot. With Tutel's formula and f < 1, every choice is
+dropped if a rank has at most E tokens, which is common in generation.
 
 For example, T = 10, E = 4 and k = 2 give s = 3. For f = 1, C = 6. For f = 1.25, C = 2 * int(3.75) =
 6. For f = 0.3, C = max(1, 2 * int(0.9)) = 1. For f = -1 and a largest load of 5, C = 5.
@@ -36,7 +36,7 @@ from moe_plugin.utils.machine import exporting
 
 
 class CapacityLimit:
-    """A module that drops choices for which there is no free slot, with the same limit on all
+    """A module that drops choices for which there is no free slot. The limit is the same on all
     ranks.
 
     Args:
@@ -44,8 +44,8 @@ class CapacityLimit:
         comm: group of ranks that have different loads.
         makes_slots: whether the dispatcher allocates slots, including empty ones. If this is true,
             all hosts must agree on the number of slots.
-        own: whether each rank computes the limit from its own tokens; see
-            `HostContext.own_capacity`.
+        own: True if each rank computes the limit from its own tokens, as `HostContext.own_capacity`
+            describes.
 
     Attributes:
         never: True if no choice is ever dropped and no weight is ever changed, in training or in
@@ -91,8 +91,8 @@ class CapacityLimit:
                training: bool) -> int | Tensor | None:
         """Return the limit beyond which choices are dropped.
 
-        The limit equals `made`, or is lower if only the device knows the number of real tokens, or
-        if this rank has fewer tokens than other ranks and applies its own limit.
+        The limit usually equals `made`. The limit is lower if only the device knows the number of
+        real tokens, or if this rank applies its own limit and has fewer tokens than other ranks.
         """
         comm, known = self.comm, asked.size > 1
         if self.own and self.comm.size > 1:
@@ -104,8 +104,8 @@ class CapacityLimit:
     def _checked(self, routing: Routing, training: bool) -> Routing:
         """Check that all ranks have equal numbers of tokens as promised, and return the routing.
 
-        Under a compiler the check is an operation in the graph, because Python code would run only
-        once.
+        Under a compiler, the check must be an operation in the graph, because Python code would run
+        only once.
         """
         if torch.compiler.is_compiling():
             if self.comm.key is None:
@@ -117,10 +117,8 @@ class CapacityLimit:
 
 
 def fixed_slots(tokens: int, experts: int, top_k: int, factor: float) -> int:
-    """Return `max(1, k * int(|f| * ceil(T / E)))`, the number of slots that does not depend on the
-    load.
-
-    The result is 0 for a rank without tokens.
+    """Return the number of slots `max(1, k * int(|f| * ceil(T / E)))`, or 0 for a rank without
+    tokens.
     """
     # Truncated before the multiplication by k, as in Tutel.
     slots_per_choice = math.trunc(abs(factor) * math.ceil(tokens / experts))
@@ -132,8 +130,8 @@ def fixed_slots(tokens: int, experts: int, top_k: int, factor: float) -> int:
 
 @dataclass(frozen=True)
 class _Rule:
-    """The settings that apply to a call: the capacity factor, or the fraction of tokens that is
-    used in place of it (0 if the fraction is not used).
+    """The settings that apply to a call: the capacity factor, and the fraction of tokens that
+    replaces the factor. The fraction is 0 if it is not used.
     """
 
     factor: float | None
@@ -168,18 +166,17 @@ class _Rule:
 
 def capacity(config: DispatchConfig, routing: Routing, experts: int, comm: Comm,
              training: bool) -> int | None:
-    """Return the number of slots per expert and source rank, which is the same on every rank, or
-    None if nothing is dropped.
+    """Return the number of slots per expert and source rank, or None if nothing is dropped.
 
-    T is the largest number of real tokens on any rank. On a CPU, one all-reduce of two integers
-    determines T and, if f <= 0, the largest load. On a GPU the host does not wait for the device.
-    Therefore T is the largest number of tokens including padding, on which the hosts can agree
-    without waiting for the device. `limit_on_device` then drops choices according to the number of
-    real tokens.
+    The result is the same on every rank. T is the largest number of real tokens on any rank. On a
+    CPU, one all-reduce of two integers determines T and, if f <= 0, the largest load. On a GPU the
+    host does not wait for the device. Therefore T includes padding on a GPU, because the hosts can
+    agree on this number without waiting for the device. `limit_on_device` then drops choices
+    according to the number of real tokens.
 
-    For f <= 0 there are two cases on a GPU. In a group of ranks the number depends on the load, and
-    the host waits for it. A single rank uses a number of slots that is sufficient for any load: T
-    for f = 0, and the number of slots that -f allows for f < 0.
+    For f <= 0 there are two cases on a GPU. In a group of ranks, the number of slots depends on the
+    load, so the host waits for the load. A single rank uses a number of slots that is sufficient
+    for any load. This number is T for f = 0, and the number of slots for the factor -f if f < 0.
 
     With `equal_tokens`, padding is counted as tokens, and f > 0 requires no communication; see
     `check_promise`.
@@ -189,8 +186,8 @@ def capacity(config: DispatchConfig, routing: Routing, experts: int, comm: Comm,
         routing: choices and weights of this rank's tokens.
         experts: number of experts, E.
         comm: group of ranks that have different loads.
-        training: whether the layer is in training mode. If it is False, the evaluation settings
-            apply.
+        training: True if the layer is in training mode. If `training` is False, the evaluation
+            settings apply.
     """
     rule = _Rule.of(config, training)
     if rule.factor is None and not rule.fraction:
@@ -222,7 +219,7 @@ def limit_on_device(config: DispatchConfig, routing: Routing, experts: int, comm
         experts: number of experts, E.
         comm: group of ranks that have different loads.
         training: whether the layer is in training mode.
-        load_known: whether `capacity` has communicated the loads for f <= 0.
+        load_known: True if `capacity` has already exchanged the loads for f <= 0.
     """
     rule = _Rule.of(config, training)
     if _on_host(routing) or (rule.factor is None and not rule.fraction):
@@ -236,8 +233,8 @@ def limit_on_device(config: DispatchConfig, routing: Routing, experts: int, comm
 
 
 def _load_unknown(rule: _Rule, routing: Routing, comm: Comm) -> bool:
-    """Return true if the number of slots depends on a load for which the host of a single rank
-    would have to wait.
+    """Return true if a single rank's host would have to wait for a load that sets the number of
+    slots.
     """
     return (rule.follows_load and comm.size == 1 and not _on_host(routing)
             and (exporting() or not torch.compiler.is_compiling()))
@@ -262,7 +259,8 @@ def check_promise(ids_TK: Tensor, comm: Comm) -> None:
 
     Raises:
         ValueError: If ranks have different numbers of tokens. If T changed on only some ranks,
-            these ranks wait for the others until the group's timeout raises a `CommError`.
+            these ranks wait for the other ranks until a `CommError` is raised after the group's
+            timeout.
     """
     tokens = ids_TK.shape[0]
     if comm.size == 1:
@@ -284,7 +282,7 @@ def check_promise(ids_TK: Tensor, comm: Comm) -> None:
 def with_equal_tokens(ids_TK: Tensor, comm: str) -> Tensor:
     """Call `check_promise`, and return a copy of `ids_TK` [T, K].
 
-    The check is a torch operation, so a compiler keeps it in its graph.
+    This function is a torch operation, so a compiler includes the check in its graph.
 
     Args:
         comm: key that identifies the communication group.
@@ -327,16 +325,16 @@ def drop(routing: Routing, slots_TK: Tensor | None, limit: int | Tensor | None,
 
     Args:
         routing: the routing before dropping.
-        slots_TK: int64 [T, K], the slots of the choices; see `slots`. It is not read if there is no
-            limit.
+        slots_TK: int64 [T, K], the slots of the choices; see `slots`. Without a limit, this tensor
+            is not read.
         limit: number of slots per expert and source rank, as an integer or an int64 scalar tensor.
-            If it is None, there is no limit.
+            If `limit` is None, there is no limit.
         normalize_after: whether the remaining weights are divided by `max(sum + added, least)` if
             `top_k` > 1.
         added: number that is added to the sum of the weights before the division.
         least: smallest divisor. Defaults to the epsilon of the dtype, as in fairseq. With this
-            default, a token is lost if its router is almost certain of one expert and this expert
-            drops the token.
+            default, the output of a token is almost 0 if the router is nearly certain of one expert
+            and this expert drops the token.
     """
     if limit is None and not normalize_after:
         return routing

@@ -52,9 +52,9 @@ class BuffersKeepDtype(nn.Module):
     """Base class of modules whose buffers keep their values and dtypes.
 
     The values and dtypes of the buffers stay unchanged when the module is cast (`half()`) or
-    emptied (`to_empty()`). No code would fill an emptied buffer again, and in 16 bits a bias that
-    changes by 0.001 per step would no longer change. The buffers move to a new device together with
-    the module. Subclasses must not create buffers on the meta device.
+    emptied (`to_empty()`). This is necessary because no code would restore the values of an emptied
+    buffer, and because a 16-bit bias cannot represent a change of 0.001 per step. The buffers move
+    to a new device together with the module. Subclasses must not create buffers on the meta device.
 
     Attributes:
         keeps_parameters: if True, parameters whose dtype has fewer bits than float32 are also
@@ -89,31 +89,32 @@ def float32_state(module: nn.Module) -> list[str]:
 
 
 class RouterModule(HasFinishStep, nn.Module):
-    """Base class of all routers, which defines what a router declares and what it does once per
+    """Base class of all routers.
+
+    The class defines the attributes that a router declares and the methods that are called once per
     step.
 
-    Derive a router from this class directly if it shares nothing with the provided routers. Most
-    routers derive from `moe_plugin.routing.Router`. A layer also accepts a plain `nn.Module` with
-    the same `forward`, and treats such a module as a router that needs no token information.
+    Most routers derive from `moe_plugin.routing.Router`. Derive a router directly from this class
+    if it does not use any code of the provided routers. A layer also accepts a plain `nn.Module`
+    with the same `forward`, and treats such a module as a router that needs no token information.
 
     Attributes:
-        needs: names of the fields of `TokenInfo` that the router reads: "token_ids", "sequences".
-            Hosts pass only the fields that the router needs.
-        own_losses: names of losses that this router can compute and that some other routers cannot
-            compute.
-        reads: the optional settings under `router` that this router reads, by name or as
-            `name=value`. Each class must declare its complete list. If it is None, the router may
-            read any setting.
-        fixed_k: number of experts per token if the number cannot be configured. If it is None,
-            `router.top_k` applies, which can be overridden in a call.
+        needs: names of the token information in `TokenInfo` that the router reads ("token_ids" or
+            "sequences"). Hosts pass only the fields that the router needs.
+        own_losses: names of the losses that this router can compute, but some other routers cannot.
+        reads: the optional settings in the section `router` that this router reads, each written as
+            `name` or `name=value`. Each class must declare its complete list. If `reads` is None,
+            the router may read any setting.
+        fixed_k: number of experts per token if the number cannot be configured. If `fixed_k` is
+            None, the number is set by `router.top_k` and can be overridden in each call.
         any_number: True if a token may have up to E experts, regardless of k.
-        reads_top_k: whether `router.top_k` changes the router's behavior. It is False for every
-            class that sets `fixed_k`.
+        reads_top_k: whether `router.top_k` changes the router's behavior. The value is False for
+            every class that sets `fixed_k`.
         balances: whether the router distributes tokens evenly over the experts without a balance
             loss.
         host: information that the host framework provides about the layer.
-        all_ranks: group of all data-parallel ranks. In models without a host, `gradients.sync` sets
-            this attribute. None until then.
+        all_ranks: group of all data-parallel ranks. In models without a host framework,
+            `gradients.sync` sets this attribute. None until then.
     """
 
     needs: frozenset[str] = frozenset()
@@ -156,12 +157,13 @@ class RouterModule(HasFinishStep, nn.Module):
         return replayed(self, choose, self.training, what=what, shape=shape)
 
     def step_sums(self) -> list[Tensor]:
-        """Return the sums over the tokens of this rank with which `finish_step` updates the router.
+        """Return the sums over this rank's tokens from which `finish_step` computes the router's
+        update.
 
-        The sums include all tokens routed since the last step. If the sums of further replicas are
-        combined into these tensors (integers are added, floating-point numbers are averaged), the
-        routers of all replicas stay equal. If the list is empty, the router is not updated by such
-        sums.
+        The sums include all tokens routed since the last step. A caller may combine these tensors
+        with those of other replicas, so that the routers of all replicas stay equal. Integers must
+        be added and floating-point numbers averaged. The list is empty if the router is not updated
+        from sums.
         """
         return []
 
@@ -184,14 +186,14 @@ class TopKSchedule(HasFinishStep, BuffersKeepDtype):
     """Number of experts per token as a function of the optimizer step (`router.top_k_at`).
 
     The schedule is saved with the weights. A host that knows the index of the step passes it to
-    `begin_step`. Otherwise `finish_step` counts the steps. The current value is a Python integer,
-    so a call reads nothing from the device, and a compiled layer is compiled once per number of
-    experts.
+    `begin_step`. Otherwise `finish_step` counts the steps. The current value is a Python integer.
+    Therefore a call does not read it from the device, and a layer is compiled once for each number
+    of experts.
 
     Args:
         first: number of experts per token before the first change.
-        changes: mapping from a step (counted from 1), or a fraction of the run (below 1), to the
-            number of experts per token from that step on.
+        changes: mapping from a step to the number of experts per token from that step on. A step is
+            an index, counted from 1, or a fraction of the run below 1.
         device: device of the buffers that are saved with the weights.
     Attributes:
         k: number of experts per token in the current step. Outside training, it is the number for
@@ -234,7 +236,7 @@ class TopKSchedule(HasFinishStep, BuffersKeepDtype):
         """Count the step.
 
         Raises:
-            ValueError: If the schedule uses fractions of the run, but the total number of steps is
+            ValueError: If the schedule uses fractions of the run and the total number of steps is
                 unknown.
         """
         self._follow_buffer()
@@ -274,17 +276,14 @@ def begin_step(model: nn.Module, number: int, total: int | None) -> None:
 
 
 def needs_of(router: nn.Module) -> frozenset[str]:
-    """Return the attribute `RouterModule.needs`, or an empty set for a module of a different
-    class.
-    """
+    """Return the attribute `needs` of a `RouterModule`, or an empty set for any other module."""
     return router.needs if isinstance(router, RouterModule) else frozenset()
 
 
 def balances_by_itself(router: nn.Module) -> bool:
     """Return true if a router works without a balance loss.
 
-    The result is True for modules that do not derive from `RouterModule`, because nothing is known
-    about them.
+    For modules that do not derive from `RouterModule`, nothing is known and the result is True.
     """
     return router.balances if isinstance(router, RouterModule) else True
 
@@ -292,12 +291,12 @@ def balances_by_itself(router: nn.Module) -> bool:
 def finish_step(model: nn.Module) -> None:
     """Call `finish_step` of all routers and layers of a model.
 
-    This call updates biases and temperatures, resets the counts, and places replicas of experts
-    again. The function is collective if the state depends on all ranks (sigmoid_bias, measured
-    speeds). Every rank must call this function once after each optimizer step, not once per
-    micro-batch. The host integrations already call this function. A custom training loop must call
-    this function if it uses sigmoid_bias, dense_to_sparse, global_batch, `router.selection` or
-    `parallel.spill: standing`.
+    This call updates the biases and temperatures, resets the counts, and computes a new placement
+    of expert replicas. The function is collective if the updated state depends on all ranks, as for
+    sigmoid_bias or measured speeds. Every rank must call this function once after each optimizer
+    step, not once per micro-batch. The host integrations already call this function. A custom
+    training loop must call this function if it uses sigmoid_bias, dense_to_sparse, global_batch,
+    `router.selection` or `parallel.spill: standing`.
 
     Raises:
         ValueError: If the model contains neither an MoE layer nor a router.
@@ -332,9 +331,9 @@ def forget_step(model: nn.Module) -> None:
 class RouterSteps(RunFeature):
     """A run feature that updates the routers at the end of each step.
 
-    After a step that changed parameters, this feature calls `finish_step`. After any other step it
-    calls `forget_step`, because the routers' counts would otherwise be included in the next step.
-    The schedules of the routers are updated to the step index of the run.
+    After a step that changed parameters, this feature calls `finish_step`. After any other step,
+    the feature calls `forget_step`. Otherwise the counts of this step would be included in the next
+    step. The schedules of the routers are updated to the step index of the run.
     """
 
     def __init__(self, models: Iterable[nn.Module]) -> None:
@@ -354,9 +353,9 @@ class RouterSteps(RunFeature):
 
 
 def router_counts(model: nn.Module) -> list[str]:
-    """Return the names of the buffers in which the routers of a model count and measure.
+    """Return the names of the buffers that contain counts and measurements of a model's routers.
 
-    The values of these buffers are valid for this rank only.
+    The values in these buffers are valid only on this rank.
     """
     return [f"{path}.{name}".lstrip(".") for path, module in model.named_modules()
             if isinstance(module, RouterModule) for name in module._non_persistent_buffers_set]

@@ -1,8 +1,7 @@
-"""Costs of links, and the number of tokens that should be sent over each link (TA-MoE, Chen et al.,
-2022).
+"""Costs of links, and the fraction of tokens to send over each link (TA-MoE, Chen et al., 2022).
 
-`planner.link_shares` computes the fractions of tokens for ranks. This module converts the fractions
-of tokens for ranks to fractions and penalties for experts.
+`planner.link_shares` computes the fractions of tokens for ranks. This module converts these
+fractions to fractions and penalties for experts.
 """
 
 from __future__ import annotations
@@ -47,8 +46,8 @@ def expert_shares(beta_WW: Tensor, rank: int, experts: int, shards: int | None =
         beta_WW: see `target_shares`.
         rank: index of the rank that makes the choices.
         experts: number of experts, E.
-        shards: number of ranks that share one expert. The fractions of these ranks are added.
-            Defaults to W / E, but at least 1.
+        shards: number of ranks that share one expert. The fractions of these ranks are added. The
+            default is the larger of W / E and 1.
     """
     row_W = target_shares(beta_WW)[rank]
     run_G = row_W.view(-1, shards or max(1, row_W.numel() // experts)).sum(1)
@@ -57,24 +56,23 @@ def expert_shares(beta_WW: Tensor, rank: int, experts: int, shards: int | None =
 
 
 def penalties(shares_E: Tensor, blend: float) -> Tensor:
-    """Return the penalties `q = blend * (1 / c) / mean(1 / c) + 1 - blend` for the fractions c,
-    [E]. Their mean is 1.
+    """Return the penalties [E] for the fractions c: `q = blend * (1 / c) / mean(1 / c) + 1 -
+    blend`. The mean of the penalties is 1.
     """
     inverse_E = 1 / shares_E
     return blend * inverse_E / inverse_E.mean() + 1 - blend
 
 
 def own_shares(config: MoEConfig, comm: Comm) -> Tensor:
-    """Return the result of `expert_shares` on this rank for the settings `router.links`, float64
-    [E].
+    """Return the float64 result [E] of `expert_shares` for this rank and the settings
+    `router.links`.
     """
     return expert_shares(link_costs(config, comm), comm.rank, config.num_experts,
                          config.parallel.shards)
 
 
 def link_penalties(config: MoEConfig, comm: Comm) -> Tensor:
-    """Return the result of `penalties` on this rank for the settings `router.links`, float32
-    [E].
+    """Return the float32 result [E] of `penalties` for this rank and the settings `router.links`.
     """
     return penalties(own_shares(config, comm), config.router.links.blend).float()
 
@@ -101,9 +99,9 @@ def link_costs(config: MoEConfig, comm: Comm) -> Tensor:
     """Return the cost per byte of sending from rank i to rank j, float64 [W, W].
 
     The costs are read from the file `router.links.costs`. If this file is not set, the cluster file
-    (`comm.cluster`) provides one cost within a node and one between nodes, where the ranks of a
-    node share the network cards of the node. If neither file is set, the costs are 1 within a node
-    and `router.links.far` between nodes.
+    (`comm.cluster`) provides one cost within a node and one between nodes. The ranks of a node
+    share the network cards of the node. If neither file is set, the costs are 1 within a node and
+    `router.links.far` between nodes.
 
     Raises:
         ValueError: If the file cannot be read, or if it has costs for a different number of ranks.
@@ -131,7 +129,8 @@ def link_costs(config: MoEConfig, comm: Comm) -> Tensor:
 
 
 def near_experts(comm: Comm, experts: int, shards: int | None = None) -> Tensor:
-    """Return bool [E], true for each expert whose shards are all on this rank's node.
+    """Return a bool tensor [E] that is true for each expert whose shards are all on this rank's
+    node.
 
     Args:
         comm: group of the ranks that store the experts.
@@ -144,7 +143,7 @@ def near_experts(comm: Comm, experts: int, shards: int | None = None) -> Tensor:
 
 
 def expert_nodes(comm: Comm, experts: int, shards: int | None = None) -> Tensor:
-    """Return bool [E, N], true if the node stores the expert or a shard of it.
+    """Return a bool tensor [E, N] that is true if a node stores the expert or one of its shards.
 
     Args:
         comm: group of the ranks that store the experts.
@@ -158,11 +157,10 @@ def expert_nodes(comm: Comm, experts: int, shards: int | None = None) -> Tensor:
 
 
 def prefer_visited(scores_TE: Tensor, k: int, nodes_EN: Tensor, own: int, bias: float) -> Tensor:
-    """Choose k experts per token one after another, and prefer nodes to which the token is sent
-    anyway.
+    """Choose k experts per token one by one, and prefer nodes to which the token is already sent.
 
-    The nodes already used are the token's own node and the nodes of its earlier choices. An expert
-    is preferred, by adding `bias` to its score, if all nodes that store it are among these nodes.
+    These nodes are the token's own node and the nodes of its earlier choices. If all nodes that
+    store an expert are among them, `bias` is added to the score of the expert.
 
     Args:
         scores_TE: scores, float.

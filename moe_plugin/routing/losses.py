@@ -1,5 +1,5 @@
-"""Balance losses, which are registered by name. Each loss is a function of a `RoutingCall` and
-returns a float32 scalar that is not yet multiplied by its weight.
+"""Balance losses, registered by name. Each loss is a function of a `RoutingCall` and returns a
+float32 scalar that is not yet multiplied by its weight.
 
 If several ranks of a group share the tokens of a batch (`RoutingCall.comm`), each rank computes its
 part of the group's loss, and the parts sum to the loss. In this case loads and counts include the
@@ -7,8 +7,8 @@ whole group, and the importance includes only this rank.
 
 Notation: S is the number of real tokens of this rank, E the number of experts, k the number of
 choices per token, p(s, e) the scores after softmax (including noise if noise is used), n_e the
-number of tokens whose first choice is e, and N_e the number of tokens with e among their k choices.
-If there are no real tokens, every loss is 0.
+number of tokens whose first choice is e, and N_e the number of tokens for which e is one of the k
+choices. If there are no real tokens, every loss is 0.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ losses: Registry[LossFn] = Registry("loss")
 
 @losses.register("gshard")
 def gshard(x: RoutingCall) -> Tensor:
-    """Balance of first choices, as in GShard: `sum_e (sum_s p(s,e)) * (n_e * E / S) / S`.
+    """Balance of first choices as in GShard, `sum_e (sum_s p(s,e)) * (n_e * E / S) / S`.
 
-    Only the first choice of each token counts. A uniform router with evenly distributed first
-    choices gives exactly 1, which is the minimum over all routers whose scores are proportional to
-    their load. Source: GShard (Lepikhin et al., 2020), algorithm 1, as implemented in Tutel and
-    fairseq.
+    Only the first choice of each token is counted. For a uniform router with evenly distributed
+    first choices, the loss is exactly 1. This is the minimum over all routers whose scores are
+    proportional to their load. Source: GShard (Lepikhin et al., 2020), algorithm 1, as implemented
+    in Tutel and fairseq.
     """
     experts = x.experts
     return torch.dot(x.importance_E(), x.first_load_E()) * (experts / x.count**2)
@@ -42,9 +42,9 @@ def gshard(x: RoutingCall) -> Tensor:
 def switch(x: RoutingCall) -> Tensor:
     """Balance of all choices, as in Switch: `E / (S sum_e N_e) * sum_e (sum_s p(s,e)) * N_e`.
 
-    With k choices per token the factor is `E / (k S^2)`. The loss equals `gshard` for k = 1, and a
-    uniform router gives exactly 1. Source: Switch Transformer (Fedus et al., 2021), equation 4,
-    where N_e includes all choices as in Megatron-core's `aux_loss`.
+    With k choices per token the factor is `E / (k S^2)`. For k = 1, this loss equals `gshard`. For
+    a uniform router, the loss is exactly 1. Source: Switch Transformer (Fedus et al., 2021),
+    equation 4, where N_e includes all choices as in Megatron-core's `aux_loss`.
     """
     return _switch(x, x.load_E())
 
@@ -62,8 +62,8 @@ def sequence(x: RoutingCall) -> Tensor:
     """Mean of the `switch` loss over sequences q: `mean_q E / (S_q N_q) sum_e P_qe N_qe`.
 
     For sequence q, P_qe is the sum of the scores of expert e, N_qe the number of choices of expert
-    e, S_q the number of real tokens, and N_q = sum_e N_qe. All sequences have equal weight. A
-    uniform router gives 1. The loss does not depend on how sequences are distributed over
+    e, S_q the number of real tokens, and N_q = sum_e N_qe. All sequences have equal weight. For a
+    uniform router, the loss is 1. The loss does not depend on how sequences are distributed over
     micro-batches, if each micro-batch has the same number of whole sequences. Source: DeepSeek-V2
     (2024), section 2.2.3.
     """
@@ -88,7 +88,7 @@ def sequence(x: RoutingCall) -> Tensor:
 
 @losses.register("global_batch")
 def global_batch(x: RoutingCall) -> Tensor:
-    """The loss `switch` with the load of the whole batch: `E / (S N) * sum_e (sum_s p(s,e)) * N_e`.
+    """The loss `switch` with the load of the whole batch, `E / (S N) * sum_e (sum_s p(s,e)) * N_e`.
 
     The scores p, and the number S of tokens, are those of this call. N_e is the number of choices
     of expert e by all data-parallel ranks in all micro-batches since the last optimizer step
@@ -104,7 +104,7 @@ def global_batch(x: RoutingCall) -> Tensor:
 
 @losses.register("ta_moe")
 def ta_moe(x: RoutingCall) -> Tensor:
-    """The loss `switch` with link penalties: `E / (S N) * sum_e q_ie (sum_s p(s,e)) N_e` on rank i.
+    """The loss `switch` with link penalties, `E / (S N) * sum_e q_ie (sum_s p(s,e)) N_e` on rank i.
 
     The penalties are `q_ie = blend * Norm(1 / c_ie) + (1 - blend)`, where c_ie is the
     topology-aware fraction of tokens for expert e (`links.target_shares`), and Norm scales the mean
@@ -118,11 +118,12 @@ def ta_moe(x: RoutingCall) -> Tensor:
 
 @losses.register("sam_alignment")
 def sam_alignment(x: RoutingCall) -> Tensor:
-    """Group alignment: `mean_s sum_{e outside the group} max(0, p(s,e) - p(s, k-th choice))`.
+    """Alignment of choices with a group, `mean_s sum_{e outside the group} max(0, p(s,e) - p(s,
+    k-th choice))`.
 
-    The loss is 0 if and only if the k-th choice is at least as likely as every expert outside the
-    group. For routers without groups the loss is always 0. Source: the SAM gate of HetuMoE (Nie et
-    al., 2022).
+    The loss is 0 if and only if, for every token, the k-th choice is at least as likely as every
+    expert outside the group. For routers without groups the loss is always 0. Source: the SAM gate
+    of HetuMoE (Nie et al., 2022).
     """
     # The product with 0 keeps the loss in the graph, as for every other router.
     if x.outside_TE is None:
@@ -134,15 +135,15 @@ def sam_alignment(x: RoutingCall) -> Tensor:
 
 @losses.register("load_importance")
 def load_importance(x: RoutingCall) -> Tensor:
-    """The value `(CV^2(importance) + CV^2(load)) / 2`, with a load that is a smooth function of the
+    """The loss `(CV^2(importance) + CV^2(load)) / 2`, where the load is a smooth function of the
     scores.
 
     The definitions are `importance_e = sum_s p(s,e)` and `load_e = sum_s Phi((q(s,e) - thr_s) /
     (noise / E))`. Here q is the score without noise, thr_s is the k-th largest noisy score of token
     s, and Phi is the standard normal distribution function. CV^2 is the unbiased variance divided
-    by the square of the mean. A router whose importance and load are both uniform gives 0. Source:
-    Shazeer et al., 2017, appendix A, where scores are used in place of logits. Tutel's loss of the
-    same name computes a different value; see `tutel_load_importance`.
+    by the square of the mean. If the importance and the load are both uniform, the loss is 0.
+    Source: Shazeer et al., 2017, appendix A, where scores are used in place of logits. Tutel's loss
+    of the same name computes a different value; see `tutel_load_importance`.
     """
     threshold_T1 = x.probs_TE.gather(1, x.ids_TK[:, -1:])
     chance_TE = torch.special.ndtr((x.clean_probs_TE - threshold_T1) / x.noise)
@@ -153,12 +154,12 @@ def load_importance(x: RoutingCall) -> Tensor:
 
 @losses.register("tutel_load_importance")
 def tutel_load_importance(x: RoutingCall) -> Tensor:
-    """The `load_importance_loss` of Tutel, for models that were trained with it.
+    """The `load_importance_loss` of Tutel, for models that were trained with this loss.
 
     This loss differs from `load_importance` in two respects. First, `importance_e = sum_s q(s,e)`
-    uses the scores without noise. In addition, thr_s is the noisy logit of the k-th choice of token
-    s instead of its score. As a result, a score, which is at most 1, is compared with a logit, and
-    tokens with large logits are not counted in the load of any expert. Source: Tutel,
+    uses the scores without noise. Second, thr_s is the noisy logit of the k-th choice of token s
+    instead of its score. As a result, scores, which are at most 1, are compared with logits. Tokens
+    with large logits are therefore not counted in the load of any expert. Source: Tutel,
     `impls/losses.py` and `impls/moe_layer.py`.
     """
     threshold_T1 = x.logits_TE.gather(1, x.ids_TK[:, -1:])
@@ -169,18 +170,17 @@ def tutel_load_importance(x: RoutingCall) -> Tensor:
 
 @losses.register("importance")
 def importance(x: RoutingCall) -> Tensor:
-    """The value `CV^2(sum_s p(s, e))` over experts, which is the unbiased variance divided by the
-    square of the mean.
+    """The loss `CV^2(sum_s p(s, e))` over experts, where CV^2 is the unbiased variance divided by
+    the square of the mean.
 
-    A uniform router gives 0. Source: Shazeer et al., 2017, equation 6.
+    For a uniform router, the loss is 0. Source: Shazeer et al., 2017, equation 6.
     """
     return _squared_cv(x.importance_E()) * x.share()
 
 
 @losses.register("noisy_load")
 def noisy_load(x: RoutingCall) -> Tensor:
-    """The value `CV^2(sum_s P(s, e))` with `P(s, e) = Phi(margin(s, e))`, for training with the
-    router noisy_topk.
+    """The loss `CV^2(sum_s P(s, e))` with `P(s, e) = Phi(margin(s, e))`, for the router noisy_topk.
 
     P is the probability that e is among the k choices of token s if only the noise of e is drawn
     again. The margin is `margin(s, e) = (clean logit - k-th largest noisy logit of the other

@@ -1,9 +1,9 @@
 """Token masks for MoE blocks inside a model of another library.
 
-The masks that the model already receives state which tokens are padding, so callers need not pass a
-token mask. `follow_masks` registers hooks on the modules that receive a mask. During a module's
-forward pass, the MoE blocks inside it use the mask of this module. A module that receives no mask
-uses the mask of the module around it.
+The model's own mask arguments contain the information which tokens are padding, so callers need not
+pass a token mask. `follow_masks` registers hooks on the modules that receive a mask. During a
+module's forward pass, the MoE blocks inside it use the mask of this module. A module that receives
+no mask uses the mask of the module around it.
 """
 
 from __future__ import annotations
@@ -129,7 +129,8 @@ def _warn(why: str) -> None:
 
 
 class _Checkpoint:
-    """A checkpointing function that uses the mask of the first run also in the second run."""
+    """An activation checkpointing function that uses the same mask in the first pass and in the
+    recomputation."""
 
     def __init__(self, masks: TokenMasks, function: Callable[..., Any]) -> None:
         self.masks, self.function = masks, function
@@ -148,9 +149,9 @@ class _Hook:
     Attributes:
         name: name of the mask argument.
         places: mapping from the names of arguments to their positions.
-        layer: True if the caller of the module also has the mask, in the form in which users pass
-            it.
-        checkpoints: modules inside this module that checkpoint activations.
+        layer: True if the caller of the module also receives the mask, in the form in which users
+            pass it.
+        checkpoints: modules inside this module that use activation checkpointing.
     """
 
     masks: TokenMasks
@@ -196,16 +197,15 @@ class _Hook:
 
 
 def attended(value: Any, length: int | None, fixed_cache: bool = False) -> Tensor | None:
-    """Return which tokens of a pass are real, bool [B, S], derived from an attention mask of
-    `transformers`.
+    """Return a bool tensor [B, S] of real tokens for an attention mask of `transformers`.
 
     Args:
-        value: attention mask in one of several forms. It is [B, S] with 0 for padding (if there is
-            a cache, the mask is longer and only its last S columns are used), [B, 1, S, K] (either
-            bool with True for visible positions, or numbers that are added to the scores), or a
-            dictionary of such masks by kind of layer. A token is real if it may attend to its own
-            position.
-        length: length S of the sequences. Defaults to the length of the mask.
+        value: attention mask in one of several forms. The mask may be [B, S] with 0 for padding. If
+            there is a cache, such a mask is longer, and only its last S columns are used. The mask
+            may also be [B, 1, S, K], which is either bool with True for visible positions or
+            contains numbers that are added to the scores. Finally, it may be a dictionary that maps
+            kinds of layers to such masks. A token is real if it may attend to its own position.
+        length: number S of tokens per sequence. Defaults to the length of the mask.
         fixed_cache: whether K includes unused positions of a cache. If so, a token is real if it
             may attend to any position.
     Returns: The mask, or None if the attention mask contains no information about single tokens.
@@ -233,8 +233,8 @@ def attended(value: Any, length: int | None, fixed_cache: bool = False) -> Tenso
 
 
 def _not_padding(module: nn.Module, value: Any) -> Tensor | None:
-    """Return which tokens are real for a padding mask, which is bool with True for padding, or
-    contains numbers that are added to scores.
+    """Return which tokens are real for a padding mask. The mask is bool with True for padding, or
+    contains numbers that are added to the scores.
     """
     if not isinstance(value, Tensor) or value.dim() > 2:
         _warn(f"{type(module).__name__} received a padding mask that is not a tensor [B, S]")
@@ -246,7 +246,7 @@ def _not_padding(module: nn.Module, value: Any) -> Tensor | None:
 
 
 class _Unknown:
-    """A hook for models that have no known mask argument. It logs a warning once."""
+    """A hook for models that have no known mask argument. The hook logs a warning once."""
 
     def __init__(self, places: Mapping[str, int]) -> None:
         self.places = places

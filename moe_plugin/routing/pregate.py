@@ -1,22 +1,22 @@
 """Pre-gated MoE, in which each block chooses the experts of the next block.
 
 The gate of block n+1, which is called its pre-gate, reads the same input as the experts of block n.
-The experts that run next are therefore known one block in advance. The pre-gate remains the
-`router` of block n+1 in parameter names and checkpoints, but block n calls it. Fine-tuning can
-therefore start from a checkpoint with ordinary gates, because each pre-gate starts with the weights
-of the gate of its block. The first block also has a gate for itself, and the last block calls no
+The experts of block n+1 are therefore known one block earlier. The pre-gate remains the `router` of
+block n+1 in parameter names and checkpoints, but block n calls it. Fine-tuning can therefore start
+from a checkpoint with ordinary gates, because each pre-gate starts with the weights of the gate of
+its block. The first block also has a gate for its own experts, and the last block does not call a
 pre-gate. Source: Hwang et al., 2024 (Pre-gated MoE).
 
-`link` connects the layers of a model, or of one pipeline stage, where the first block of each stage
-has a gate for itself. The function replaces the routing of each layer with a `NextBlockRouting`,
+`link` connects the layers of a model or of one pipeline stage. The first block of each stage has a
+gate for its own experts. The function replaces the routing of each layer with a `NextBlockRouting`,
 and registers hooks on the layer. A `RoutingMailbox` between two neighboring blocks passes the
 decision: block n stores the decision there, and block n+1 removes it in the same forward pass.
 
-Gradients of the gate weights and of the balance losses are passed back on a separate path, which is
-not part of torch's graph. Block n+1 treats the values as leaves, and stores their gradients where
-the backward pass of block n, which always runs later, reads them. As a result, a block can be
-recomputed separately (activation checkpointing), because its decision is recorded together with the
-block (`routing.replay`).
+Gradients of the gate weights and of the balance losses are passed back on a separate path that is
+not part of torch's graph. Block n+1 treats these values as leaves and stores their gradients. The
+backward pass of block n, which always runs later, reads the stored gradients. As a result, a block
+can be recomputed separately (activation checkpointing), because its decision is recorded together
+with the block (`routing.replay`).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class PendingRouting:
         routing: the decision, detached from the graph.
         gradients: gradients of `_values(routing)`. The gradients are set by the backward pass of
             the block that used the decision, and read by the backward pass of the block that made
-            it. It is None if there are no gradients.
+            it. The value is None if there are no gradients.
     """
 
     routing: Routing | None = None
@@ -57,8 +57,8 @@ class RoutingMailbox:
     """The decision that one block passes to the next block in the current forward pass.
 
     If a forward pass ends with an exception, the decision that it left in the mailbox is replaced
-    in the next pass. Calls without tokens use a separate slot, because a rank makes such calls to
-    join the calls of other ranks while its own pass is in progress.
+    in the next pass. Calls without tokens use a separate slot. A rank makes such calls to take part
+    in the collectives of other ranks while its own pass is in progress.
     """
 
     def __init__(self) -> None:
@@ -98,7 +98,8 @@ class RoutingMailbox:
 class _Decided:
     """The decision that a block makes for the next block.
 
-    values: the values that have a gradient, in the graph of the block.
+    values: the values of the decision that have a gradient. The values are part of the block's
+        autograd graph.
     """
 
     routing: Routing
@@ -112,7 +113,7 @@ class LinkableLayer(nn.Module):
     Attributes:
         config, router, experts, capacity, layouts: components of `MoELayer`.
         route: method that returns the routing of a call.
-        link: the object that replaces the method `route`. It is None if the layer is not linked.
+        link: the object that replaces the method `route`, or None if the layer is not linked.
     """
 
     config: Any
@@ -133,17 +134,17 @@ class LinkableLayer(nn.Module):
 class NextBlockRouting:
     """The object that routes the calls of a linked layer.
 
-    The decision may come from the previous block, and the layer may decide or predict the routing
-    of the next block.
+    The routing may have been decided by the previous block, and the layer may decide or predict the
+    routing of the next block.
 
     Attributes:
         layer: the layer whose method `route` is replaced by this object.
-        following: the next block in the model. The `router` of the next block is the pre-gate or
-            predicts the routing. It is None for the last block.
-        inbox: mailbox that contains decisions of the previous block. It is None if the layer's own
+        following: the next block in the model. The `router` of this block is the pre-gate or
+            predicts the routing. The value is None for the last block.
+        inbox: mailbox that contains decisions of the previous block, or None if the layer's own
             gate decides.
-        outbox: mailbox that contains decisions for the next block. It is None if this block does
-            not decide for a different block.
+        outbox: mailbox that contains decisions for the next block. The value is None if this block
+            does not decide for the next block.
     """
 
     def __init__(self, layer: LinkableLayer, following: LinkableLayer | None,
@@ -260,8 +261,8 @@ def _routed(layer: LinkableLayer, tokens: Tokens, top_k: int | None) -> Routing:
 def _start_sizes(layer: LinkableLayer, routing: Routing) -> Any:
     """Start an agreement of all ranks on the sizes of a layer's next call.
 
-    The result is None if the choices do not yet determine the sizes. The agreement is collective
-    and is started in the order of calls.
+    The result is None if the choices do not yet determine the sizes. The agreement is collective,
+    so all ranks must start it in the same order of calls.
     """
     if not layer.capacity.keeps_all(layer.training):
         return None
@@ -313,7 +314,7 @@ def link(model: nn.Module) -> int:
 
 
 def _predictable(before: LinkableLayer, after: LinkableLayer) -> bool:
-    """Return true if it saves time to know the choices of the next block early."""
+    """Return true if knowing the choices of the next block earlier saves time."""
     return before.model_dim == after.model_dim and after.experts.stored
 
 
@@ -327,12 +328,12 @@ def _check_widths(layers: Sequence[LinkableLayer]) -> None:
 
 
 def has_own_gate(layer: LinkableLayer) -> bool:
-    """Return true if a layer chooses its experts itself, rather than one block in advance."""
+    """Return true if a layer chooses its own experts, instead of the previous block."""
     return layer.link is None or layer.link.inbox is None
 
 
 def chosen_together(layer: LinkableLayer) -> Iterator[LinkableLayer]:
-    """Yield a layer and the layers after it whose experts are chosen one block in advance."""
+    """Yield a layer, and the following layers whose experts are chosen by the previous block."""
     current: LinkableLayer | None = layer
     while current is not None:
         yield current
@@ -363,8 +364,8 @@ class _Receive(torch.autograd.Function):
     """Return the values of a decision as leaves of the graph, and store their gradients in
     `PendingRouting`.
 
-    The block's input is an argument, so that this function's backward runs before the backward of
-    the previous block.
+    The block's input is an argument of this function, so that its backward pass runs before the
+    backward pass of the previous block.
     """
 
     @staticmethod
@@ -382,8 +383,8 @@ class _Receive(torch.autograd.Function):
 
 
 class _Send(torch.autograd.Function):
-    """Return the output of a block. In backward, the decision receives the gradients that were
-    stored by the next block.
+    """Return the output of a block. In the backward pass, the decision receives the gradients that
+    the next block stored.
     """
 
     @staticmethod

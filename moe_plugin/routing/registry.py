@@ -1,9 +1,9 @@
 """The router registry, and the functions that build and check the router of a layer.
 
-For each layer, the router or the routers that are named in the layer's settings are built. Results
-of user-defined routers are checked, because some errors (such as nonexistent experts or weights
-that broadcast) would silently give wrong results. A warning is logged if neither the router nor a
-loss keeps the experts balanced in training.
+For each layer, the router or the routers that are named in the layer's settings are built. The
+results of user-defined routers are checked, because some errors would silently give wrong results.
+Examples are indices of nonexistent experts, or weights whose shape broadcasts. A warning is logged
+if neither the router nor a loss keeps the experts balanced in training.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def _refused(who: str, name: str, value: Tensor, wanted: str) -> ValueError:
 
 
 def check_results(router: nn.Module, experts: int) -> None:
-    """From now on, check the results of a user-defined router.
+    """Register a check of the results of a user-defined router.
 
     Routers of this package are not checked. If several routers are combined, each router is checked
     separately.
@@ -132,14 +132,14 @@ _REMEDY = ("most tokens will visit few experts. Use a balance loss, losses={'gsh
 
 
 def warn_unbalanced(why: str, remedy: str = _REMEDY) -> None:
-    """Warn, once for each message, that nothing keeps the experts balanced."""
+    """Log a warning that nothing keeps the experts balanced. Each message is logged once."""
     warn_once(__name__, f"{why}: nothing keeps the experts balanced in training, and {remedy}")
 
 
 def check_balance(router: nn.Module, config: MoEConfig, comm: Comm, host: HostContext) -> None:
     """Warn if a layer has neither a balance loss nor a router that balances the experts.
 
-    The warning is logged only by the first rank for the first layer, and only if the host trains.
+    Only rank 0 logs the warning, only for the first layer, and only if the host trains the model.
     Routers that do not derive from `RouterModule` are assumed to balance the experts.
     """
     speaks = host.training and comm.rank == 0 and host.layer_number in (None, 0) and (
@@ -216,11 +216,10 @@ def layer_router(config: MoEConfig, comm: Comm, router: nn.Module | None, host: 
 
 def _with_own_losses(config: MoEConfig, factory: Callable[..., nn.Module],
                      factories: list[Callable[..., nn.Module]]) -> MoEConfig:
-    """Return the settings without the losses that can be computed only by other routers in the
-    list.
+    """Return the settings without the losses that only other routers in the list can compute.
 
-    A loss that no router in the list can compute is kept, so that the router reports it as an
-    error.
+    A loss that no router in the list can compute is kept, so that an error is reported when the
+    router is built.
     """
     others = frozenset().union(*map(_own_losses, factories)) - _own_losses(factory)
     losses = {name: weight for name, weight in config.losses.items() if name not in others}
@@ -235,10 +234,10 @@ def _own_losses(factory: Callable[..., nn.Module]) -> frozenset[str]:
 def only_read(settings: Mapping[str, Any], names: Collection[str], top_k: int) -> dict[str, Any]:
     """Remove the `router` settings that the named routers do not read.
 
-    This function is used by hosts that have their own settings, which apply to any router.
+    This function is used by hosts whose own settings exist for every router.
 
     Args:
-        settings: values of settings by dotted path.
+        settings: mapping from the dotted path of each setting to its value.
         names: names of the routers.
         top_k: number of experts per token.
     """

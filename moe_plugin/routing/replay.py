@@ -2,16 +2,16 @@
 
 With activation checkpointing, a layer runs twice: in the forward pass, and again during the
 backward pass. Shapes and gradients would be wrong if the second pass sent a token to a different
-expert (because of noise, or of a tie that rounding breaks differently), or read a count that other
-passes changed in the meantime. Therefore the second pass reuses the choices of the first pass.
+expert, for example because of noise or rounding. The same happens if the second pass read a count
+that other passes have changed. Therefore the second pass reuses the choices of the first pass.
 
 Each recording belongs to one call of a checkpoint. The recording is stored on the object that torch
 keeps for this call from the first pass to the recomputation. For a reentrant checkpoint (of torch,
 fairseq, Megatron or DeepSpeed) this object is the `ctx` of the `torch.autograd.Function`. For
-torch's non-reentrant checkpoint it is the frame. Both passes find this object on Python's call
-stack (`enclosing`). As a result, recordings are never confused, regardless of the order of the
-backward passes. A forward pass under `no_grad` records nothing, and recordings are freed together
-with the graph.
+torch's non-reentrant checkpoint, it is the frame object of the checkpoint. Both passes find this
+object on Python's call stack (`enclosing`). As a result, recordings are never confused, regardless
+of the order of the backward passes. A forward pass under `no_grad` records nothing, and recordings
+are freed together with the graph.
 
 A recomputation that skips a random draw leaves the random generators in the same state as the first
 pass, so dropout after the router also repeats.
@@ -61,11 +61,7 @@ class _Recorded:
         return cls(value, tuple(move for move in moves if not _equal(move[1], move[2])))
 
     def move_generators(self) -> None:
-        """Advance each generator past the recorded draws if its state is the one before them.
-
-        A different state means that the checkpoint does not preserve the state of random
-        generators.
-        """
+        """Advance generators past the recorded draws if the checkpoint restores random states."""
         for generator, before, after in self.moves:
             if _equal(generator.get_state(), before):
                 generator.set_state(after)
@@ -87,7 +83,7 @@ def _equal(a: Tensor, b: Tensor) -> bool:
 
 
 class Recording:
-    """The choices of a checkpointed call in its first pass, by key and in the order of calls."""
+    """The recorded choices of a checkpointed call: for each key, a list in call order."""
 
     def __init__(self) -> None:
         self._entries: dict[Key, list[_Recorded]] = {}
@@ -96,9 +92,7 @@ class Recording:
 
     @classmethod
     def of(cls, owner: Any) -> Recording:
-        """Return the recording that is stored on the object of a checkpointed call. If there is
-        none, create it.
-        """
+        """Return the recording of a checkpointed call, and create one if there is none."""
         recording: Recording | None = getattr(owner, _ATTRIBUTE, None)
         if recording is None:
             recording = cls()
@@ -181,8 +175,7 @@ _PLACES: dict[str, tuple[Callable[[FrameType], Any], bool]] = {
 
 
 def enclosing() -> tuple[Any, list[Any]]:
-    """Return the innermost call that is being recomputed (or None), and the calls inside it that
-    are in their first pass.
+    """Return the innermost recomputed call (or None) and the first passes that run inside it.
 
     Each call is represented by the object that exists from its first pass to its recomputation.
     """
@@ -204,7 +197,7 @@ def enclosing() -> tuple[Any, list[Any]]:
 def runs_once(training: bool) -> bool:
     """Return true if this pass has gradients and no hook replaces the tensors that autograd saves.
 
-    Such a pass is neither repeated nor recorded. This check does not inspect the call stack.
+    Such a pass is never recomputed, so nothing is recorded. The call stack is not inspected.
     """
     if _active.get() is not None:
         return False
@@ -219,11 +212,10 @@ def replayed(owner: object, choose: Callable[[], T], training: bool, *, what: st
     Args:
         owner: the object that makes the choice (a router or a layout tuner).
         choose: function that computes the value.
-        training: whether the layer is in training mode. If False, only a tape records and replays.
+        training: whether the layer is in training mode. If False, only tapes record and replay.
         what: label of the value. A recording returns a value only for the same owner and label.
-        shape: expected shape of a value that is repeated. If it is None, the shape is not checked.
-        values: False for values that are used only within one pass and its recomputation, and are
-            not recorded by tapes.
+        shape: expected shape of a recorded value. If `shape` is None, the shape is not checked.
+        values: False for a value that is used only by a pass and its recomputation, not by tapes.
     Raises:
         RuntimeError: If the first pass and the recomputation do not match.
         ValueError: If a tape contains a different kind of value at this position.
@@ -252,11 +244,11 @@ def replayed(owner: object, choose: Callable[[], T], training: bool, *, what: st
 
 
 class _Tape:
-    """The recorded choices of a pass in the order of calls. Save and restore `ids` with `calls`.
+    """The recorded choices of a pass in the order of calls. Always save both `ids` and `calls`.
 
     Attributes:
         ids: the recorded values.
-        calls: for each value, the index of the module (in the order of first calls) and the label.
+        calls: for each value, its label and the index of its module in the order of first calls.
     """
 
     def __init__(self) -> None:
@@ -267,7 +259,7 @@ class _Tape:
         self._moves: list[Any] = []  # moves of generators; absent after the tape was loaded
 
     def begin(self, position: int | None) -> None:
-        """Start to record (if the position is None), or start to replay from a position."""
+        """Start to record (if the position is None) or to replay from this position."""
         if position is None:
             self.ids, self.calls, self._moves = [], [], []
         elif len(self.calls) != len(self.ids):
@@ -322,7 +314,7 @@ def _differs(position: int, asked: str, recorded: str) -> ValueError:
 
 
 class _Use:
-    """A reusable context manager that records on a tape (position None) or replays the tape."""
+    """A reusable context manager that records on a tape (at position None) or replays it."""
 
     def __init__(self, tape: _Tape, position: int | None) -> None:
         self.tape, self.position = tape, position
@@ -343,17 +335,17 @@ def record_routing() -> AbstractContextManager[_Tape]:
     """Record the routing of all layers called in this context, for use with `replay_routing`.
 
     Recomputations of activations are not recorded again. Both parts of the tape can be saved with
-    `torch.save`: the choices of routers together with the noise, if weights depend on it (`.ids`),
-    and the call of each value (`.calls`).
+    `torch.save`. `ids` contains the choices of routers, and the noise if weights depend on it.
+    `calls` contains the call to which each value belongs.
     """
     return _Use(_Tape(), None)
 
 
 def replay_routing(tape: _Tape) -> AbstractContextManager[_Tape]:
-    """Route the same calls with the same choices, in the same order as recorded.
+    """Replay recorded choices for the same calls in the same order.
 
-    The model weights and the noise may differ from the recording. The weights of the choices are
-    computed again, and routers count their loads as in any pass.
+    The model weights and the noise may differ from the recording. The gate weights of the choices
+    are computed again, and routers count their loads as usual.
 
     Raises:
         ValueError: If calls or shapes differ from the recording. In training, some routers record
@@ -384,9 +376,10 @@ def routing_replay() -> tuple[AbstractContextManager[None], AbstractContextManag
 
 
 def replaying() -> bool:
-    """Return true if this code runs in the second pass of a call that has gradients in both passes.
+    """Return true if this code recomputes a call that had gradients in its first pass.
 
-    This requires a non-reentrant checkpoint. Code that counts passes must not count this pass.
+    This happens only with a non-reentrant checkpoint. Code that counts passes must not count this
+    pass.
     """
     if torch.compiler.is_compiling() or not inside_backward():
         return False
@@ -398,7 +391,7 @@ def counts(training: bool) -> bool:
     """Return true if a pass of a layer counts for statistics and for updates at each step.
 
     A pass in training mode with gradients counts once, and its recomputation does not count. A pass
-    without gradients counts only as the first pass of a call that is recomputed with gradients.
+    without gradients counts only if it is recomputed with gradients.
     """
     if not training or inside_backward():
         return False
@@ -456,7 +449,7 @@ def _is_first_pass() -> bool:
 def first_pass() -> Iterator[None]:
     """Declare that passes without gradients are first passes and are therefore counted.
 
-    The code that repeats such a pass with gradients must undo the counts that the repetition makes.
+    If such a pass is repeated with gradients, the caller must undo the counts of the repetition.
     """
     token = _first.set(True)
     try:

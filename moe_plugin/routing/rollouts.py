@@ -1,8 +1,8 @@
 """Replay of rollout routing in training (R3, arXiv 2510.11370).
 
-About one router choice in ten differs between the engine that generated a sample and the model that
-trains on it. Therefore engines return the experts of each token of a sample, and training uses
-these experts in place of the router's own choices. The weights of these experts are computed by the
+About one in ten router choices differs between the engine that generated a sample and the model
+that trains on this sample. Therefore engines return the experts of each token, and training uses
+these experts instead of the router's own choices. The weights of these experts are computed by the
 current router, and gradients flow through them to the router as for any other choice.
 
     with replay_rollouts(model, tokens_of_rank(padded(samples, length))):
@@ -11,8 +11,8 @@ current router, and gradients flow through them to the router as for any other c
 
 A sample is the value [tokens, layers, K] that vLLM (`CompletionOutput.routed_experts`) and SGLang
 (`meta_info["routed_experts"]`, base64 of int32) return, with the prompt first. The last token was
-generated but never processed, so an engine has no choice for it. For this token, and for every
-other choice of -1, the router makes the choice.
+generated but never processed, so an engine has no choice for it. The router itself chooses the
+experts for this token, and for every other choice of -1.
 
 Notation: T tokens, B samples, S tokens per padded sample, L layers with experts, K experts per
 token.
@@ -55,9 +55,9 @@ from moe_plugin.utils.messages import short
 # Megatron's `--moe-router-force-load-balancing` is different and implemented by Megatron: it uses
 # random logits, which are even only on average, and also computes the weights from these logits.
 def balanced(call: RoutingCall) -> Tensor:
-    """Return the experts of each token according to the rule in the module docstring, int64 [T, K].
+    """Return the experts [T, K] of each token according to the rule in the module docstring.
 
-    The values for padding tokens have no meaning.
+    The int64 values for padding tokens have no meaning.
     """
     number_T = call.real_T.long().cumsum(0) - 1
     step_K = [j * call.experts // call.k for j in range(call.k)]
@@ -65,8 +65,8 @@ def balanced(call: RoutingCall) -> Tensor:
 
 
 def check_replaceable(router: nn.Module, what: str) -> None:
-    """Raise a `ValueError` unless `what` may replace the choices of a router and nothing else
-    replaces them.
+    """Raise a `ValueError` if `what` cannot replace the choices of a router, or if they are already
+    replaced.
     """
     if "force" not in (getattr(router, "reads", None) or ()):
         raise ValueError(
@@ -91,8 +91,8 @@ def rollout(sample: Any, layers: int | None = None, top_k: int | None = None) ->
     Args:
         sample: an array or tensor of integers [T, L, K], or a base64 string of int32 values, as
             sent by SGLang.
-        layers, top_k: the numbers L of layers and K of experts per token. Required only for a
-            base64 string, which contains no shape.
+        layers, top_k: number L of layers and number K of experts per token. Both numbers are
+            required only for a base64 string, which contains no shape.
     Raises:
         ValueError: If the sample has an unexpected shape, or does not contain integers.
     """
@@ -121,10 +121,10 @@ def padded(samples: Sequence[Tensor], length: int, starts: Sequence[int] | None 
     choice.
 
     Args:
-        samples: results of `rollout` for each sample.
+        samples: result of `rollout` for each sample.
         length: number S of tokens per sample, including padding.
-        starts: position of each sample's first token, which is above 0 if samples are padded on the
-            left. Defaults to 0.
+        starts: position of each sample's first token. The position is above 0 if samples are padded
+            on the left. Defaults to 0.
     """
     starts = starts or [0] * len(samples)
     for sample in samples:
@@ -144,8 +144,8 @@ def padded(samples: Sequence[Tensor], length: int, starts: Sequence[int] | None 
 def packed(samples: Sequence[Tensor], lengths: Sequence[int]) -> Tensor:
     """Concatenate samples into one sequence, int64 [1, S, L, K].
 
-    lengths: number of tokens of each sample in the batch, including padding and the last token, for
-    which an engine has no choice.
+    lengths: number of tokens of each sample in the batch. The number includes padding and the last
+        token, for which an engine has no choice.
     """
     return torch.cat([padded([sample], length)
                       for sample, length in zip(samples, lengths, strict=True)], 1)
@@ -154,8 +154,8 @@ def packed(samples: Sequence[Tensor], lengths: Sequence[int]) -> Tensor:
 def tokens_of_rank(ids_BSLK: Tensor, *, sequence_first: bool = False,
                    context: tuple[int, int] = (0, 1), lengths: Sequence[int] | None = None,
                    sequence: tuple[int, int] = (0, 1)) -> Tensor:
-    """Return the choices for the tokens that a layer on this rank processes, in order, int64 [T, L,
-    K].
+    """Return the int64 choices [T, L, K] for the tokens that a layer on this rank processes, in
+    order.
 
     Args:
         ids_BSLK: choices for a batch; see `padded` and `packed`.
@@ -164,8 +164,8 @@ def tokens_of_rank(ids_BSLK: Tensor, *, sequence_first: bool = False,
         context: the pair (rank, ranks) of context parallelism. A sequence is split into 2 * ranks
             equal parts. A rank processes the part with the index `rank` and the part with this
             index counted from the end, as in Megatron.
-        lengths: lengths of packed sequences, each of which is split in this way. It is None if
-            samples are not packed.
+        lengths: lengths of the packed sequences, or None if samples are not packed. Each packed
+            sequence is split in this way.
         sequence: the pair (rank, ranks) of sequence parallelism, which splits the remaining tokens
             into equal parts.
     Raises:
@@ -176,6 +176,7 @@ def tokens_of_rank(ids_BSLK: Tensor, *, sequence_first: bool = False,
         sequences = ids_BSLK.split(list(lengths), 1) if lengths else [ids_BSLK]
         for sequence_SLK in sequences:
             _check_parts("context", sequence_SLK.shape[1], 2 * ranks)
+        # Early parts need less causal attention than late ones, so a rank gets one of each.
         parts = [sequence_SLK.chunk(2 * ranks, 1) for sequence_SLK in sequences]
         ids_BSLK = torch.cat([part for some in parts for part in (some[rank], some[-1 - rank])], 1)
     rank, ranks = sequence
@@ -196,14 +197,14 @@ def replay_rollouts(model: nn.Module, ids_TLK: Tensor,
                     layers: Sequence[int] | None = None) -> Iterator[None]:
     """Make each layer of `model` use the experts with which the samples were generated.
 
-    The replay applies in training and in evaluation, for example to a pass that computes
+    The experts are replaced in training and in evaluation, for example in a pass that computes
     log-probabilities. Keep the context open until `backward` has returned, and open it again for
     the next micro-batch. The choices are checked on the host, so keep the tensor there until it has
     been passed to this function.
 
     Args:
-        model: a model whose routers read `router.force`. Its layers are used in the order of its
-            modules.
+        model: a model whose routers read `router.force`. The layers are used in the order of the
+            model's modules.
         ids_TLK: result of `tokens_of_rank` on any device. Each forward pass of a layer must process
             these T tokens.
         layers: for each layer of the model, the index of the recorded layer among the L recorded
@@ -224,7 +225,7 @@ def replay_rollouts(model: nn.Module, ids_TLK: Tensor,
 @contextmanager
 def replay_choices(routers: Sequence[nn.Module], ids_TLK: Tensor,
                    layers: Sequence[int] | None = None) -> Iterator[None]:
-    """Replay choices as `replay_rollouts` does, for a given list of routers."""
+    """Replay choices for a list of routers, as `replay_rollouts` does for a model."""
     for router in routers:
         check_replaceable(router, "replay_rollouts")
     choices = choices_of_layers(ids_TLK, layers, [router.num_experts for router in routers])
@@ -265,7 +266,7 @@ def choices_of_layers(ids_TLK: Tensor, layers: Sequence[int] | None,
 
 
 def check_tokens(ids_TK: Tensor, tokens: int, top_k: int) -> None:
-    """Raise a `ValueError` unless the tokens and the experts per token of a pass are those of the
+    """Raise a `ValueError` if the number of tokens or of experts per token differs from the
     rollout.
     """
     if tuple(ids_TK.shape) != (tokens, top_k):

@@ -1,6 +1,6 @@
-"""Several routers in one layer, one of which routes each call, and the rules that select it.
+"""Several routers in one layer, and the rules that select the router for each call.
 
-A rule reads only data that is equal on all ranks, so all ranks select the same router.
+A selection rule reads only data that is equal on all ranks, so all ranks select the same router.
 """
 
 from __future__ import annotations
@@ -65,7 +65,8 @@ def first(call: SelectionCall) -> int:
 
 @router_selections.register("layer")
 def layer(call: SelectionCall) -> int:
-    """Select the router with index n mod count for MoE layer n, both in training and outside."""
+    """Select the router with the index n mod count for MoE layer n, in training and outside of
+    training."""
     if call.layer is None:
         raise ValueError(
             "router.selection.rule=layer needs the number of this MoE layer in its model, but "
@@ -85,8 +86,8 @@ def cycle(call: SelectionCall) -> int:
 
 @router_selections.register("random")
 def drawn(call: SelectionCall) -> int:
-    """Draw a router uniformly every `every` optimizer steps. The draw depends only on seed, step
-    and layer.
+    """Draw a router uniformly every `every` optimizer steps. The draw depends only on the seed, the
+    step and the layer.
 
     Outside training the router with the index `outside_training` is selected.
     """
@@ -99,7 +100,7 @@ def drawn(call: SelectionCall) -> int:
 
 
 class RouterSelector(BuffersKeepDtype, RouterModule):
-    """Several routers, one of which routes each call.
+    """A module with several routers, one of which is selected for each call.
 
     The router is selected by `TokenInfo.router_index` if it is set, otherwise by
     `router.selection`. All micro-batches of an optimizer step use the same router, and a
@@ -138,6 +139,7 @@ class RouterSelector(BuffersKeepDtype, RouterModule):
         self.balances = all(map(balances_by_itself, routers))
         self.steps = 0  # the value of the buffer, without a read from the device
         where = torch.empty(0, device=device).device
+        # Not on the meta device, where the number of steps would be lost.
         self.register_buffer("step", torch.zeros(
             1, dtype=torch.int64, device="cpu" if where.type == "meta" else where))
         self._version = self.step._version

@@ -1,3 +1,2 @@
-"""Code that runs around a training step: the run with its features, gradients, fault tolerance and
-ensembles.
+"""Code that runs around a training step: runs, features, gradients, fault tolerance and ensembles.
 """

@@ -1,6 +1,6 @@
 """A training run of any host, and the features that are called around its steps.
 
-A feature is a `RunFeature`, which is independent of the host. Each host creates one `Run` with the
+A feature is a `RunFeature` and does not depend on the host. Each host creates one `Run` with the
 enabled features, and calls it around each step:
 
     with run.around_step(StepInput(number)):
@@ -40,7 +40,8 @@ class Run(RunFeature):
 
     Attributes:
         number: index of the current or last step, counted from 1.
-        left_out: reason why the step changes no parameters; None if the step is not skipped.
+        left_out: reason why the step does not change parameters, or None if the step is not
+            skipped.
     """
 
     after_passes = _of_each("after_passes")
@@ -98,8 +99,8 @@ class Run(RunFeature):
         """Return the result of `passes()`, which is repeated whenever it raises `StepRepeat`.
 
         Args:
-            passes: function that runs all forward and backward passes of a step (clearing the
-                gradients first) or all forward passes of an evaluation, and then calls
+            passes: function that runs all forward and backward passes of a step, after clearing the
+                gradients, or all forward passes of an evaluation. The function then calls
                 `after_passes`.
             undo: function that is called before `passes` is repeated.
         """

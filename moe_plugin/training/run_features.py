@@ -1,8 +1,8 @@
-"""The features of a run, in one list for all hosts.
+"""The list of all features of a run, which is the same for all hosts.
 
-A new feature is added to `FEATURES`, with the setting that enables it and a function that creates
-it from the host's information (`HostSeams`). Features that a host does not support are listed in
-`moe_plugin.config.lacks`, with the reason.
+To add a feature, add an entry to `FEATURES` with the setting that enables it and a function that
+creates it from the host's information (`HostSeams`). Features that a host does not support are
+listed in `moe_plugin.config.lacks`, with the reason.
 """
 
 from __future__ import annotations
@@ -44,24 +44,26 @@ class HostSeams:
         models: this rank's parts of the model, without wrappers.
         world: all ranks that share the models.
         data: data-parallel ranks. Defaults to `world`.
-        layers: the MoE layers, by their names in records; see `observe.features.listen`.
-        records: group of ranks whose statistics belong together; None if this rank has no layers.
+        layers: mapping from names in records to MoE layers; see `observe.features.listen`.
+        records: group of ranks whose statistics belong together, or None if this rank has no
+            layers.
         rank: rank of this process, which is used for timelines and traces. Defaults to the index of
             this rank in `records`.
         has_log: see `LayerRecords`.
-        training: optional. A function that also receives the statistics of training passes.
+        training: optional. A function that is additionally called with the statistics of training
+            passes.
         speaks: whether this rank logs warnings about dropped choices.
         start: see `TwinCheck`.
         kept: see `TwinCheck`.
         skips_steps: whether the host's loss scaler skips steps that are not finite.
-        streamed: trainer whose weights stream, and which ends a step block by block; None if the
-            weights are on the device.
-        replicas: position of this run among several replicas; None if there is only one run.
-        resize: function that creates the feature for `resize` settings; None if the host does not
-            support it.
-        activations: function that creates the feature for `offload.activations`; None if the host
-            does not support it.
-        votes: function that creates the feature for `guard.votes`; None if the host does not
+        streamed: trainer with streamed weights, which updates a model block by block. Without
+            streamed weights, the value is None.
+        replicas: position of this run among several replicas, or None if there is only one run.
+        resize: function that creates the feature for `resize` settings, or None if the host does
+            not support it.
+        activations: function that creates the feature for `offload.activations`. It is None if the
+            host does not support it.
+        votes: function that creates the feature for `guard.votes`. It is None if the host does not
             support it.
         more: additional features of this run. These features are called before the check for finite
             steps (`FiniteSteps`), so they may change gradients.

@@ -1,3 +1,1 @@
-"""General utilities that do not depend on experts, for messages, files, registries, and properties
-of this machine.
-"""
+"""General utilities for messages, files, registries, and properties of this machine."""

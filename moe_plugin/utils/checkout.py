@@ -1,7 +1,7 @@
-"""Access to parts of a checkout that are outside the package folder, which are
-`moe_plugin.kernels`, `moe_plugin.configs` and the benchmark scripts in `scripts`.
+"""Access to the parts of a checkout that are outside the package folder.
 
-An installed package contains `moe_plugin.kernels` and `moe_plugin.configs`, because pyproject.toml
+These are `moe_plugin.kernels`, `moe_plugin.configs` and the benchmark scripts in `scripts`. An
+installed package contains `moe_plugin.kernels` and `moe_plugin.configs`, because pyproject.toml
 maps them into the wheel, but it does not contain the scripts.
 """
 
@@ -20,8 +20,8 @@ ROOT = Path(__file__).resolve().parents[2]  # root of the checkout
 
 
 class CheckoutFinder:
-    """A finder for `sys.meta_path` that finds only the packages in `FOLDERS` and is called after
-    all other finders.
+    """A finder for `sys.meta_path` that finds only the packages in `FOLDERS`, after all other
+    finders.
     """
 
     def __init__(self, root: Path) -> None:

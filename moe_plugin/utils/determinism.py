@@ -1,10 +1,10 @@
-"""Deterministic mode, in which runs with the same seed, settings and number of ranks produce
-bitwise identical results, including on GPUs of the same model.
+"""Deterministic mode, in which runs with the same seed, settings and ranks give identical results.
 
-This mode requires a layout that is not chosen by measured times, so `parallel: auto` is refused. It
-also requires torch's strict mode, in which an operator without a deterministic implementation
-raises an error. Tile sizes of Triton kernels follow a fixed rule instead of measurements. Routing,
-dispatch and the kernels of this package always sum in a fixed order.
+Results are bitwise identical, including on GPUs of the same model. This mode requires a layout that
+is not chosen by measured times, so `parallel: auto` is refused. The mode also requires torch's
+strict mode, in which an operator without a deterministic implementation raises an error. Tile sizes
+of Triton kernels follow a fixed rule instead of measurements. Routing, dispatch and the kernels of
+this package always sum in a fixed order.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ import torch
 
 
 def enable() -> None:
-    """Enable torch's strict deterministic mode for this process, and set up the cuBLAS workspace
-    that this mode requires.
+    """Enable torch's strict deterministic mode and the cuBLAS workspace that this mode requires.
 
     Call this function before the first matmul on a GPU.
     """

@@ -1,5 +1,5 @@
-"""Utilities for this machine: processor names, transfers to and from devices, pinned memory, cache
-folders, and child processes.
+"""Utilities for processor names, device transfers, pinned memory, cache folders and child
+processes.
 """
 
 from __future__ import annotations
@@ -125,10 +125,10 @@ def pinned_buffer(shape: Sequence[int], dtype: torch.dtype, device: torch.device
     access.
 
     The memory is exactly as large as requested, while torch's pinned memory is rounded up to a
-    power of two. It is freed when no tensor refers to it and the device has completed all work that
-    was queued before. This is necessary because torch's allocator tracks copies that use pinned
-    memory, but not Triton kernels. For data that is needed only during part of a step, use torch's
-    pinned memory, which is cached.
+    power of two. The memory is freed when no tensor refers to it and the device has completed all
+    work that was queued before. This is necessary because torch's allocator tracks copies that use
+    pinned memory, but not Triton kernels. For data that is needed only during part of a step, use
+    torch's pinned memory, which is cached.
 
     Args:
         shape: shape of the tensor.

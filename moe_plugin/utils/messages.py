@@ -1,6 +1,4 @@
-"""Helpers for messages, such as shortened values, tables, suggestions for misspelled names, the
-argument parser, and progress bars.
-"""
+"""Helpers for messages, such as shortened values, tables, suggestions and progress bars."""
 
 from __future__ import annotations
 
@@ -106,9 +104,8 @@ def aligned(rows: Sequence[Sequence[str]]) -> str:
 
 
 def similar_names(name: str, known: Iterable[str]) -> list[str]:
-    """Return the known names that may be meant by a wrong name, which are names with similar
-    letters and longer names that start with the wrong name.
-    """
+    """Return the known names that may be meant by a wrong name: names with similar letters, and
+    longer names that start with the wrong name."""
     known = list(known)
     near = difflib.get_close_matches(name, known, 2, 0.8)
     if len(near) == 2 and _likeness(name, near[0]) - _likeness(name, near[1]) > _CLEARLY:
@@ -211,7 +208,7 @@ class Parser(argparse.ArgumentParser):
 
 
 class _Silent:
-    """A progress bar that shows nothing but has the tqdm methods that this package uses."""
+    """A progress bar that shows nothing. The class has the tqdm methods that this package uses."""
 
     def update(self, *_: object) -> None:
         pass
@@ -224,11 +221,11 @@ class _Silent:
 
 def progress(total: int | None, description: str, stream: TextIO | None = None, *,
              unit: str = "step") -> Any:
-    """Create a progress bar with the methods `update(n)`, `set_postfix_str(text)` and `close()`,
-    which can also be used as a context manager.
+    """Create a progress bar with the methods `update(n)`, `set_postfix_str(text)` and `close()`.
 
-    The bar is a tqdm bar with the remaining time if the stream is a terminal, tqdm is installed and
-    this is the first process of its job. Otherwise, the progress bar shows nothing.
+    The bar can also be used as a context manager. If the stream is a terminal, tqdm is installed
+    and this is the first process of its job, the bar is a tqdm bar with the remaining time.
+    Otherwise, it shows nothing.
 
     Args:
         total: optional. Total number of units until completion.

@@ -2,7 +2,8 @@
 implementation. An unknown name causes an error that lists the known names.
 
 Each kind is created once, for example by `routers = Registry("router")`. Implementations that are
-registered in it can be selected in a config and are automatically included in the exactness tests.
+registered in a registry can be selected in a config, and are automatically included in the
+exactness tests.
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ class Entry(Generic[T]):
 
 
 class Registry(Generic[T]):
-    """Named implementations of one kind, such as router, loss, dispatcher or all-to-all algorithm.
+    """A mapping from names to implementations of one kind, such as routers or all-to-all
+    algorithms.
     """
 
     def __init__(self, kind: str, *, base: type | None = None,

@@ -38,7 +38,8 @@ def check_input(path: _Path, what: str = "", remedy: str = "give a file") -> Non
     """Raise a `ValueError` if `path` is not a regular file, because opening a pipe would hang.
 
     Args:
-        path: path of the file. A missing file does not cause an error here, but when it is opened.
+        path: path of the file. A missing file does not cause an error in this function, but when it
+            is opened.
         what: description of the file for the error message.
         remedy: remedy that is added to the error message.
     """

@@ -1,6 +1,4 @@
-"""The interface of run features, which consists of the methods that a run calls around each
-training step and of the data that it passes to these methods.
-"""
+"""The interface of run features: the methods that a run calls around each step, and their data."""
 
 from __future__ import annotations
 
@@ -36,8 +34,8 @@ class StepInput:
         number: index of the step, counted from 1.
         batch: function that returns this rank's first micro-batch in a form that can be pickled, or
             None if the host framework does not provide batches.
-        loss_of: function that computes the loss of a batch that `batch` returned with the model's
-            forward pass.
+        loss_of: function that computes the loss of a batch, as returned by `batch`, with the
+            model's forward pass.
         total: number of steps in the whole run, or None if it is not known.
     """
 
@@ -75,8 +73,8 @@ class StepFacts:
 
     Attributes:
         number: number of completed steps including this one.
-        made: whether the step was completed as a step of the run. Otherwise, its number is used
-            again.
+        made: True if the step counts as a step of the run. Otherwise, its number is used again for
+            the next step.
         skipped: whether the parameters were left unchanged because a gradient or the loss was not
             finite.
         tokens: total number of tokens of all ranks. None or 0 means that the host framework does
@@ -123,7 +121,7 @@ class RunFeature:
         return nullcontext()
 
     def batches(self, own: list[Any]) -> list[Any]:
-        """Return the micro-batches that this rank computes in the step instead of its own
+        """Return the micro-batches that this rank computes in the step in place of its own
         micro-batches.
         """
         return own
@@ -138,20 +136,21 @@ class RunFeature:
         return None
 
     def after_passes(self) -> None:
-        """React to the end of all forward and backward passes. May raise `StepRepeat`."""
+        """This method is called after all forward and backward passes. May raise `StepRepeat`."""
 
     def after_backward(self, gradients: StepGradients) -> None:
-        """React to the complete gradients before any parameter changes. May raise `SkipStep`."""
+        """This method is called with the complete gradients before any parameter changes. May raise
+        `SkipStep`."""
 
     def after_step(self, facts: StepFacts) -> None:
-        """React to the end of the step."""
+        """This method is called at the end of the step."""
 
     def after_log(self, facts: StepFacts) -> None:
-        """React to information (`dropped` or `logged`) that the host framework adds about the
+        """This method is called if the host adds information (`dropped` or `logged`) about the
         step."""
 
     def after_evaluation(self, number: int, dropped: float | None = None) -> None:
-        """React to the end of a validation.
+        """This method is called at the end of a validation.
 
         Args:
             number: number of completed steps.

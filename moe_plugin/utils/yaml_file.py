@@ -1,4 +1,4 @@
-"""The function that reads all YAML files, which uses OmegaConf's dialect, like Hydra."""
+"""The function that reads all YAML files. Like Hydra, it uses the YAML dialect of OmegaConf."""
 
 from __future__ import annotations
 
@@ -76,9 +76,8 @@ def read_yaml(path: str | Path, what: str = "config file",
 
 
 def _check_size(text: str) -> None:
-    """Raise a `ValueError` if a string is too large before or after aliases are expanded, because a
-    few aliases can expand to any size.
-    """
+    """Raise a `ValueError` if a string is too large before or after aliases are expanded. A few
+    aliases can expand to any size."""
     if len(text) > MAX_CHARACTERS:
         raise ValueError(f"more than {MAX_CHARACTERS} characters")
     import yaml

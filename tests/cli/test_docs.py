@@ -46,7 +46,7 @@ ALL_PAGES = [*PAGES, *sorted(BENCHMARKS.rglob("*.md"))]
 COLUMNS = 100
 LINES = 260
 WORDS = 1500
-MOST_PAGES = 54
+MOST_PAGES = 56
 MOE_FILES = sorted((ROOT / "configs" / "moe").glob("*.yaml"))
 
 
@@ -288,11 +288,11 @@ def test_the_table_of_readme_is_that_of_the_measurement() -> None:
                 title, name, ratio, shown)
 
 
-def measured(what: str) -> str:
-    """The result column of a row of README's table; `what` begins the row's link or text."""
+def measured(what: str, peer: str = "") -> str:
+    """The comparison and the result of the only row of README's tables that holds both texts."""
     rows = re.findall(r"^\| (.*) \| (.*) \| (.*) \|$", (ROOT / "README.md").read_text("utf-8"),
                       re.MULTILINE)
-    [(_, against, result)] = [row for row in rows if what in row[0]]
+    [(_, against, result)] = [row for row in rows if what in row[0] and peer in row[1]]
     return f"{against}: {result}"
 
 
@@ -303,13 +303,15 @@ def table_of(name: str) -> list[list[str]]:
             for line in lines if line.startswith("|")]
 
 
-@pytest.mark.parametrize(("host", "what"), [
-    ("megatron", "in Megatron-core 0.19.2"), ("fairseq", "whole training steps in fairseq")])
-def test_training_steps_of_readme_are_those_of_the_measurement(host: str, what: str) -> None:
+@pytest.mark.parametrize(("host", "peer", "sizes"), [
+    ("megatron", "Megatron-core's own", ("one machine, ten shapes", "2x2 emulated nodes, six")),
+    ("fairseq", "`moe` branch", ("one machine, six shapes", "2x2 emulated nodes, four"))])
+def test_training_steps_of_readme_are_those_of_the_measurement(host: str, peer: str,
+                                                               sizes: tuple[str, str]) -> None:
     every = newest(reports(read_numbers(BENCHMARKS / "data" / "train.json")))
     found_reports = [one for one in every if one.host == host]
-    said = [(float(low), float(high))
-            for low, high in re.findall(r"([\d.]+) to ([\d.]+)", measured(what))]
+    said = [(float(low), float(high)) for size in sizes
+            for low, high in re.findall(r"([\d.]+) to ([\d.]+)", measured(size, peer))]
     found = []
     for place in ("one machine", "2x2"):
         ratios = [one.ratio()[0] for one in found_reports if one.place.startswith(place)]
@@ -320,9 +322,9 @@ def test_training_steps_of_readme_are_those_of_the_measurement(host: str, what: 
 def test_other_numbers_of_readme_are_those_of_the_measurements() -> None:
     host = [row[4] for row in table_of("host") if row[0] == "moe-plugin"]
     theirs, _ = [row[4] for row in table_of("host") if row[0] == "transformers_grouped_mm"]
-    assert measured("processor time").endswith(
-        f"{host[0]} of its time on one rank and {host[1]} on two; gated {host[2]} and {host[3]}; "
-        f"transformers' grouped_mm on one rank {theirs}")
+    assert measured("16 tokens, one rank").endswith(
+        f": {host[0]} of its time; gated {host[2]}; transformers' `grouped_mm` takes {theirs}")
+    assert measured("16 tokens, two ranks").endswith(f": {host[1]} of its time; gated {host[3]}")
     overlap = [row[-1] for row in table_of("overlap") if row[0].isdecimal()]
     first = [float(re.search(r"\((.*)\)", row[4])[1])
              for row in table_of("overlap") if row[0].isdecimal()]
@@ -331,11 +333,11 @@ def test_other_numbers_of_readme_are_those_of_the_measurements() -> None:
             f"S2; up to {max(first):.2f} times with one piece") in measured("overlap")
     spill = {row[0]: float(row[1]) for row in table_of("spill")[:5] if row[0].startswith("`")}
     assert measured("half of the tokens") == (
-        f"the plain layer: {spill['`never`']:.0f} ms per step: "
+        f"our layer without borrowed experts: {spill['`never`']:.0f} ms per step: "
         f"{spill['`least_loaded`']:.0f} ms per step")
     offload = {row[0]: row for row in table_of("offload")}["pre-gated"]
-    assert measured("ten times as large").endswith(
-        f"{offload[5]} times the tokens/s; {offload[4]} times the tokens/s")
+    for peer, ratio in (("on demand", offload[5]), ("resident", offload[4])):
+        assert measured("ten times as large", peer).endswith(f": {ratio} times the tokens/s")
     # the first of a name: those in plain PyTorch, Megatron's are below them
     weights = {row[0]: float(row[5]) for row in reversed(table_of("weights"))
                if row[1] in ("", "full speed")}
@@ -358,7 +360,8 @@ def test_quality_in_readme_is_that_of_the_measurements() -> None:
     digits = next(-float(row[2].split()[0]) for row in rows
                   if row[0] == "dense, equal active FLOPs")
     assert measured("held-out loss").endswith(
-        f"{text[0]:.2f} and {text[1]:.2f} nats per byte lower; {digits:.1f} points worse")
+        f"{text[0]:.2f} and {text[1]:.2f} nats per byte lower")
+    assert measured("images of digits").endswith(f"{digits:.1f} points worse")
 
 
 def test_readme_counts_what_is_registered() -> None:

@@ -165,13 +165,14 @@ def _plain(argv: list[str], folder: Path) -> tuple[Load, list[int]]:
 
 def _fairseq(argv: list[str], folder: Path) -> tuple[Load, list[int]]:
     from moe_plugin.checkpoint.formats.fairseq import files
+    from moe_plugin.hosts.fairseq import resume
 
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     wanted = {"num_experts": 4, "world_size": RANKS, "rank": rank, "expert_parallel_size": RANKS}
 
     def loaded(path: Path) -> tuple[int, Mapping[str, Tensor]]:
-        name = files.agree(str(path / f"checkpoint_last-rank-{rank}.pt"), wanted, dist.group.WORLD)
+        name = resume.agree(str(path / f"checkpoint_last-rank-{rank}.pt"), wanted, dist.group.WORLD)
         state = files.read(name)
         moments = state["last_optimizer_state"]["state"].values()
         tensors = [*state["model"].values(), *(x for each in moments for x in each.values())]

@@ -182,28 +182,29 @@ def body(rows: Sequence[Row]) -> list[str]:
         f"{HOSTS[row.host]} {row.save_every * row.spent.step_s:.1f} s ({row.save_every} steps, a "
         f"checkpoint takes {row.save_s:.2f} s)" for row in rows if not row.replicas)
     return [
-        f"""Small MoE models are trained by each host's real program on two ranks (gloo, CPU) under
-        torchrun: fairseq-train and Megatron's training script. Ranks are killed by SIGKILL at
-        random times of a seed. Two ranks share the experts and go on from the last checkpoint; or
-        each rank is one of {REPLICAS} [replicas](../replicas.md) of the whole model, of which the
-        other one goes on (heartbeat timeout {HEARTBEAT_MS / 1000:g} s). Written by `python -m
-        tests.faults.effective` in about 20 minutes.""",
-        """*Time that counts* is that of steps whose results stay: their number times the mean of
-        the steps in which nothing else happened. The ratio is its share of the ranks' whole time
-        from the first step on; the first start is left out. While a replica is away, its half of
-        the processors' time is lost. With T seconds between checkpoints, C for one, and L lost for
-        each failure (detection, restart, steps made again), at a mean time between failures of
-        M:""",
+        f"""Small MoE models are trained by each host's own program (fairseq-train and Megatron's
+        training script) on two ranks (gloo, CPU) under torchrun. Ranks are killed by SIGKILL at
+        random times. Either the two ranks share the experts and resume from the last checkpoint,
+        or each rank is one of {REPLICAS} [replicas](../replicas.md) of the whole model, and the
+        other replica continues. The heartbeat timeout is {HEARTBEAT_MS / 1000:g} s. This page is
+        written by `python -m tests.faults.effective` in about 20 minutes.""",
+        """*Time that counts* is the number of steps whose results are kept, multiplied by the mean
+        time of the undisturbed steps. The ratio divides it by the total time of the ranks since
+        the first step. The first start is not included. While a replica is away, its half of the
+        processor time is lost. Let T be the seconds between checkpoints, C the seconds of one
+        checkpoint, L the seconds lost by each failure (detection, restart, repeated steps), and M
+        the mean time between failures. Then:""",
         "```text\nratio = (1 - L / M) / (1 + C / T),   T = sqrt(2 C M)  (Young, Daly)\n```",
-        f"""An hour with M = 600 s has 6 failures. Here the time between them is compressed: the
-        next one comes a drawn time, {EVERY_S:g} s in the mean, after all ranks train again; a
-        column says how much. Starts, checkpoints and detection are not compressed, and T is that of
-        M = 600 s: {every}. *Here* is the ratio with failures as often as they were injected, *10
-        minutes* the formula's with the numbers of this table; the aim is {AIM}. A second failure
-        before the run is whole again is not injected. In each step ranks wait {PAUSE_S:g} s, as
-        for an accelerator. Seconds are for each failure, a mean over the ranks. Load average of the
-        machine before the runs: {", ".join(dict.fromkeys(f"{row.load:g}" for row in rows))}, on two
-        cores.""",
+        f"""An hour with M = 600 s has 6 failures. Here, the time between failures is compressed.
+        The next failure comes after a random time with a mean of {EVERY_S:g} s, counted from the
+        moment at which all ranks train again. No second failure is injected before that moment. The
+        column *compressed* states the factor. Starts, checkpoints and detection are not compressed,
+        and T is computed for M = 600 s: {every}. In each step, the ranks wait for {PAUSE_S:g} s, as
+        they would for an accelerator.""",
+        f"""*Here* is the ratio for the injected failures. *10 minutes* is the ratio of the formula
+        with the numbers of this table; the aim is {AIM}. The seconds are means over the ranks for
+        each failure. The load average of the machine (2 cores) before the runs was
+        {", ".join(dict.fromkeys(f"{row.load:g}" for row in rows))}.""",
         table(["host", "replicas", "failures", "compressed", "steps made again", "detection, s",
                "restart, s", "made again, s", "writing", "here", "10 minutes"], [[
             HOSTS[row.host], str(row.replicas or "no"), str(row.failures),
@@ -212,23 +213,23 @@ def body(rows: Sequence[Row]) -> list[str]:
               for name in ("detection", "restart", "redone")),
             f"{row.writing:.1%}".replace("%", " %"), f"{row.ratio:.2f}", f"{row.hour():.3f}"]
             for row in rows]),
-        f"""Published: MoEvement sustains {PUBLISHED} or more at one failure in 10 minutes (Gandhi
-        and Kozyrakis, arXiv 2412.15411, abstract), by checkpoints in memory, for models whose
-        state is many gigabytes on clusters of GPUs. Ours are small models on a CPU: the numbers do
-        not compare the systems.""",
-        """Each run equals its reference: every pass of every layer in the steps that stay chose the
-        same experts for every token (the runs' [routing
-        traces](../rollouts.md#routing-traces), step by step), and losses differ by no more than the
-        last column says. The command ends with status 1 where they do not.""",
+        f"""MoEvement publishes a ratio of {PUBLISHED} or more at one failure in 10 minutes (Gandhi
+        and Kozyrakis, arXiv 2412.15411, abstract). It keeps checkpoints in memory, for models whose
+        state has many gigabytes, on clusters of GPUs. The models on this page are small and run on
+        a CPU, so the numbers do not compare the two systems.""",
+        """Each run equals its reference. In all steps that are kept, every pass of every layer
+        chose the same experts for every token, according to the runs' [routing
+        traces](../rollouts.md#routing-traces). The losses differ by at most the value in the last
+        column. If a run differs, the command ends with status 1.""",
         table(["host", "replicas", "reference", "passes compared", "of them not equal",
                "largest difference of a loss"], [[
             HOSTS[row.host], str(row.replicas or "no"), "an uninterrupted run whose means have the "
             "same members in each step" if row.replicas else "the same command, uninterrupted",
             str(row.passes), str(row.others), f"{row.loss:.1e}"] for row in rows]),
-        """Without replicas the time goes to starts, most of which are imports, and to checkpoints;
-        with larger models both grow. With replicas a failure costs the others their wait for the
-        lighthouse, which takes a silent replica for lost after its heartbeat timeout, and one step;
-        the rest is the absence of the lost one."""]
+        """Without replicas, the time is lost in starts, which mainly consist of imports, and in
+        checkpoints. Both take longer with larger models. With replicas, a failure costs the other
+        replicas one step, and the time until the lighthouse considers a silent replica lost, which
+        is its heartbeat timeout. The remaining loss is the absence of the failed replica."""]
 
 
 def page(rows: Sequence[Row]) -> str:

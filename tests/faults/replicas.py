@@ -254,15 +254,21 @@ def page(made: Sequence[Killed], worst: float) -> str:
                      f"{k.back_s:.1f} |" for k in made)
     return f"""# Replicas that come and go
 
-{REPLICAS} replicas of `scripts/train_plain.py` under torchft 0.2 on one machine (CPU, gloo,
-heartbeat timeout {HEARTBEAT_MS / 1000:g} s): {len(made)} times a replica drawn at random is killed
-(SIGKILL) after a random step, and started again up to one second later; the others make at most
-{AWAY} steps before they wait for it, so that no run ends without it. Every loss that a replica
-logged equals the loss of one process that averages the gradients of the same members in every step;
-the largest difference is {worst:.1e}. No run was stopped and no step of the survivors was trained
-twice. *Others' next step*: seconds from the kill to it, with the heartbeat timeout. *Back*: its
-first step again, and seconds from its start to it. Written by `python -m tests.faults.replicas`;
-how to run replicas: [replicas](../replicas.md).
+{REPLICAS} replicas of `scripts/train_plain.py` train under torchft 0.2 on one machine (CPU, gloo).
+The heartbeat timeout is {HEARTBEAT_MS / 1000:g} s. A randomly chosen replica is killed by SIGKILL
+after a random step and restarted within one second. This happens {len(made)} times. The other
+replicas make at most {AWAY} steps before they wait for it, so no run ends without it.
+
+Every loss that a replica logged equals the loss of one process that averages the gradients of the
+same members in every step. The largest difference is {worst:.1e}. No run stopped, and the remaining
+replicas trained no step twice.
+
+* *Others' next step*: the seconds from the kill to the next step of the other replicas. They
+  include the heartbeat timeout.
+* *Back*: the first step of the restarted replica, and the seconds from its start to this step.
+
+This page is written by `python -m tests.faults.replicas`. [Replicas](../replicas.md) explains how
+to run replicas.
 
 | replica | killed after step | others' next step, s | steps they lost | back in step | back, s |
 |---|---|---|---|---|---|

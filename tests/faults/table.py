@@ -31,14 +31,19 @@ from tests.faults.hosts import HOSTS, Host
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "benchmarks" / "faults.md"
 HEAD = """# Injected faults
 
-Small MoE models on two ranks (gloo, CPU) that share the experts, trained for 8 steps with a
-checkpoint after every third one. Each row is one fault, injected once; the run then must end by a
-named error within the timeout (5 s for an exchange) and resume to the losses of a run in which
-nothing happened, or go on to the same losses. A step with a NaN must be skipped on all ranks, and
-the losses after it must not depend on the rank that had it. *Seconds*: from the fault to the first
-error, or by which the run took longer; for files, of the load. *Lost*: steps that were trained
-again or skipped. Written by `python -m tests.faults.table`; a part of it runs with the tests
-(`tests/faults`). How to inject one yourself: [faults](../faults.md).
+Small MoE models are trained for 8 steps on two ranks (gloo, CPU) that share the experts. A
+checkpoint is written after every third step. Each row is one fault that was injected once. There
+are two acceptable outcomes. Either the run ends with an error that names the fault within the
+timeout, which is 5 s for an exchange, and a resumed run has the losses of a run without a fault. Or
+the run continues with these losses. All ranks must skip a step with a NaN, and the losses after it
+must not depend on the rank that had it.
+
+* *Seconds*: the time from the fault to the first error, or the additional time that the run took.
+  For files, it is the time to load them.
+* *Lost*: the number of steps that were trained again or skipped.
+
+This page is written by `python -m tests.faults.table`. The tests run a part of it (`tests/faults`).
+[Faults](../faults.md) explains how to inject a fault yourself.
 """
 
 

@@ -1,3 +1,4 @@
-"""Passes over the experts' inner values, written in C and compiled on the machine that runs
-them.
+"""Passes over the experts' inner values.
+
+The passes are written in C and compiled on the user's machine.
 """

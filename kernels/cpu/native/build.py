@@ -1,5 +1,4 @@
-"""Compilation of the C code in this folder for the processor, once per machine and user, and
-loading of the result.
+"""Compilation of the C code in this folder, once per machine and user, and loading of the result.
 
 If this is not possible (because there is no compiler, or the processor is not supported), torch's
 operations are used, and `moe-plugin doctor` reports the reason.
@@ -48,8 +47,8 @@ THREADS = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
 
 
 class Unavailable(Exception):
-    """Raised if the functions cannot be compiled or run on this machine. The message contains the
-    reason.
+    """Error that is raised if the functions cannot be compiled or run on this machine. The message
+    contains the reason.
     """
 
 

@@ -93,12 +93,12 @@ class NativePasses:
         value before it.
 
         Args:
-            has_slope: True if forward stored `act'(before)` and `after`. If it is False, `after` is
-                recomputed and written.
+            has_slope: True if forward stored `act'(before)` and `after`. If `has_slope` is False,
+                `after` is recomputed and written.
             scale_N: factor by which the gradients of each row, including `grad_up`, are multiplied.
                 None means 1.
-            dots_N: tensor to which the sum over the inner width of the unscaled gradient times
-                `after` is written.
+            dots_N: tensor that receives, for each row, the sum over the inner width of the unscaled
+                gradient times `after`.
         """
         self._backward(*grad_NF.shape, grad_NF.data_ptr(), before_NF.data_ptr(), address(up_NF),
                        after_NF.data_ptr(), address(grad_up_NF), address(scale_N),
@@ -124,8 +124,9 @@ def compiled_passes(activation: str, dtype: torch.dtype) -> NativePasses | None:
 
 
 def _source(activation: str | None) -> tuple[str, ...]:
-    """Return the source file and the definitions for `build.library`. If the activation is None,
-    they are for a router's matmuls.
+    """Return the source file and the definitions for `build.library`.
+
+    If the activation is None, the file contains a router's matmuls.
     """
     return ("router.c",) if activation is None else ("passes.c", f"ACTIVATION={activation}")
 

@@ -2,7 +2,7 @@
  *
  * One thread computes each row, from left to right in chunks, so that the number of threads does
  * not change any result. A pass receives a chunk of `count` values from index `at` on, and the
- * factor `scale` of the row's gradient. It returns the chunk's part of the row's dot product.
+ * factor `scale` of the row's gradient. The pass returns the chunk's part of the row's dot product.
  */
 #define READ NAMED(read)
 #define WRITE NAMED(write)

@@ -26,7 +26,8 @@ def doctor_options(parser: argparse.ArgumentParser) -> None:
                           "otherwise 1.")
     parser.add_argument("--all", action="store_true",
                         help="also show packages, names that cannot be selected here, features "
-                             "that hosts lack, and the stored measurements of auto")
+                             "that hosts lack, settings that hosts refuse together, and the stored "
+                             "measurements of auto")
     parser.add_argument("--forget-decisions", action="store_true",
                         help="only delete the stored measurements of auto on this machine, so that "
                              "later runs measure again")

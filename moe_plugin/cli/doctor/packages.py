@@ -24,6 +24,8 @@ import torch
 
 import moe_plugin
 from moe_plugin.config.lacks import HOSTS, LACKS, OF_HOSTS
+from moe_plugin.hosts.fairseq import refusals as fairseq
+from moe_plugin.hosts.megatron import refusals as megatron
 from moe_plugin.kernels.activations import ACTIVATIONS
 from moe_plugin.kernels.cpu import products
 from moe_plugin.kernels.cpu.native import functions
@@ -99,6 +101,17 @@ def run_rows() -> list[dict[str, str]]:
              "what": "; ".join(f"{host}: {lack.reason} ({lack.remedy})"
                                for (lacking, host), lack in LACKS.items() if lacking == name)}
             for name in settings]
+
+
+def refusal_rows() -> list[dict[str, str]]:
+    """Return a row for each request of a user, with the host and the settings that it excludes."""
+    by_request = dict[tuple[str, str], list[str]]()
+    for host, table in (("fairseq", fairseq.TABLE), ("megatron", megatron.TABLE)):
+        for request in table.values():
+            by_request.setdefault((host, request.title), []).extend(
+                row.title for row in request.rows)
+    return [{"host": host, "name": name, "what": ", ".join(dict.fromkeys(settings))}
+            for (host, name), settings in by_request.items()]
 
 
 DRIVER = "/dev/nvidiactl"  # exists if NVIDIA's driver is loaded

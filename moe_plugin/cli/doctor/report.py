@@ -158,6 +158,7 @@ def rest(everything: bool) -> dict[str, Any]:
     return {
         "failed_imports": packages.import_everything(), "fused": packages.fused_rows(),
         "missing": packages.missing_rows(), "runs": packages.run_rows(),
+        "refused": packages.refusal_rows(),
         "expert_compute_choices": packages.choice_rows(),
     }
 
@@ -200,8 +201,8 @@ def render(report: dict[str, Any]) -> str:
         _table("Devices", report["devices"], "name", "state", "what"),
         _table("Hosts", report["hosts"], "name", "version", "state", "reason"),
         _missing(report), *(_everything(report) if "missing" in report else [
-            "moe-plugin doctor --all also shows packages, what cannot run here, what hosts lack, "
-            "and kept decisions"])
+            "moe-plugin doctor --all also shows packages, what cannot run here, what hosts lack or "
+            "refuse, and kept decisions"])
     ]
     return "\n\n".join(part for part in parts if part)
 
@@ -218,6 +219,9 @@ def _everything(report: dict[str, Any]) -> list[str]:
         _table("Features around a run's steps: the hosts that support them, and why others do not",
                [{**r, "what": _short(r["what"], 110)} for r in report["runs"]],
                "name", "state", "what"),
+        _table("Settings that a host refuses together (docs/refusals_HOST.md)",
+               [{**r, "what": _short(r["what"], 110)} for r in report["refused"]],
+               "host", "name", "what"),
         _table("Kept decisions: how auto computes experts, with the age and the spread of its "
                "measurements (docs/kernels.md). moe-plugin doctor --forget-decisions removes them",
                [{**r, "load": _load(r["load"]), "age": f"{r['age']} ago",

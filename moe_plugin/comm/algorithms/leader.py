@@ -1,9 +1,10 @@
 """Leader all-to-all (HetuMoE), in which one rank of each node sends the data of all ranks on the
 node. The algorithm is suitable for nodes with one network card.
 
-With n ranks, m ranks per node and S bytes per rank, the algorithm gathers a node's buffers on its
-leader, orders them by destination node, exchanges them among leaders (n/m - 1 messages of m^2 * S/n
-bytes per node), orders them by destination rank, and scatters them.
+Consider n ranks, m ranks per node and S bytes per rank. First, the buffers of a node are gathered
+on its leader and ordered by destination node. The leaders then exchange data, with n/m - 1 messages
+of m^2 * S/n bytes per node. Finally, each leader orders the received data by destination rank and
+scatters it.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from moe_plugin.comm.topology import Topology
 
 @dataclass(frozen=True)
 class _Node:
-    """The numbers of rows that a leader needs to know.
+    """The numbers of rows that a leader needs for an exchange.
 
     Attributes:
         send: for each rank of the node, the number of rows that it sends to every rank of the
@@ -39,12 +40,11 @@ class _Node:
 @algorithms.register("leader", rounds=3, lacks=several_nodes)
 def leader(comm: Comm, x: Tensor, send: Sequence[int] | None = None,
            recv: Sequence[int] | None = None) -> Tensor:
-    """An exchange that sends through one rank per node: there are few large messages between nodes,
-    and a gather and a scatter within each node.
+    """An exchange through one rank per node, with few large messages between nodes.
 
-    Pieces and nodes may have different sizes, and ranks may be in any order. If pieces have
-    different sizes, each rank also sends one small message with its row counts to its leader.
-    `Comm.prepare` must have been called.
+    Within each node, data is gathered and scattered. Pieces and nodes may have different sizes, and
+    ranks may be in any order. If pieces have different sizes, each rank also sends one small
+    message with its row counts to its leader. `Comm.prepare` must have been called.
     """
     topology = comm.topology
     even = send is None and recv is None
@@ -56,6 +56,7 @@ def leader(comm: Comm, x: Tensor, send: Sequence[int] | None = None,
     counts = _counts(comm, node, send, recv, even)
     out = x.new_empty((sum(recv), *x.shape[1:]))
     if counts is None:
+        # Every rank must take part in each of the three rounds (`Comm.send_receive`).
         exchange_pieces(comm, [(node[0], x)], [])
         exchange_pieces(comm, [], [])
         exchange_pieces(comm, [], [(node[0], out)])
@@ -75,6 +76,7 @@ def _even(comm: Comm, topology: Topology, x: Tensor) -> Tensor:
     if not x.numel():  # the same on every rank, so that no rank waits for another
         return out
     if comm.rank != node[0]:
+        # Every rank must take part in each of the three rounds (`Comm.send_receive`).
         exchange_pieces(comm, [(node[0], x)], [])
         exchange_pieces(comm, [], [])
         exchange_pieces(comm, [], [(node[0], out)])

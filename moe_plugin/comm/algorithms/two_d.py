@@ -1,6 +1,6 @@
-"""Two-dimensional hierarchical all-to-all (2DH, Tutel), which exchanges data first within each
-node, and then between ranks of equal local rank.
+"""Two-dimensional hierarchical all-to-all (2DH, Tutel).
 
+Data is exchanged first within each node, and then between the ranks with the same local rank.
 Consider n ranks, m ranks per node and S bytes per rank. In phase 1, local rank l collects all data
 that its node sends to local rank l of any node, using messages of S/m bytes within the node. In
 phase 2, each of these collections is sent to its destination node, with n/m - 1 messages of S*m/n
@@ -34,13 +34,14 @@ from moe_plugin.comm.topology import Topology
 @algorithms.register("linear", direct=True)
 def linear(comm: Comm, x: Tensor, send: Sequence[int] | None = None,
            recv: Sequence[int] | None = None) -> Tensor:
-    """An exchange in which every rank sends directly to every rank. On gloo it uses messages whose
-    receives are all posted first.
+    """An exchange in which every rank sends directly to every rank.
+
+    On gloo, point-to-point messages are used, and all receives are posted first.
 
     In gloo's own all-to-all, the ready signal of a peer waits behind bulk data, which is slow if
-    pieces differ in size. Posting all receives first avoids this problem, supports any dtype, and
-    allows an error message to name the peer. NCCL's own all-to-all is already a single grouped
-    call.
+    pieces differ in size. Posting all receives first avoids this problem. This order also supports
+    any dtype, and error messages can name the peer. NCCL's own all-to-all is already a single
+    grouped call.
     """
     return receive_first(comm, x, send, recv) if comm.receive_first else comm.all_to_all(
         x, send, recv)
@@ -60,9 +61,9 @@ class _Plan:
     """The numbers of rows in one exchange.
 
     Attributes:
-        served: for each rank of this node, the destinations for which that rank collects rows.
-        counts: for each rank of this node, the number of its rows for each destination for which
-            this rank collects rows.
+        served: for each rank of this node, the destination ranks for which it collects rows.
+        counts: for each rank of this node, its numbers of rows for the destinations for which the
+            current rank collects rows.
     """
 
     served: dict[int, list[int]]
@@ -72,8 +73,8 @@ class _Plan:
 @algorithms.register("2dh", rounds=2, lacks=several_nodes)
 def two_d(comm: Comm, x: Tensor, send: Sequence[int] | None = None,
           recv: Sequence[int] | None = None) -> Tensor:
-    """An exchange first within the node by destination, and then between nodes: few large messages
-    use all network cards.
+    """An exchange within each node and then between nodes, with few large messages on all network
+    cards.
 
     Pieces and nodes may have different sizes, and ranks may be in any order. Pieces of different
     sizes require an additional small exchange of row counts within the node. `Comm.prepare` must
@@ -108,8 +109,8 @@ def _even(comm: Comm, topology: Topology, x: Tensor) -> Tensor:
 
 
 def _via(topology: Topology, node: Sequence[int], destination: int) -> int:
-    """Return the rank of `node` that collects rows for a destination: the rank with the same local
-    rank, if it exists.
+    """Return the rank of `node` that collects rows for a destination, if possible one of equal
+    local rank.
     """
     return node[topology.local_of[destination] % len(node)]
 
@@ -167,6 +168,7 @@ def _between(comm: Comm, topology: Topology, gathered: Tensor, recv: list[int],
     _swap_dicts(comm, outgoing, incoming)
     if topology.node_major:
         return out
+    # The pieces have arrived node by node, but the result must be in rank order.
     by_node = [rank for node in topology.nodes for rank in node]
     starts = {rank: index for index, rank in enumerate(by_node)}
     return reorder(out, [recv[rank] for rank in by_node],

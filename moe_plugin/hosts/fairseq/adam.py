@@ -110,13 +110,13 @@ class BlockOptimizers(FairseqOptimizer):
         for block, first in self._with_optimizers():
             numbers = range(len(block.trained))
             # torch stores the tensors it gets, so the file's tensors must be copied
-            own = {i: {name: x.clone() if isinstance(x, Tensor) else x
-                       for name, x in state[first + i].items()}
-                   for i in numbers if first + i in state}
+            copied = {i: {name: x.clone() if isinstance(x, Tensor) else x
+                          for name, x in state[first + i].items()}
+                      for i in numbers if first + i in state}
             block.optimizer.load_state_dict({
-                "state": own, "param_groups": [{**group, "params": list(numbers)}]})
+                "state": copied, "param_groups": [{**group, "params": list(numbers)}]})
             # torch has cast the state to the dtype of its parameter: load the original dtypes
-            block.load_state({key: own[key[0]][key[1]] for key in state_of(block.optimizer)})
+            block.load_state({key: copied[key[0]][key[1]] for key in state_of(block.optimizer)})
         for param_group in self.param_groups:
             param_group.update(optimizer_overrides or {})
 

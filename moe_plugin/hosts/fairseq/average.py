@@ -91,12 +91,12 @@ def _mean(paths: Sequence[str]) -> dict[str, Any]:
 
 def _check_alike(first: str, state: Mapping[str, Any], path: str, other: Mapping[str, Any]) -> None:
     for key in _SAME:
-        mine, its = ((one.get(files.MANIFEST) or {}).get(key) for one in (state, other))
-        if mine != its:
+        expected, its = ((saved.get(files.MANIFEST) or {}).get(key) for saved in (state, other))
+        if expected != its:
             raise CheckpointError(f"checkpoint {path!r} has {key}={its}, but {first!r} has {key}="
-                                  f"{mine}. Use checkpoints of the same run")
-    shapes, its_shapes = ({name: tuple(value.shape) for name, value in one["model"].items()
-                           if _is_weight(value)} for one in (state, other))
+                                  f"{expected}. Use checkpoints of the same run")
+    shapes, its_shapes = ({name: tuple(value.shape) for name, value in saved["model"].items()
+                           if _is_weight(value)} for saved in (state, other))
     for name in sorted(shapes.keys() | its_shapes.keys()):
         if shapes.get(name) != its_shapes.get(name):
             raise CheckpointError(

@@ -14,7 +14,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from moe_plugin.checkpoint.formats.fairseq.translate import plain_value
+from moe_plugin.checkpoint.formats.fairseq.entries import plain_value
 from moe_plugin.hosts.fairseq.compat.names import (
     ARCH_CONFIG_REGISTRY,
     ARCH_MODEL_NAME_REGISTRY,
@@ -60,12 +60,12 @@ def changed(cfg: Any) -> dict[str, tuple[str, str]]:
         cfg: all fairseq settings by group.
     """
     differing: dict[str, tuple[str, str]] = {}
-    for group, kind in FairseqConfig.__dataclass_fields__.items():
+    for group, declaration in FairseqConfig.__dataclass_fields__.items():
         values = cfg.get(group)
         if values is None or group.startswith("_"):
             continue
         values = vars(values) if isinstance(values, Namespace) else values
-        for name, default in _defaults(group, kind, values).items():
+        for name, default in _defaults(group, declaration, values).items():
             default = _resolved(default, cfg)
             value = plain_value(values.get(name, default))
             if comparable(value) != comparable(default):
@@ -73,7 +73,7 @@ def changed(cfg: Any) -> dict[str, tuple[str, str]]:
     return differing
 
 
-def _defaults(group: str, kind: dataclasses.Field[Any], values: Mapping[str, Any]
+def _defaults(group: str, declaration: dataclasses.Field[Any], values: Mapping[str, Any]
               ) -> dict[str, Any]:
     """Return the declared defaults of the settings in a group, or {} if there are none."""
     name = values.get("_name") or values.get("arch")
@@ -81,15 +81,16 @@ def _defaults(group: str, kind: dataclasses.Field[Any], values: Mapping[str, Any
         "model": MODEL_DATACLASS_REGISTRY.get(ARCH_MODEL_NAME_REGISTRY.get(name, name)),
         "task": TASK_DATACLASS_REGISTRY.get(name)
     }.get(group) or REGISTRIES.get(group, {}).get("dataclass_registry", {}).get(name)
-    record = declared() if declared else kind.default
+    record = declared() if declared else declaration.default
     if dataclasses.is_dataclass(record):
         return _fields(record)
     return _of_arguments(name, values) if group == "model" else {}
 
 
 def _fields(record: Any) -> dict[str, Any]:
-    return {one.name: plain_value(getattr(record, one.name)) for one in dataclasses.fields(record)
-            if not one.name.startswith("_")}
+    return {entry.name: plain_value(getattr(record, entry.name))
+            for entry in dataclasses.fields(record)
+            if not entry.name.startswith("_")}
 
 
 def _of_arguments(arch: str, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -111,9 +112,9 @@ def _of_arguments(arch: str, values: Mapping[str, Any]) -> dict[str, Any]:
     except (KeyError, AttributeError):  # no such architecture, or it needs a user's setting
         pass
     stated = {**vars(base), **(_fields(MoETransformerFlags()) if ours else {})}
-    found = {name: stated.get(name, default) if default is _UNSTATED else default
-             for name, default in defaults.items() if default is not None}
-    return {name: default for name, default in found.items() if default is not _UNSTATED}
+    by_name = {name: stated.get(name, default) if default is _UNSTATED else default
+               for name, default in defaults.items() if default is not None}
+    return {name: default for name, default in by_name.items() if default is not _UNSTATED}
 
 
 def _resolved(default: Any, cfg: Any) -> Any:

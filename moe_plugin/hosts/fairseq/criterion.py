@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from fairseq import metrics
 from torch import Tensor
 
-from moe_plugin.checkpoint.formats.fairseq.translate import plain_value, setting
+from moe_plugin.checkpoint.formats.fairseq.entries import plain_value
 from moe_plugin.hosts.fairseq.compat.names import (
     CrossEntropyCriterion,
     LabelSmoothedCrossEntropyCriterion,
@@ -29,6 +29,8 @@ from moe_plugin.hosts.fairseq.layers import moe_layers
 from moe_plugin.hosts.fairseq.metrics import METRICS, layer_metrics
 from moe_plugin.hosts.fairseq.models import MoETransformerLanguageModel
 from moe_plugin.hosts.fairseq.options import ConfidentOracleConfig, GateLossFlags
+from moe_plugin.hosts.fairseq.refusals import HEADS, values_of
+from moe_plugin.hosts.fairseq.translate import setting
 from moe_plugin.layer import layers_in
 from moe_plugin.routing.contract import balances_by_itself
 from moe_plugin.routing.registry import warn_unbalanced
@@ -166,10 +168,7 @@ class MoEEnsembleLanguageModel(MoETransformerLanguageModel):
         model = super().build_model(args, task)
         decoder = model.decoder
         if decoder.adaptive_softmax is not None:
-            raise ValueError(
-                f"--adaptive-softmax-cutoff {setting(args, 'adaptive_softmax_cutoff', None)} "
-                "cannot be combined with an ensemble of output heads. Leave "
-                "--adaptive-softmax-cutoff out")
+            HEADS.refuse(values_of(args))
         decoder.share_input_output_embed = False  # the heads have separate weights
         decoder.output_projection = EnsembleHeads(decoder.output_embed_dim,
                                                   len(task.target_dictionary),

@@ -18,6 +18,7 @@ from moe_plugin.comm.placement import HostContext
 from moe_plugin.config import MoEConfig, RunConfig, flatten, to_dict
 from moe_plugin.dispatch import dispatchers
 from moe_plugin.experts.base import is_expert
+from moe_plugin.hosts.fairseq import refusals
 from moe_plugin.hosts.fairseq.compat.names import (
     TransformerDecoderLayerBase,
     TransformerEncoderLayerBase,
@@ -73,29 +74,14 @@ class LayerSettings:
 
 
 def _refuse_what_does_not_fit(settings: LayerSettings) -> None:
-    config = settings.config
-    if config.router.pre_gate and dispatchers.get(config.dispatch.name).traits.bounded:
-        raise ValueError(
-            f"router.pre_gate=1 cannot be used with dispatch.name={config.dispatch.name!r} in "
-            "fairseq, because its evaluation repeats a layer's call when rows exceed the bound. "
-            "Use router.pre_gate=0 or dispatch.name='ragged'")
-    name, replicas = config.dispatch.name, config.parallel.replicas
-    asked = []
-    if dispatchers.get(name).traits.shares_tokens:
-        asked.append(f"dispatch.name={name!r}")
-    if replicas > 1:
-        asked.append(f"parallel.replicas={replicas}")
-    store = config.experts.store
-    if store != "device" and settings.evaluation is None:
-        raise ValueError(
-            f"experts.store={store} cannot be used for training in fairseq, which reduces and "
-            "updates parameters on the device. Use experts.store=device. Only evaluation "
-            "(fairseq-validate, fairseq-eval-lm, fairseq-generate) supports --moe-experts-on")
-    if asked and settings.groups.expert.size > 1:
-        raise ValueError(
-            f"{asked[0]} cannot be used in fairseq, because it requires ranks with the same "
-            "tokens, and fairseq's data-parallel ranks have different tokens. Use "
-            "dispatch.name='ragged' or 'padded', and parallel.replicas=1")
+    values = flatten(to_dict(settings.config))
+    traits = dispatchers.get(settings.config.dispatch.name).traits
+    refusals.PRE_GATE.refuse({**values, "bounded": traits.bounded})
+    several = settings.groups.expert.size > 1
+    refusals.LAYER.refuse({
+        **values, "training": settings.evaluation is None,
+        "same_tokens.dispatch.name": several and traits.shares_tokens,
+        "same_tokens.parallel.replicas": several and values["parallel.replicas"] > 1})
 
 
 class FairseqMoELayer(TakesTokenIds, nn.Module):

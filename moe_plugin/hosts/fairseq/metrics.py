@@ -34,9 +34,9 @@ def layer_metrics(layers: list[Any]) -> dict[str, Any]:
     """
     seen = [stats_metrics(layer.stats) for layer in layers if layer.stats is not None]
     # sorted, because fairseq sums these values over ranks by position
-    keys = sorted({key for one in seen for key in one})
+    keys = sorted({key for stats in seen for key in stats})
     values: dict[str, Any] = {
-        key: torch.stack([one[key] for one in seen if key in one]).mean() for key in keys
+        key: torch.stack([stats[key] for stats in seen if key in stats]).mean() for key in keys
     }
     comm = layers[0].moe.comm
     if isinstance(comm, MeasuredComm) and comm.measured:

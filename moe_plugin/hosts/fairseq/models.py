@@ -13,14 +13,6 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from moe_plugin.checkpoint.formats.fairseq.translate import (
-    check_experts_given,
-    gradient_factor,
-    layer_config,
-    masks_padding,
-    run_config,
-    setting,
-)
 from moe_plugin.config import MoEConfig, ParallelConfig, flatten, to_dict, with_overrides
 from moe_plugin.config.options import unread_allowed
 from moe_plugin.hosts.fairseq.compat.names import (
@@ -42,6 +34,15 @@ from moe_plugin.hosts.fairseq.layers import (
     run_settings,
 )
 from moe_plugin.hosts.fairseq.options import MoETransformerFlags
+from moe_plugin.hosts.fairseq.refusals import MODEL, values_of
+from moe_plugin.hosts.fairseq.translate import (
+    check_experts_given,
+    gradient_factor,
+    layer_config,
+    masks_padding,
+    run_config,
+    setting,
+)
 from moe_plugin.memory.weights.refusal import refuse_streamed_weights
 from moe_plugin.routing.call import hand_token_ids
 from moe_plugin.routing.pregate import link
@@ -49,7 +50,6 @@ from moe_plugin.routing.routers.hashing import with_vocabulary
 from moe_plugin.training.gradients.sync import exclude_experts
 from moe_plugin.utils import determinism
 from moe_plugin.utils.messages import short
-from moe_plugin.utils.run_feature import refuse_unfit
 
 logger = logging.getLogger(__name__)
 
@@ -101,7 +101,7 @@ def _check(args: Any, freqs: list[int]) -> None:
     for freq in freqs:
         check_experts_given(args, freq)
     if any(freqs):
-        _refuse_unsupported(args)
+        MODEL.refuse(values_of(args))
 
 
 def _add_experts(model: nn.Module, args: Any, freqs: dict[str, int]) -> None:
@@ -193,18 +193,3 @@ def _widen_dense_layers(decoder: Any, freq: int, width: int) -> None:
                                     layer.quant_noise_block_size)
         layer.fc2 = layer.build_fc2(width, layer.embed_dim, layer.quant_noise,
                                     layer.quant_noise_block_size)
-
-
-def _refuse_unsupported(args: Any) -> None:
-    """Raise an error for fairseq settings that cannot be combined with experts."""
-    reasons = {
-        **dict.fromkeys(("encoder_layerdrop", "decoder_layerdrop"),
-                        "ranks would skip different layers and wait for each other"),
-        "quant_noise_pq": "quantization noise applies to nn.Linear, and experts have none",
-        "scale_fc": "its layer norm is inside the feed-forward network",
-        "base_layers": "BASE layers have their own experts",
-    }
-    given = {name: setting(args, name, 0) for name in reasons}
-    refuse_unfit("a model with MoE layers", [
-        (f"--{name.replace('_', '-')} {value}", not value, f"{reasons[name]}; use 0")
-        for name, value in given.items()])

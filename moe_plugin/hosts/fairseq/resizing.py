@@ -4,26 +4,21 @@ updates of fairseq.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
 
-from moe_plugin.checkpoint.formats.fairseq.translate import setting
 from moe_plugin.checkpoint.resize import change_expert_parallel
 from moe_plugin.comm.base import Comm
 from moe_plugin.hosts.fairseq.compat.runtime import (
     follow_parameters,
     fp32_copies,
-    shards_optimizer_state,
 )
 from moe_plugin.hosts.fairseq.groups import FairseqGroups, make_groups
 from moe_plugin.hosts.fairseq.layers import moe_layers, run_settings
+from moe_plugin.hosts.fairseq.refusals import RESIZE, values_of
+from moe_plugin.hosts.fairseq.translate import setting
 from moe_plugin.training.resilience.resizing import ExpertParallelSteps, expert_parallel_steps
-from moe_plugin.utils.run_feature import refuse_unfit
-
-# their state has other shapes than the parameters, or is spread over several torch optimizers
-_OPTIMIZERS = "adafactor", "composite"
 
 
 def check(cfg: Any, model: nn.Module) -> None:
@@ -31,24 +26,8 @@ def check(cfg: Any, model: nn.Module) -> None:
     message contains the flag, the reason and the remedy.
     """
     sizes = run_settings(model).resize.expert_parallel_at
-    if not sizes:
-        return
-    name = setting(cfg.optimizer, "_name")
-    refuse_unfit(f"--moe-expert-parallel-at {_given(sizes)}", [
-        ("one rank", cfg.distributed_training.distributed_world_size > 1,
-         "use several, or leave it out"),
-        ("--ddp-backend fully_sharded and --zero-sharding os", not shards_optimizer_state(cfg),
-         "it assigns parts of parameters to ranks; use legacy_ddp or pytorch_ddp (c10d)"),
-        ("--moe-lighthouse", not setting(cfg.model, "moe_lighthouse"),
-         "the replicas would store experts on different ranks; leave one of the two out"),
-        ("--store-ema", not cfg.ema.store_ema, "averages would not be moved; leave it out"),
-        ("--amp", not cfg.common.amp, "use --bf16 or --fp16"),
-        (f"--optimizer {name}", name not in _OPTIMIZERS,
-         "its state cannot move with the experts; use adam or sgd")])
-
-
-def _given(sizes: Mapping[int, int]) -> str:
-    return ",".join(f"{step}={size}" for step, size in sizes.items())
+    if sizes:
+        RESIZE.refuse(values_of(cfg, sizes=",".join(f"{n}={size}" for n, size in sizes.items())))
 
 
 def steps_of(trainer: Any, world: Comm) -> ExpertParallelSteps | None:

@@ -10,13 +10,12 @@ from typing import Any
 from fairseq import metrics
 from torch import nn
 
-from moe_plugin.checkpoint.formats.fairseq.translate import setting
 from moe_plugin.comm import LocalComm
 from moe_plugin.comm.host_collectives import comm_of
-from moe_plugin.hosts.fairseq import resizing
+from moe_plugin.hosts.fairseq import refusals, resizing
 from moe_plugin.hosts.fairseq.compat.names import EpochBatchIterator
-from moe_plugin.hosts.fairseq.compat.runtime import shards_optimizer_state
 from moe_plugin.hosts.fairseq.layers import moe_layers, run_settings
+from moe_plugin.hosts.fairseq.translate import setting
 from moe_plugin.hosts.fairseq.votes import FileTurns
 from moe_plugin.memory.activations.auto import manage_layers
 from moe_plugin.memory.activations.offload import Activations
@@ -28,11 +27,9 @@ from moe_plugin.training.resilience.stopping import RUN
 from moe_plugin.training.resilience.vote import refuse_reported_loads
 from moe_plugin.training.run import Run
 from moe_plugin.training.run_features import HostSeams, make_run
-from moe_plugin.utils.run_feature import StepFacts, refuse_unfit
+from moe_plugin.utils.run_feature import StepFacts
 
 INNER = "train_inner"  # fairseq's name for the values between two log lines
-# their rates depend on the epoch or a validation, which differ between replicas
-_OWN_RATES = ("manual", "pass_through", "reduce_lr_on_plateau")
 
 
 def config_of(model: nn.Module) -> Any:
@@ -55,27 +52,15 @@ def check(cfg: Any, model: nn.Module) -> None:
     if config is None:
         return
     resizing.check(cfg, model)
-    guard, settings = run_settings(model).guard, cfg.distributed_training
-    several = ("one rank", settings.distributed_world_size > 1, "use several, or 0")
-    fully = settings.ddp_backend == "fully_sharded"
+    run = run_settings(model)
+    guard, values = run.guard, refusals.values_of(cfg, config, run)
     if guard.twins:
-        refuse_unfit(f"--moe-check-twins {guard.twins}", [
-            ("--checkpoint-activations", not setting(cfg.model, "checkpoint_activations", False),
-             "leave one of the two out"),
-            ("--ddp-backend fully_sharded", not fully, "use legacy_ddp or pytorch_ddp (c10d)"),
-            several])
+        refusals.TWINS.refuse(values)
     if guard.votes:
-        alone = "updates made by one rank for all ranks cannot be voted on; "
-        refuse_unfit(f"--moe-votes {guard.votes}", [
-            several, ("--ddp-backend fully_sharded", not fully, f"{alone}use legacy_ddp"),
-            ("--zero-sharding os", settings.zero_sharding != "os", f"{alone}leave it out"),
-            ("--moe-lighthouse", not setting(cfg.model, "moe_lighthouse"),
-             "the gradients of replicas are averaged without a vote; leave it out"),
-            ("losses.global_batch", not config.losses.get("global_batch"),
-             "it is computed from all ranks' tokens, so that no two ranks get the same result; use "
-             "losses.gshard")])
+        refusals.VOTES.refuse(values)
         refuse_reported_loads(model)
-        workers = settings.distributed_world_size // moe_layers(model)[0].moe_layer.moe.comm.size
+        workers = values["distributed_training.distributed_world_size"]
+        workers //= moe_layers(model)[0].moe_layer.moe.comm.size
         assign(guard.assignment, workers, guard.votes)
 
 
@@ -85,21 +70,9 @@ def wants_replicas(cfg: Any, model: nn.Module) -> bool:
     Raises:
         ValueError: If a setting cannot be combined with replicas.
     """
-    common, rates = cfg.common, cfg.lr_scheduler
-    averages_weights = run_settings(model).offload.average_every > 0  # averages float32 weights
     lighthouse, replica = (setting(cfg.model, f"moe_{name}") for name in ("lighthouse", "replica"))
-    return is_replica(lighthouse, replica or 0, lambda: [
-        ("a model without experts", config_of(model) is not None,
-         "use --moe-freq and --moe-expert-count"),
-        ("--fp16, --bf16 and --amp",
-         averages_weights or not (common.fp16 or common.bf16 or common.amp), "leave them out"),
-        ("--zero-sharding os and --ddp-backend fully_sharded", not shards_optimizer_state(cfg),
-         "leave them out"),
-        ("--store-ema", not cfg.ema.store_ema, "leave it out"),
-        ("rates by epoch (several --lr, --force-anneal, or --lr-scheduler "
-         f"{', '.join(_OWN_RATES)})",
-         setting(rates, "_name") not in _OWN_RATES and len(cfg.optimization.lr) == 1
-         and setting(rates, "force_anneal") is None, "use one --lr and a schedule by updates")])
+    return is_replica(lighthouse, replica or 0, lambda: refusals.REPLICAS.refuse(
+        refusals.values_of(cfg, run_settings(model), dense=config_of(model) is None)))
 
 
 def run_of(trainer: Any) -> Run:
@@ -141,13 +114,9 @@ def _activations(cfg: Any, model: nn.Module, comm: Any) -> Activations | None:
     layers = {f"{stack}.layers.{i}": layer for stack in ("encoder", "decoder")
               if (part := dict(model.named_children()).get(stack)) is not None
               for i, layer in enumerate(part.layers)}
-    return manage_layers(asked.offload, layers, comm, refused={
-        "--checkpoint-activations": bool(setting(cfg.model, "checkpoint_activations", False)),
-        "--ddp-backend fully_sharded":
-            cfg.distributed_training.ddp_backend == "fully_sharded",
-        "--moe-check-twins": asked.guard.twins > 0,
-        "--moe-votes": asked.guard.votes > 0,
-    })
+    if asked.offload.activations != "keep":
+        refusals.ACTIVATIONS.refuse(refusals.values_of(cfg, asked))
+    return manage_layers(asked.offload, layers, comm)
 
 
 def aggregated(run: Run, aggregate: Callable[..., Any], logging_outputs: Any, *sums: Any,

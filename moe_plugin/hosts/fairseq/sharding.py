@@ -22,6 +22,7 @@ from torch import nn
 
 from moe_plugin.comm import TorchComm
 from moe_plugin.experts.base import expert_parameters
+from moe_plugin.hosts.fairseq import refusals
 from moe_plugin.hosts.fairseq.compat.names import (
     TransformerDecoderLayerBase,
     TransformerEncoderLayerBase,
@@ -30,7 +31,6 @@ from moe_plugin.hosts.fairseq.compat.names import distributed_utils as utils
 from moe_plugin.layer import layers_in
 from moe_plugin.training.gradients.parts import Part, piece, publish
 from moe_plugin.training.gradients.replicas import ReplicaReducer
-from moe_plugin.utils.run_feature import refuse_unfit
 
 logger = logging.getLogger(__name__)
 
@@ -45,25 +45,8 @@ def check(cfg: Any, criterion: nn.Module) -> None:
     settings = cfg.distributed_training
     fully = settings.ddp_backend == "fully_sharded"
     flag = "--ddp-backend fully_sharded" if fully else f"--zero-sharding {settings.zero_sharding}"
-    evaluates = getattr(cfg.task, "eval_bleu", False)  # only the translation task has this setting
-    refuse_unfit(flag, [
-        (f"--zero-sharding {settings.zero_sharding}",
-         not fully or settings.zero_sharding == "none",
-         "fully_sharded already shards the optimizer state; leave it out"),
-        ("--cpu-offload", not (fully and settings.cpu_offload),
-         "parameters remain on the device; leave it out"),
-        ("--amp", not cfg.common.amp, "its loss scale differs between ranks; use --bf16 or --fp16"),
-        ("--store-ema", not (fully and cfg.ema.store_ema),
-         "it copies the model; use --zero-sharding os, which does not shard parameters"),
-        ("--eval-bleu", not (fully and evaluates),
-         "generation runs only parts of the model; score with fairseq-generate afterwards"),
-        ("a criterion with parameters",
-         not (fully and any(p.requires_grad for p in criterion.parameters())),
-         "only the model is sharded; use --zero-sharding os"),
-        ("--use-bmuf", not cfg.optimization.use_bmuf,
-         "it averages parameters in its own way; leave it out"),
-        ("--no-last-checkpoints", not cfg.checkpoint.no_last_checkpoints,
-         "all ranks must participate in every save; leave it out")])
+    trains = any(p.requires_grad for p in criterion.parameters())
+    refusals.SHARDING.refuse(refusals.values_of(cfg, sharding=flag, trains_criterion=trains))
     if settings.use_sharded_state:
         logger.warning("--use-sharded-state has no effect: checkpoints contain whole tensors")
 
@@ -88,10 +71,8 @@ def shard_model(model: nn.Module, cfg: Any, group: Any) -> nn.Module:
 
     from moe_plugin.training.gradients.muon import shard_routers
 
-    if any(layer.config.router.pre_gate for layer in layers_in(model)):
-        raise ValueError(
-            "--moe-pre-gate 1 cannot be used with --ddp-backend fully_sharded, which gathers the "
-            "parameters of one layer at a time. Use --moe-pre-gate 0 or --zero-sharding os")
+    refusals.GATHERED_PRE_GATE.refuse({
+        "router.pre_gate": any(layer.config.router.pre_gate for layer in layers_in(model))})
     settings = cfg.distributed_training
     experts = set(expert_parameters(model).values())
     device = next(model.parameters()).device.type

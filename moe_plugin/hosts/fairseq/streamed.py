@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moe_plugin.checkpoint.formats.fairseq.translate import setting
 from moe_plugin.hosts.fairseq.adam import (
     BlockOptimizers,
     FairseqNorm,
@@ -28,16 +27,14 @@ from moe_plugin.hosts.fairseq.adam import (
 )
 from moe_plugin.hosts.fairseq.compat.names import FairseqTask, build_optimizer, utils
 from moe_plugin.hosts.fairseq.compat.patching import Overlay
-from moe_plugin.hosts.fairseq.compat.runtime import shards_optimizer_state
 from moe_plugin.hosts.fairseq.layers import moe_layers, run_settings
 from moe_plugin.hosts.fairseq.models import MoETransformerLanguageModel
+from moe_plugin.hosts.fairseq.refusals import STREAMED, values_of
 from moe_plugin.memory.tiers import DiskTier, tier_of
 from moe_plugin.memory.weights.files import SegmentsOnce
 from moe_plugin.memory.weights.streamed import StreamedTrainer
 from moe_plugin.output import LayerStats
 from moe_plugin.planner.units import parse_size
-from moe_plugin.training.resilience.averaging_peers import unfit_peer
-from moe_plugin.utils.run_feature import refuse_unfit
 
 logger = logging.getLogger(__name__)
 Given = tuple[dict[str, Any], bool]  # a batch on the device, and whether it is a dummy to ignore
@@ -84,12 +81,12 @@ class DecoderPart(nn.Module):
         super().__init__()
         layers = decoder.layers
         self.first, self.last = number == 0, number == len(layers) + 1
-        own = [] if self.first or self.last else [layers[number - 1]]
-        [self.layer] = own or [None]
-        for name in _names(decoder, self.first) if not own else ():
+        stage_layers = [] if self.first or self.last else [layers[number - 1]]
+        [self.layer] = stage_layers or [None]
+        for name in _names(decoder, self.first) if not stage_layers else ():
             setattr(self, name, getattr(decoder, name))
         # only the last layer returns its attention, as in the whole decoder
-        names: dict[str, Any] = {"layers": own, "num_layers": int(number == len(layers))}
+        names: dict[str, Any] = {"layers": stage_layers, "num_layers": int(number == len(layers))}
         if not self.first:
             names |= {"embed_scale": 1.0, "embed_positions": None, "quant_noise": None,
                       "project_in_dim": None, "layernorm_embedding": None,
@@ -308,45 +305,13 @@ def check(cfg: Any, task: Any, model: Any, criterion: Any) -> None:
     """Raise a `ValueError` if a setting cannot be combined with streamed weights. The error message
     contains the reason and the remedy.
     """
-    run, common, flags = run_settings(model), cfg.common, cfg.model
     config = moe_layers(model)[0].moe_layer.moe.config
-    ranks, plain = cfg.distributed_training.distributed_world_size, "leave it out"
-    optimizer = setting(cfg.optimizer, "_name")
-    again = "leave it out, because streamed weights always recompute every part"
-    given = partial(setting, default=None)
-    unfit = [
-        (f"{ranks} processes", ranks > 1, "start one (--distributed-world-size 1)"),
-        (f"model {type(model).__name__}", type(model) is not MoETransformerLanguageModel,
-         "use --arch transformer_lm or moe_transformer_lm"),
-        ("--amp", common.amp, "use --fp16 or --bf16"),
-        (f"--optimizer {optimizer} with --memory-efficient-fp16 or --memory-efficient-bf16",
-         optimizer == "sgd" and memory_efficient(cfg), "use adam, or --fp16 or --bf16 alone"),
-        ("--moe-average-every with --memory-efficient-fp16 or --memory-efficient-bf16",
-         run.offload.average_every > 0 and memory_efficient(cfg),
-         "use --fp16 or --bf16 alone, because peers average float32 weights"),
-        (f"--optimizer {optimizer}", optimizer not in ("adam", "sgd"), "use adam or sgd"),
-        ("--fp16-adam-stats", bool(given(cfg.optimizer, "fp16_adam_stats")), plain),
-        (f"task {type(task).__name__}, which defines its own train_step",
-         type(task).train_step is not FairseqTask.train_step, "use language_modeling"),
-        (f"criterion {type(criterion).__name__}, which has parameters",
-         utils.has_parameters(criterion), "use moe_cross_entropy"),
-        ("--store-ema", cfg.ema.store_ema, plain),
-        ("--write-checkpoints-asynchronously", cfg.checkpoint.write_checkpoints_asynchronously,
-         plain),
-        ("--zero-sharding os and --ddp-backend fully_sharded", shards_optimizer_state(cfg),
-         "leave them out"),
-        ("--quantization-config-path", bool(common.quantization_config_path), plain),
-        *((f"--{name.replace('_', '-')}", bool(given(flags, name)), remedy) for name, remedy in (
-            ("checkpoint_activations", again), ("offload_activations", again),
-            ("adaptive_input", plain), ("adaptive_softmax_cutoff", plain),
-            ("quant_noise_scalar", plain))),
-        *unfit_peer(run.offload, given(flags, "moe_lighthouse")),
-        (f"--moe-activations {run.offload.activations}", run.offload.activations != "keep", again),
-        ("--moe-votes and --moe-check-twins", run.guard.votes + run.guard.twins > 0, plain),
-        ("--moe-pre-gate", bool(config.router.pre_gate),
-         "use 0, because the parts run one after another"),
-        ("--moe-dispatch bounded", config.dispatch.name == "bounded",
-         "use another dispatcher, because a step cannot be repeated"),
-    ]
-    refuse_unfit("--weights-on host", ((f"{what} in fairseq", not is_so, remedy)
-                                       for what, is_so, remedy in unfit))
+
+    def name(value: Any, refused: bool) -> str | None:
+        return type(value).__name__ if refused else None
+
+    STREAMED.refuse(values_of(
+        cfg, config, run_settings(model),
+        other_model=name(model, type(model) is not MoETransformerLanguageModel),
+        own_step=name(task, type(task).train_step is not FairseqTask.train_step),
+        trained_criterion=name(criterion, utils.has_parameters(criterion))))

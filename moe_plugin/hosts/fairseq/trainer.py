@@ -19,7 +19,6 @@ from torch import Tensor
 
 from moe_plugin.checkpoint.formats.fairseq import files
 from moe_plugin.checkpoint.formats.fairseq.entries import PARAMETERS
-from moe_plugin.checkpoint.formats.fairseq.resume import newest_of_other_size, read_part
 from moe_plugin.checkpoint.reshard import moe_layers as named_layers
 from moe_plugin.comm import TorchComm
 from moe_plugin.comm.host_collectives import collectives_named, named
@@ -34,6 +33,8 @@ from moe_plugin.hosts.fairseq.compat.patching import Overlay
 from moe_plugin.hosts.fairseq.compat.runtime import fp32_copies, shards_optimizer_state
 from moe_plugin.hosts.fairseq.criterion import check_balance
 from moe_plugin.hosts.fairseq.layers import moe_layers
+from moe_plugin.hosts.fairseq.refusals import EXPERTS, values_of
+from moe_plugin.hosts.fairseq.resume import agree, newest_of_other_size, read_part
 from moe_plugin.hosts.fairseq.streamed import streamed_model
 from moe_plugin.hosts.fairseq.votes import FileTurns
 from moe_plugin.training.gradients import multi_tensor
@@ -46,7 +47,7 @@ from moe_plugin.training.gradients.replicas import (
 )
 from moe_plugin.training.resilience.averaging_peers import PeerSteps
 from moe_plugin.tuning.collectives import prepare_replicas
-from moe_plugin.utils.run_feature import StepGradients, StepInput, refuse_unfit
+from moe_plugin.utils.run_feature import StepGradients, StepInput
 
 logger = logging.getLogger(__name__)
 
@@ -64,11 +65,7 @@ class MoETrainer(Trainer):
         self._reducer: ReplicaReducer | None = None  # built with the first optimizer
         of_run.check(cfg, model)
         if self.has_experts:
-            refuse_unfit("a model with experts", [
-                ("--ddp-backend slowmo", cfg.distributed_training.ddp_backend != "slowmo",
-                 "it averages the experts; use legacy_ddp, pytorch_ddp (c10d) or fully_sharded"),
-                ("--use-bmuf", not cfg.optimization.use_bmuf,
-                 "it averages the experts of all ranks; leave it out")])
+            EXPERTS.refuse(values_of(cfg))
             if cfg.distributed_training.distributed_rank == 0:
                 check_balance(model, criterion)
             with open_dict(cfg):
@@ -222,10 +219,10 @@ class MoETrainer(Trainer):
             parts: list[Part] = []
         else:
             model, parts = self.model, self._parts()
-            own = [part.local for part in parts]  # the tensors that the optimizer updates
+            updated = [part.local for part in parts]  # the tensors that the optimizer updates
             parts += [Part(p, p, p.shape, None) for p in self.criterion.parameters()]
             count_once(parts, self.data_parallel_world_size)
-            self._wrapped_model = Overlay(model, parameters=lambda: own)
+            self._wrapped_model = Overlay(model, parameters=lambda: updated)
             try:
                 super()._build_optimizer()
             finally:
@@ -373,7 +370,7 @@ class MoETrainer(Trainer):
             filename = files.with_rank(filename, self.data_parallel_rank)
         written = newest_of_other_size(filename, self._manifest(), group)
         if written is None:
-            filename = files.agree(filename, self._manifest(), group)
+            filename = agree(filename, self._manifest(), group)
             return super().load_checkpoint(filename, *args, **kwargs)
         origins = named_layers(self.model.state_dict())
         shards = {prefix: at["shards"] for prefix, at in origins.items() if "shards" in at}

@@ -23,10 +23,10 @@ def refuse_unknown(native: Any) -> None:
     Megatron would ignore an unsupported type without an error, so the load would not be balanced.
     """
     known = balance_kinds(native)
-    for kind in as_list(native.moe_router_load_balancing_type):
-        if kind not in known:
+    for name in as_list(native.moe_router_load_balancing_type):
+        if name not in known:
             raise ValueError(
-                f"moe_router_load_balancing_type={short(kind)} is unknown to the router of this "
+                f"moe_router_load_balancing_type={short(name)} is unknown to the router of this "
                 "Megatron version, which would not balance the load. Choose one of "
                 f"{', '.join(known)}.")
 
@@ -52,14 +52,14 @@ def refuse_unmatched(native: Any) -> None:
 
 def aux_coefficient(native: Any) -> float:
     """Return the coefficient of the load-balancing type `aux_loss`, or 0 if it is not used."""
-    return float(sum(weight for kind, weight in _pairs(native) if kind == "aux_loss"))
+    return float(sum(weight for name, weight in _pairs(native) if name == "aux_loss"))
 
 
 def router_balances(native: Any) -> bool:
     """Return True if Megatron's router balances the load with the settings in `native`."""
-    weighted = any(weight and "aux_loss" in kind for kind, weight in _pairs(native))
-    others = any(kind != "none" and "aux_loss" not in kind
-                 for kind in as_list(native.moe_router_load_balancing_type))
+    weighted = any(weight and "aux_loss" in balance for balance, weight in _pairs(native))
+    others = any(balance != "none" and "aux_loss" not in balance
+                 for balance in as_list(native.moe_router_load_balancing_type))
     return weighted or others or any(
         setting(native, name) for name in ("moe_router_enable_expert_bias",
                                            "moe_router_force_load_balancing"))

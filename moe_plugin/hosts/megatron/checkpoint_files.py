@@ -168,7 +168,7 @@ def on_first_rank(path: str, work: Callable[[], Any]) -> Any:
     """
     result: Any = None
     error: ValueError | None = None
-    kind, said = ValueError, ""
+    error_class, said = ValueError, ""
     if dist.get_rank() == 0:
         try:
             result = work()
@@ -176,13 +176,13 @@ def on_first_rank(path: str, work: Callable[[], Any]) -> Any:
         except (Exception, CheckpointException) as caught:
             error = caught if isinstance(caught, ValueError) else unreadable(path, caught)
             if isinstance(error, CheckpointError):
-                kind = CheckpointError
+                error_class = CheckpointError
             said = str(error)
-    result, kind, said = gather((result, kind, said))[0]
+    result, error_class, said = gather((result, error_class, said))[0]
     if error is not None:
         raise error
     if said:
-        raise kind(said)
+        raise error_class(said)
     return result
 
 
@@ -213,9 +213,9 @@ def sums(folder: str) -> dict[str, str]:
     """Return a dict that maps the name of each file in a folder to its checksum. This is a
     collective call.
     """
-    mine = {name: f"{checksums.crc_of(os.path.join(folder, name)):08x}"
-            for name in _share(os.listdir(folder))}
-    return {name: crc for part in gather(mine) for name, crc in part.items()}
+    checksums_of_rank = {name: f"{checksums.crc_of(os.path.join(folder, name)):08x}"
+                         for name in _share(os.listdir(folder))}
+    return {name: crc for part in gather(checksums_of_rank) for name, crc in part.items()}
 
 
 def write_meta(folder: str, values: Mapping[str, Any], sums_by_name: Mapping[str, str]) -> None:
@@ -252,7 +252,7 @@ def _read_meta(folder: str) -> tuple[dict[str, Any], bool]:
         with open(os.path.join(folder, META), encoding="utf-8") as stream:
             meta, sealed = checksums.open_json(stream.read())
         if not isinstance(meta, dict) or not all(
-                isinstance(meta.get(key), kind) for key, kind in _KEYS.items()):
+                isinstance(meta.get(key), value_type) for key, value_type in _KEYS.items()):
             raise ValueError("not a description of a checkpoint")
         if sealed and set(meta["checksums"]) != set(meta["files"]):
             raise ValueError("some files have no checksum")
@@ -267,10 +267,10 @@ def _read_meta(folder: str) -> tuple[dict[str, Any], bool]:
 def _wrong(folder: str, name: str, meta: Mapping[str, Any]) -> str:
     """Return an error message if a file is damaged, or "" if it is intact."""
     path, size = os.path.join(folder, name), meta["files"][name]
-    found = os.path.getsize(path) if os.path.exists(path) else None
-    if found != size:
+    actual = os.path.getsize(path) if os.path.exists(path) else None
+    if actual != size:
         return (f"checkpoint {folder!r} is damaged: {name} "
-                f"{'is missing' if found is None else f'has {found} bytes'} but must have {size} "
+                f"{'is missing' if actual is None else f'has {actual} bytes'} but must have {size} "
                 "bytes. Restore the file, or use another checkpoint.")
     wanted = meta.get("checksums", {}).get(name)
     if wanted is not None and wanted != f"{checksums.crc_of(path):08x}":
@@ -286,8 +286,8 @@ def older(root: str, iteration: int) -> list[int]:
     from an interrupted save.
     """
     names = os.listdir(root) if os.path.isdir(root) else []
-    found = [int(name[1]) for name in map(re.compile(r"iter_(\d{7,})").fullmatch, names) if name]
-    return gather(sorted((number for number in found if number < iteration
+    numbers = [int(name[1]) for name in map(re.compile(r"iter_(\d{7,})").fullmatch, names) if name]
+    return gather(sorted((number for number in numbers if number < iteration
                           and described(folder(root, number))), reverse=True))[0]
 
 

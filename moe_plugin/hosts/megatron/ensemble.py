@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from moe_plugin.comm.host_collectives import comm_of
 from moe_plugin.config import run_config
+from moe_plugin.hosts.megatron.refusals import HEADS
 from moe_plugin.hosts.megatron.translate import settings_from_flags
 from moe_plugin.training.ensembles.cmcl import (
     BINS,
@@ -117,16 +118,10 @@ def add_heads(model: nn.Module, ensemble: EnsembleSettings, classes: int | None 
             if the output layer shares the weights of the embeddings.
     """
     config = model.config
-    if config.tensor_model_parallel_size > 1:
-        raise ValueError(
-            f"tensor_model_parallel_size={config.tensor_model_parallel_size} cannot be used with "
-            "ensemble heads, because heads cannot be split over ranks. Use 1.")
+    HEADS.refuse({"tensor_model_parallel_size": config.tensor_model_parallel_size})
     if "output_layer" not in dict(model.named_children()):
         return model
-    if model.share_embeddings_and_output_weights:
-        raise ValueError(
-            "share_embeddings_and_output_weights=True cannot be used with ensemble heads, which "
-            "have separate weights. Set it to False.")
+    HEADS.refuse({"shared_embeddings": model.share_embeddings_and_output_weights})
     made = EnsembleHeads(config.hidden_size, classes or model.vocab_size, ensemble.heads,
                          hidden=ensemble.hidden, sharing=ensemble.sharing,
                          dtype=config.params_dtype)
@@ -166,12 +161,12 @@ class OracleLosses:
         oracle, wrong = sequence_oracle_loss(
             logits_BSMV, labels_BS, real_BS, asked.k, asked.beta, by_sequence=asked.by_sequence,
             labels=asked.labels if self.training else "exact")
-        found = [torch.stack([real_BS.sum(), *(wrong[name].sum() for name in _ERRORS)]).double()]
+        sums = [torch.stack([real_BS.sum(), *(wrong[name].sum() for name in _ERRORS)]).double()]
         if not self.training:
             sure = confidence_histograms(logits_BSMV.flatten(0, 1), oracle.chosen_NM,
                                          real_BS.flatten())
-            found += [sure[name] for name in HISTOGRAMS]
-        here = torch.cat(found)
+            sums += [sure[name] for name in HISTOGRAMS]
+        here = torch.cat(sums)
         self.counts = here if self.counts is None else self.counts + here
         return oracle.loss_N.view_as(labels_BS)
 

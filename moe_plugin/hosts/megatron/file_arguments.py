@@ -132,13 +132,13 @@ def reads_file(parser: Parser) -> Parser:
 
     @functools.wraps(parse)
     def parse_known_args(args: Any = None, namespace: Any = None) -> Any:
-        found = file_arguments(sys.argv[1:] if args is None else args)
-        words, kept = found.before_those_of(parser)
+        in_file = file_arguments(sys.argv[1:] if args is None else args)
+        words, kept = in_file.before_those_of(parser)
         # set before argparse fills in its defaults: argparse does not overwrite attributes that
         # already exist
         namespace = argparse.Namespace() if namespace is None else namespace
         vars(namespace).update(kept)
-        return parse([*words, *found.words], namespace)
+        return parse([*words, *in_file.words], namespace)
 
     parser.parse_known_args = parse_known_args  # type: ignore[assignment]
     return parser
@@ -153,7 +153,7 @@ def file_arguments(words: Iterable[str]) -> FileArguments:
     """
     kept, section, path, trusted = list[str](), dict[str, Any](), None, False
     words = list(words)
-    for place, word in enumerate(words):
+    for index, word in enumerate(words):
         name, _, value = word.partition("=")
         if name == "--yaml-cfg":
             raise ValueError(
@@ -161,14 +161,18 @@ def file_arguments(words: Iterable[str]) -> FileArguments:
                 "ignores the whole command line. Write Megatron's arguments into the section "
                 f"{SECTION} of a YAML file, and pass {CONFIG_FLAG.flag} FILE.")
         if name == CONFIG_FLAG.flag:
-            path = value if "=" in word else next(iter(words[place + 1:]), None)
+            path = value if "=" in word else next(iter(words[index + 1:]), None)
         trusted |= name == TRUST_FLAG.flag and value != "false"
         override = _OVERRIDE.fullmatch(word)
         if override and override[1].startswith(f"{SECTION}."):
             section[override[1].removeprefix(f"{SECTION}.")] = _value(override[2])
         else:
             kept.append(_as_flag(override[1], override[2]) or word if override else word)
-    section = {**_section_of(path), **_as_in_file(section, path)}
+    section_of_file = _section_of(path)
+    # single settings replace those of the file, whose names may be spelled with - or _
+    in_file = {name.replace("-", "_"): name for name in section_of_file}
+    section = {**section_of_file, **{in_file.get(name.replace("-", "_"), name): value
+                                     for name, value in section.items()}}
     return FileArguments(kept, path, section,
                          settings_from_yaml(path, trust_imports=trusted) if path else {})
 
@@ -183,12 +187,6 @@ def _section_of(path: str | None) -> dict[str, Any]:
         raise ValueError(f"config file {short(path)}: {SECTION}={short(section)} must be a mapping "
                          "of Megatron's arguments to values. Write one argument per line.")
     return {str(name): value for name, value in section.items()}
-
-
-def _as_in_file(section: Mapping[str, Any], path: str | None) -> dict[str, Any]:
-    """Return the section with the names as they are spelled in the file, with - or _."""
-    in_file = {name.replace("-", "_"): name for name in _section_of(path)}
-    return {in_file.get(name.replace("-", "_"), name): value for name, value in section.items()}
 
 
 def _value(text: str) -> Any:

@@ -17,11 +17,11 @@ from moe_plugin.comm.host_collectives import comm_of, refused_together
 from moe_plugin.config import GuardConfig, run_config
 from moe_plugin.hosts.megatron.compat import core
 from moe_plugin.hosts.megatron.parameters import gather
+from moe_plugin.hosts.megatron.refusals import TWINS, VOTES, values_of
 from moe_plugin.hosts.megatron.run import MegatronStart
 from moe_plugin.planner.vote_assignments import assign
 from moe_plugin.training.resilience.step_votes import StepVotes
 from moe_plugin.training.resilience.vote import Ballots, refuse_reported_loads
-from moe_plugin.utils.run_feature import refuse_unfit
 
 Logged = list[dict[str, Tensor]]
 Passes = Callable[[list[Iterator[Any]], int], Logged]
@@ -38,56 +38,11 @@ def guard_of(args: argparse.Namespace, settings: Mapping[str, Any],
             setting, the reason and the remedy.
     """
     guard = run_config(settings).guard if guard is None else guard
-    if not (guard.twins or guard.votes):
-        return guard
-    whole = [("--tensor-model-parallel-size", args.tensor_model_parallel_size == 1, "use 1"),
-             ("--native-moe", not getattr(args, "native_moe", False), "leave it out")]
-    if guard.twins:
-        refuse_unfit(
-            f"guard.twins={guard.twins}, which computes the whole model one additional time on "
-            "each rank,", [
-                *whole,
-                ("--pipeline-model-parallel-size", args.pipeline_model_parallel_size == 1, "use 1"),
-                ("--recompute-granularity", args.recompute_granularity is None, "leave it out")])
-    if guard.votes:
-        _check_votes(args, settings, guard, whole)
+    values = values_of(args, settings, **{"guard.twins": guard.twins, "guard.votes": guard.votes})
+    for requested, request in ((guard.twins, TWINS), (guard.votes, VOTES)):
+        if requested:
+            request.refuse(values)
     return guard
-
-
-def _check_votes(args: argparse.Namespace, settings: Mapping[str, Any], guard: GuardConfig,
-                 whole: list[tuple[str, bool, str]]) -> None:
-    balance, losses = args.moe_router_load_balancing_type, settings.get("losses") or {}
-    stages, pipeline = args.pipeline_model_parallel_size, run_config(settings).pipeline
-    refuse_unfit(
-        f"guard.votes={guard.votes}, where each worker (a rank, an expert-parallel group or a "
-        "pipeline) must compute and update the whole model independently and identically,", [
-            *whole,
-            ("--context-parallel-size", args.context_parallel_size == 1, "use 1"),
-            ("--expert-tensor-parallel-size", args.expert_tensor_parallel_size in (None, 1),
-             "use 1"),
-            ("embeddings that the first and the last stage share", stages == 1
-             or args.untie_embeddings_and_output_weights,
-             "use --untie-embeddings-and-output-weights, because the gradients of tied weights are "
-             "summed after the vote"),
-            ("--mtp-num-layers on several stages", stages == 1 or not args.mtp_num_layers,
-             "leave it out, because the gradients of its embedding are summed after the vote"),
-            ("virtual stages", args.virtual_pipeline_model_parallel_size is None,
-             "leave them out"),
-            (f"pipeline.schedule={pipeline.schedule}", pipeline.schedule == "1f1b", "use 1f1b"),
-            ("--stage-layouts", not getattr(args, "stage_layouts", None), "leave it out"),
-            ("--use-distributed-optimizer", not args.use_distributed_optimizer,
-             "leave it out, because ranks cannot vote on parameters that only one rank updates"),
-            ("--overlap-grad-reduce", not args.overlap_grad_reduce,
-             "leave it out, because gradients would be summed before the vote"),
-            ("--calculate-per-token-loss", not args.calculate_per_token_loss,
-             "leave it out, because it counts the tokens of one rank's whole step"),
-            ("--moe-lighthouse", getattr(args, "moe_lighthouse", None) is None,
-             "leave it out, because it averages the replicas' gradients without a vote"),
-            ("--moe-router-enable-expert-bias", not args.moe_router_enable_expert_bias
-             or args.moe_router_bias_update_rate == 0,
-             "leave it out, because its biases follow the loads that every rank reports"),
-            ("losses.global_batch", not losses.get("global_batch"), "use --moe-aux-loss-coeff"),
-            ("--moe-router-load-balancing-type", "global" not in str(balance), "use aux_loss")])
 
 
 @contextmanager
@@ -164,10 +119,10 @@ class FileSteps(StepVotes):
         finalize, config.finalize_model_grads_func = config.finalize_model_grads_func, None
         losses = []
         try:
-            for mine in self.files_dealt():
+            for file_batches in self.files_dealt():
                 self.begin_file()
                 self.chunk.zero_grad_buffer()
-                logged = passes([iter(mine)], len(mine))
+                logged = passes([iter(file_batches)], len(file_batches))
                 losses += [sums(logged).double()] if logged else []
         finally:
             config.finalize_model_grads_func = finalize

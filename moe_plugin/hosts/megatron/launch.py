@@ -73,8 +73,8 @@ class ScriptParser(Parser):
 
     def remedies(self, message: str) -> list[str]:
         """Return remedies for an error message. See `Parser`."""
-        if found := _LIST.match(message):
-            return [f"write the list of layers as '[{found[1]}]'"]
+        if match := _LIST.match(message):
+            return [f"write the list of layers as '[{match[1]}]'"]
         return super().remedies(message)
 
 
@@ -100,7 +100,9 @@ def main(argv: list[str] | None = None) -> int:
     argv = argv[asked:]
     script = _found(argv[0] if argv else "")
     _alone()
-    _log_of_first_rank()
+    # Megatron adds its own log handlers only if the root logger has none, so these are kept
+    logging.basicConfig(format="%(message)s", stream=sys.stdout)
+    logging.getLogger("moe_plugin").setLevel(logging.INFO if first_process() else logging.ERROR)
     on_cpu = asked or not torch.cuda.is_available()
     if on_cpu and not asked:
         logger.info("no GPU found: training on CPU")
@@ -108,29 +110,19 @@ def main(argv: list[str] | None = None) -> int:
                      script_arguments)
 
 
-def _log_of_first_rank() -> None:
-    """Show this package's log messages on the first process, and only its errors on all other
-    processes.
-
-    Megatron adds its own log handlers only if the root logger has none, so these handlers are kept.
-    """
-    logging.basicConfig(format="%(message)s", stream=sys.stdout)
-    logging.getLogger("moe_plugin").setLevel(logging.INFO if first_process() else logging.ERROR)
-
-
 def _found(name: str) -> str:
     """Return the path of a script, which is given by its path or by the name of a script in this
     package.
     """
-    own = {path.stem: str(path) for path in EXAMPLES.glob("[!_]*.py")}
+    example_paths = {path.stem: str(path) for path in EXAMPLES.glob("[!_]*.py")}
     if said := removed(name):
         raise SystemExit(said)
-    if not os.path.isfile(name) and name not in own:
+    if not os.path.isfile(name) and name not in example_paths:
         raise SystemExit(
             f"usage: python -m moe_plugin.hosts.megatron.launch [{CPU}] SCRIPT ARGUMENTS...\n"
             f"Script {short(name)} not found. Pass the path of Megatron-LM's pretrain_gpt.py, or "
-            f"the name of a script of this package: {', '.join(sorted(own))}")
-    return os.path.abspath(name) if os.path.isfile(name) else own[name]
+            f"the name of a script of this package: {', '.join(sorted(example_paths))}")
+    return os.path.abspath(name) if os.path.isfile(name) else example_paths[name]
 
 
 def _alone() -> None:

@@ -32,6 +32,7 @@ from moe_plugin.hosts.megatron.compat.settings import (
 )
 from moe_plugin.hosts.megatron.losses import AuxiliaryLosses, wanted
 from moe_plugin.hosts.megatron.native_router import NativeRouter
+from moe_plugin.hosts.megatron.refusals import BATCH_INVARIANT, PRE_GATE, STORED
 from moe_plugin.hosts.megatron.same_tokens import StepClock, ids_of, layer_config, shares_tokens
 from moe_plugin.hosts.megatron.translate import (
     Translation,
@@ -41,7 +42,7 @@ from moe_plugin.hosts.megatron.translate import (
 )
 from moe_plugin.layer import MoELayer
 from moe_plugin.observe.sinks import watch_store
-from moe_plugin.output import LayerStats, MoEOutput
+from moe_plugin.output import LayerStats
 from moe_plugin.records import TokenInfo
 from moe_plugin.routing import finish_step, needs_of, number_layers
 from moe_plugin.routing.call import TakesTokenIds, token_info
@@ -94,11 +95,10 @@ class PluginMoELayer(TakesTokenIds, stages.Stages, core.MoELayer):
         plan = translate(config, settings, injected_router=core.injects_router(submodules))
         plan = replace(plan, config=with_vocabulary(plan.config, vocabulary_sizes(),
                                                     "Megatron's vocabulary"))
-        if plan.config.router.pre_gate and setting(config, "mtp_num_layers") and (
-                layer_numbers.last_layer_is_moe(config)):
-            raise ValueError(
-                "router.pre_gate=1 cannot be combined with mtp_num_layers, because the multi-token "
-                "prediction layers read other tokens than the block before. Remove one of the two.")
+        PRE_GATE.refuse({
+            "router.pre_gate": plan.config.router.pre_gate,
+            "mtp_num_layers": setting(config, "mtp_num_layers"),
+            "moe_at_end": plan.config.router.pre_gate and layer_numbers.last_layer_is_moe(config)})
         groups = core.groups(pg_collection)
         core.init_base(self, config, layer_number, groups.collection, extra)
         self.submodules, self.groups, self.plan = submodules, groups, plan
@@ -110,10 +110,9 @@ class PluginMoELayer(TakesTokenIds, stages.Stages, core.MoELayer):
             config, plan.config.losses, groups.context if self.shares_tokens else groups.tokens,
             plan.config.comm.timeout_s, layer_numbers.passes_a_microbatch(config, is_told(extra)))
         self.passes = layer_numbers.passes_a_microbatch(config, self._is_mtp)
-        if plan.config.batch_invariant and (plan.native_router or self.use_shared_expert):
-            raise ValueError("batch_invariant=True cannot be used with Megatron's own router or "
-                             "shared experts, because their results depend on the batch. Leave "
-                             "out --moe-batch-invariant.")
+        BATCH_INVARIANT.refuse({
+            "batch_invariant": plan.config.batch_invariant, "native_router": plan.native_router,
+            "shared_experts": self.use_shared_expert})
         native = core.native_router(
             config, submodules, groups, is_told(extra)) if plan.native_router else None
         moe = self._build(config, plan, native)
@@ -150,12 +149,7 @@ class PluginMoELayer(TakesTokenIds, stages.Stages, core.MoELayer):
     def _build(self, config: Any, plan: Translation, native: nn.Module | None) -> MoELayer:
         device = "cpu" if config.use_cpu_initialization or not torch.cuda.is_available(
         ) else torch.device("cuda", torch.cuda.current_device())
-        experts = plan.config.experts
-        if experts.store == "disk" and not (experts.store_path or "").endswith(".safetensors"):
-            raise ValueError(
-                f"experts.store_path={experts.store_path!r} cannot be used with experts.store=disk "
-                "in Megatron, which loads its checkpoints into memory. Use a .safetensors file "
-                "with the experts of all layers (docs/offload.md), or experts.store=host.")
+        STORED.refuse(flatten(to_dict(plan.config)))
         router = None if native is None else NativeRouter(
             native, config.moe_router_topk, plan.native_balance, self.losses)
         moe = MoELayer(layer_config(config, plan.config),
@@ -293,7 +287,11 @@ class PluginMoELayer(TakesTokenIds, stages.Stages, core.MoELayer):
         return self._run(hidden_states, real_SB), None
 
     def _run(self, x_SBD: Tensor, real_SB: Tensor | None) -> Tensor:
-        self._check_store()
+        store = self.plan.config.experts.store
+        if store != "device" and self.training and torch.is_grad_enabled():
+            raise ValueError(
+                f"experts.store={store} cannot be used for training in Megatron, which needs "
+                "gradient buffers on the device. Use experts.store=device, or only evaluate.")
         ranks, shared = self.groups.tensor.size(), None
         if self.shared_experts is not None:
             shared = functools.cache(functools.partial(self.shared_experts_compute, x_SBD))
@@ -303,13 +301,6 @@ class PluginMoELayer(TakesTokenIds, stages.Stages, core.MoELayer):
         else:
             output = self._routed(x_SBD, real_SB, overlapped)
         return output if shared is None else output + shared()
-
-    def _check_store(self) -> None:
-        store = self.plan.config.experts.store
-        if store != "device" and self.training and torch.is_grad_enabled():
-            raise ValueError(
-                f"experts.store={store} cannot be used for training in Megatron, which needs "
-                "gradient buffers on the device. Use experts.store=device, or only evaluate.")
 
     def _run_split(self, x_SBD: Tensor, real_SB: Tensor | None, ranks: int,
                    overlapped: Callable[[], Tensor] | None) -> Tensor:
@@ -333,7 +324,11 @@ class PluginMoELayer(TakesTokenIds, stages.Stages, core.MoELayer):
                 overlapped: Callable[[], Tensor] | None) -> Tensor:
         parameters.wait_for(self.experts)
         out = self.moe(x_SBD, real_SB, info=self._before_routing(x_SBD), overlapped=overlapped)
-        self._observe(out)
+        # a recomputed forward pass must not be counted again
+        if (torch.is_grad_enabled() and not replaying()) or not self.training:
+            self.last_stats = out.stats
+            if self.observer is not None and out.stats is not None:
+                self.observer(out.stats)
         return self._with_losses(
             out.output, out.losses,
             x_SBD.shape[0] * x_SBD.shape[1] if real_SB is None else real_SB.sum())
@@ -361,13 +356,6 @@ class PluginMoELayer(TakesTokenIds, stages.Stages, core.MoELayer):
         for moe in chosen_together(self.moe):
             finish_step(moe)
 
-    def _observe(self, out: MoEOutput) -> None:
-        # a recomputed forward pass must not be counted again
-        if (torch.is_grad_enabled() and not replaying()) or not self.training:
-            self.last_stats = out.stats
-            if self.observer is not None and out.stats is not None:
-                self.observer(out.stats)
-
     def _with_losses(self, y: Tensor, losses: Mapping[str, Tensor], tokens: int | Tensor) -> Tensor:
         return self.losses.attach(y, losses, tokens, self.layer_number) if wanted(self) else y
 
@@ -378,31 +366,31 @@ class PluginMoELayer(TakesTokenIds, stages.Stages, core.MoELayer):
         Experts are stored by global index, so they can be loaded at any expert-parallel size.
         """
         groups = self.groups
-        found: dict[str, Any] = parameters.expert_shards(self.experts, self.moe.placement, groups,
-                                                         f"{prefix}experts.", sharded_offsets)
+        sharded: dict[str, Any] = parameters.expert_shards(self.experts, self.moe.placement, groups,
+                                                           f"{prefix}experts.", sharded_offsets)
         if self.plan.native_router:
-            found.update(
+            sharded.update(
                 core.module_shards(self.router, f"{prefix}router.", sharded_offsets, metadata))
         else:  # saved under the native router's name, so that either router loads it
             if self._clock.ended():
                 self._finish_step()
             for name, tensor in self.router.state_dict(keep_vars=True).items():
                 saved = f"{prefix}router." + ("weight" if name == "weight_ED" else name)
-                found.update(
+                sharded.update(
                     parameters.replicated_shard(f"{prefix}router.{name}", saved, tensor, groups,
                                                 sharded_offsets))
         if self.moe.latent is not None:
             for part in state.LATENT:
                 for name, tensor in getattr(self, part).named_parameters():
                     key = f"{prefix}{part}.{name}"
-                    found.update(parameters.replicated_shard(key, key, tensor, groups,
-                                                             sharded_offsets))
+                    sharded.update(parameters.replicated_shard(key, key, tensor, groups,
+                                                               sharded_offsets))
         if self.shared_experts is not None:
-            found.update(
+            sharded.update(
                 self.shared_experts.sharded_state_dict(f"{prefix}shared_experts.", sharded_offsets,
                                                        metadata))
-        found.update(state.tuner_shards(self.moe, groups, prefix + state.TUNER, sharded_offsets))
-        return found
+        sharded.update(state.tuner_shards(self.moe, groups, prefix + state.TUNER, sharded_offsets))
+        return sharded
 
 
 def plugin_layers(*chunks: nn.Module) -> list[PluginMoELayer]:

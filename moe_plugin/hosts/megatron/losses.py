@@ -43,12 +43,12 @@ def trace_key(number: int, config: Any,
 
     number: 1-based number of the layer, as returned by `in_model`.
     """
-    place = number - 1 - config.num_layers
-    if place < 0:
+    mtp_index = number - 1 - config.num_layers
+    if mtp_index < 0:
         return "decoder", None, number - 1
     if prediction is None:
-        return "mtp", place, 0
-    return "mtp", prediction, place - prediction * _layers_a_prediction(config)
+        return "mtp", mtp_index, 0
+    return "mtp", prediction, mtp_index - prediction * _layers_a_prediction(config)
 
 
 def moe_layers_before(config: Any, number: int) -> int | None:
@@ -164,14 +164,14 @@ class AuxiliaryLosses:
                               self.config, group)
         return y
 
-    def tokens(self, own: Count) -> Count:
+    def tokens(self, rank_tokens: Count) -> Count:
         """Return the number of tokens of the micro-batch, summed over all ranks that share it.
 
-        If `own` is a tensor, this is a collective call.
+        If `rank_tokens` is a tensor, this is a collective call.
         """
-        if isinstance(own, int):  # without padding all ranks have the same number
-            return own * self.ranks.size()
-        return comm_of(self.ranks, self.timeout_s).all_reduce(own)
+        if isinstance(rank_tokens, int):  # without padding all ranks have the same number
+            return rank_tokens * self.ranks.size()
+        return comm_of(self.ranks, self.timeout_s).all_reduce(rank_tokens)
 
 
 def wanted(module: torch.nn.Module) -> bool:

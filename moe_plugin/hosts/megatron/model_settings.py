@@ -38,32 +38,32 @@ def model_settings(args: argparse.Namespace, config: Any) -> dict[str, Any]:
     The keys are the names of Megatron's arguments. The settings of this package are stored under
     the key "moe_plugin".
     """
-    found = {name: setting(config, name) for name in _OF_CONFIG}
-    found.update({name: getattr(args, name, None) for name in _OF_ARGUMENTS})
-    found["max_position_embeddings"] = args.max_position_embeddings or args.seq_length
-    return {**found, "moe_plugin": settings_from_flags(vars(args))}
+    settings = {name: setting(config, name) for name in _OF_CONFIG}
+    settings.update({name: getattr(args, name, None) for name in _OF_ARGUMENTS})
+    settings["max_position_embeddings"] = args.max_position_embeddings or args.seq_length
+    return {**settings, "moe_plugin": settings_from_flags(vars(args))}
 
 
-def check_settings(path: str, saved: Mapping[str, Any], mine: Mapping[str, Any]) -> None:
+def check_settings(path: str, saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
     """Compare the settings stored in a checkpoint with the settings of the current run.
 
     Args:
         path: path of the checkpoint, for the error message.
         saved: result of `model_settings` at the time when the checkpoint was saved.
-        mine: result of `model_settings` in the current run.
+        current: result of `model_settings` in the current run.
     Raises:
         ValueError: If a setting that determines the tensors of the model differs. If any other
             setting that changes the computation differs, a warning is logged.
     """
-    saved, mine = _all_biases(saved), _all_biases(mine)
-    both = [name for name in mine if name in saved and name != "moe_plugin"
-            and (saved[name] or None) != (mine[name] or None)]
+    saved, current = _all_biases(saved), _all_biases(current)
+    both = [name for name in current if name in saved and name != "moe_plugin"
+            and (saved[name] or None) != (current[name] or None)]
     for name in both:
-        if name in _TENSORS or name == "max_position_embeddings" and _learned(saved, mine):
-            raise ValueError(differs(path, name, saved[name], mine[name]))
+        if name in _TENSORS or name == "max_position_embeddings" and _learned(saved, current):
+            raise ValueError(differs(path, name, saved[name], current[name]))
         if name in _COMPUTED:
             logger.warning("checkpoint %s was trained with %s=%s, but this run uses %s", path,
-                           name, short(saved[name]), short(mine[name]))
+                           name, short(saved[name]), short(current[name]))
 
 
 def _all_biases(settings: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -78,7 +78,7 @@ def _learned(*settings: Mapping[str, Any]) -> bool:
     return all(each.get(name, learned) == learned for each in settings)
 
 
-def differs(path: str, name: str, saved: Any, mine: Any) -> str:
+def differs(path: str, name: str, saved: Any, current: Any) -> str:
     """Return the error message for a setting whose value differs from the one in the checkpoint."""
-    return (f"checkpoint {path!r} has {name}={short(saved)}, but this run has {name}={mine!r}. "
+    return (f"checkpoint {path!r} has {name}={short(saved)}, but this run has {name}={current!r}. "
             "Use the arguments with which the checkpoint was saved, or another --load.")

@@ -72,7 +72,7 @@ def gather(chunks: Iterable[Any]) -> None:
             chunk.start_param_sync(force_sync=True)
 
 
-def initialise(experts: nn.Module, place: Placement, weight_init: Callable[[Tensor], Any],
+def initialise(experts: nn.Module, placement: Placement, weight_init: Callable[[Tensor], Any],
                output_init: Callable[[Tensor], Any]) -> None:
     """Initialise the weights of experts with Megatron's init methods. The result does not depend on
     the number of ranks.
@@ -82,16 +82,16 @@ def initialise(experts: nn.Module, place: Placement, weight_init: Callable[[Tens
     """
     base = int(torch.randint(2**31, ()))
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
-        for slot in range(place.local):
-            torch.manual_seed(base + place.first_expert + slot)
+        for slot in range(placement.local):
+            torch.manual_seed(base + placement.first_expert + slot)
             for name, parameter in experts.named_parameters():
                 if parameter.dim() < 3:
                     parameter[slot].zero_()
                     continue
                 method = output_init if name.startswith("w_out") else weight_init
                 parameter[slot].copy_(
-                    _whole(parameter[slot], SHARD_AXIS[name] - 1, place.shards,
-                           method)[place.shard])
+                    _whole(parameter[slot], SHARD_AXIS[name] - 1, placement.shards,
+                           method)[placement.shard])
 
 
 def initialise_linear(linear: nn.Linear, weight_init: Callable[[Tensor], Any]) -> None:
@@ -115,7 +115,7 @@ def _whole(like: Tensor, axis: int, shards: int, method: Callable[[Tensor],
     return whole.t().chunk(shards, axis)
 
 
-def expert_shards(experts: nn.Module, place: Placement, groups: MegatronGroups, prefix: str,
+def expert_shards(experts: nn.Module, placement: Placement, groups: MegatronGroups, prefix: str,
                   offsets: tuple[Any, ...]) -> dict[str, ShardedTensor]:
     """Return the expert parameters as Megatron sharded tensors with global shape [E, ...].
 
@@ -125,15 +125,16 @@ def expert_shards(experts: nn.Module, place: Placement, groups: MegatronGroups, 
     """
     ahead = len(offsets)
     replica = (0, 0, dist.get_rank(groups.expert_replicas))
-    found: dict[str, ShardedTensor] = {}
+    sharded: dict[str, ShardedTensor] = {}
     for name, parameter in experts.named_parameters():
-        where = [(ahead, place.first_expert // place.local, place.experts // place.local)]
-        if place.shards > 1:
-            where.append((ahead + SHARD_AXIS[name], place.shard, place.shards))
-        found[prefix + name] = ShardedTensor.from_rank_offsets(
+        where = [(ahead, placement.first_expert // placement.local,
+                  placement.experts // placement.local)]
+        if placement.shards > 1:
+            where.append((ahead + SHARD_AXIS[name], placement.shard, placement.shards))
+        sharded[prefix + name] = ShardedTensor.from_rank_offsets(
             prefix + IN_MEGATRON.get(name, name), parameter, *offsets, *where,
             replica_id=replica, prepend_axis_num=ahead)
-    return found
+    return sharded
 
 
 def replicated_shard(key: str, name: str, parameter: Tensor, groups: MegatronGroups,

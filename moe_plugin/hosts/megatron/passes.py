@@ -117,10 +117,10 @@ def step_again(iterators: Any, run: Run) -> Iterator[Callable[[int], None]]:
     if run.find(ReplicaSteps) is None:
         yield lambda later: None
         return
-    found = iterators if isinstance(iterators, list) else [iterators]
-    found = [each for each in found if each is not None]
+    present = iterators if isinstance(iterators, list) else [iterators]
+    present = [each for each in present if each is not None]
     logged = core.losses_so_far()
-    kept = [Rewindable(each.iterable) for each in found]
+    kept = [Rewindable(each.iterable) for each in present]
     sizes = list[int]()  # number of micro-batches that one attempt reads from each iterator
 
     def again(later: int) -> None:
@@ -132,9 +132,9 @@ def step_again(iterators: Any, run: Run) -> Iterator[Callable[[int], None]]:
             for _ in range(later * size):
                 next(each)
 
-    _read_from(found, kept)
+    _read_from(present, kept)
     yield again
-    _read_from(found, [each.rest(size) for each, size in zip(
+    _read_from(present, [each.rest(size) for each, size in zip(
         kept, sizes or [each.at for each in kept], strict=True)])
 
 
@@ -152,9 +152,9 @@ def read_over(iterators: Any, count: int) -> None:
     Megatron's `dummy_train_step` is not used, because it reads only on the first tensor-parallel
     rank although scripts may read on all ranks, and because it does not support virtual stages.
     """
-    found = iterators if isinstance(iterators, list) else [iterators]
+    present = iterators if isinstance(iterators, list) else [iterators]
     while get_rerun_state_machine().should_run_forward_backward(iterators):
-        for iterator in found:
+        for iterator in present:
             for _ in range(0 if iterator is None else count):
                 next(iterator)
 
@@ -190,12 +190,12 @@ def _voted(run: Run, votes: FileSteps, native: Callable[..., Logged],
     agreed = run.compute(once, lambda: core.set_logged_losses(kept)).float()
     if not sizes:  # only the last stage has losses
         return []
-    found = dict(zip(sizes, agreed.split([*sizes.values()]), strict=True))
+    sums_by_name = dict(zip(sizes, agreed.split([*sizes.values()]), strict=True))
     device = next(votes.chunk.parameters()).device
     # two numbers are a sum and its number of tokens, and Megatron computes their ratio; a single
     # number is a mean
     return [{name: (value if value.numel() > 1 else value / total).to(device)
-             for name, value in found.items()}]
+             for name, value in sums_by_name.items()}]
 
 
 def first_batch(iterators: Any) -> Any:
@@ -215,8 +215,8 @@ def loss_of(given: Mapping[str, Any], batch: Any) -> torch.Tensor:
     """
     with _results_not_validated():
         output, loss = given["forward_step_func"](iter([batch]), bare(given["model"][0]))
-        found = loss(output)
-    return found[0] if isinstance(found, tuple) else found
+        result = loss(output)
+    return result[0] if isinstance(result, tuple) else result
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from torch import nn
 from moe_plugin.hosts.megatron.compat import optimizer as optimizers
 from moe_plugin.hosts.megatron.compat.settings import script_arguments
 from moe_plugin.hosts.megatron.file_arguments import Flag
+from moe_plugin.hosts.megatron.refusals import REPLICAS, values_of
 from moe_plugin.hosts.megatron.translate import settings_from_flags, timeout_of
 from moe_plugin.training.resilience.elastic import ReplicaPlace, is_replica
 
@@ -32,16 +33,8 @@ def check(args: argparse.Namespace) -> bool:
     Raises:
         ValueError: If an argument cannot be combined with replicas.
     """
-    # with average_every peers average float32 weights, so half-precision gradients are allowed
-    halves = not settings_from_flags(vars(args)).get("offload.average_every") and (
-        getattr(args, "fp16", False) or getattr(args, "bf16", False))
-    return is_replica(args.moe_lighthouse, args.moe_replica, lambda: [
-        ("--fp16, --bf16 and --use-distributed-optimizer",
-         not (halves or args.use_distributed_optimizer),
-         "leave these three out, because replicas average float32 gradients of whole parameters"),
-        ("--moe-router-enable-expert-bias", not args.moe_router_enable_expert_bias,
-         "use --moe-router sigmoid_bias, because Megatron's biases follow only the loads of one "
-         "replica")])
+    return is_replica(args.moe_lighthouse, args.moe_replica, lambda: REPLICAS.refuse(
+        values_of(args, settings_from_flags(vars(args)))))
 
 
 def place_of(args: argparse.Namespace, models: Sequence[nn.Module], optimizer: Any,
@@ -61,8 +54,8 @@ def place_of(args: argparse.Namespace, models: Sequence[nn.Module], optimizer: A
 
     def its_optimizers() -> list[Any]:
         # a rank without parameters of a kind has no optimizer for them
-        found = [part.optimizer for part in optimizers.parts(optimizer)]
-        return [each for each in found if each is not None]
+        inner = [part.optimizer for part in optimizers.parts(optimizer)]
+        return [each for each in inner if each is not None]
 
     def done() -> int:
         return given.get("curr_iteration", given.get("iteration", 0))
@@ -73,10 +66,10 @@ def place_of(args: argparse.Namespace, models: Sequence[nn.Module], optimizer: A
     def take(iteration: int, samples: int) -> None:
         # Megatron's loop continues after the current step: it skips the iterations between the
         # current and the received one, but reads their data
-        mine, scheduler.num_steps = done(), samples
-        taken[mine] = iteration
+        current, scheduler.num_steps = done(), samples
+        taken[current] = iteration
         given["iterations_to_skip"] = [*given["iterations_to_skip"],
-                                       *range(mine + 2, iteration + 2)]
+                                       *range(current + 2, iteration + 2)]
 
     return ReplicaPlace(args.moe_lighthouse, args.moe_replica,
                         timeout_of(settings_from_flags(vars(args))), models, its_optimizers,

@@ -17,25 +17,8 @@ from moe_plugin.hosts.megatron.compat import core, regrouping
 from moe_plugin.hosts.megatron.compat.settings import script_arguments
 from moe_plugin.hosts.megatron.layer import plugin_layers
 from moe_plugin.hosts.megatron.passes import bare
+from moe_plugin.hosts.megatron.refusals import RESIZE, values_of
 from moe_plugin.training.resilience.resizing import ExpertParallelSteps, expert_parallel_steps
-from moe_plugin.utils.run_feature import refuse_unfit
-
-MUST_BE_ONE = (
-    "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size",
-    "expert_tensor_parallel_size", "gtp_weight_remat_size", "expert_gtp_weight_remat_size")
-MUST_BE_OFF = {
-    "native_moe": "Megatron's own layer cannot change its size",
-    "use_distributed_optimizer": "the state of a parameter is split over ranks",
-    "use_megatron_fsdp": "parameters are split over ranks",
-    "use_torch_fsdp2": "parameters are split over ranks",
-    "optimizer_cpu_offload": "the optimizer's state is offloaded",
-    "moe_lighthouse": "replicas would have experts on different ranks",
-    "overlap_moe_expert_parallel_comm": "its passes would use the old experts",
-    "delay_wgrad_compute": "its hooks would use the old experts",
-    "enable_cuda_graph": "a graph would use the old experts",
-    "external_cuda_graph": "a graph would use the old experts",
-    "async_save": "the parameters could change while a checkpoint is written",
-}
 
 
 def check(args: argparse.Namespace, run: RunConfig) -> None:
@@ -44,25 +27,10 @@ def check(args: argparse.Namespace, run: RunConfig) -> None:
     The error message contains the setting, the reason and the remedy.
     """
     sizes = run.resize.expert_parallel_at
-    if not sizes:
-        return
-
-    def flag(name: str) -> str:
-        return f"--{name.replace('_', '-')}"
-
-    graphs = getattr(args, "cuda_graph_impl", None)
-    refuse_unfit(f"resize.expert_parallel_at={sizes}", [
-        *((flag(name), getattr(args, name, None) in (None, 1),
-           "use 1, because experts move between whole data-parallel ranks")
-          for name in MUST_BE_ONE),
-        *((flag(name), not getattr(args, name, None), f"leave it out, because {why}")
-          for name, why in MUST_BE_OFF.items()),
-        (f"--cuda-graph-impl {graphs}", graphs in (None, "none"),
-         "leave it out, because a graph would use the old experts"),
-        (f"--optimizer {args.optimizer}", args.optimizer in ("adam", "sgd"), "use adam or sgd"),
-        *((f"--num-experts {args.num_experts}", args.num_experts % size == 0,
-           f"the number of experts must be divisible by {size}; choose a divisor")
-          for size in sizes.values())])
+    if sizes:
+        indivisible = next((n for n in sizes.values() if args.num_experts % n), None)
+        RESIZE.refuse(values_of(args, {"resize.expert_parallel_at": sizes},
+                                indivisible=indivisible))
 
 
 def steps_of(run: RunConfig, chunks: list[Any], optimizer: Any) -> ExpertParallelSteps | None:

@@ -37,25 +37,25 @@ def replay_rollouts(model: nn.Module, ids_BSLK: Tensor,
     Raises:
         ValueError: see `moe_plugin.routing.rollouts.replay_rollouts`.
     """
-    found = [layer for layer in plugin_layers(model)
-             if layer.layer_number <= layer.config.num_layers]
-    if not found:
+    moe_layers = [layer for layer in plugin_layers(model)
+                  if layer.layer_number <= layer.config.num_layers]
+    if not moe_layers:
         yield
         return
-    if found[0].moe.token_entry.sharing is not None:
+    if moe_layers[0].moe.token_entry.sharing is not None:
         raise ValueError("parallel.replicas cannot be used with replay_rollouts, because ranks "
                          "then share tokens in a different order. Leave it out.")
     context = ps.get_context_parallel_rank(), ps.get_context_parallel_world_size()
     ids_TLK = tokens_of_rank(ids_BSLK, context=context, lengths=lengths)
     ids_BSLK = ids_TLK.view(ids_BSLK.shape[0], -1, *ids_TLK.shape[1:])
-    group = found[0].groups.tensor
-    part = (0, 1) if found[0].shares_tokens else (group.rank(), group.size())
+    group = moe_layers[0].groups.tensor
+    part = (0, 1) if moe_layers[0].shares_tokens else (group.rank(), group.size())
     # without sequence parallelism a layer pads the sequence before splitting it over ranks
-    if not found[0].config.sequence_parallel:
+    if not moe_layers[0].config.sequence_parallel:
         ids_BSLK = F.pad(ids_BSLK, (0, 0, 0, 0, 0, -ids_BSLK.shape[1] % part[1]), value=-1)
     ids_TLK = tokens_of_rank(ids_BSLK, sequence=part, sequence_first=True)
-    places = [_place(layer, ids_TLK.shape[1]) for layer in found]
-    with replay_choices([layer.moe.router for layer in found], ids_TLK, places):
+    places = [_place(layer, ids_TLK.shape[1]) for layer in moe_layers]
+    with replay_choices([layer.moe.router for layer in moe_layers], ids_TLK, places):
         yield
 
 

@@ -27,6 +27,7 @@ from moe_plugin.config import MoEConfig
 from moe_plugin.dispatch import dispatchers
 from moe_plugin.hosts.megatron.compat.core import MegatronGroups
 from moe_plugin.hosts.megatron.compat.settings import setting
+from moe_plugin.hosts.megatron.refusals import SHARED_TOKENS
 from moe_plugin.hosts.megatron.translate import Translation
 from moe_plugin.routing.call import hand_token_ids
 
@@ -153,21 +154,10 @@ def shares_tokens(native: Any, plan: Translation, groups: MegatronGroups) -> boo
         _check_whole_groups(asked, groups)
     if ranks == 1:
         return False
-    if native.sequence_parallel:
-        if inside:
-            return False
-        raise ValueError(
-            f"{asked} cannot be used with sequence_parallel=True, because tensor-parallel ranks "
-            "then have different tokens and share no work. Leave out --sequence-parallel, or use "
-            "parallel.replicas=1, which then routes like Parm's S1."
-        )
-    if plan.native_router:
-        raise ValueError(
-            f"{asked} cannot be used with Megatron's own router (required by "
-            f"{', '.join(plan.native_router)}), because the losses of this router count tokens "
-            "once per tensor-parallel rank. Leave that setting out, or use dispatch.name='ragged' "
-            "and parallel.replicas=1."
-        )
+    if native.sequence_parallel and inside:
+        return False
+    SHARED_TOKENS.refuse({"asked": asked, "sequence_parallel": native.sequence_parallel,
+                          "native_router": ", ".join(plan.native_router)})
     return True
 
 

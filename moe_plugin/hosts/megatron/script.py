@@ -31,6 +31,7 @@ from moe_plugin.hosts.megatron.compat.settings import (
     training_module,
 )
 from moe_plugin.hosts.megatron.data import check_prefix
+from moe_plugin.hosts.megatron.refusals import VIRTUAL_STAGES, values_of
 from moe_plugin.hosts.megatron.translate import NATIVE_ARGUMENTS, settings_from_flags
 from moe_plugin.training.resilience.overflow import FiniteSteps
 from moe_plugin.training.run import Run
@@ -343,12 +344,10 @@ def _refuse_unfit() -> None:
     # imported late: these modules import Megatron, which may be located next to the script
     from moe_plugin.hosts.megatron import resizing
     from moe_plugin.hosts.megatron.guards import guard_of
-    from moe_plugin.hosts.megatron.pipeline.base import refuse_virtual
 
     arguments = script_arguments()
     args = argparse.Namespace(**arguments)
-    refuse_virtual(run_config(settings_from_flags(arguments)).pipeline.schedule,
-                   arguments.get("virtual_pipeline_model_parallel_size"))
+    VIRTUAL_STAGES.refuse(values_of(args, settings_from_flags(arguments)))
     guard_of(args, settings_from_flags(arguments))
     _check_native(arguments)
     if arguments.get("skip_train") and not (

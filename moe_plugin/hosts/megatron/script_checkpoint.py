@@ -172,7 +172,7 @@ def _description(step: int) -> dict[str, Any]:
     # the model's settings and sizes are stored in Megatron's own files
     arguments = script_arguments()
     # parsed and printed again, so that sizes of 1 that the command omits are included
-    layouts = [str(one) for one in parse(arguments.get("stage_layouts") or [])]
+    layouts = [str(layout) for layout in parse(arguments.get("stage_layouts") or [])]
     return {"model": {}, "layout": {"stage_layouts": layouts} if layouts else {}, "iteration": step,
             "megatron_core": core.core_version,
             "consumed_samples": arguments.get("consumed_train_samples", 0)}
@@ -239,7 +239,9 @@ def _newest_whole(arguments: MutableMapping[str, Any], root: str | None,
         arguments["ckpt_step"] = _newest_number(root, newest)
     path = files.folder(root, arguments["ckpt_step"])
     try:
-        with loading(path, _compared(path, arguments), arguments, scheduler):
+        compared = files.on_first_rank(path, lambda: _compared(path, arguments))
+        optimizer_state = None if compared is None else bool(compared)
+        with loading(path, optimizer_state, arguments, scheduler):
             yield
     finally:
         arguments["ckpt_step"] = asked
@@ -247,17 +249,10 @@ def _newest_whole(arguments: MutableMapping[str, Any], root: str | None,
 
 def _compared(path: str, arguments: Mapping[str, Any]) -> bool | None:
     """Return the `optimizer_state` of a checkpoint after checking that the checkpoint is safe to
-    load and that its settings match. Collective.
-
-    The settings are compared by `model_settings.check_settings`.
+    load and that its settings match (`model_settings.check_settings`).
     """
-    found = files.on_first_rank(path, lambda: _found(path, arguments))
-    return None if found is None else bool(found)
-
-
-def _found(path: str, arguments: Mapping[str, Any]) -> bool | None:
     newer, trusted = "layernorm_epsilon", bool(arguments.get("trust_checkpoint"))
-    mine = {**({"norm_epsilon": arguments[newer]} if newer in arguments else {}), **arguments}
+    current = {**({"norm_epsilon": arguments[newer]} if newer in arguments else {}), **arguments}
     if not trusted:
         try:
             with files.readable(path):
@@ -269,7 +264,7 @@ def _found(path: str, arguments: Mapping[str, Any]) -> bool | None:
     except CheckpointError:  # Megatron may be able to read the format
         return None
     with source:
-        check_settings(path, source.values["settings"], mine)
+        check_settings(path, source.values["settings"], current)
         return optimizer_state(source)
 
 

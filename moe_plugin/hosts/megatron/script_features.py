@@ -19,6 +19,7 @@ from torch import nn
 
 from moe_plugin.comm.host_collectives import comm_of, gather_objects, refused_together
 from moe_plugin.config import ObserveConfig, OffloadConfig, run_config
+from moe_plugin.config.refusals import Values
 from moe_plugin.hosts.megatron import streamed_checkpoint
 from moe_plugin.hosts.megatron.compat import core
 from moe_plugin.hosts.megatron.compat.finite import PreparedGradients
@@ -34,6 +35,7 @@ from moe_plugin.hosts.megatron.guards import FileSteps, guard_of, twins_apart
 from moe_plugin.hosts.megatron.layer import PluginMoELayer, plugin_layers
 from moe_plugin.hosts.megatron.model_settings import model_settings
 from moe_plugin.hosts.megatron.passes import bare
+from moe_plugin.hosts.megatron.refusals import ACTIVATIONS
 from moe_plugin.hosts.megatron.replicas import place_of
 from moe_plugin.hosts.megatron.resizing import steps_of
 from moe_plugin.hosts.megatron.run import MegatronStart, named, of_stage, traced
@@ -125,10 +127,6 @@ def save(given: Mapping[str, Any]) -> None:
         model_settings(argparse.Namespace(**arguments), model.config), progress)
 
 
-_REFUSED = ("recompute_granularity", "overlap_moe_expert_parallel_comm", "enable_cuda_graph",
-            "external_cuda_graph", "cpu_offloading", "fine_grained_activation_offloading")
-
-
 def activations_of(settings: OffloadConfig, config: Any,
                    chunks: Sequence[nn.Module]) -> Activations | None:
     """Return the transformer layers of the current pipeline stage whose activations are managed, or
@@ -143,6 +141,9 @@ def activations_of(settings: OffloadConfig, config: Any,
     """
     if settings.activations == "keep":
         return None
+    ACTIVATIONS.refuse(Values({"offload.activations": settings.activations,
+                               "cuda_graph_impl": cuda_graphs(config)},
+                              functools.partial(setting, config)))
     layers = {f"{number}.{name}": layer for number, chunk in enumerate(chunks)
               for name, layer in chunk.named_modules() if isinstance(layer, TransformerLayer)}
     stage = ps.get_tensor_and_data_parallel_group(with_context_parallel=True)
@@ -153,9 +154,7 @@ def activations_of(settings: OffloadConfig, config: Any,
         settings = dataclasses.replace(settings, profile=str(file.with_name(name)))
     return manage_layers(
         settings, layers, comm_of(stage), contexts=[_random_states],
-        places=[layer.layer_number - 1 for layer in layers.values()], total=config.num_layers,
-        refused={**{f"Megatron's {name}": bool(setting(config, name)) for name in _REFUSED},
-                 "Megatron's cuda_graph_impl": cuda_graphs(config) is not None})
+        places=[layer.layer_number - 1 for layer in layers.values()], total=config.num_layers)
 
 
 def _random_states() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
@@ -206,12 +205,12 @@ def run_of(chunks: list[Any], optimizer: Any, scheduler: Any, taken: dict[int, i
     args.native_moe = bool(getattr(args, "num_experts", None)) and not layers
     stage = comm_of(ps.get_tensor_and_data_parallel_group(with_context_parallel=True))
     recorder = StatsRecorder(ObserveConfig(), stage, host="megatron")
-    models, place = [bare(chunk) for chunk in chunks], None
+    models, replica_place = [bare(chunk) for chunk in chunks], None
     streamed = chunks[0] if isinstance(chunks[0], StreamedModel) else None
     if optimizer is not None and streamed is not None:
-        place = _peer(args, streamed)
+        replica_place = _peer(args, streamed)
     elif optimizer is not None:
-        place = place_of(args, models, optimizer, scheduler, taken)
+        replica_place = place_of(args, models, optimizer, scheduler, taken)
     each = args.micro_batch_size * ps.get_data_parallel_world_size()
     run = make_run(
         replace(config, guard=guard_of(args, settings, config.guard),
@@ -222,7 +221,7 @@ def run_of(chunks: list[Any], optimizer: Any, scheduler: Any, taken: dict[int, i
             records=stage if layers else None, rank=dist.get_rank(),
             has_log=log_path(vars(args)) is not None, training=recorder.add,
             speaks=not layers or dist.get_rank(layers[0].groups.data) == 0, start=MegatronStart,
-            kept=lambda: twins_apart(chunks), replicas=place,
+            kept=lambda: twins_apart(chunks), replicas=replica_place,
             streamed=None if streamed is None else streamed.trainer,
             resize=lambda asked: steps_of(asked, chunks, optimizer),
             activations=lambda offload: activations_of(
@@ -266,20 +265,15 @@ def with_heads(provider: Callable[..., Any]) -> Callable[..., Any]:
     def provide(*given: Any, **kwargs: Any) -> Any:
         args = argparse.Namespace(**script_arguments())
         model, ensemble = provider(*given, **kwargs), ensemble_of(args)
-        return model if ensemble is None else add_heads(
-            model, ensemble, _classes(args))
+        if ensemble is None:
+            return model
+        # the tokenizer is asked first, because --vocab-size may not include the end-of-document
+        # token
+        tokenizer = training_module("global_vars").get_tokenizer()
+        return add_heads(model, ensemble,
+                         int(getattr(tokenizer, "vocab_size", None) or args.vocab_size))
 
     return provide
-
-
-def _classes(args: argparse.Namespace) -> int:
-    """Return the number of token ids of the script's tokenizer.
-
-    The number is taken from the tokenizer if possible, because `--vocab-size` may not include the
-    end-of-document token.
-    """
-    tokenizer = training_module("global_vars").get_tokenizer()
-    return int(getattr(tokenizer, "vocab_size", None) or args.vocab_size)
 
 
 def _errors(args: argparse.Namespace, chunks: list[Any]) -> EnsembleErrors | None:

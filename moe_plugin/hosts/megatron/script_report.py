@@ -122,8 +122,9 @@ class ScriptReport:
         made = samples - self._samples
         tokens = made * args["seq_length"]
         microbatches = made // (args["micro_batch_size"] * ps.get_data_parallel_world_size())
+        lm_loss = of_last_stage(None if self._loss is None else float(self._loss) / self._counted)
         record = {
-            "iteration": iteration, "consumed_samples": samples, "lm_loss": self._mean_loss(),
+            "iteration": iteration, "consumed_samples": samples, "lm_loss": lm_loss,
             **skipped(self.run), "lr": rate, "loss_scale": float(scale),
             "grad_norm": None if norm is None else float(norm),
             "tokens_per_s": tokens / seconds, "seconds": seconds,
@@ -140,21 +141,17 @@ class ScriptReport:
                                          logged=step_record(record)[0]))
         self._forget(samples)
 
-    def _mean_loss(self) -> float | None:
-        mine = None if self._loss is None else float(self._loss) / self._counted
-        return of_last_stage(mine)
-
     def after_evaluation(self, losses: Mapping[str, torch.Tensor]) -> None:
         """Record the loss of an evaluation on the validation set. This is a collective call.
 
         losses: dict of losses averaged over all ranks. Only the ranks of the last pipeline stage
             have these values.
         """
-        loss, found = losses.get("lm loss"), self.run.evaluated()
+        loss, evaluated = losses.get("lm loss"), self.run.evaluated()
         value = of_last_stage(None if loss is None else float(loss))
         prefix, step = self.evaluates
         if value is not None and "test set" not in prefix:
-            self.log.write({"iteration": step, "valid_loss": value, **found})
+            self.log.write({"iteration": step, "valid_loss": value, **evaluated})
 
     def saved(self, iteration: int) -> None:
         """Record that the checkpoint of an iteration is complete."""
@@ -172,8 +169,8 @@ def of_last_stage(value: float | None) -> float | None:
     """Return a number that only the ranks of the last pipeline stage have, or None if no rank has
     it.
     """
-    found = gather_objects(value, "the loss", ps.get_pipeline_model_parallel_group())
-    return next((each for each in reversed(found) if each is not None), None)
+    by_stage = gather_objects(value, "the loss", ps.get_pipeline_model_parallel_group())
+    return next((each for each in reversed(by_stage) if each is not None), None)
 
 
 def reduced(here: Mapping[str, core.LoggedLoss], microbatches: int) -> dict[str, list[float]]:
@@ -191,19 +188,19 @@ def reduced(here: Mapping[str, core.LoggedLoss], microbatches: int) -> dict[str,
     names = gather_objects({name: entry.values.numel() for name, entry in here.items()},
                            "the auxiliary losses' names")
     sizes = {name: size for each in names for name, size in each.items()}
-    found, device = {}, comm_of().device
+    losses_by_name, device = {}, comm_of().device
     for name in sorted(sizes):
         entry = here.get(name)
         values = entry.values.clone() if entry else torch.zeros(sizes[name], device=device)
         data = ps.get_data_parallel_group()
-        own = [entry.reduce_group] if entry and entry.reduce_group is not None else []
-        for group in (*own, data):
+        reduce_groups = [entry.reduce_group] if entry and entry.reduce_group is not None else []
+        for group in (*reduce_groups, data):
             values = comm_of(group).all_reduce(values)
         # stages may have different numbers of replicas
         values = comm_of(ps.get_pipeline_model_parallel_group()).all_reduce(values / data.size())
         if values.any():  # Megatron's log contains zeros for losses that no layer adds
-            found[name] = (values / microbatches).tolist()
-    return found
+            losses_by_name[name] = (values / microbatches).tolist()
+    return losses_by_name
 
 
 def skipped(run: Run) -> dict[str, int]:
@@ -232,10 +229,10 @@ def layer_records(recorder: StatsRecorder, iteration: int,
 
     finds: True to look for problems in the records and log them.
     """
-    mine = recorder.reduce()
-    recorder.write(iteration, mine)
-    found = gather_objects(mine, "the layers' records", ps.get_pipeline_model_parallel_group())
-    records = {layer: record for stage in found for layer, record in stage.items()}
+    sums = recorder.reduce()
+    recorder.write(iteration, sums)
+    by_stage = gather_objects(sums, "the layers' records", ps.get_pipeline_model_parallel_group())
+    records = {layer: record for stage in by_stage for layer, record in stage.items()}
     if finds and dist.get_rank() == 0:  # only this rank writes a log
         recorder.health.add(iteration, records)
     return records

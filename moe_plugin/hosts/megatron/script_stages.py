@@ -56,15 +56,15 @@ def prepared(args: argparse.Namespace) -> StageLayouts | None:
 
 def passes_of(stages: StageLayouts, chunks: list[Any], optimizer: Any) -> Callable[..., Any]:
     """Return the function that runs a step's passes. See `unequal_passes`. A collective call."""
-    found = unequal_passes(stages, argparse.Namespace(**script_arguments()),
-                           get_model_config(chunks[0]), optimizer)
+    unequal = unequal_passes(stages, argparse.Namespace(**script_arguments()),
+                             get_model_config(chunks[0]), optimizer)
     # Megatron's model-parallel group, in which ranks agree whether to make a step, would differ
     # between stages
     ps._MODEL_PARALLEL_GROUP = dist.group.WORLD
     for groups in (getattr(bare(chunk), "pg_collection", None) for chunk in chunks):
         if groups is not None:
             groups.mp = dist.group.WORLD
-    return found
+    return unequal
 
 
 def follow(stages: Callable[[], StageLayouts | None]) -> None:
@@ -79,11 +79,11 @@ def follow(stages: Callable[[], StageLayouts | None]) -> None:
 
     @functools.wraps(make)
     def groups(*args: Any, **kwargs: Any) -> None:
-        found, given = stages(), signature.bind(*args, **kwargs).arguments
-        if found is None:
+        layouts, given = stages(), signature.bind(*args, **kwargs).arguments
+        if layouts is None:
             make(**given)
         else:
-            initialize(found, lambda **sizes: make(**{**given, **sizes}))
+            initialize(layouts, lambda **sizes: make(**{**given, **sizes}))
 
     def loaded(load: Callable[..., Any], given: dict[str, Any]) -> Any:
         if stages() is not None and not (

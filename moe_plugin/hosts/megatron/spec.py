@@ -38,6 +38,7 @@ from moe_plugin.hosts.megatron.compat.settings import (
 )
 from moe_plugin.hosts.megatron.compat.stage_specs import StageSpecs, in_one_stage
 from moe_plugin.hosts.megatron.layer import PluginMoELayer
+from moe_plugin.hosts.megatron.refusals import HYBRID, SPEC
 from moe_plugin.hosts.megatron.translate import settings_from_flags
 from moe_plugin.utils.messages import short
 
@@ -107,13 +108,7 @@ def script_spec(settings: Mapping[str, Any] | str | None = None, *,
             message contains the flag.
     """
     arguments, settings = script_arguments(), _checked(settings)
-    for name in _OTHER_LAYERS:
-        if arguments.get(name):
-            raise ValueError(
-                f"{name}={short(arguments[name])} describes layers that --spec "
-                "moe_plugin.hosts.megatron.spec cannot build. Leave out "
-                f"--{name.replace('_', '-')}, or replace the MoE layers of your own spec with "
-                "moe_plugin.hosts.megatron.spec.swap_moe.")
+    SPEC.refuse(arguments)
     if transformer_engine is None and arguments.get("transformer_impl") == "local":
         transformer_engine = False
     if arguments.get("hybrid_layer_pattern"):
@@ -134,15 +129,8 @@ def _hybrid_stack(settings: Mapping[str, Any] | None, transformer_engine: bool |
             f"hybrid_layer_pattern={short(arguments['hybrid_layer_pattern'])} needs a version of "
             f"Megatron with HybridModel ({error}). Install {WITH_HYBRID}.") from error
     given = settings_from_flags(arguments) if settings is None else settings
-    for name, value, is_so in (
-            ("overlap_moe_expert_parallel_comm", True,
-             arguments.get("overlap_moe_expert_parallel_comm")),
-            ("pipeline.schedule", run_config(given).pipeline.schedule,
-             run_config(given).pipeline.cuts)):
-        if is_so:
-            raise ValueError(f"{name}={value} cannot be combined with hybrid_layer_pattern="
-                             f"{short(arguments['hybrid_layer_pattern'])}, because it is only "
-                             "for GPT models. Leave it out.")
+    pipeline = run_config(given).pipeline
+    HYBRID.refuse({**arguments, "pipeline.schedule": pipeline.schedule, "cuts": pipeline.cuts})
     hybrid.mend_loss_log()
     return _swapped(hybrid.stack_spec(script_config(), arguments["hybrid_layer_pattern"],
                                       transformer_engine), settings, allow_none=False)
@@ -189,7 +177,5 @@ def _swapped(block: Any, settings: Mapping[str, Any] | None, allow_none: bool = 
     return swap_moe(block, settings, allow_none=allow_none)
 
 
-_OTHER_LAYERS = ("yaml_cfg", "heterogeneous_layers_config_path", "experimental_attention_variant",
-                 "use_kitchen", "use_kitchen_attention")
 moe_layer = script_spec()
 moe_layer_local = script_spec(transformer_engine=False)

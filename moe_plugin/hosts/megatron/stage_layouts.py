@@ -27,7 +27,6 @@ from torch import Tensor
 from moe_plugin.comm import Comm
 from moe_plugin.comm.host_collectives import comm_of
 from moe_plugin.comm.resharding import Resharding
-from moe_plugin.config import run_config
 from moe_plugin.hosts.megatron.compat.names import (
     P2PCommunicator,
     ProcessGroupCollection,
@@ -39,6 +38,7 @@ from moe_plugin.hosts.megatron.compat.optimizer import (
     parts,
 )
 from moe_plugin.hosts.megatron.compat.settings import UNEQUAL_STAGES
+from moe_plugin.hosts.megatron.refusals import STAGE_LAYOUTS, values_of
 from moe_plugin.hosts.megatron.translate import settings_from_flags
 from moe_plugin.planner.resharding import TensorLayout
 
@@ -140,16 +140,10 @@ def stages_of(args: argparse.Namespace, world: int) -> StageLayouts | None:
     if not args.stage_layouts:
         return None
     layouts, count = parse(args.stage_layouts), args.pipeline_model_parallel_size
-    for bad, name, value, bound, remedy in (
-        (len(layouts) != count or count < 2, "stage_layouts", " ".join(args.stage_layouts),
-         f"one layout for each of at least 2 stages, but there are {count} stages",
-         f"Use --pipeline-model-parallel-size {max(2, len(layouts))}"),
-        (world % count, "pipeline_model_parallel_size", count,
-         f"a divisor of the number of processes, {world}", "Start another number of processes"),
-        *_unfit(args, layouts)):
-        if bad:
-            raise ValueError(f"{name}={value} cannot be used with stages of different layouts. The "
-                             f"setting must be {bound}. {remedy}.")
+    STAGE_LAYOUTS.refuse(values_of(
+        args, settings_from_flags(vars(args)), words=" ".join(args.stage_layouts), world=world,
+        layouts=len(layouts), most=max(2, len(layouts)), first_tp=layouts[0].tp,
+        last_tp=layouts[-1].tp))
     ranks = world // count
     for layout in layouts:
         if ranks % layout.tp:
@@ -168,52 +162,6 @@ def stages_of(args: argparse.Namespace, world: int) -> StageLayouts | None:
     return StageLayouts(tuple(layouts), ranks, samples, args.sequence_parallel)
 
 
-def _unfit(args: argparse.Namespace, layouts: Sequence[StageLayout]
-           ) -> list[tuple[bool, str, Any, str, str]]:
-    """Return the arguments that Megatron cannot combine with stages of different layouts.
-
-    Each entry is a tuple (must_change, name, value, allowed_value, remedy).
-    """
-    given = (args.tensor_model_parallel_size, args.expert_model_parallel_size)
-    schedule = run_config(settings_from_flags(vars(args))).pipeline.schedule
-    virtual = [name for name in ("num_virtual_stages_per_pipeline_rank",
-                                 "num_layers_per_virtual_pipeline_stage")
-               if (getattr(args, name, None) or 1) > 1]
-    return [
-        (given != (1, 1) or args.expert_tensor_parallel_size is not None,
-         "tensor_model_parallel_size, expert_model_parallel_size, expert_tensor_parallel_size",
-         (*given, args.expert_tensor_parallel_size), "left out",
-         "Set tp, ep and etp in the layouts instead"),
-        (layouts[0].tp != layouts[-1].tp and not args.untie_embeddings_and_output_weights,
-         "untie_embeddings_and_output_weights", False,
-         "True if the first and the last stage have different tp",
-         "Use --untie-embeddings-and-output-weights, because the two stages split the vocabulary "
-         "differently, and Megatron sums the gradients of tied weights rank by rank"),
-        *((True, name, getattr(args, name), "1", "Leave it out") for name in virtual),
-        (args.context_parallel_size != 1, "context_parallel_size", args.context_parallel_size, "1",
-         "Leave it out"),
-        *((bool(getattr(args, name, None)), name, getattr(args, name, None), "left out",
-           "Stages have different groups, which this setting does not support") for name in (
-               "mtp_num_layers", "mtp_detach_heads", "use_tp_pp_dp_mapping",
-               "hybrid_layer_pattern")),
-        (bool(getattr(args, "pipeline_model_parallel_layout", None)),
-         "pipeline_model_parallel_layout", getattr(args, "pipeline_model_parallel_layout", None),
-         "left out", "Use --decoder-first-pipeline-num-layers and --decoder-last-pipeline-"
-         "num-layers for stages with different numbers of layers"),
-        (getattr(args, "eval_micro_batch_size", None) not in (None, args.micro_batch_size),
-         "eval_micro_batch_size", getattr(args, "eval_micro_batch_size", None),
-         f"equal to micro_batch_size={args.micro_batch_size}", "Leave it out"),
-        (bool(getattr(args, "log_num_zeros_in_grad", None)) and not getattr(
-            args, "use_distributed_optimizer", False), "log_num_zeros_in_grad", True,
-         "left out without the distributed optimizer, whose ranks count over all stages",
-         "Leave it out, or use --use-distributed-optimizer"),
-        (schedule != "1f1b", "pipeline.schedule", schedule, "1f1b", "Leave it out"),
-        (bool(getattr(args, "moe_lighthouse", None)), "moe_lighthouse",
-         getattr(args, "moe_lighthouse", None), "left out",
-         "The replicas of a rank must have the same layout"),
-    ]
-
-
 def initialize(stages: StageLayouts, groups: Callable[..., None]) -> None:
     """Build process groups for every layout, and keep the groups of the current rank's stage.
 
@@ -222,7 +170,7 @@ def initialize(stages: StageLayouts, groups: Callable[..., None]) -> None:
 
     groups: Megatron's `initialize_model_parallel`, which is called with the sizes of each layout.
     """
-    own = stages.stage_of(torch.distributed.get_rank())
+    stage = stages.stage_of(torch.distributed.get_rank())
     before, made = _state(ps), {}
     for layout in dict.fromkeys(stages.layouts):
         groups(**{field: getattr(layout, name) for name, field in _FIELDS.items()})
@@ -230,7 +178,7 @@ def initialize(stages: StageLayouts, groups: Callable[..., None]) -> None:
         _restore(ps, before)
     across = {name: value for name, value in made[stages.layouts[0]].items()
               if name.startswith(("_PIPELINE", "_EMBEDDING", "_POSITION_EMBEDDING"))}
-    _restore(ps, made[stages.layouts[own]] | across)
+    _restore(ps, made[stages.layouts[stage]] | across)
 
 
 def _state(module: Any) -> dict[str, Any]:
@@ -269,23 +217,23 @@ def boundaries(stages: StageLayouts, world: Comm,
     stages, except with `--calculate-per-token-loss`, where the loss is a sum over tokens. This is a
     collective call of all ranks.
     """
-    found: list[_Boundary | None] = []
+    between: list[_Boundary | None] = []
     for stage in range(len(stages.layouts) - 1):
         sides = range(stage * stages.ranks, (stage + 2) * stages.ranks)
         # one group per direction, so that on a GPU their messages do not wait for each other
         groups = [world.subgroup(sides), world.subgroup(sides)]
         if None in groups:
-            found.append(None)
+            between.append(None)
             continue
         first, second = (stages.activation(s, args.seq_length, args.hidden_size)
                          for s in (stage, stage + 1))
         second = TensorLayout(second.shape, {stages.ranks + device: box
                                              for device, box in second.boxes.items()})
         scale = stages.replicas(stage) / stages.replicas(stage + 1)
-        found.append(_Boundary(Resharding(groups[0], first, second),
-                               Resharding(groups[1], second, first),
-                               1.0 if args.calculate_per_token_loss else scale))
-    return found
+        between.append(_Boundary(Resharding(groups[0], first, second),
+                                 Resharding(groups[1], second, first),
+                                 1.0 if args.calculate_per_token_loss else scale))
+    return between
 
 
 def unequal_passes(stages: StageLayouts, args: argparse.Namespace, config: Any,
@@ -306,7 +254,7 @@ def unequal_passes(stages: StageLayouts, args: argparse.Namespace, config: Any,
                          "this version of megatron-core, which does not accept a communicator "
                          f"between stages. Use megatron-core {UNEQUAL_STAGES}.")
     world = comm_of(None, 60 * args.distributed_timeout_minutes)
-    own, between = stages.stage_of(world.rank), boundaries(stages, world, args)
+    stage, between = stages.stage_of(world.rank), boundaries(stages, world, args)
 
     class Unequal(P2PCommunicator):
         """A subclass of Megatron's communicator that reshards all messages."""
@@ -314,8 +262,8 @@ def unequal_passes(stages: StageLayouts, args: argparse.Namespace, config: Any,
         def _communicate(self, *, tensor_send_next: Tensor | None, tensor_send_prev: Tensor | None,
                          recv_prev: bool, recv_next: bool, tensor_shape: Any,
                          wait_on_reqs: bool = True) -> tuple[Tensor | None, Tensor | None, None]:
-            before = between[own - 1] if own else None
-            after = between[own] if own < len(between) else None
+            before = between[stage - 1] if stage else None
+            after = between[stage] if stage < len(between) else None
             dtype = self.config.pipeline_dtype
             moves = {}
             if tensor_send_next is not None:
@@ -346,7 +294,7 @@ def unequal_passes(stages: StageLayouts, args: argparse.Namespace, config: Any,
         nonlocal counted
         # training loops set this function after `unequal_passes` has returned
         if not counted and config.finalize_model_grads_func is not None:
-            _count_tokens_of_all(config, own == len(between))
+            _count_tokens_of_all(config, stage == len(between))
             counted = True
         return native(**{**given, "p2p_communicator": unequal, "pg_collection": groups})
 

@@ -30,6 +30,7 @@ from typing import Any
 from torch import Tensor
 
 from moe_plugin.comm.state import TrafficMeter
+from moe_plugin.config import flatten, to_dict
 from moe_plugin.dispatch import Sent
 from moe_plugin.dispatch.layout import LayerLayout
 from moe_plugin.dispatch.rows import TokenPlan, with_weights
@@ -38,11 +39,10 @@ from moe_plugin.hosts.megatron import parameters
 from moe_plugin.hosts.megatron.compat.recipes import recomputed
 from moe_plugin.hosts.megatron.compat.settings import cuda_graphs
 from moe_plugin.hosts.megatron.losses import last_layer_is_moe
+from moe_plugin.hosts.megatron.refusals import OVERLAP
 from moe_plugin.kernels.weight_grads import LaterGrads
 from moe_plugin.output import MoEOutput
 from moe_plugin.records import DispatchPlan, ExpertRows, KeptRouting, RowPlan, Tokens
-from moe_plugin.utils.messages import short
-from moe_plugin.utils.run_feature import refuse_unfit
 
 
 @dataclass
@@ -108,7 +108,8 @@ class Stages:
             x_TD = self.moe.latent.enter(dataclasses.replace(call.tokens, x_TD=x_TD))
         call.traffic.hold()
         # cloned, because the router's backward pass reads the original
-        return x_TD, _weights(call.plan).clone()
+        plan = call.plan.row_plan if isinstance(call.plan, TokenPlan) else call.plan
+        return x_TD, plan.weights_TK.clone()
 
     def dispatch(self: Any, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
         """Send the tokens to their experts. Return the rows [R, h] for the current rank's experts,
@@ -199,41 +200,16 @@ def check(layer: Any) -> None:
     """Raise a `ValueError` if a setting prevents a `PluginMoELayer` from being split into these
     steps.
     """
-    config, native, split = layer.moe.config, layer.config, layer.groups.tensor.size() > 1
-    traits, graphs = layer.moe.routed_experts.layouts.traits, cuda_graphs(native)
-    refuse_unfit(
-        "overlap_moe_expert_parallel_comm=True, which hides exchanges behind another micro-batch,",
-        ((f"{name}={short(value)}", fits, f"{name} must be {bound}, or turn the overlap off")
-         for name, value, bound, fits in (
-            ("parallel.mode", config.parallel.mode, "'fixed'", config.parallel.mode == "fixed"),
-            ("parallel.d", config.parallel.d, 1, config.parallel.d == 1),
-            ("parallel.d_backward", config.parallel.d_backward, 0,
-             config.parallel.d_backward in (0, 1)),
-            ("parallel.spill", config.parallel.spill, "'never'",
-             config.parallel.spill in (None, "never")),
-            ("dispatch.send", config.dispatch.send, "'rows'",
-             config.dispatch.send in ("rows", "auto")),
-            ("experts.weights_first", config.experts.weights_first, False,
-             not config.experts.weights_first),
-            ("parallel.replicas", config.parallel.replicas, 1, config.parallel.replicas == 1),
-            ("dispatch.name", config.dispatch.name, "'ragged' or 'padded'",
-             traits.supports_pieces and not (traits.bounded or traits.single_layout)),
-            ("sequence_parallel", False, True, native.sequence_parallel or not split),
-            ("router.pre_gate", config.router.pre_gate, 0, not config.router.pre_gate),
-            ("router.name", config.router.name, "a router that reads no token ids",
-             "token_ids" not in layer.needs),
-            # Megatron's schedule applies the final norm only in the last step of an MoE layer
-            ("moe_layer_freq", native.moe_layer_freq, "such that the last layer is an MoE layer",
-             last_layer_is_moe(native)),
-            # the schedule accesses attributes of Megatron's flex dispatcher, and with CUDA graphs
-            # attributes of Megatron's own layer
-            ("moe_token_dispatcher_type", native.moe_token_dispatcher_type, "'alltoall'",
-             native.moe_token_dispatcher_type != "flex"),
-            ("cuda_graph_impl", graphs, "'none'", graphs is None))))
-
-
-def _weights(plan: DispatchPlan) -> Tensor:
-    return plan.row_plan.weights_TK if isinstance(plan, TokenPlan) else plan.weights_TK
+    config, native = layer.moe.config, layer.config
+    traits = layer.moe.routed_experts.layouts.traits
+    OVERLAP.refuse({
+        **flatten(to_dict(config)), "sequence_parallel": native.sequence_parallel,
+        "moe_layer_freq": native.moe_layer_freq, "cuda_graph_impl": cuda_graphs(native),
+        "moe_token_dispatcher_type": native.moe_token_dispatcher_type,
+        "indivisible": not traits.supports_pieces or traits.bounded or traits.single_layout,
+        "tokens_of_all_ranks": layer.groups.tensor.size() > 1 and not native.sequence_parallel,
+        "reads_token_ids": "token_ids" in layer.needs,
+        "dense_at_end": not last_layer_is_moe(native)})
 
 
 def _with_weights(plan: DispatchPlan, weights_TK: Tensor) -> DispatchPlan:

@@ -15,27 +15,59 @@ Tuner results for a different number of ranks are left out.
 If `load_without_missing` is active, the state of a predicted layout is stored in the same way.
 Without this function Megatron raises an error for a checkpoint that lacks a requested object, and
 checkpoints of a different layer or of fixed layouts lack the tuner state.
+
+Checkpoints of Megatron's own experts can be loaded into this package's layers, and checkpoints of
+this package's experts into Megatron's own layers. The parameter names and the order of their
+dimensions are defined in `checkpoint.formats.megatron.experts`. If the checkpoint does not contain
+a sharded tensor under its name, the tensor is replaced with a factory that requests the other
+layout's name and converts the loaded values. Optimizer state is converted in the same way as its
+parameter.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
-from torch import nn
+from torch import Tensor, nn
 
-from moe_plugin.hosts.megatron import expert_layouts
+from moe_plugin.checkpoint.formats.megatron.common import (
+    METADATA,
+    NATIVE_EXPERTS,
+    fitted,
+    optimizer_parts,
+)
+from moe_plugin.checkpoint.formats.megatron.experts import GATES, PAIRS
+from moe_plugin.checkpoint.formats.megatron.torch_dist import DistributedFiles
+from moe_plugin.checkpoint.source import CheckpointError
+from moe_plugin.hosts.megatron import restricted
 from moe_plugin.hosts.megatron.compat.checkpointing import is_wrapped
+from moe_plugin.hosts.megatron.compat.common_state import changed
 from moe_plugin.hosts.megatron.compat.core import MegatronGroups
-from moe_plugin.hosts.megatron.compat.names import ShardedObject, make_sharded_object_for_checkpoint
+from moe_plugin.hosts.megatron.compat.names import (
+    LocalNonpersistentObject,
+    ShardedObject,
+    ShardedTensor,
+    ShardedTensorFactory,
+    dict_list_map_outplace,
+    make_sharded_object_for_checkpoint,
+)
 from moe_plugin.layer import MoELayer
+from moe_plugin.utils.messages import short
 
 logger = logging.getLogger(__name__)
 TUNER = "tuner"
 LATENT = "fc1_latent_proj", "fc2_latent_proj"  # Megatron's names of `moe.latent.down` and `up`
+_BY_BUCKET = ".dp_group_idx_"  # in the keys of optimizer state that is stored by buckets
+_THEIRS = {name: (theirs, swap) for theirs, (ours, swap) in PAIRS.items() for name in ours}
+Shapes = Mapping[str, tuple[int, ...]]
 
 
 def tuner_state(moe: MoELayer) -> dict[str, Any] | None:
@@ -60,8 +92,8 @@ def add_repeated(layer: nn.Module, state: dict[str, Any], prefix: str, *_rest: A
     Tuner state in the state dict is optional. It is ignored if the layer has no tuner.
     """
     saved = state.pop(prefix + TUNER, None)
-    own = layer.moe.get_extra_state()
-    if saved is not None and TUNER not in own:
+    extra_state = layer.moe.get_extra_state()
+    if saved is not None and TUNER not in extra_state:
         logger.info("layer %s: the checkpoint's layout choices are not used, because "
                     "parallel.mode is 'fixed'", layer.layer_number)
     inner = {part: name for name, part in layer.moe.named_modules()}
@@ -69,7 +101,7 @@ def add_repeated(layer: nn.Module, state: dict[str, Any], prefix: str, *_rest: A
         own_prefix, repeated = f"{prefix}{name}.", f"{prefix}moe.{inner[getattr(layer, name)]}."
         for key in [key for key in state if key.startswith(own_prefix)]:
             state[repeated + key.removeprefix(own_prefix)] = state[key]
-    state[f"{prefix}moe._extra_state"] = {**own, TUNER: saved}
+    state[f"{prefix}moe._extra_state"] = {**extra_state, TUNER: saved}
 
 
 def load_without_missing(load: Callable[..., Any], given: dict[str, Any]) -> Any:
@@ -82,7 +114,7 @@ def load_without_missing(load: Callable[..., Any], given: dict[str, Any]) -> Any
     without_missing((part for key, part in given["sharded_state_dict"].items()
                      if key.startswith("model") and isinstance(part, dict)),
                     given["checkpoint_dir"])
-    return expert_layouts.load(load, given)
+    return load_either_layout(load, given)
 
 
 def tuner_shards(moe: MoELayer, groups: MegatronGroups, key: str,
@@ -111,3 +143,158 @@ def without_missing(models: Iterable[dict[str, Any]], path: str) -> None:
             del model[key]
             logger.info("the checkpoint has no layout choices for %s: the tuner will search for "
                         "them again", key.removesuffix(f".{TUNER}"))
+
+
+def load_either_layout(original: Callable[..., Any], given: dict[str, Any]) -> Any:
+    """Call `megatron.core.dist_checkpointing.load` for a checkpoint in which the experts have
+    either layout.
+
+    Args:
+        original: Megatron's `load`.
+        given: arguments of `dist_checkpointing.load`. If the optimizers and parameter groups of
+            "optimizer" in the sharded state dict differ from those in the checkpoint's common
+            state, the common state is adapted.
+    Raises:
+        CheckpointError: If the experts have the other layout, and optimizer state that is stored by
+            buckets is requested. In the other layout the parameters have different positions in the
+            buckets.
+    """
+    state, path = given["sharded_state_dict"], given["checkpoint_dir"]
+    if not (Path(path) / METADATA).is_file():  # not written by torch's backend
+        return original(**given)
+    files = DistributedFiles(Path(path), trusted=restricted.trusts_files())
+    shapes = {name: tensor.entry.shape for name, tensor in files.tensors().items()}
+    known = {*shapes, *files.objects()}
+    other, buckets = set[str](), set[str]()
+
+    def replaced(leaf: Any) -> Any:
+        new = _replaced(leaf, known, shapes)
+        if new is not leaf and isinstance(new, ShardedTensorFactory):
+            other.add(leaf.key)
+        if _BY_BUCKET in getattr(leaf, "key", ""):
+            buckets.add(leaf.key)
+        return new
+
+    state = dict_list_map_outplace(replaced, state)
+    if other and buckets:
+        raise CheckpointError(
+            "The checkpoint's experts have the other layout (the checkpoint does not contain "
+            f"{short(min(other))}), and its optimizer state is stored by buckets (dp_reshardable), "
+            "which cannot be converted. Load it with --no-load-optim, or save it again with "
+            "--dist-ckpt-optim-fully-reshardable in the run that wrote it.")
+    with_strategy = given.get("common_strategy") is not None
+    with changed(functools.partial(_with_optimizer, state.get("optimizer")), with_strategy) as more:
+        return original(**{**given, "sharded_state_dict": state, **more})
+
+
+def _with_optimizer(wanted: Any, common: dict[str, Any]) -> dict[str, Any]:
+    """Return the common state, in which the optimizers and parameter groups are those of the
+    current run.
+    """
+    # state stored as objects (dp_reshardable) can be read only by the ranks that wrote it, with
+    # the same optimizers, so it needs no adaptation
+    whole = not any(isinstance(value, ShardedObject) for part in optimizer_parts(wanted)
+                    for value in part.values())
+    if wanted is not None and "optimizer" in common and whole:
+        common["optimizer"] = fitted(common["optimizer"], wanted)
+    return common
+
+
+def _replaced(leaf: Any, known: set[str], shapes: Shapes) -> Any:
+    if isinstance(leaf, ShardedObject):
+        # only the modules of Megatron's own experts have these objects
+        missing = NATIVE_EXPERTS in leaf.key and leaf.unique_key not in known
+        return LocalNonpersistentObject(leaf.data) if missing else leaf
+    if not isinstance(leaf, ShardedTensor | ShardedTensorFactory) or leaf.key in known:
+        return leaf
+    prefix, _, name = leaf.key.rpartition(".")
+    theirs = _THEIRS.get(name)
+    if theirs is not None and isinstance(leaf, ShardedTensor):
+        other = f"{prefix}.experts.{theirs[0]}"
+        return _as_native(leaf, name, other, shapes[other]) if other in known else leaf
+    prefix, native, name = leaf.key.partition(NATIVE_EXPERTS)
+    if native and any(f"{prefix}mlp.experts.{ours}" in known for ours in ("w_in_LDF", "w_out_LFD")):
+        return _as_ours(leaf, f"{prefix}mlp.experts.", name, known)
+    return leaf
+
+
+def _as_native(leaf: ShardedTensor, name: str, other: str,
+               shape: tuple[int, ...]) -> ShardedTensorFactory:
+    """Return a factory that requests this package's tensor in Megatron's layout."""
+    (theirs, swap), ahead = _THEIRS[name], leaf.prepend_axis_num
+    order = _swapped if swap else tuple
+    whole, offset, parts = (list(order(values)) for values in (
+        leaf.global_shape, leaf.global_offset, leaf.axis_fragmentations))
+    if len(PAIRS[theirs][0]) == 2 and shape[ahead + 1] == 2 * whole[ahead + 1]:
+        if name not in GATES:
+            offset[ahead + 1] += whole[ahead + 1]
+        whole[ahead + 1] *= 2
+        parts[ahead + 1] *= 2
+
+    def build(key: str, value: Tensor, replica: Any, _flat: Any) -> ShardedTensor:
+        value = _transposed(value) if swap else value
+        return ShardedTensor(key, value, value.dtype, tuple(value.shape), tuple(whole),
+                             tuple(offset), tuple(parts), replica, ahead)
+
+    return ShardedTensorFactory(other, leaf.data, build, _transposed if swap else _same,
+                                leaf.replica_id)
+
+
+def _as_ours(leaf: ShardedTensor | ShardedTensorFactory, prefix: str, name: str,
+             known: set[str]) -> ShardedTensorFactory:
+    """Return a factory that requests Megatron's tensor in this package's layout."""
+    names, swap = PAIRS[name]  # the gate is the first of two
+    gated = len(names) == 2 and prefix + names[0] in known
+
+    def convert(shard: ShardedTensor) -> ShardedTensor:
+        ours = names[-1]
+        axis = len(shard.global_shape) - (2 if swap else 1)  # the axis of the FFN's inner width
+        whole, offset, parts = (list(values) for values in (
+            shard.global_shape, shard.global_offset, shard.axis_fragmentations))
+        if gated:
+            whole[axis] //= 2
+            parts[axis] //= 2
+            if offset[axis] < whole[axis]:
+                ours = names[0]
+            else:
+                offset[axis] -= whole[axis]
+        if swap:
+            whole, offset, parts = _swapped(whole), _swapped(offset), _swapped(parts)
+        value = _transposed(shard.data) if swap else shard.data
+        return replace(shard, key=prefix + ours, data=value, local_shape=tuple(value.shape),
+                       global_shape=tuple(whole), global_offset=tuple(offset),
+                       axis_fragmentations=tuple(parts))
+
+    inner_build, inner_merge = _factory_parts(leaf)
+
+    def build(_key: str, value: Tensor, replica: Any, flat: Any) -> Any:
+        return dict_list_map_outplace(
+            lambda item: convert(item) if isinstance(item, ShardedTensor) else item,
+            inner_build(value, replica, flat))
+
+    def merge(loaded: Any) -> Tensor:
+        back = _transposed if swap else _same
+        return inner_merge(dict_list_map_outplace(
+            lambda item: back(item) if isinstance(item, Tensor) else item, loaded))
+
+    return ShardedTensorFactory(prefix + names[-1], leaf.data, build, merge, leaf.replica_id)
+
+
+def _factory_parts(leaf: Any) -> tuple[Callable[..., Any], Callable[[Any], Tensor]]:
+    if isinstance(leaf, ShardedTensorFactory):
+        return functools.partial(leaf.build_fn, leaf.key), leaf.merge_fn
+    return lambda value, *_: replace(leaf, data=value), _same
+
+
+def _swapped(values: Any) -> tuple[int, ...]:
+    *ahead, first, second = values
+    return (*ahead, second, first)
+
+
+@torch.no_grad()
+def _transposed(value: Tensor) -> Tensor:
+    return value.transpose(-1, -2).contiguous()
+
+
+def _same(value: Tensor) -> Tensor:
+    return value

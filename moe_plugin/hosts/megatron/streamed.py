@@ -31,6 +31,7 @@ from moe_plugin.config import OffloadConfig, run_config
 from moe_plugin.hosts.megatron.compat import core
 from moe_plugin.hosts.megatron.compat.optimizer import scaler_of
 from moe_plugin.hosts.megatron.layer import plugin_layers
+from moe_plugin.hosts.megatron.refusals import STREAMED, values_of
 from moe_plugin.hosts.megatron.streamed_optimizer import (
     RankGradients,
     StreamedNorm,
@@ -42,8 +43,7 @@ from moe_plugin.memory.tiers import tier_of
 from moe_plugin.memory.weights.refusal import weights_may_stream
 from moe_plugin.memory.weights.streamed import StreamedTrainer
 from moe_plugin.planner.units import parse_size
-from moe_plugin.training.resilience.averaging_peers import PeerSteps, unfit_peer
-from moe_plugin.utils.run_feature import refuse_unfit
+from moe_plugin.training.resilience.averaging_peers import PeerSteps
 
 MakePart = Callable[..., nn.Module]  # accepts pre_process and post_process, as a pipeline stage
 
@@ -106,15 +106,15 @@ def own_randomness() -> Iterator[None]:
     The separate states are drawn from torch's generator.
     """
     tracker = get_cuda_rng_tracker()
-    before, own = tracker.get_states(), {}
+    before, cuda_states = tracker.get_states(), {}
     first, *seeds = torch.randint(2**62, (1 + len(before),), device="cpu").tolist()
     for name, seed in zip(before, seeds, strict=True):
         # tensor-parallel ranks need different states for regions in which they have different
         # tokens or channels
         torch.manual_seed(seed + ps.get_tensor_model_parallel_rank() * ("model" in name))
-        own[name] = torch.cuda.get_rng_state()
+        cuda_states[name] = torch.cuda.get_rng_state()
     torch.manual_seed(first)
-    tracker.set_states(own)
+    tracker.set_states(cuda_states)
     try:
         yield
     finally:
@@ -264,7 +264,7 @@ def build(make: MakePart, args: argparse.Namespace, settings: Mapping[str, Any]
         TierError: If the storage tier is too small for the weights.
     """
     offload = run_config(settings).offload
-    _check(args, settings, offload)
+    STREAMED.refuse(values_of(args, settings))
     with weights_may_stream():
         model = StreamedModel(make, args, offload)
     layers = plugin_layers(model)
@@ -284,48 +284,6 @@ def build(make: MakePart, args: argparse.Namespace, settings: Mapping[str, Any]
 def micro_batches(args: argparse.Namespace) -> int:
     """Return the number of micro-batches per step on each rank."""
     return args.global_batch_size // (args.micro_batch_size * ps.get_data_parallel_world_size())
-
-
-def _check(args: argparse.Namespace, settings: Mapping[str, Any], offload: OffloadConfig) -> None:
-    plain = "leave it out"
-    given = functools.partial(getattr, args)  # not every training loop defines all flags
-    unfit = [*((f"--{name}-parallel-size {size}", size > 1, "use 1, because " + remedy)
-               for name, size, remedy in (
-                   ("pipeline-model", args.pipeline_model_parallel_size,
-                    "a rank computes all layers one after another"),
-                   ("context", args.context_parallel_size,
-                    "sequences can be split only by --sequence-parallel"))),
-             (f"--optimizer {args.optimizer}", args.optimizer not in ("adam", "sgd"),
-              "use adam or sgd"),
-             ("--moe-router-enable-expert-bias", args.moe_router_enable_expert_bias,
-              "use --moe-router sigmoid_bias"),
-             ("--recompute-granularity", args.recompute_granularity is not None,
-              "leave it out, because every part is recomputed anyway"),
-             ("--ensemble-heads", given("ensemble_heads", 1) > 1, plain),
-             *unfit_peer(offload, given("moe_lighthouse", None)),
-             (f"offload.activations={offload.activations}", offload.activations != "keep",
-              "leave it out, because every part is recomputed anyway"),
-             ("router.pre_gate", bool(settings.get("router.pre_gate")),
-              "use 0, because parts run one after another"),
-             ("dispatch.name=bounded", settings.get("dispatch.name") == "bounded",
-              "use another dispatcher, because a step cannot be repeated"),
-             ("gradient_accumulation_fusion", bool(given("gradient_accumulation_fusion", None)),
-              "use --no-gradient-accumulation-fusion"),
-             # --skip-train implies --no-load-optim
-             ("--no-load-optim", bool(given("no_load_optim", None)) and not args.skip_train, plain),
-             *((f"guard.{name}", bool(settings.get(f"guard.{name}")), plain)
-               for name in ("votes", "twins")),
-             *(("--" + name.replace("_", "-"), bool(given(name, None)), plain) for name in (
-                 "fp8", "fp4", "native_moe", "calculate_per_token_loss",
-                 "use_distributed_optimizer",
-                 "hybrid_layer_pattern", "mtp_num_layers", "log_params_norm", "decoupled_lr",
-                 "use_megatron_fsdp", "use_torch_fsdp2", "finetune", "pretrained_checkpoint",
-                 "async_save",
-                 "moe_use_upcycling", "overlap_moe_expert_parallel_comm", "freeze_all_layers",
-                 "use_mup", "no_save_optim", "exit_on_missing_checkpoint", "ckpt_convert_format",
-                 "no_weight_decay_cond_type", "apply_wd_to_qk_layernorm"))]
-    refuse_unfit("offload.weights=host", ((f"{what} in Megatron", not is_so, remedy)
-                                          for what, is_so, remedy in unfit))
 
 
 def numbered(spec: Any, number: int) -> Any:

@@ -109,11 +109,11 @@ class RankGradients:
             if p.grad is None:  # the other ranks may have a gradient and wait in the collective
                 p.grad = torch.zeros(p.shape, dtype=p.dtype, device=p.device)
         for expert, group in self.data.items():
-            found = [p.grad for p in trained if is_expert(p) == expert]
+            gradients = [p.grad for p in trained if is_expert(p) == expert]
             if self.size > 1:
-                for gradient in found:
+                for gradient in gradients:
                     gradient.mul_(1 / self.size)
-            _sum(found, group)
+            _sum(gradients, group)
         _sum([p.grad for p in trained if p.sum_over_tensor_ranks], self.tensor)
 
 

@@ -29,6 +29,7 @@ from moe_plugin.hosts.megatron.compat.finite import PreparedGradients
 from moe_plugin.hosts.megatron.compat.settings import script_arguments, training_module
 from moe_plugin.hosts.megatron.layer import plugin_layers
 from moe_plugin.hosts.megatron.model_settings import check_settings, model_settings
+from moe_plugin.hosts.megatron.refusals import SWARM, values_of
 from moe_plugin.hosts.megatron.script_features import resume, stages_of
 from moe_plugin.hosts.megatron.streamed import MakePart, numbered, own_randomness
 from moe_plugin.hosts.megatron.streamed_optimizer import (
@@ -41,7 +42,6 @@ from moe_plugin.training.resilience.swarm import JoinedTrainer, StagePeer, Swarm
 from moe_plugin.training.run import Run
 from moe_plugin.utils import checksums
 from moe_plugin.utils.regular_files import check_input, write_whole
-from moe_plugin.utils.run_feature import refuse_unfit
 
 logger = logging.getLogger("moe_plugin.megatron")
 META = "megatron.json"
@@ -100,14 +100,14 @@ def serve(swarm: SwarmConfig, args: argparse.Namespace, make: MakePart, forward_
             # built in one process
             for before in range(number):
                 stage_of(make, before, swarm.stages, args.num_layers, forward_step)
-            found = stage_of(make, number, swarm.stages, args.num_layers, forward_step)
-        for layer in plugin_layers(found):
+            built = stage_of(make, number, swarm.stages, args.num_layers, forward_step)
+        for layer in plugin_layers(built):
             if "token_ids" in layer.needs:
                 raise ValueError(f"router {layer.plan.config.router.name} cannot be used with "
                                  "--swarm, because layers do not receive token ids. Use another "
                                  "router.")
-        made[:] = [found]
-        return found
+        made[:] = [built]
+        return built
 
     def loss(output: Tensor, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
         total, *tokens, logged = made[0].loss(output)
@@ -124,11 +124,11 @@ def serve(swarm: SwarmConfig, args: argparse.Namespace, make: MakePart, forward_
 
 
 @contextlib.contextmanager
-def states(own: Tensor, tracked: Mapping[str, Tensor]) -> Iterator[None]:
+def states(cpu_state: Tensor, tracked: Mapping[str, Tensor]) -> Iterator[None]:
     """Inside the block, use these states in torch's random generator and in Megatron's tracker."""
     tracker = get_cuda_rng_tracker()
     before = torch.get_rng_state(), tracker.get_states()
-    torch.set_rng_state(own)
+    torch.set_rng_state(cpu_state)
     tracker.set_states({name: state.clone() for name, state in tracked.items()})
     try:
         yield
@@ -177,15 +177,17 @@ class SwarmModel(nn.Module):
         The arguments are the same as those of the replaced function.
         """
         iterator = data_iterator[0] if isinstance(data_iterator, list) else data_iterator
-        given = [(torch.zeros(1, dtype=torch.int64), _tensors(next(iterator)))
-                 for _ in range(num_microbatches)]
+        batches = (next(iterator) for _ in range(num_microbatches))
+        given = [(torch.zeros(1, dtype=torch.int64),
+                  {name: x for name, x in batch.items() if isinstance(x, Tensor)})
+                 for batch in batches]
         leads = isinstance(self.trainer, Swarm)
         if forward_only:
-            found = self.trainer.evaluate(given)
+            result = self.trainer.evaluate(given)
         else:
-            found = self.trainer.accumulate(given) if leads else self.trainer.step(given)
-            self.norm = float(found.norm if leads else found["norm"])
-        return list(found.logged if leads else found["logged"])
+            result = self.trainer.accumulate(given) if leads else self.trainer.step(given)
+            self.norm = float(result.norm if leads else result["norm"])
+        return list(result.logged if leads else result["logged"])
 
     def zero_grad_buffer(self) -> None:
         """Do nothing, because the peers clear the gradients."""
@@ -227,7 +229,7 @@ def set_up(given: Mapping[str, Any], run: Callable[[], Run], forward_step: Forwa
     arguments = script_arguments()
     args, make = argparse.Namespace(**arguments), stages_of(given)
     swarm = run_config(settings_from_flags(arguments)).swarm
-    _check(args, swarm)
+    SWARM.refuse(values_of(args, settings_from_flags(arguments), processes=dist.get_world_size()))
     if swarm.role == "peer":
         serve(swarm, args, make, forward_step)
         raise SystemExit(0)
@@ -304,32 +306,6 @@ def _saved(root: str, settings: Mapping[str, Any], iteration: int | None
     return progress, path.parent
 
 
-def _check(args: argparse.Namespace, swarm: SwarmConfig) -> None:
-    plain = "leave it out"
-    given = functools.partial(getattr, args)
-    unfit = [
-        (f"{dist.get_world_size()} processes", dist.get_world_size() > 1,
-         "start a single process, and add more machines as peers"),
-        ("tied embeddings, which are shared by two stages",
-         swarm.stages > 1 and not args.untie_embeddings_and_output_weights,
-         "use --untie-embeddings-and-output-weights"),
-        (f"--num-layers {args.num_layers} below --swarm-stages {swarm.stages}",
-         args.num_layers < swarm.stages, "use fewer stages"),
-        ("--bf16 or --fp16", args.bf16 or args.fp16, "train in float32; --swarm-wire bf16 sends 16 "
-         "bits"),
-        (f"--optimizer {args.optimizer}", args.optimizer not in ("adam", "sgd"),
-         "use adam or sgd"),
-        ("--recompute-granularity", args.recompute_granularity is not None,
-         "leave it out, because every stage is recomputed anyway"),
-        *(("--" + name.replace("_", "-"), bool(given(name, None)), plain) for name in (
-            "native_moe", "calculate_per_token_loss", "use_distributed_optimizer", "skip_train",
-            "mtp_num_layers", "hybrid_layer_pattern", "rampup_batch_size", "moe_lighthouse",
-            "use_megatron_fsdp", "use_torch_fsdp2", "finetune", "pretrained_checkpoint",
-            "async_save", "decoupled_lr"))]
-    refuse_unfit("--swarm", ((f"{what} in Megatron", not is_so, remedy)
-                             for what, is_so, remedy in unfit))
-
-
 def address_of(swarm: SwarmConfig) -> tuple[str, int]:
     """Return the host and port of the leading trainer."""
     host, _, port = swarm.address.rpartition(":")
@@ -341,7 +317,3 @@ def _secret(swarm: SwarmConfig) -> str | None:
         return None
     check_input(Path(swarm.secret))
     return Path(swarm.secret).read_text(encoding="utf-8").strip()
-
-
-def _tensors(batch: Mapping[str, Any]) -> dict[str, Tensor]:
-    return {name: x for name, x in batch.items() if isinstance(x, Tensor)}

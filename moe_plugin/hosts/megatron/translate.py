@@ -9,6 +9,7 @@ results and are logged.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -28,6 +29,7 @@ from moe_plugin.config import (
     to_dict,
     with_overrides,
 )
+from moe_plugin.config.refusals import Values
 from moe_plugin.config.router import router_names
 from moe_plugin.config.tree import describes_layers
 from moe_plugin.hosts.megatron import balance
@@ -41,6 +43,7 @@ from moe_plugin.hosts.megatron.compat.settings import (
     setting,
     with_known_names,
 )
+from moe_plugin.hosts.megatron.refusals import MESSAGES
 from moe_plugin.memory.weights.refusal import refuse_streamed_weights
 from moe_plugin.routing import only_read
 from moe_plugin.utils.messages import short
@@ -159,19 +162,19 @@ def native_arguments(settings: Mapping[str, Any]) -> dict[str, Any]:
     Settings without an equivalent argument are left out.
     """
     settings = _without_open(settings)
-    found = {name: settings[path] for path, name in _ATTRIBUTES.items()
-             if settings.get(path) or settings.get(path) is False}
-    kind, activation = (settings.get(f"experts.{name}") for name in ("kind", "activation"))
-    if (kind, activation) == ("gated_ffn", "silu"):
-        found["swiglu"] = True
-    if (kind, activation) in ((None, "squared_relu"), ("ffn", "squared_relu")):
-        found["squared_relu"] = True
+    arguments = {name: settings[path] for path, name in _ATTRIBUTES.items()
+                 if settings.get(path) or settings.get(path) is False}
+    experts_kind, activation = (settings.get(f"experts.{name}") for name in ("kind", "activation"))
+    if (experts_kind, activation) == ("gated_ffn", "silu"):
+        arguments["swiglu"] = True
+    if (experts_kind, activation) in ((None, "squared_relu"), ("ffn", "squared_relu")):
+        arguments["squared_relu"] = True
     if settings.get("router.score") in ("softmax", "sigmoid"):
-        found["moe_router_score_function"] = settings["router.score"]
+        arguments["moe_router_score_function"] = settings["router.score"]
     of_one = describes_layers(settings) and settings.get("router.top_k") == 1
     if settings.get("router.normalize", "none" if of_one else "") == "none":
-        found["moe_router_pre_softmax"] = True
-    return found
+        arguments["moe_router_pre_softmax"] = True
+    return arguments
 
 
 # settings for which Megatron has an argument with the same values: our path -> attribute
@@ -330,7 +333,8 @@ def refuse_unsupported(native: Any) -> None:
     fields.refuse_by_row(native)
     fields.refuse_unknown(native)
     _refuse_lists(native)
-    _refuse_confused_stages(native)
+    MESSAGES.refuse(Values({"batch_p2p_comm": setting(native, "batch_p2p_comm", True)},
+                           functools.partial(setting, native)))
 
 
 def refuse_arguments() -> None:
@@ -345,20 +349,6 @@ def refuse_arguments() -> None:
     defaults = parsed_defaults()
     fields.refuse_unknown_arguments({name: defaults[name] for name in megatrons_own(defaults)},
                                     given)
-
-
-def _refuse_confused_stages(native: Any) -> None:
-    # Between two ranks an activation and a gradient in the same batch of messages are confused.
-    # Both have the same shape, so nothing fails, but the results are wrong.
-    stages = setting(native, "virtual_pipeline_model_parallel_size") or 1
-    if stages > 1 and native.pipeline_model_parallel_size == 2 and setting(
-            native, "batch_p2p_comm", True):
-        raise ValueError(
-            f"virtual_pipeline_model_parallel_size={stages} with pipeline_model_parallel_size=2 "
-            "gives wrong results if Megatron sends messages in batches (batch_p2p_comm=True), "
-            "because Megatron then confuses activations and gradients. Set overlap_p2p_comm=True "
-            "and batch_p2p_comm=False (leave out --no-overlap-p2p-communication), use 3 or more "
-            "pipeline stages, or use no virtual stages.")
 
 
 def _refuse_lists(native: Any) -> None:

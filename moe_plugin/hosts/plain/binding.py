@@ -73,14 +73,14 @@ def gpu_node(sysfs: Path, bus_id: str) -> int | None:
     return node if node >= 0 else None
 
 
-def plan(place: int, count: int, bus_ids: Sequence[str] = (), allowed: set[int] | None = None,
+def plan(rank: int, count: int, bus_ids: Sequence[str] = (), allowed: set[int] | None = None,
          sysfs: Path = Path("/sys")) -> Binding:
     """Select the processors for one rank on this machine.
 
     The processors of a NUMA node are divided among its ranks without overlap.
 
     Args:
-        place: 0-based local rank.
+        rank: 0-based local rank.
         count: number of ranks on this machine.
         bus_ids: PCI addresses of the GPUs of all local ranks, in the order of ranks. If the list is
             empty, the ranks are distributed evenly over the NUMA nodes.
@@ -90,22 +90,22 @@ def plan(place: int, count: int, bus_ids: Sequence[str] = (), allowed: set[int] 
     Raises:
         ValueError: If the local rank is not between 0 and `count - 1`.
     """
-    if not 0 <= place < count:
+    if not 0 <= rank < count:
         raise ValueError(
-            f"local rank {place} is out of range for {count} rank(s): it must be 0 to {count - 1}. "
+            f"local rank {rank} is out of range for {count} rank(s): it must be 0 to {count - 1}. "
             "Start the ranks with torchrun, Slurm or mpirun"
         )
     nodes = numa_nodes(sysfs, os.sched_getaffinity(0) if allowed is None else allowed)
     known = [gpu_node(sysfs, bus_id) for bus_id in bus_ids]
     names = list(nodes)
     if len(known) == count and all(node in nodes for node in known):
-        of_rank, reason = [int(node or 0) for node in known], f"NUMA node of GPU {bus_ids[place]}"
+        of_rank, reason = [int(node or 0) for node in known], f"NUMA node of GPU {bus_ids[rank]}"
     else:
         of_rank, reason = [names[i * len(names) // count]
                            for i in range(count)], "ranks spread evenly over the NUMA nodes"
-    node = of_rank[place]
+    node = of_rank[rank]
     sharing = [i for i, other in enumerate(of_rank) if other == node]
-    cpus, index = nodes[node], sharing.index(place)
+    cpus, index = nodes[node], sharing.index(rank)
     chosen = cpus[index * len(cpus) // len(sharing):(index + 1) * len(cpus) //
                   len(sharing)] or [cpus[index % len(cpus)]]
     return Binding(
@@ -145,12 +145,12 @@ def gpu_bus_ids() -> list[str]:
     return bus_ids
 
 
-def bind(place: int, count: int, sysfs: Path = Path("/sys"), first: int = 0,
+def bind(rank: int, count: int, sysfs: Path = Path("/sys"), first: int = 0,
          total: int = 0) -> Binding:
     """Bind the current process to processors, and log the processors and the reason.
 
     Args:
-        place: 0-based local rank.
+        rank: 0-based local rank.
         count: number of ranks that this launcher started on this machine.
         sysfs: path of the root folder of sysfs.
         first: number of ranks that earlier launchers started on the same machine. This number is
@@ -165,10 +165,10 @@ def bind(place: int, count: int, sysfs: Path = Path("/sys"), first: int = 0,
                          "Use /sys")
     bus_ids = gpu_bus_ids()[:count]
     if total and len(bus_ids) < count:
-        place, count = first + place, total
-    binding = plan(place, count, bus_ids, sysfs=sysfs)
+        rank, count = first + rank, total
+    binding = plan(rank, count, bus_ids, sysfs=sysfs)
     os.sched_setaffinity(0, binding.cpus)
-    log.info("rank %d of %d on this machine: processors %s (%s)", place, count,
+    log.info("rank %d of %d on this machine: processors %s (%s)", rank, count,
              ",".join(map(str, binding.cpus)), binding.why)
     return binding
 

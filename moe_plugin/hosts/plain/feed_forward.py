@@ -73,8 +73,8 @@ def read_feed_forward(module: nn.Module) -> FeedForward | None:
     times in training mode, to check that only dropout behaves differently in training.
     """
     maps = _linear_maps(module)
-    own = {id(p) for part in maps for p in part.parameters(recurse=False)}
-    if len(maps) not in (2, 3) or any(p.is_meta or id(p) not in own for p in module.parameters()):
+    known = {id(p) for part in maps for p in part.parameters(recurse=False)}
+    if len(maps) not in (2, 3) or any(p.is_meta or id(p) not in known for p in module.parameters()):
         return None
     twin = copy.deepcopy(module).float().eval()
     _draw_weights(twin)
@@ -172,11 +172,11 @@ def _explained(maps: list[Any], twin: nn.Module, ran: _Ran) -> FeedForward | Non
         return None
     placed: dict[str, float] = {}
     for call, part in enumerate(part for part in ran.parts if isinstance(part, nn.Dropout)):
-        place = _place(candidates[number], twin, call, ran.x_TD) if part.p else None
-        if part.p and (place is None or place in placed):
+        dropout_place = _place(candidates[number], twin, call, ran.x_TD) if part.p else None
+        if part.p and (dropout_place is None or dropout_place in placed):
             return None
-        if place is not None:
-            placed[place] = part.p
+        if dropout_place is not None:
+            placed[dropout_place] = part.p
     *up, back = (maps[index] for index in order)
     return replace(list(_candidates(up, back))[number], **placed)
 

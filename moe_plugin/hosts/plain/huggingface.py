@@ -220,9 +220,9 @@ def _load_theirs(model: nn.Module, state: dict[str, Any], prefix: str, *_: objec
         load_layer(swapped.moe, source, f"layers.{index}.moe.")
         state |= {f"{at}{block.module}.{name}": value
                   for name, value in swapped.state_dict().items()}
-        place = swapped.moe.placement
+        placement = swapped.moe.placement
         state |= {f"{at}{block.module}.moe.experts.{name}":
-                  value[local_window(name, tuple(value.shape), place)]
+                  value[local_window(name, tuple(value.shape), placement)]
                   for name, value in whole.items()}
 
 

@@ -94,17 +94,17 @@ def replace_ffn(model: nn.Module, num_experts: int = 8, *, every: int = 1,
     first = _config(places[0].ffn, num_experts, settings)
     comm = default_comm(first.comm.timeout_s) if comm is None else comm
     # all blocks are built before the first is inserted, so that an error leaves the model unchanged
-    blocks = [_block(place, number, num_experts, settings, comm, upcycle)
-              for number, place in enumerate(places)]
-    for place, block in zip(places, blocks, strict=True):
-        place.put(block)
+    blocks = [_block(site, number, num_experts, settings, comm, upcycle)
+              for number, site in enumerate(places)]
+    for site, block in zip(places, blocks, strict=True):
+        site.put(block)
     for module in model.modules():
         if isinstance(module, nn.TransformerEncoder) and any(blocks_in(module)):
             module.use_nested_tensor = False  # blocks do not accept nested tensors
     use_model_masks(model)
     if comm.size == 1:
         _leave_out_of_files(model)
-    return [place.name for place in places]
+    return [site.name for site in places]
 
 
 def _leave_out_of_files(model: Any) -> None:
@@ -124,13 +124,13 @@ def _refuse_tied(places: list[_Place]) -> None:
     share parameters.
     """
     seen: dict[tuple[int, int], str] = {}
-    for place in places:
-        for weight in place.ffn.weights.values():
+    for site in places:
+        for weight in site.ffn.weights.values():
             where = weight.untyped_storage().data_ptr(), int(weight.storage_offset())
-            other = seen.setdefault(where, place.name)
-            if other != place.name:
+            other = seen.setdefault(where, site.name)
+            if other != site.name:
                 raise ValueError(
-                    f"modules {other!r} and {place.name!r} share parameters, but their MoE blocks "
+                    f"modules {other!r} and {site.name!r} share parameters, but their MoE blocks "
                     "would not. Use the same module in both places, so that they share one block, "
                     "or exclude one of the modules with `match`")
 
@@ -231,25 +231,25 @@ def _put_into(layer: Any) -> Callable[[MoEBlock], None]:
     return put
 
 
-def _block(place: _Place, number: int, num_experts: int, settings: dict[str, Any], comm: Comm,
+def _block(site: _Place, number: int, num_experts: int, settings: dict[str, Any], comm: Comm,
            upcycle: bool) -> MoEBlock:
-    ffn = place.ffn
+    ffn = site.ffn
     weight = ffn.weights["w_in_DF"]
     moe = MoELayer(_config(ffn, num_experts, settings), comm,
                    host=HostContext(layer_number=number), dtype=weight.dtype, device=weight.device)
     if upcycle:
         if moe.latent is not None:
             raise ValueError(f"experts.latent_dim={moe.config.experts.latent_dim} cannot be used "
-                             f"for module {place.name!r}, because its weights become those of the "
+                             f"for module {site.name!r}, because its weights become those of the "
                              "experts. Set experts.latent_dim to 0, or use upcycle=False")
         if moe.config.router.top_k == 1 and number == 0:
             logger.info("router.top_k=1 multiplies each expert's output by its score, so the "
                         "model's first results differ from those before the replacement; with "
                         "top_k=2 they are equal")
-        _copy(ffn, moe, place.name)
+        _copy(ffn, moe, site.name)
         moe.ddp_check.begin(moe.experts)
     after = nn.Dropout(ffn.after) if ffn.after else None
-    return MoEBlock(moe, after=after).train(place.module.training)
+    return MoEBlock(moe, after=after).train(site.module.training)
 
 
 def _config(ffn: FeedForward, num_experts: int, settings: dict[str, Any]) -> MoEConfig:
@@ -262,21 +262,21 @@ def _config(ffn: FeedForward, num_experts: int, settings: dict[str, Any]) -> MoE
 
 @torch.no_grad()
 def _copy(ffn: FeedForward, moe: MoELayer, name: str) -> None:
-    own = dict(moe.experts.named_parameters())
+    params = dict(moe.experts.named_parameters())
     for ours in SHARD_AXIS:
-        if ours not in own:
+        if ours not in params:
             continue
         whole = ffn.weights.get(_FFN_NAMES[ours])
-        own[ours].requires_grad_(
+        params[ours].requires_grad_(
             (_FFN_NAMES[ours] if whole is not None else "w_in_DF") not in ffn.frozen)
         if whole is None:
-            own[ours].zero_()  # the module has a bias on some of its linear maps only
+            params[ours].zero_()  # the module has a bias on some of its linear maps only
             continue
         copies = whole.expand(moe.config.num_experts, *whole.shape)
         part = copies[local_window(ours, tuple(copies.shape), moe.placement)]
-        if part.shape != own[ours].shape:
+        if part.shape != params[ours].shape:
             raise ValueError(
                 f"module {name!r}: {ours} has the shape {tuple(part.shape)} in the module and "
-                f"{tuple(own[ours].shape)} in the MoE layer. Leave the width and kind of the "
+                f"{tuple(params[ours].shape)} in the MoE layer. Leave the width and kind of the "
                 "experts unset, or use upcycle=False")
-        own[ours].copy_(part)
+        params[ours].copy_(part)

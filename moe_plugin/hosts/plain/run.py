@@ -139,7 +139,8 @@ class TrainingSteps:
 
     def _replicas(self, lighthouse: str | None, replica: int,
                   layers: Mapping[str, MoELayer]) -> ReplicaPlace | None:
-        if not is_replica(lighthouse, replica, lambda: [self._whole()]):
+        if not is_replica(lighthouse, replica, lambda: refuse_unfit(
+                "--moe-lighthouse", [self._whole()])):
             return None
         timeouts_s = [layer.config.comm.timeout_s for layer in layers.values()]
 

@@ -50,7 +50,7 @@ def parser(description: str | None = None) -> argparse.ArgumentParser:
     p.add_argument("--dense", action="store_true", help="build a model without experts")
     p.add_argument("--freeze-experts", action="store_true", help="train only the other parameters")
     p.add_argument("--flips", action="store_true", help="mirrored images belong to the same class")
-    for name, kind, value, text in [
+    for name, cast, value, text in [
             ("image", int, 0, "side of the images in pixels; 0: as in the preset"),
             ("experts", int, 0, "experts of each layer over all ranks; 0: as in the preset"),
             ("widen", int, 1,
@@ -64,7 +64,7 @@ def parser(description: str | None = None) -> argparse.ArgumentParser:
             ("seed", int, 1, "seed of the weights and of the order of the images"),
             ("log-every", int, 10, "steps between two records of the log"),
             ("timeout", float, 300.0, "seconds that a rank waits for other ranks")]:
-        p.add_argument(f"--{name}", type=kind, default=value, help=f"{text} (default: {value})")
+        p.add_argument(f"--{name}", type=cast, default=value, help=f"{text} (default: {value})")
     p.add_argument("--label-smoothing", type=float, default=None, help="share of the label that is "
                    f"spread over all classes (default: {SMOOTHING}; 0 with an ensemble)")
     group = p.add_argument_group("ensemble")

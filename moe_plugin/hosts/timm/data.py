@@ -78,11 +78,11 @@ def write_example(name: str, folder: Path, fold: int = 0, most: int = 0) -> None
 
         written: dict[str, int] = {}
         for file, values in cifar_files() if name == "cifar10" else _digit_files(name, fold):
-            place, part = scratch / file, file.partition("/")[0]
+            path, part = scratch / file, file.partition("/")[0]
             written[part] = written.get(part, 0) + 1
             if not most or written[part] <= most:
-                place.parent.mkdir(parents=True, exist_ok=True)
-                Image.fromarray(values).save(place)
+                path.parent.mkdir(parents=True, exist_ok=True)
+                Image.fromarray(values).save(path)
     except ModuleNotFoundError as error:
         raise ValueError(f"{error.name} is not installed. Run: pip install 'moe-plugin[vision]'"
                          ) from error
@@ -100,8 +100,8 @@ def _digit_files(name: str, fold: int) -> Iterator[tuple[str, Any]]:
         seen[label] = seen.get(label, 0) + 1
         part = "val" if seen[label] % _VALIDATION == fold else "train"
         for copy in range(_COPIES if (name, part) == ("noisy-digits", "val") else 1):
-            for kind, values in _drawn(name, image_HW, str(label), random).items():
-                yield (f"{part}/{kind}/{index:04d}{f'-{copy}' if copy else ''}.png",
+            for subfolder, values in _drawn(name, image_HW, str(label), random).items():
+                yield (f"{part}/{subfolder}/{index:04d}{f'-{copy}' if copy else ''}.png",
                        (values * 255).byte().numpy())
 
 
@@ -232,7 +232,7 @@ class ImageSet:
         step = batch * ranks
         for begin in range(0, count, step):
             places = begin + rank * batch + torch.arange(batch)
-            chosen = [self[int(order[place % count])] for place in places.tolist()]
+            chosen = [self[int(order[index % count])] for index in places.tolist()]
             yield (torch.stack([image for image, _ in chosen]),
                    torch.stack([target for _, target in chosen]), places < count)
 
@@ -324,9 +324,9 @@ class Masks(ImageSet):
                 (self.steps.to_tensor(mask)[0] > 0).long())
 
 
-def _files(place: Path, folder: Path) -> list[Path]:
-    files = sorted(file for file in place.iterdir() if file.is_file()) if place.is_dir() else []
+def _files(path: Path, folder: Path) -> list[Path]:
+    files = sorted(file for file in path.iterdir() if file.is_file()) if path.is_dir() else []
     if not files:
-        raise ValueError(f"{folder} has no {place.name}. --task segment needs images/*.png and "
+        raise ValueError(f"{folder} has no {path.name}. --task segment needs images/*.png and "
                          "masks/*.png in train and val")
     return files

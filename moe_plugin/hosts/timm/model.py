@@ -121,11 +121,11 @@ def build(size: SwinMoE, classes: int, *, dense: bool = False, widen: int = 1,
     places = [f"layers.{stage}.blocks.{block}.mlp" for stage, blocks in enumerate(size.moe_blocks)
               for block in blocks]
     if dense:
-        for place in places if widen > 1 else ():
-            _widen(model, place, widen)
+        for mlp_name in places if widen > 1 else ():
+            _widen(model, mlp_name, widen)
     else:
         replace_ffn(model, size.experts, upcycle=False, comm=comm, match="|".join(
-            place.replace(".", r"\.") for place in places), **_nested(settings))
+            mlp_name.replace(".", r"\.") for mlp_name in places), **_nested(settings))
     if size.released:
         _without_output_biases(model)
     return model
@@ -158,9 +158,9 @@ def build_ensemble(size: SwinMoE, classes: int, heads: int, *, begin: str = HEAD
               for _ in range(1 if begin == HEAD else heads)]
     widths = [size.width * 2 ** stage for stage in range(len(size.depths))]
     outputs = classes * size.patch ** 2 if segments else classes
-    own = EnsembleHeads(widths[0 if segments else -1], outputs, heads, hidden=hidden,
-                        sharing=sharing if share_after == HEAD else 0.0)
-    head = SegmentHead(widths, size.patch, len(models), own) if segments else ClassHead(own)
+    made = EnsembleHeads(widths[0 if segments else -1], outputs, heads, hidden=hidden,
+                         sharing=sharing if share_after == HEAD else 0.0)
+    head = SegmentHead(widths, size.patch, len(models), made) if segments else ClassHead(made)
     return SwinEnsemble(models, head, begin=begin, share_after=share_after, sharing=sharing)
 
 
@@ -174,12 +174,12 @@ def _without_output_biases(model: nn.Module) -> None:
         block.moe.experts.bias_out_LD.requires_grad_(False)
 
 
-def _widen(model: nn.Module, place: str, factor: int) -> None:
-    """Replace the MLP at `place` with an MLP whose inner width is `factor` times as large."""
-    mlp = model.get_submodule(place)
+def _widen(model: nn.Module, mlp_name: str, factor: int) -> None:
+    """Replace the MLP at `mlp_name` with an MLP whose inner width is `factor` times as large."""
+    mlp = model.get_submodule(mlp_name)
     wide = type(mlp)(mlp.fc1.in_features, factor * mlp.fc1.out_features, act_layer=type(mlp.act))
     draw_linear(wide)
-    model.set_submodule(place, wide)
+    model.set_submodule(mlp_name, wide)
 
 
 def _nested(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -189,10 +189,10 @@ def _nested(settings: Mapping[str, Any]) -> dict[str, Any]:
     tree: dict[str, Any] = {}
     for path, value in settings.items():
         *above, name = path.split(".")
-        place = tree
+        section = tree
         for part in above:
-            place = place.setdefault(part, {})
-        place[name] = value
+            section = section.setdefault(part, {})
+        section[name] = value
     return tree
 
 
@@ -245,9 +245,9 @@ def head_of_other_classes(model: nn.Module, classes: Sequence[str],
     """
     ours = {name: tuple(p.shape) for name, p in model.named_parameters() if name in _CLASS_AXES}
 
-    def without_classes(found: Mapping[str, tuple[int, ...]]) -> list[tuple[int, ...]]:
-        return [found[name][:axis] + found[name][axis + 1:]
-                for name, axis in _CLASS_AXES.items() if name in ours and name in found]
+    def without_classes(shapes: Mapping[str, tuple[int, ...]]) -> list[tuple[int, ...]]:
+        return [shapes[name][:axis] + shapes[name][axis + 1:]
+                for name, axis in _CLASS_AXES.items() if name in ours and name in shapes]
 
     same = (all(shapes.get(name) == shape for name, shape in ours.items())
             and list(extra.get("classes", classes)) == list(classes))

@@ -88,9 +88,9 @@ class Trainer:
         if experts := args.experts or in_file:
             size = dataclasses.replace(size, experts=experts)
         part = {"size": size.image, "flips": args.flips}
-        kind = Masks if self.task.segments else Images
-        self.train_set: ImageSet = kind(args.data / "train", training=True, **part)
-        self.valid_set: ImageSet = kind(args.data / "val", training=False, **part)
+        set_class = Masks if self.task.segments else Images
+        self.train_set: ImageSet = set_class(args.data / "train", training=True, **part)
+        self.valid_set: ImageSet = set_class(args.data / "val", training=False, **part)
         if self.train_set.classes != self.valid_set.classes:
             raise ValueError(f"train and val in {args.data} have different classes. Only one of "
                              "them has: "
@@ -172,14 +172,14 @@ class Trainer:
         """Names of the classes, in the order of the outputs."""
         return self.train_set.classes
 
-    def there(self, place: Path) -> bool:
+    def there(self, path: Path) -> bool:
         """Return True on all ranks if the folder exists on any rank. All ranks must behave in the
         same way.
         """
-        [exists] = self.comm.agree_max([float(place.exists())])
+        [exists] = self.comm.agree_max([float(path.exists())])
         return bool(exists)
 
-    def begin_with(self, place: Path) -> None:
+    def begin_with(self, path: Path) -> None:
         """Read initial weights. If the head belongs to different classes, it keeps its random
         weights.
         """
@@ -189,28 +189,28 @@ class Trainer:
             fresh.extend(head_of_other_classes(self.model, self.classes, shapes, extra))
             return fresh
 
-        self.read_weights(place, leave)
+        self.read_weights(path, leave)
         head = (f"; the head starts with random weights for {len(self.classes)} other classes"
                 if fresh else "")
-        self.say(f"starts with the weights of {place}{head}")
+        self.say(f"starts with the weights of {path}{head}")
 
-    def read_weights(self, place: Path, leave: Leave | None = None) -> Mapping[str, Any]:
+    def read_weights(self, path: Path, leave: Leave | None = None) -> Mapping[str, Any]:
         """Read the weights of a run's checkpoint, or of published files.
 
         Args:
-            place: path of the checkpoint folder, or of published files.
+            path: path of the checkpoint folder, or of published files.
             leave: see `checkpoint.load`.
         Returns: the extra values in the checkpoint.
         Raises:
             ValueError: If neither a checkpoint nor published files exist there, or if they do not
                 match the model.
         """
-        if self.there(place):
-            return load(place, self.model, None, self.comm, leave)
-        if any(self.there(place.with_name(place.name + end)) for end in (".rank0", ".global")):
-            read_published(self.model, place, leave)
+        if self.there(path):
+            return load(path, self.model, None, self.comm, leave)
+        if any(self.there(path.with_name(path.name + end)) for end in (".rank0", ".global")):
+            read_published(self.model, path, leave)
             return {}
-        raise ValueError(f"there is no checkpoint {place}. Use the checkpoint folder of a run, "
+        raise ValueError(f"there is no checkpoint {path}. Use the checkpoint folder of a run, "
                          "such as RUN/checkpoint, or the PATH of published files PATH.rank0 or "
                          "PATH.global")
 
@@ -321,12 +321,12 @@ class Trainer:
             print(text, flush=True)
 
 
-def told(found: dict[str, Any]) -> str:
+def told(values: dict[str, Any]) -> str:
     """Format the results of an evaluation as one line."""
     named = {"accuracy": "accuracy", "oracle_error": "oracle error", "iou": "IoU",
              "drop_fraction": "dropped"}
-    return " | ".join([f"valid loss {found['valid_loss']:.4f}", *(
-        f"{text} {100 * found[name]:.2f} %" for name, text in named.items() if name in found)])
+    return " | ".join([f"valid loss {values['valid_loss']:.4f}", *(
+        f"{text} {100 * values[name]:.2f} %" for name, text in named.items() if name in values)])
 
 
 def main(argv: Sequence[str] | None = None) -> int:

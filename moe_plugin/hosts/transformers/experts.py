@@ -172,21 +172,21 @@ class ModuleExperts(FFNExperts):
 
     def local_parameters(self) -> dict[str, Tensor]:
         """Return views of the module's parameters. See `Experts`."""
-        module, found = self.module[0], {}
+        module, stacks = self.module[0], {}
         first = _input_first(module, first_stack(module))
         if module.has_gate:
-            found["w_gate_LDF"], found["w_in_LDF"] = _Halves.apply(first, module.is_concatenated)
+            stacks["w_gate_LDF"], stacks["w_in_LDF"] = _Halves.apply(first, module.is_concatenated)
         else:
-            found["w_in_LDF"] = first
-        found["w_out_LFD"] = _input_first(module, module.down_proj)
+            stacks["w_in_LDF"] = first
+        stacks["w_out_LFD"] = _input_first(module, module.down_proj)
         if module.has_bias:
             if module.has_gate:
-                found["bias_gate_LF"], found["bias_in_LF"] = _Halves.apply(
+                stacks["bias_gate_LF"], stacks["bias_in_LF"] = _Halves.apply(
                     module.gate_up_proj_bias, module.is_concatenated)
             else:
-                found["bias_in_LF"] = module.up_proj_bias
-            found["bias_out_LD"] = module.down_proj_bias
-        return found
+                stacks["bias_in_LF"] = module.up_proj_bias
+            stacks["bias_out_LD"] = module.down_proj_bias
+        return stacks
 
 
 class OwnFormExperts(Experts):

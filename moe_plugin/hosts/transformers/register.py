@@ -259,8 +259,8 @@ def _routed(module: nn.Module, settings: Mapping[str, Any], comm: Comm, experts:
         "experts": {"hidden_dim": inner, "kind": "gated_ffn" if module.has_gate else "ffn",
                     "bias": bool(module.has_bias), "activation": activation or "silu"}}), settings)
 
-    def make(config: MoEConfig, place: Placement) -> Experts:
-        return experts_of(module, config, place)
+    def make(config: MoEConfig, placement: Placement) -> Experts:
+        return experts_of(module, config, placement)
 
     return RoutedExperts.of_model(
         config, comm, make, dtype=first.dtype,

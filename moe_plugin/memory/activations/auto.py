@@ -2,11 +2,11 @@
 
 In one step all blocks are swapped, and the activation bytes of each block and the bandwidth of the
 tier are measured. In the next steps all blocks are recomputed, and the time of each block is
-measured until two steps after a warm-up step agree. These steps use far less memory than any limit
-for which a plan exists, and their results are bitwise equal to those of other policies. Finally the
-planner (`moe_plugin.planner.offload.activation_plan`) chooses policies. Later, occasional steps are
-measured again. If a new time is much shorter, the machine was busy before, so all measurements are
-repeated.
+measured until two steps after a warm-up step agree. These steps need much less memory than any
+limit for which a plan exists. The results of these steps are bitwise equal to those of other
+policies. Finally the planner (`moe_plugin.planner.offload.activation_plan`) chooses policies.
+Later, steps are occasionally measured again. If a new time is much shorter, the machine was busy
+during the first measurement, so all measurements are repeated.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from moe_plugin.planner.trials import Checks, Steady
 from moe_plugin.planner.units import parse_size, show_size
 from moe_plugin.utils.machine import wait_for_device
 from moe_plugin.utils.messages import short
-from moe_plugin.utils.run_feature import StepFacts, refuse_unfit
+from moe_plugin.utils.run_feature import StepFacts
 
 logger = logging.getLogger(__name__)
 
@@ -59,14 +59,15 @@ def manage(blocks: Sequence[nn.Module], policy: str | Sequence[str] = "auto", *,
            smallest: int | str = SMALLEST, names: Sequence[str] | None = None,
            contexts: Sequence[Contexts] = (), comm: Comm | None = None,
            profile: str | Path | None = None) -> Activations:
-    """Make the blocks of a model keep, recompute or swap the tensors for backward passes.
+    """Set for each block of a model whether its activations are kept, recomputed or swapped.
 
     Args:
-        blocks: modules in the order of forward. Each module is called once per micro-batch.
+        blocks: modules in the order of the forward pass. Each module is called once per
+            micro-batch.
         policy: "keep", "recompute" or "swap" for all blocks, a list with one policy per block, or
             "auto", which chooses policies for `memory`.
         memory: bytes that activations of these blocks may use on the device, or a string such as
-            "8GiB". It is needed for "auto".
+            "8GiB". This limit is needed for "auto".
         tier: tier for swapped activations. Defaults to host memory for a GPU, and to files in
             `folder` for a CPU.
         folder: folder on a disk for swapped activations. Defaults to the folder for temporary
@@ -77,7 +78,7 @@ def manage(blocks: Sequence[nn.Module], policy: str | Sequence[str] = "auto", *,
         names: names of the blocks. Defaults to the indices of the blocks.
         contexts: functions that create additional contexts for recomputed passes, for example to
             restore the random state of a host.
-        comm: ranks with the same blocks, which must all call this function for "auto".
+        comm: group of ranks with the same blocks. For "auto", all of them must call this function.
         profile: file to which "auto" writes measurements for `moe-plugin plan --memory`.
 
     Returns: the active policies. Call `after_step()` of this object after each training step.
@@ -113,7 +114,6 @@ def _size(text: str) -> int:
 
 def manage_layers(settings: OffloadConfig, layers: Mapping[str, nn.Module], comm: Comm, *,
                   places: Sequence[int] | None = None, total: int | None = None,
-                  refused: Mapping[str, bool] | None = None,
                   contexts: Sequence[Contexts] = ()) -> Activations | None:
     """Apply activation settings to the layers of a model. Return None if all activations are kept.
 
@@ -121,20 +121,15 @@ def manage_layers(settings: OffloadConfig, layers: Mapping[str, nn.Module], comm
         settings: the settings.
         layers: layers by name, in the order of the forward pass.
         comm: group of ranks that have the same layers.
-        places: indices of these layers in the model, starting at 0. Defaults to all layers of the
+        places: indices of these layers in the model, counted from 0. Defaults to all layers of the
             model.
-        total: number of layers in the model. Needed if `places` is given.
-        refused: maps each host setting that is incompatible with activation policies to True if the
-            setting is used.
+        total: number of layers in the model. The number is required if `places` is given.
         contexts: see `manage`.
     Raises:
-        ValueError: If settings contradict each other or settings of the host.
+        ValueError: If settings contradict each other.
     """
     if settings.activations == "keep":
         return None
-    refuse_unfit(f"offload.activations={short(settings.activations)}", (
-        (name, not used, "both control the same tensors or layers; remove one of them")
-        for name, used in (refused or {}).items()))
     if not layers:
         raise ValueError(f"offload.activations={short(settings.activations)} does not work on this "
                          "rank, which has no transformer layer; use keep, or other pipeline stages")
@@ -153,7 +148,8 @@ def manage_layers(settings: OffloadConfig, layers: Mapping[str, nn.Module], comm
 
 
 def _policies(settings: OffloadConfig, places: Sequence[int], total: int) -> str | list[str]:
-    """Return the policies of the layers at `places`, or a single policy for all layers."""
+    """Return the policies of the layers with the indices `places`, or a single policy for all
+    layers."""
     names = settings.each_layer()
     if len(names) == 1:
         return settings.activations
@@ -176,7 +172,8 @@ class AutoActivations(Activations):
     Attributes:
         limit: memory limit for activations in bytes.
         profile: the measurements, or None before they are complete.
-        decision: decision of the planner, or None before planning or if no plan meets the limit.
+        decision: decision of the planner. The decision is None before planning, or if no plan is
+            within the limit.
         planned: whether all measurements are complete.
     """
 
@@ -195,7 +192,8 @@ class AutoActivations(Activations):
         self.tell = self._measured = _Measured(swapper.copier.device)
 
     def after_step(self, facts: StepFacts | None = None) -> None:
-        """See `Activations`. After the last measurement, this method chooses policies. Collective.
+        """See `Activations`. After the last measurement, this method also chooses policies.
+        Collective.
         """
         self._steps += 1
         if self.planned:
@@ -219,8 +217,7 @@ class AutoActivations(Activations):
         super().after_step(facts)
 
     def _check_times(self) -> None:
-        """Measure a step occasionally. Restart all measurements if the old times were too long.
-
+        """Occasionally measure a step, and restart all measurements if the old times were too long.
         After a measured step, the call is collective.
         """
         if self.tell is not no_probe:
@@ -311,7 +308,7 @@ class AutoActivations(Activations):
             self._in_flight)
 
     def _check_peak(self) -> None:
-        """Log a step that exceeded the memory limit, and plan again with a margin."""
+        """Log a step that exceeded the memory limit, and plan again with a safety margin."""
         peak = int(self.comm.agree_max([float(self.ledger.peak)])[0])
         if peak <= self.limit:
             return
@@ -326,7 +323,8 @@ class AutoActivations(Activations):
 
 
 def order_of(plan: SwapPlan) -> Order:
-    """Return when the copies of a plan start, and which passes wait for these copies."""
+    """Return the schedule of the copies in a plan: when they start, and which passes wait for
+    them."""
     waits = plan.problem.waits(plan.decisions)
     fetches: dict[int, tuple[int, ...]] = {}
     for i in reversed(range(len(plan.decisions))):
@@ -349,7 +347,8 @@ class _Measured:
             "forward": defaultdict(list), "backward": defaultdict(list)}
 
     def complete(self, blocks: int) -> bool:
-        """Return whether all blocks have been measured. Frozen blocks have no backward pass."""
+        """Return whether all blocks have been measured. Frozen blocks do not have a backward
+        pass."""
         kinds = [direction for direction, _ in self.steady.best()]
         return len(self.sizes) == kinds.count("forward") == blocks and "backward" in kinds
 
@@ -370,7 +369,7 @@ class _Measured:
             self._seconds[what][block_pass.index].append(now - began)
 
     def end_step(self) -> None:
-        """End a step whose times are used. The time of a block is the median of all passes."""
+        """Finish a step whose times are used. The time of a block is the median over all passes."""
         self.steady.add({(kind, i): median(times) for kind, by_block in self._seconds.items()
                          for i, times in by_block.items()})
         self.begin_check()

@@ -1,4 +1,4 @@
-"""Activation policies of a model's blocks between forward and backward: keep, recompute or swap.
+"""Policies for the activations of a model's blocks: keep, recompute or swap.
 
 With the policy `keep`, autograd stores all tensors as usual. With the policy `recompute`, only the
 input of a block is stored, and the block is computed again before its backward pass, with the same
@@ -43,8 +43,7 @@ Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManage
 
 @dataclass(frozen=True)
 class Order:
-    """The schedule of copies, which determines by block index when copies start and when
-    computation waits for copies.
+    """The schedule of copies: when copies start, and when computation waits for copies.
 
     Attributes: waits, backward_waits: mapping from a block to the last block whose outgoing copies
         must be complete before the forward or backward pass of the first block.
@@ -58,7 +57,7 @@ class Order:
 
 
 def plain_order(policies: Sequence[str]) -> Order:
-    """Return the order in which one block is copied while the next block of the pass is computed.
+    """Return a schedule in which each block is copied while the next block of the pass is computed.
 
     At most the activations of two swapped blocks are on the device.
     """
@@ -71,11 +70,12 @@ def plain_order(policies: Sequence[str]) -> Order:
 
 @dataclass(frozen=True)
 class BlockSizes:
-    """Measured sizes in bytes of what a block stores between the forward and backward passes.
+    """Measured sizes in bytes of the data that a block stores between the forward and backward
+    passes.
 
     Attributes:
         activations: size of all storages that the backward pass needs, including the input.
-        inputs: size of the inputs that require gradients in the same pass.
+        inputs: size of those inputs that require gradients in the same pass.
     """
 
     activations: int
@@ -89,16 +89,16 @@ Probe = Callable[[str, bool, "Pass"], None]
 
 
 class Pass:
-    """A pass of one block, which begins with the forward pass and ends with the backward pass.
+    """The forward pass and the following backward pass of one block.
 
     Attributes:
-        number: number that increases with every pass.
+        number: index of this pass, which increases with every pass.
         index: index of the block.
         policy: activation policy used for the pass.
         earlier: the pass of the previous block for the same micro-batch, or None for the first
             block.
         input_bytes: size in bytes of the inputs that require gradients.
-        saved: tensors that autograd saved, or None if the pass is not swapped.
+        saved: tensors that autograd saved, or None if the activations of this pass are not swapped.
     """
 
     def __init__(self, owner: Activations, number: int, index: int, policy: str,
@@ -139,7 +139,7 @@ class Pass:
         self._counted = nbytes
 
     def begin_backward(self, _: Tensor) -> None:
-        """Start the backward pass. This method is a hook of the outputs."""
+        """Start the backward pass. This method is a hook of the block's outputs."""
         if not self.begun:
             self.begun = True
             later = self._later and self._later()
@@ -151,7 +151,7 @@ class Pass:
             self.owner._backward_begins(self)
 
     def end_backward(self, _: Tensor | None = None) -> None:
-        """End the backward pass. This method is a hook of the first input."""
+        """End the backward pass. This method is a hook of the block's first input."""
         if not self.ended:
             self.ended = True
             if self.hook is not None:
@@ -176,11 +176,11 @@ class Activations(RunFeature):
 
     Attributes:
         ledger: counter of the bytes of activations on the device. For blocks with the policies keep
-            and recompute, these bytes are known after `sizes` are measured, and are scaled with the
-            input of the block.
+            and recompute, these bytes are known only after `sizes` are measured. The measured bytes
+            are scaled with the size of the block's input.
         order: schedule of the copies.
         sizes: measured sizes by block index.
-        tell: function that is called for each pass. See `Probe`.
+        tell: function that is called with each pass. See `Probe`.
         in_flight: maximum number of micro-batches that were between forward and backward at the
             same time.
     """
@@ -219,8 +219,8 @@ class Activations(RunFeature):
         self.order = order or plain_order(self.policies)
 
     def after_step(self, facts: StepFacts | None = None) -> None:
-        """Start measuring a new peak of activation bytes. Call this method after each training step
-        on all ranks.
+        """Start to measure a new peak of activation bytes. All ranks must call this method after
+        each training step.
         """
         self._step_peak = self.ledger.peak
         self.ledger.restart()
@@ -234,7 +234,7 @@ class Activations(RunFeature):
         self._passes_before = self._number
 
     def on_device(self) -> OnDevice:
-        """Return the peak of activation bytes in the last step and the current policies for
+        """Return the peak of activation bytes in the last step and the current policies, for
         reports.
         """
         counts = Counter(self.policies)

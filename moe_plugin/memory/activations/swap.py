@@ -4,7 +4,7 @@ The tensors that autograd saves are captured with torch's saved-tensor hooks. Wh
 copied instead of single tensors. All views of a storage are moved together and are restored with
 the original strides and alignment, so the results of the backward pass are bitwise equal. A copy to
 the tier starts when autograd saves a tensor. A copy back to the device is started in advance by
-`fetch`, or else when the backward pass needs the tensor.
+`fetch`. If it was not, it starts when the backward pass needs the tensor.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ LARGEST_STORAGE = 4
 
 
 class SwapError(RuntimeError):
-    """Activations of a block could not be swapped out or in. The message names the block and the
-    reason.
+    """Error that is raised if activations of a block could not be copied to the tier or back. The
+    message names the block and the reason.
     """
 
 
@@ -59,8 +59,8 @@ class SwappedStorage:
 
     Args:
         swapper: object that provides the tier, the copier and the ledger.
-        block: name of the block that is used in messages.
-        x: a tensor in the storage. It must not change until the copy is done.
+        block: name of the block, which is used in messages.
+        x: a tensor in the storage. The tensor must not change until the copy is done.
     """
 
     def __init__(self, swapper: Swapper, block: str, x: Tensor) -> None:
@@ -85,8 +85,8 @@ class SwappedStorage:
         return not self.key.expired() and self.version == x._version
 
     def leave(self) -> None:
-        """Wait until the storage has left the device. Raise `SwapError` if the tier could not store
-        the bytes.
+        """Wait until the storage has been copied to the tier and freed on the device. Raise
+        `SwapError` if the tier could not store the bytes.
         """
         self._wait(self._out, "out to")
         self._left.wait()
@@ -212,6 +212,7 @@ class Swapper:
     def __init__(self, tier: Tier, copier: Copier, smallest: int = SMALLEST) -> None:
         self.tier, self.copier, self.smallest = tier, copier, smallest
         self.ledger = Ledger()
+        # Weak references, so that a storage is freed together with the graph that saved it.
         self._leaving: deque[tuple[int, ref[SwappedStorage]]] = deque()
 
     def leave(self, latest: int) -> None:
@@ -229,7 +230,8 @@ class Swapper:
         self._leaving.append((number, ref(storage)))
 
     def forget(self) -> None:
-        """Forget all outgoing copies after an error, so that `leave` does not wait for them."""
+        """Discard the records of all outgoing copies after an error, so that `leave` does not wait
+        for them."""
         self._leaving.clear()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -241,12 +243,12 @@ class Swapper:
 
 
 class Saved:
-    """The tensors that autograd saves in a forward pass of one block. They are captured by hooks.
+    """The tensors that autograd saves in a forward pass of one block. Hooks capture these tensors.
 
     Args:
         swapper: object that copies the tensors to the tier and back.
         block: name of the block.
-        number: number of the pass that `Swapper.leave` uses.
+        number: index of the pass, which is used by `Swapper.leave`.
         stays: tensors that do not belong to the activations of the block, such as parameters and
             masks.
 
@@ -314,6 +316,8 @@ def _unpack(saved: Tensor | _View) -> Tensor:
 
 def swappable(x: Tensor) -> bool:
     """Return whether a tensor is completely represented by the bytes of its storage."""
+    # A view that is rebuilt from bytes loses the conj and neg bits, and subclasses may have no
+    # bytes.
     return (type(x) in (Tensor, torch.nn.Parameter) and x.layout == torch.strided
             and not x.is_quantized and not x.is_complex() and not x.is_neg()
             and not x.is_inference() and x.device.type in ("cpu", "cuda") and x.numel() > 0)

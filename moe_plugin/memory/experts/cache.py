@@ -25,13 +25,14 @@ Key = tuple[int, int]  # number of a layer in the cache, local expert
 
 
 class CachePolicy:
-    """A policy that chooses which expert is evicted. A policy is told about every use of an expert.
+    """A policy that chooses which expert is evicted. The policy is informed of every use of an
+    expert.
 
     Policies do not depend on time, so runs are reproducible. A subclass overrides `worth` or
     `victim`. A subclass that does not maintain `last` must override `used` and `victim`.
 
     Attributes:
-        last: number of the last use, counted over all uses, of each expert in a slot.
+        last: for each expert in a slot, the index of its last use among all uses.
         counts: number of uses of each expert, including uses before an eviction.
     """
 
@@ -59,9 +60,9 @@ class CachePolicy:
         return min(keys, key=lambda key: (self.worth(key, layer, layers), self.last[key]))
 
     def worth(self, key: Key, layer: int, layers: int) -> Any:
-        """Return a value that tells how useful it is to keep an expert. The expert with the
-        smallest value is evicted. Among experts with equal values, the least recently used one is
-        evicted.
+        """Return a value that states how useful it is to keep an expert in its slot. The expert
+        with the smallest value is evicted. Among experts with equal values, the least recently used
+        one is evicted.
         """
         raise NotImplementedError
 
@@ -101,8 +102,8 @@ class NextLayer(CachePolicy):
     """A policy that evicts an expert of the layer that will be computed last, counted from the
     current layer.
 
-    Layers are computed in a repeated order, so the experts of the current layer will be needed
-    last.
+    Layers are computed in a fixed order that repeats, so the experts of the current layer will be
+    needed last.
     """
 
     def worth(self, key: Key, layer: int, layers: int) -> int:
@@ -144,8 +145,8 @@ class CacheSpec:
         shapes: pairs of the name of a parameter and the shape of one expert's part of the
             parameter.
         dtype, device: data type and device of the slots.
-        limit: total size of all slots in bytes, or 0 for space for twice the maximum number of
-            experts that a call uses.
+        limit: total size of all slots in bytes. If `limit` is 0, there are slots for twice the
+            maximum number of experts that a call uses.
         policy: registered name of the cache policy.
         throttle: maximum bandwidth of the tier in bytes/s, or None for no limit.
         rank: rank in the expert-parallel group.
@@ -165,7 +166,7 @@ class CacheSpec:
 
 
 class ExpertCache:
-    """A cache that has slots for experts of all layers of a process.
+    """A cache with slots for the experts of all layers of a process.
 
     Raises: ValueError: If the limit is below the size of one expert, or if the policy is unknown.
     """
@@ -201,7 +202,7 @@ class ExpertCache:
         self.experts -= experts
 
     def room(self, experts: int) -> int:
-        """Return how many experts of a call can be used at a time. The result is at least 1.
+        """Return how many experts of a call can be used at the same time. The result is at least 1.
 
         Raises: ValueError: If all slots are used by other calls.
         """
@@ -215,14 +216,15 @@ class ExpertCache:
     @contextmanager
     def use(self, layer: int, experts: Sequence[int], fetch: Fetch,
             counters: StoreCounters) -> Iterator[list[int]]:
-        """Yield the slots of experts of a layer. The experts are loaded and stay pinned inside the
-        context.
+        """Yield the slots of experts of a layer.
+
+        The experts are loaded and stay pinned inside the context.
 
         Args:
             layer: number of the layer.
             experts: indices of distinct experts. There may be at most `room` of them.
-            fetch: function that starts to fill slots. It is called with pairs of an expert and the
-                expert's part of each buffer.
+            fetch: function that starts to fill slots. The function is called with pairs of an
+                expert and the slot's part of each buffer.
             counters: cache statistics of the layer, which are updated.
         """
         keys = [(layer, expert) for expert in experts]

@@ -49,9 +49,9 @@ class ExpertFile:
                 for name, shape in self.shapes.items()}
 
     def write(self, expert: int, name: str, x: Tensor) -> None:
-        """Convert one expert's part of a parameter to the dtype of the file and write it.
+        """Write one expert's part of a parameter after converting it to the dtype of the file.
 
-        Raises: TierError: If the disk is full. Experts that were written before are complete.
+        Raises: TierError: If the disk is full. Experts that were written earlier remain complete.
         """
         try:
             write_values(self._file.fileno(), self._offset(name, expert), x.to(self.dtype))
@@ -103,7 +103,8 @@ class ExpertFile:
 
 def own_file(folder: str | os.PathLike[str], dtype: torch.dtype, shapes: Shapes,
              local: int) -> ExpertFile:
-    """Create an unnamed file with space for `local` experts. The file disappears with the process.
+    """Create an unnamed file with space for `local` experts. The file is deleted when the process
+    exits.
 
     Raises: ValueError: If the folder cannot be created or is not writable.
     """
@@ -126,8 +127,8 @@ def given_file(path: str | os.PathLike[str], shapes: Shapes, place: Placement,
     """Open the experts of a layer in a safetensors file. The file is only read and never changed.
 
     The name of a tensor consists of a prefix and the name of the parameter. Each tensor [E, ...]
-    contains all experts of a layer. If the tensors in a file have several prefixes, these are in
-    the order of the layers.
+    contains all experts of a layer. If the tensors in a file have several prefixes, the order of
+    the prefixes is the order of the layers.
 
     Args:
         path: path of the file.

@@ -1,5 +1,5 @@
 """`ExpertStore`, which stores the experts of a layer in host memory or in a file. Experts are
-computed in slots of a cache.
+computed in the slots of a cache on the device.
 """
 
 from __future__ import annotations
@@ -97,8 +97,9 @@ class HostWeights:
 
     @property
     def version(self) -> object:
-        """A value that changes when a parameter changes. It consists of the versions and addresses
-        of all parameters.
+        """A value that changes when a parameter changes.
+
+        The value is computed from the versions and addresses of all parameters.
         """
         return [(value._version, value.data_ptr()) for value in self.parameters.values()
                 if value is not None]
@@ -155,7 +156,7 @@ class FileWeights:
         Args:
             read: functions that return the values of one expert, by parameter name.
         Raises:
-            TierError: If the disk is full. The previous values remain in this case.
+            TierError: If the disk is full. In this case, the previous values remain.
         """
         # running copies may still write initial values to a file that was read
         unused = self.file.writable and not self.written and not self._read
@@ -215,7 +216,7 @@ class ExpertStore:
     Args:
         weights: storage of the experts.
         spec: specification of the cache. Layers with equal specifications share a cache.
-        first: global index of the first expert of this rank.
+        first: global index of the first expert that this rank stores.
         local: number of local experts (L).
 
     Attributes:
@@ -238,7 +239,7 @@ class ExpertStore:
         self._seen = self.weights.version
 
     def move(self, spec: CacheSpec) -> None:
-        """Use a cache with a different dtype or device from now on."""
+        """Use a cache with a different dtype or device from the next call on."""
         if spec != self.cache.spec:
             self._leaving()
             self._join(spec)

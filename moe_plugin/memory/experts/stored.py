@@ -84,8 +84,8 @@ class StoredExperts(Experts):
 
     @property
     def anchor(self) -> Tensor:
-        """See `Experts`. An empty tensor on the device. It requires gradients if experts are
-        trained.
+        """See `Experts`. An empty tensor on the device that connects exchanges to the autograd
+        graph. The tensor requires gradients if experts are trained.
         """
         return self._probe.requires_grad_(any(p.requires_grad for p in self.parameters()))
 
@@ -115,7 +115,7 @@ class StoredExperts(Experts):
 
     @torch.no_grad()
     def compute(self, work: ExpertRows) -> Tensor:
-        """Return the result without gradients. It is computed in parts if the cache is too small.
+        """Compute the result without gradients, in parts if the cache is too small.
         """
         counts = counts_of(work.rows)
         active = [expert for expert, rows in enumerate(counts) if rows]
@@ -167,7 +167,7 @@ class StoredExperts(Experts):
         return True
 
     def prefetch(self, ids_TK: Tensor) -> None:
-        """See `Experts`. The host reads the expert indices with a single synchronization."""
+        """See `Experts`. The host reads all expert indices with a single synchronization."""
         self.store.prefetch(expert for expert in ids_TK.unique().tolist() if expert >= 0)
 
     def taken_counts(self) -> dict[str, int]:
@@ -379,7 +379,8 @@ class Refetched(torch.autograd.Function):
 def _gradients(ctx: Any, x: Tensor, gates_TK: Tensor | None, grad: Tensor, *,
                rows: RowCounts | RowPlan, active: Sequence[int], names: Sequence[str],
                sums: Sequence[Tensor | None]) -> tuple[Tensor, Tensor | None]:
-    """Return the gradients of `x` and gates. Gradients of parameters are added to `sums`."""
+    """Return the gradients of `x` and of the gate weights. Gradients of parameters are added to
+    `sums`."""
     experts: StoredExperts = ctx.experts
     with experts.fetched(active) as tensors, torch.enable_grad(), torch.autocast(**ctx.autocast):
         x = x.detach().requires_grad_()

@@ -1,6 +1,4 @@
-"""One block of a model with streamed weights, with methods that load, unload and update the
-weights.
-"""
+"""A block of a model whose weights are streamed: its weights are loaded, unloaded and updated."""
 
 from __future__ import annotations
 
@@ -33,7 +31,7 @@ class StreamedBlock:
         module: module of the block on the device.
         make_optimizer: function that creates the optimizer for the trained parameters.
         tier: tier for weights, gradients and optimizer state. If the tier is host memory, the
-            optimizer runs on the host, and the device has a copy of the weights. If the tier
+            optimizer runs on the host, and the weights are copied to the device. If the tier
             consists of files, weights and optimizer state are loaded into memory, updated and
             written back. Without a tier, everything stays on the device.
         main_weights: whether the optimizer updates a float32 copy (main weight) of each 16-bit
@@ -43,9 +41,9 @@ class StreamedBlock:
     Attributes:
         layout: layout of the weights in one buffer.
         streams: whether the weights are streamed.
-        mains: indices of the parameters that have a main weight.
-        graded: the parameters that have gradients after the backward pass. They are the parameters
-            of the module, but with main weights in place of parameters that have one.
+        mains: indices of the parameters that have a float32 main weight.
+        graded: the parameters that have gradients after the backward pass. These are the parameters
+            of the module. Parameters that have a main weight are replaced with it.
         stepped: the parameters that the optimizer updates.
         optimizer: the optimizer, or None if no parameter is trained.
     Raises:
@@ -85,7 +83,7 @@ class StreamedBlock:
                                     for i, x in zip(self.mains, values, strict=True)})
 
     def _with_mains(self, values: Sequence[Tensor]) -> list[nn.Parameter]:
-        """Return the parameters, in which those of `mains` are replaced with new parameters.
+        """Return the parameters, where the parameters of `mains` are replaced with new parameters.
         Attributes set by hosts are kept.
         """
         parameters = list(self.params)
@@ -117,7 +115,7 @@ class StreamedBlock:
         """Number of bytes that are copied in a step in addition to the weights copied to the
         device.
 
-        For host memory, these are the bytes of the gradients. For files, they are the bytes of the
+        For host memory, these are the bytes of the gradients. For files, these are the bytes of the
         new weights, and of the optimizer state in both directions.
         """
         if self._state is not None:
@@ -131,8 +129,8 @@ class StreamedBlock:
         return sum(4 * self.params[i].numel() for i in self.mains)
 
     def forget_memory(self) -> None:
-        """Free memory that experts retain between two calls, because the next call follows only in
-        the next step.
+        """Free the memory that experts retain between calls, because the next call is in the next
+        step.
         """
         for module in self.module.modules():
             if isinstance(module, FFNExperts):
@@ -144,7 +142,7 @@ class StreamedBlock:
         return self._coming
 
     def attach(self, flat_N: Tensor) -> None:
-        """Make the module use the weights in this buffer from now on."""
+        """Make the module use the weights in this buffer."""
         self._weights.settle()  # the fetched weights are those whose write is completed here
         self._flat_N = flat_N
         for p, view in zip(self.params, self.layout.views(flat_N), strict=True):
@@ -166,11 +164,11 @@ class StreamedBlock:
 
         Args:
             copier: the copier.
-            room: buffer into which optimizer state is loaded.
-            scale: function that changes the gradients in place. It requires a previous call of
-                `keep_gradients`. By default, the optimizer uses the gradients of the backward pass
-                unchanged.
-        Returns: True if the attached weights are already the updated weights.
+            room: buffer into which the optimizer state is loaded.
+            scale: function that changes the gradients in place. This argument requires a previous
+                call of `keep_gradients`. By default, the optimizer uses the gradients of the
+                backward pass unchanged.
+        Returns: True if the weights that are attached to the module are already updated.
         """
         if scale is None and self.stepped is not self.graded:
             self.keep_gradients(copier)
@@ -211,8 +209,10 @@ class StreamedBlock:
             p.grad = None
 
     def keep_gradients(self, copier: Copier) -> None:
-        """Start storing the gradients in the tier, where they stay until `step`. Call `wait_kept`
-        to wait for the copy.
+        """Start to copy the gradients to the tier.
+
+        The gradients stay in the tier until `step` is called. Call `wait_kept` to wait for the
+        copy.
         """
         owners = [i for i in self.trained if self.graded[i].grad is not None]
         if self.tier is None or not owners:
@@ -263,7 +263,8 @@ class StreamedBlock:
         return [mains.get(id(p), x) for p, x in zip(self.stepped, weights, strict=True)]
 
     def write(self, weights: Sequence[Tensor]) -> None:
-        """Replace the weights and the main weights. Attached weights are fetched again."""
+        """Replace the weights and the main weights. Weights that are attached to the module are
+        fetched again."""
         if self._state is not None:
             for finish in self._stage_files(weights):
                 finish(True)

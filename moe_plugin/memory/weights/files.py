@@ -68,7 +68,8 @@ def plan_segments(trainer: StreamedTrainer, limit: int, micro_batches: int) -> S
             and state of one block.
         micro_batches: number of micro-batches in a step, which must be the same as in the last
             step.
-    Returns: the plan. The attribute `hides` tells whether all copies are hidden behind computation.
+    Returns: the plan. The attribute `hides` of the result is True if all copies run during
+        computation.
     Raises: ValueError: If all segments exceed the limit (the message contains the required memory),
         or if `measured_layers` raises an error.
     """
@@ -82,7 +83,7 @@ class SegmentsOnce:
     """A callback for hosts that plans the segments once, after the first step.
 
     Args:
-        trainer: the trainer. If it has no limit, the segments are not changed.
+        trainer: the trainer. If the callback has no limit, the segments are not changed.
         logger: logger for a message about the size of the weights and the segments.
     """
 
@@ -123,7 +124,7 @@ def save_weights(trainer: StreamedTrainer, folder: str | os.PathLike[str],
         trainer: the trainer.
         folder: the folder.
         beside: function that is called with the index of a block and returns additional tensors to
-            save. `read_beside` reads these tensors. Optional.
+            save. `read_beside` can read these tensors. Optional.
         finite: whether to raise an error and write nothing if a value is not finite.
     Raises:
         ValueError: If the folder cannot be written. The message contains the reason.
@@ -160,7 +161,7 @@ def save_weights(trainer: StreamedTrainer, folder: str | os.PathLike[str],
 def load_weights(trainer: StreamedTrainer, folder: str | os.PathLike[str]) -> None:
     """Load weights, buffers, optimizer state and the number of steps from a folder.
 
-    All files are checked before anything changes.
+    All files are checked before any value is changed.
 
     Raises: ValueError: If a file is missing or from a different model. The message names the file,
         the tensor and the shapes.
@@ -200,8 +201,8 @@ def read_beside(folder: str | os.PathLike[str], block: StreamedBlock) -> dict[st
 
 
 def _existing_folder(folder: Path) -> Path:
-    """Return the folder. If a save was killed while it replaced the folder, return the previous
-    version of the folder.
+    """Return the folder. If the process was killed while it replaced the folder, return the
+    previous version of the folder.
     """
     old = folder.with_name(folder.name + ".old")
     return old if old.exists() and not folder.exists() else folder

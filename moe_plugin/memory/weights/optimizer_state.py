@@ -32,7 +32,7 @@ def state_of(optimizer: torch.optim.Optimizer | None, numbers: bool = False
 
 
 def set_state(optimizer: torch.optim.Optimizer | None, state: State) -> None:
-    """Replace the tensors that `state_of` returns."""
+    """Replace the tensors of the optimizer state that `state_of` returns."""
     if optimizer is not None:
         params = _params(optimizer)
         for (i, name), x in state.items():
@@ -40,8 +40,9 @@ def set_state(optimizer: torch.optim.Optimizer | None, state: State) -> None:
 
 
 class OptimizerStateBuffer:
-    """A host buffer for the optimizer state of one block at a time. It has the size of the largest
-    state.
+    """A host buffer for the optimizer state of one block at a time.
+
+    The buffer has the size of the largest state.
     """
 
     def __init__(self) -> None:
@@ -49,7 +50,8 @@ class OptimizerStateBuffer:
         self._last: Ticket | None = None
 
     def of(self, nbytes: int) -> Tensor:
-        """Return a buffer [nbytes]. Running jobs keep the previous buffer alive."""
+        """Return a buffer [nbytes]. If a larger buffer replaces it, running jobs keep the previous
+        buffer alive."""
         if self._flat_N.numel() < nbytes:
             self._flat_N = aligned_buffer(nbytes, "cpu")
         return self._flat_N[:nbytes]
@@ -74,7 +76,7 @@ class OptimizerStateBuffer:
 class StateInFiles:
     """Optimizer state in files, which is loaded into a shared buffer for the optimizer step.
 
-    The files also contain parameters whose values are stored nowhere else.
+    The files also contain the parameters whose values are not stored elsewhere.
     """
 
     def __init__(self, tier: DiskTier, optimizer: torch.optim.Optimizer | None) -> None:

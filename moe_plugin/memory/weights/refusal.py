@@ -31,7 +31,7 @@ def weights_may_stream() -> Iterator[None]:
 
 
 def refuse_streamed_weights(settings: OffloadConfig, host: str) -> None:
-    """Raise `ValueError` if weights are streamed in a host that runs a model as a whole.
+    """Raise `ValueError` if streamed weights are requested in a host that runs a model as a whole.
 
     Args:
         settings: the offload settings.

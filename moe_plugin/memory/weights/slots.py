@@ -16,8 +16,8 @@ class Slots:
 
     One segment can be copied to the device while an adjacent segment is computed. The weights of a
     segment remain in an area until the area is needed for a different segment. Therefore two
-    segments need no copy when the forward pass is followed by the backward pass, or a step by the
-    next step.
+    segments do not need to be copied when the backward pass follows the forward pass, or when the
+    next step follows a step.
 
     Args:
         segments: list with the blocks of each segment.
@@ -50,8 +50,8 @@ class Slots:
     def blocks(self, order: Sequence[int], backward: bool = False, overlap: bool = True,
                before: Callable[[StreamedBlock],
                                 object] = lambda block: None) -> Iterator[StreamedBlock]:
-        """Yield the blocks of the given segments. The weights of a block are attached when it is
-        yielded.
+        """Yield the blocks of the given segments. The weights of a block are on the device when the
+        block is yielded.
 
         Args:
             order: indices of the segments in the order of use.
@@ -121,9 +121,9 @@ class Slots:
         return self._buffers[index % 2][begin:end]
 
     def stale(self, block: StreamedBlock) -> None:
-        """Mark the attached weights of a block as outdated, so that they will be fetched again.
+        """Mark the weights of a block on the device as outdated, so that they are fetched again.
 
-        They are fetched immediately if the next step begins with this block.
+        The weights are fetched immediately if the next step begins with this block.
         """
         self._forget(block)
         # the next step starts with segments 0 and 1

@@ -39,7 +39,7 @@ class StepResult:
 
     Attributes:
         losses: detached scalar losses of the micro-batches.
-        balance: sum of the blocks' own losses, in the order of the blocks, for each micro-batch.
+        balance: for each micro-batch, the sum of the blocks' own losses in the order of the blocks.
         norm: norm of all gradients before clipping, or None if gradients are not clipped.
     """
 
@@ -63,12 +63,12 @@ class Clip(Protocol):
         """Scale some of the gradients in place, according to their total norm."""
 
     def forget(self) -> None:
-        """Discard the gradients added in a failed step."""
+        """Discard the gradients that were added in a failed step."""
 
 
 @dataclass
 class BlockMeasurement:
-    """Measurements of one block in the last training step. For a GPU, times are launch times.
+    """Measurements of one block in the last training step. On a GPU, only launches are timed.
 
     Attributes:
         input_bytes: number of bytes stored for the backward pass of one micro-batch.
@@ -92,9 +92,9 @@ class StreamedTrainer:
         blocks: modules, or functions that create them one at a time (never a whole model in
             memory). The input of a module is the output of the previous module. A module returns a
             tensor, or (tensor, loss) with a scalar that is added to the loss.
-        loss: function `loss(output, target)` that returns a scalar. Its gradients are accumulated.
-            For a mean over micro-batches, divide by their number in this function.
-        optimizer: function that creates an optimizer for parameters of one block, such as
+        loss: function `loss(output, target)` that returns a scalar. The gradients of the loss are
+            accumulated. For a mean over micro-batches, divide by their number in this function.
+        optimizer: function that creates an optimizer for the parameters of one block, such as
             `partial(torch.optim.AdamW, lr=1e-3, fused=True)`. Updates must be independent for each
             parameter.
         tier: storage of the weights. Use `HostTier` for host memory, where the optimizer then runs,
@@ -102,16 +102,16 @@ class StreamedTrainer:
         device: device on which the blocks are computed.
         segments: number of blocks in each segment. Defaults to one block per segment.
         resident: indices of blocks that always stay on the device.
-        limit: bytes on the device for weights and, for a CPU, gradients and state of a block.
+        limit: bytes on the device for weights (on a CPU, also for gradients and state of a block).
         throttle: maximum bandwidth of the tier in bytes/s, for tests and benchmarks.
-        overlap: whether to copy a segment while the previous one is computed. False is for
+        overlap: whether to copy a segment while the previous one is computed. Use False only for
             comparisons.
         seed: seed from which `randomness` derives a seed for each step, micro-batch and block.
         gradients: function that reduces the gradients of a module over ranks after its backward
             pass, such as `BlockGradients(world)` of `moe_plugin.hosts.plain.streamed`.
         clip: object that clips gradients by the norm of all gradients. The tier stores gradients
             until the norm is known, so optimizers run after the backward pass. Optional.
-        skip_not_finite: whether a step with `clip` whose norm is not finite changes nothing.
+        skip_not_finite: whether a step with `clip` is skipped if the norm is not finite.
         main_weights: see `StreamedBlock`. `clip` then receives float32 gradients, but `gradients`
             sees only 16-bit gradients.
         float32_sums: whether to sum gradients of micro-batches in float32 for main weights.
@@ -165,13 +165,13 @@ class StreamedTrainer:
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """Parameter groups of all optimizers, in which a schedule sets `lr`."""
+        """The parameter groups of all optimizers, in which a schedule sets `lr`."""
         return [group for block in self.blocks if block.optimizer is not None
                 for group in block.optimizer.param_groups]
 
     @property
     def device_bytes(self) -> int:
-        """Device memory in bytes for weights and, for a CPU, gradients and state of one block."""
+        """Bytes of device memory for weights (on a CPU, also gradients and state of a block)."""
         return self._slots.nbytes + self.bytes_beside_segments
 
     def on_device(self) -> OnDevice:
@@ -357,9 +357,9 @@ class StreamedTrainer:
 
         Args:
             change: function of an iterator that yields copies of each block's weights in host
-                memory (a list of parameters, then floating-point buffers). It changes the copies in
-                place before it requests the next block. If it returns True, the model will use the
-                changed weights.
+                memory (a list of parameters, then floating-point buffers). The function changes the
+                copies in place before it requests the next block. If it returns True, the model
+                will use the changed weights.
         Returns: the result of `change`.
         Raises: TierError: If the tier has no space for both versions. Weights stay unchanged.
         """

@@ -2,16 +2,16 @@
 
 In the formulas, there are N nodes of P ranks, so W = N P ranks, and each rank sends S bytes in W
 equal pieces. The ranks of a node share `nics` network cards, so one card sends the messages of s =
-P / min(nics, P) ranks. The module of each algorithm states its formula, which consists of the time
-per rank, or per network card if a card is slower, and of `phase_s` for each phase. The formulas of
+P / min(nics, P) ranks. The module of each algorithm states its formula. The formula gives the time
+per rank, or per network card if a card is slower, plus `phase_s` for each phase. The formulas of
 `linear` and `2dh` are identical to those of the Tutel paper (m = P, n = W) if s = 1 and phase_s =
 0. If nodes have different sizes, the busiest rank, network card or leader determines the time.
 
 If one machine emulates the cluster, each phase also costs CPU time. This is `wake_s * k^(2/3)` for
 each rank that sends and receives k messages, plus the costs in `host` for each message and byte of
 all ranks. The exponent is empirical and reflects that messages that arrive together are handled
-together. Network and CPU work at the same time, so a phase takes `(wire^4 + machine^4)^(1/4)`,
-which is close to the longer of the two times.
+together. The network and the CPU work at the same time, so a phase takes `(wire^4 +
+machine^4)^(1/4)`, which is close to the longer of the two times.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ class Cost:
         seconds: predicted time.
         inter_messages, inter_bytes: numbers of messages and bytes that leave one node.
         intra_messages, intra_bytes: numbers of messages and bytes that are sent inside one node.
-        phases: rounds of messages of which the exchange consists.
+        phases: the rounds of messages of the exchange.
     """
 
     seconds: float
@@ -80,13 +80,13 @@ def cost_of(cluster: Cluster, node: tuple[int, float, int, float], phases: Seque
         cluster: the cluster on which the exchange runs.
         node: numbers of messages and bytes that leave one node, followed by those sent inside one
             node.
-        phases: rounds of messages of which the exchange consists.
+        phases: the rounds of messages of the exchange.
     """
     return Cost(sum(phase.seconds(cluster) for phase in phases), *node, phases=tuple(phases))
 
 
 def busiest(cluster: Cluster, of_rank: Callable[[int], float]) -> float:
-    """Return the number of messages or bytes of the busiest network card.
+    """Return the number of messages or bytes that the busiest network card sends.
 
     Args:
         cluster: the cluster on which the exchange runs.
@@ -104,7 +104,7 @@ def declared(name: str, rounds: int) -> Callable[[CostModel], CostModel]:
 
     Args:
         name: registered name of the all-to-all algorithm.
-        rounds: number of rounds of messages, which determines the order of `COSTS`.
+        rounds: number of rounds of messages. `COSTS` is ordered by this number.
     """
     def add(model: CostModel) -> CostModel:
         DECLARED[name] = rounds, model

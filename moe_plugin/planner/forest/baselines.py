@@ -1,10 +1,10 @@
 """Classical collective algorithms of communication libraries, simulated for comparison.
 
-The algorithms are rings, double binary trees, and recursive halving and doubling. Each algorithm is
-a set of trees over the ranks, like a ForestColl schedule: a ring consists of paths, and recursive
-doubling consists of binomial trees. Each message takes a shortest path through the network. Among
-several shortest paths, the path whose lowest wire bandwidth is highest is chosen. Each algorithm
-tries several orders of the ranks and uses the fastest order.
+The algorithms are rings, double binary trees, and recursive halving and doubling. Like a ForestColl
+schedule, each algorithm is a set of trees over the ranks. For example, a ring consists of paths,
+and recursive doubling consists of binomial trees. Each message takes a shortest path through the
+network. Among several shortest paths, the path whose lowest wire bandwidth is highest is chosen.
+Each algorithm tries several orders of the ranks and uses the fastest order.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class RankTree:
 
     Attributes:
         root: rank that is the root of the tree.
-        share: fraction of the result that the tree carries.
+        share: fraction of the result that is sent along the tree.
         outward: edges along which data moves from the root to all ranks.
-        inward: edges along which data moves from all ranks to the root. If empty, the reversed
-            outward edges are used.
+        inward: edges along which data moves from all ranks to the root. If `inward` is empty, the
+            reversed outward edges are used.
     """
 
     root: int
@@ -42,8 +42,8 @@ class RankTree:
     inward: Edges = ()
 
     def steps(self, collective: str) -> list[tuple[int, int, bool]]:
-        """Return the messages of the collective in order, as (source, target, True if the target
-        sums)."""
+        """Return the messages of the collective in order, as tuples (source, target, True if the
+        target sums)."""
         sums = list(self.inward) or [(b, a) for a, b in reversed(self.outward)]
         down = [(a, b, True) for a, b in sums] if collective != "all_gather" else []
         up = [(a, b, False) for a, b in self.outward] if collective != "reduce_scatter" else []
@@ -130,8 +130,8 @@ class Routes:
 
 
 def _orders(ranks: int) -> Iterator[list[int]]:
-    """Yield orders of the ranks: the natural order, and for each group size, an order that lists
-    the first rank of every group, then the second rank of every group, and so on."""
+    """Yield orders of the ranks, beginning with the natural order. For each group size, a further
+    order lists the first rank of every group, then the second rank of every group, and so on."""
     yield list(range(ranks))
     for size in _group_sizes(ranks):
         yield [first + i for i in range(size) for first in range(0, ranks, size)]
@@ -142,8 +142,7 @@ def _group_sizes(ranks: int) -> list[int]:
 
 
 def _rings(ranks: int) -> Iterator[list[RankTree]]:
-    """Yield three kinds of sets of rings, which are one ring, both directions of a ring, and
-    several rings.
+    """Yield sets of rings of three kinds: one ring, both directions of a ring, and several rings.
 
     A set of several rings has one ring per rank of a node, and each ring leaves a node from a
     different rank.
@@ -222,7 +221,7 @@ def _hamiltonian(pairs: Mapping[tuple[int, int], Fraction], ranks: int) -> list[
 
 
 def _double_trees(ranks: int, collective: str) -> Iterator[list[RankTree]]:
-    """Yield pairs of binary trees, each of which carries half of the data.
+    """Yield pairs of binary trees. Half of the data is sent along each tree of a pair.
 
     The leaves of either tree are inner nodes of the paired tree. In an all-reduce, data is summed
     towards the root of each tree. All-gather and reduce-scatter send each rank's part along both

@@ -1,4 +1,5 @@
-"""Schedules of large clusters of equal parts. One part is planned, and all parts use the same plan.
+"""Schedules of large clusters that consist of equal parts. One part is planned, and all parts use
+the same plan.
 
 A shard is sent through the switches between the parts to the rank at the same position in every
 other part. Within each part, the shard is distributed along trees that the general algorithm packs
@@ -33,7 +34,7 @@ class Parts:
         count: number B of parts.
         turned: for each node, the node to which it is mapped by the rotation that maps each part to
             the next part.
-        between: nodes that the rotation maps to themselves.
+        between: nodes between the parts, which the rotation maps to themselves.
     """
 
     size: int

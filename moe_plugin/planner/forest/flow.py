@@ -36,10 +36,10 @@ class Flows:
 
 
 class Demand:
-    """A test that finds out whether every rank can receive from all roots at the same time.
+    """A test whether every rank can receive from all roots at the same time.
 
-    For each rank v, the test computes a maximum flow from a common source to v, which must be equal
-    to the sum of the roots' weights.
+    For each rank v, the test computes a maximum flow from a common source to v. This flow must
+    equal the sum of the roots' weights.
 
     Args:
         nodes: number of nodes, excluding the common source. Ranks are the nodes 0 to len(roots) -

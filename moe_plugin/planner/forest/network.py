@@ -1,4 +1,4 @@
-"""Networks as directed graphs that consist of ranks, switches, and wires with exact bandwidths."""
+"""Networks, which are directed graphs of ranks, switches, and wires with exact bandwidths."""
 
 from __future__ import annotations
 
@@ -149,9 +149,9 @@ class Network:
 
         A rank is connected to its node's switch with the bandwidth of `cluster.intra`, and to its
         network card with the bandwidth of `cluster.inter`. If a node has fewer cards than ranks,
-        ranks share a card. If it has more, a rank has several cards. Bandwidths are rounded to 3
-        significant digits. Alpha and the fixed time of a round are charged on the wire on which a
-        message leaves a rank.
+        ranks share a card. If a node has more cards than ranks, a rank has several cards.
+        Bandwidths are rounded to 3 significant digits. Alpha and the fixed time of a round are
+        charged on the wire on which a message leaves a rank.
         """
         ranks, switches, wires = [], [], []
 
@@ -183,8 +183,8 @@ class Network:
 
 
 def part_of(network: Network, ranks: Sequence[int]) -> Network:
-    """Return the part of a network that consists of the given ranks, in the given order, and all
-    switches that they reach.
+    """Return the part of a network that contains the given ranks, in order, and the switches they
+    reach.
 
     The wires of all remaining ranks are omitted, because ranks do not forward data for other ranks.
 

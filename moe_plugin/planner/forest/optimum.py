@@ -4,9 +4,9 @@ For each set S of nodes that does not contain all ranks, the shards of all ranks
 and B(S) is the bandwidth of the wires out of S. Hence the minimum time in seconds per GB of a shard
 is `1/x* = max over S of (ranks in S) / B(S)`. A rate x is possible if every rank can receive at
 rate x from all ranks at the same time. This is tested by max-flows. If a max-flow is too small, the
-corresponding min-cut is a slower set S, and the search continues with the rate of that set. Because
-each cut that is found is slower than the one before, a rank that passes its test stays valid, and
-each cut costs only one additional test.
+corresponding min-cut is a slower set S, and the search continues with the rate of that set. Each
+cut that is found is slower than the previous one. Therefore a rank that passed its test does not
+have to be tested again, and each cut requires only one additional test.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def _slower(graph: Graph, flows: Flows, ratio: Fraction, done: set[int],
 def whole_trees(graph: Graph, ratio: Fraction) -> tuple[int, Fraction]:
     """Return the number of trees per root, k, and the number of trees per unit of capacity.
 
-    The number k is the smallest number of trees per root that reaches the full rate.
+    Here k is the smallest number of trees per root with which the full rate is reached.
     """
     p, q = ratio.as_integer_ratio()
     divisor = gcd(q, *graph.capacity.values())
@@ -132,8 +132,8 @@ def best_unit(graph: Graph, ratio: Fraction, trees: int) -> Fraction:
     """Return the smallest number of trees per unit of capacity at which each root can have `trees`
     trees.
 
-    The result is at least `ratio * trees`. It is found by bisection over the values at which some
-    arc becomes able to carry one more tree.
+    The result is at least `ratio * trees`. The result is found by bisection over the values at
+    which some arc becomes able to carry one more tree.
 
     Args:
         graph: graph whose capacities are converted to whole numbers of trees.

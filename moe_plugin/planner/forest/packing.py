@@ -47,7 +47,7 @@ class Partial:
 
 
 def pack(ranks: int, capacity: Mapping[Arc, int], roots: Sequence[int]) -> list[Partial]:
-    """Return spanning trees that together use no edge more often than its capacity allows.
+    """Return spanning trees that together do not exceed the capacity of any edge.
 
     Args:
         ranks: number of ranks, which are all nodes of the graph.

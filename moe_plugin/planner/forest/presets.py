@@ -2,8 +2,8 @@
 
 Each kind of network is built by one function. Bandwidths are given in GB/s per direction, as
 published by the manufacturers. Latencies are assumed to be zero because they are not published. A
-network file can define them. The sources of the bandwidths are the user guides of NVIDIA DGX A100,
-DGX H100 and DGX GB200, and the page on the AMD Instinct MI250 in the ROCm documentation.
+network file can define latencies. The sources of the bandwidths are the user guides of NVIDIA DGX
+A100, DGX H100 and DGX GB200, and the page on the AMD Instinct MI250 in the ROCm documentation.
 """
 
 from __future__ import annotations
@@ -202,8 +202,9 @@ class Preset:
     """A named kind of network, for example `torus`.
 
     Attributes:
-        make: function that builds the network. Its arguments are a builder, the bandwidth in GB/s
-            of a link of weight 1, and the numbers after the colon in the user's notation.
+        make: function that builds the network. The arguments of the function are a builder, the
+            bandwidth in GB/s of a link of weight 1, and the numbers after the colon in the user's
+            notation.
         numbers: description, for error messages, of the numbers after the colon.
         count: how many numbers follow the colon. None means that any count is allowed.
         example: example of the notation, such as `ring:8`.

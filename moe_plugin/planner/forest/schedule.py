@@ -58,7 +58,7 @@ class Tree:
         return ((edge.source, edge.target) for edge in self.edges)
 
     def depths(self) -> dict[int, int]:
-        """Return, for each rank, the number of edges between the root and this rank."""
+        """Return, for each rank, the number of edges on the path from the root to this rank."""
         depths = {self.root: 0}
         for parent, child in self.from_root():
             depths[child] = depths[parent] + 1
@@ -86,7 +86,7 @@ class Schedule:
         network: the network.
         inverse_rate: minimum time 1/x* in seconds per GB of a shard, which has M/N bytes for N
             ranks. No schedule of this kind takes less time. For all_reduce, the value applies to
-            each of the two parts, or with `overlap` to both parts together.
+            each of the two phases separately or, with `overlap`, to both phases together.
         cut: names of the nodes of the set S that proves the bound `1/x* = (ranks in S) / (bandwidth
             out of S)`. The set is empty with `overlap` and for a single rank.
         k: number of trees of each root, where a tree of weight w counts as w trees. With `overlap`,
@@ -248,7 +248,7 @@ def _decode(values: dict[str, Any], where: str) -> Schedule:
 
 
 def _check_cut(schedule: Schedule) -> None:
-    """Check that the schedule's cut proves the bound or, with `overlap`, that its parts do."""
+    """Check that the schedule's cut or, with `overlap`, the parts prove the bound."""
     network = schedule.network
     if len(network.ranks) == 1:
         return

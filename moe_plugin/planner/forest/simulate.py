@@ -1,10 +1,10 @@
 """A simulator of chunked collectives in which every wire transfers one chunk at a time.
 
 The simulator runs a program, which consists of the pieces of the result and the moves that transfer
-each piece along a tree. ForestColl's schedules can be converted to programs, and the rings and
-binary trees of `baselines` are programs, too. Each piece is divided into consecutive chunks. Ranks
-and switches forward a chunk as soon as the whole chunk has arrived. If the longest path of a piece
-has D wires, a schedule takes at most `1 + (D - 1) / chunks` times as long as the bandwidths of the
+each piece along a tree. ForestColl's schedules can be converted to programs. The rings and binary
+trees of `baselines` are also programs. Each piece is divided into consecutive chunks. Ranks and
+switches forward a chunk as soon as the whole chunk has arrived. If the longest path of a piece has
+D wires, a schedule takes at most `1 + (D - 1) / chunks` times as long as the bandwidths of the
 wires require.
 """
 
@@ -26,7 +26,7 @@ Route = tuple[str, ...]  # node names from one rank to another
 
 @dataclass(frozen=True, slots=True)
 class ShareMove:
-    """A transfer of one piece from one rank to another.
+    """A transfer of one piece between two ranks.
 
     Attributes:
         piece: index of the piece that is transferred.
@@ -73,8 +73,8 @@ class Program:
         return loads
 
     def inverse_bandwidth(self) -> Fraction:
-        """Return the time of the busiest wire, in seconds per GB. The total time cannot be lower
-        than this, however many chunks are used.
+        """Return the time of the busiest wire, in seconds per GB. With any number of chunks, the
+        total time cannot be lower than this.
         """
         loads = self.loads()
         return max((loads[w.ends] / w.bandwidth for w in self.network.wires), default=Fraction(0))
@@ -223,12 +223,12 @@ class _Hop:
     Attributes:
         name: name that identifies the hop.
         wave: index of the wave in which the first chunk is transferred.
-        rest: number of wires on the longest path that a chunk, or data that depends on it, still
-            has to cross, including this wire.
+        rest: number of wires on the longest remaining path of a chunk, or of data that depends on
+            it, including this wire.
         wire: name of the wire, which identifies the resource in the simulation.
         seconds: transfer time per chunk in seconds.
-        after: names of the hops that must transfer a chunk before this hop does, without chunk
-            number.
+        after: names of the hops that must transfer a chunk before this hop does. The names do not
+            include the chunk number.
     """
 
     name: str

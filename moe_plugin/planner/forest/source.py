@@ -81,7 +81,7 @@ def is_table(text: str) -> bool:
 
 
 def parse_table(text: str, where: str) -> TopologyTable:
-    """Read the table. Affinities and the legend, which follow the table, are ignored.
+    """Read the table. Affinities and the legend after the table are ignored.
 
     Args:
         text: output of `nvidia-smi topo -m`.
@@ -217,7 +217,7 @@ _CLUSTER_KEYS = {"nodes", "ranks_per_node", "nics", "intra", "inter"}
 
 
 def find_network(text: str, nodes: int | None = None) -> tuple[Network, str]:
-    """Return the network that a user specified, and a line that lists the assumptions made, or "".
+    """Return the network that a user specified, and a line that lists the assumptions (or "").
 
     Args:
         text: path of a file or name of a preset. If both exist, the file takes precedence over the

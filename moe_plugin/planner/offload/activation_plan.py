@@ -63,7 +63,7 @@ class SwapPlan:
 
 
 def plan(blocks: Sequence[SwapBlock], limit: int, base: int = 0, duplex: bool = True) -> SwapPlan:
-    """Return the decisions with the shortest step among those that fit into the memory.
+    """Return the decisions that give the shortest step within the memory limit.
 
     With up to 10 blocks, the result is the best of all `3 ** n` combinations. With more blocks, it
     is the best combination found, with a lower bound of the time (`SwapPlan.bound_s`) and a flag
@@ -92,7 +92,7 @@ def plan(blocks: Sequence[SwapBlock], limit: int, base: int = 0, duplex: bool = 
 
 
 def uniform(plan: SwapPlan) -> dict[str, float]:
-    """Return, for each decision, the time in seconds of a step that uses this decision for all
+    """For each decision, return the time in seconds of a step that uses this decision for all
     blocks.
 
     The memory limit of the plan applies. The time is infinite if the decision exceeds the memory or
@@ -277,12 +277,12 @@ class _Proof:
 def lower_bound(problem: SwapProblem) -> float:
     """Return a lower bound in seconds of the time of a step with any decisions.
 
-    The bound follows from a relaxed problem, which only requires that recomputing and swapping have
-    freed the memory that a block lacks when the block's forward pass begins. In a step of T
-    seconds, the time that is available for recomputation is T minus the time of all other
-    computation. Copies from the device can overlap with the forward passes of all earlier blocks
-    except the shortest, and with the recomputation. Copies to the device can use T minus the time
-    of the whole forward pass and of the shortest backward pass of a block.
+    The bound is computed from a relaxed problem. The relaxed problem requires only that recomputing
+    and swapping have freed enough memory for a block when the forward pass of the block begins. In
+    a step of T seconds, the time that is available for recomputation is T minus the time of all
+    other computation. Copies from the device can overlap with the forward passes of all earlier
+    blocks except the shortest, and with the recomputation. Copies to the device can use T minus the
+    time of the whole forward pass and of the shortest backward pass of a block.
     """
     low = problem.compute_s
     if _enough(problem, low):
@@ -323,8 +323,10 @@ def _rate(size: int, seconds: float) -> float:
 
 
 def _product(rate: float, seconds: float) -> float:
-    """Return `rate * seconds`, the number of bytes. It is infinite at an infinite rate, even in 0
-    seconds."""
+    """Return `rate * seconds`, the number of bytes.
+
+    The result is infinite at an infinite rate, even in 0 seconds.
+    """
     return math.inf if rate == math.inf else rate * max(0.0, seconds)
 
 

@@ -1,5 +1,4 @@
-"""The problem of keeping, recomputing or swapping the activations of each block under a memory
-limit (KARMA).
+"""The problem of keeping, recomputing or swapping activations under a memory limit (KARMA).
 
 The source is Wahib et al., "Scaling Distributed Deep Learning Workloads beyond the Memory Capacity
 with KARMA", SC 2020.
@@ -84,8 +83,8 @@ def _copy_s(size: int, bytes_s: float) -> float:
 
 @dataclass(frozen=True)
 class Waits:
-    """Waits by which a step stays within the memory limit. All lists have one entry per block, and
-    -1 means that there is no wait.
+    """Waits that keep a step within the memory limit. All lists have one entry per block, and -1
+    means that there is no wait.
 
     Attributes:
         forward: for each block, the block whose copy from the device must end before the forward
@@ -124,7 +123,7 @@ class SwapProblem:
         return sum(b.forward_s + b.backward_s for b in self.blocks)
 
     def waits(self, decisions: Decisions) -> Waits | None:
-        """Return the waits for the given decisions, or None if they exceed the memory with any
+        """Return the waits for the given decisions, or None if the memory is exceeded with any
         waits."""
         size = len(self.blocks)
         slack, forward, backward = [0] * size, [-1] * size, [-1] * size
@@ -155,8 +154,8 @@ class SwapProblem:
         return Waits(forward, backward, start, started)
 
     def _earliest(self, i: int, slack: list[int]) -> int:
-        """Return the earliest turn of the backward pass from which on block i's activations fit
-        into memory.
+        """Return the earliest point of the backward pass from which block i's activations fit into
+        memory.
 
         The memory that they occupy is subtracted from `slack`.
         """
@@ -202,7 +201,7 @@ class SwapProblem:
             base: number of bytes on the device in addition to `room`. Defaults to 0.
 
         Raises:
-            ValueError: If the decisions exceed the memory with any waits.
+            ValueError: If the memory is exceeded with any waits.
         """
         waits = self.waits(decisions)
         if waits is None:

@@ -1,8 +1,8 @@
 """Comparison of two ways to train with peers on a slow network.
 
-In ATOM, each peer streams the whole model and computes separate micro-batches, and from time to
-time, the peers average their weights. In a pipeline, the peers send the activations and gradients
-of every micro-batch over the links between them.
+In ATOM, each peer streams the whole model and computes its own micro-batches. From time to time,
+the peers average their weights. In a pipeline, the peers send the activations and gradients of
+every micro-batch over the links between them.
 """
 
 from __future__ import annotations
@@ -66,13 +66,13 @@ class Versus:
 
 
 def versus_pipeline(plan: StreamPlan, peers: Peers) -> Versus:
-    """Compare streaming peers with a pipeline.
+    """Compare peers that stream the model with a pipeline.
 
     With g accumulated micro-batches and n peers, each alternative computes `n * g` micro-batches
-    per step. The assumptions favour the pipeline: Its weights and activations fit into memory, its
-    stages take equally long, the model is divided where the least data is sent, activations are
-    stored instead of recomputed, and no weights are averaged. The streaming time includes a
-    fraction of the time of an average, which does not overlap with anything.
+    per step. The assumptions favour the pipeline. The pipeline's weights and activations fit into
+    memory, and all stages take equally long. The model is divided where the least data is sent.
+    Activations are stored instead of recomputed, and no weights are averaged. The streaming time
+    includes a fraction of the time of an average, which does not overlap with anything.
 
     Raises:
         ValueError: If the model has fewer layers than there are peers.

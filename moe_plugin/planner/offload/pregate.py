@@ -34,8 +34,8 @@ class ExpertModel:
         layers: number of layers with experts.
         experts: number of experts per layer.
         expert_bytes: size of one expert's weights in bytes.
-        attention_s: time in seconds from the end of a layer's experts to the decision of the next
-            layer's router.
+        attention_s: time in seconds from the end of a layer's experts until the next layer's router
+            has selected experts.
         expert_s: time in seconds per active expert of a layer.
         bytes_s: bandwidth from host memory to the device, in bytes per second.
         base_bytes: number of bytes on the device that are not weights of experts.
@@ -66,9 +66,9 @@ def expert_model(model: ModelShape, device: Device, link_bytes_s: float,
     """Return the model and the number of active experts for a pass over `tokens` sequences.
 
     The pass generates one token per sequence. Times follow a roofline model in which every matrix
-    needs one launch and is read once. The value of `base_bytes` includes the dense weights and the
-    keys and values of whole sequences. The number of active experts is the mean that results if all
-    experts are equally likely.
+    needs one launch and is read once. The attribute `base_bytes` includes the dense weights, and
+    the keys and values of whole sequences. The number of active experts is the mean that results if
+    all experts are equally likely.
 
     Args:
         model: shape of the model.
@@ -172,7 +172,7 @@ def best(costs: Sequence[DesignCost], limit: int) -> DesignCost:
 
 
 def explain(costs: Sequence[DesignCost], limit: int) -> str:
-    """Return a string with a table of the costs and with the settings for the best design."""
+    """Return a string that contains a table of the costs and the settings for the best design."""
     chosen = best(costs, limit)
     lines = [f"{'design':14}{'a pass':>12}{'waits':>12}{'experts':>13}{'device':>13}"]
     lines += [f"{c.design:14}{show_time(c.seconds):>12}{show_time(c.outcome.stall_s):>12}"

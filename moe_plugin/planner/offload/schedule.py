@@ -1,10 +1,10 @@
 """Schedules of computation and of copies between a device and slower memory, with memory
 accounting.
 
-A device has three streams that work at the same time. One computes, one copies data to the device,
-and one copies data from the device. Each stream runs one step at a time, in issue order. The
-accounting of bytes does not delay steps, so a step that needs memory must list the step that frees
-this memory in `after`.
+A device has three streams that work at the same time. The first stream computes, the second copies
+data to the device, and the third copies data from the device. Each stream runs one step at a time,
+in issue order. The accounting of bytes does not delay steps, so a step that needs memory must list
+the step that frees this memory in `after`.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class BlockProfile:
 
     Attributes:
         name: name of the block, which is unique in the model.
-        forward_s, backward_s: times in seconds of the forward pass, and of the backward pass
-            without recomputation.
+        forward_s, backward_s: time in seconds of the forward pass, and time in seconds of the
+            backward pass without recomputation.
         activation_bytes: number of bytes that the forward pass stores for the backward pass,
             including the block's input.
         kept_bytes: size in bytes of the block's input, which remains stored if the forward pass is
@@ -76,8 +76,8 @@ class ModelProfile:
         name: name of the model that is shown to users.
         base_bytes: number of bytes that are always on the device, such as resident weights,
             optimizer state and buffers.
-        in_bytes_s, out_bytes_s: bandwidths in bytes per second of copies to and from the device. 0
-            means that copies are not possible.
+        in_bytes_s, out_bytes_s: bandwidths in bytes per second of copies to and from the device.
+            The value 0 means that copies are not possible.
         duplex: whether copies in both directions run at the same time.
     """
 
@@ -133,7 +133,7 @@ class OffloadStep:
         stream: stream that runs the step, which is "compute", "in" (copies to the device) or "out"
             (copies from the device).
         seconds: duration of the step in seconds.
-        after: names of the steps that must end before this step starts. They must be issued
+        after: names of the steps that must end before this step starts. These steps must be issued
             earlier.
         takes: number of bytes that are allocated on the device when the step starts.
         frees: number of bytes that are freed on the device when the step ends.
@@ -172,7 +172,7 @@ class Outcome:
     Attributes:
         timeline: timeline with spans in issue order, in which resources are streams and phases are
             blocks.
-        memory: time in seconds and number of bytes on the device after each change, in
+        memory: pairs (time in seconds, number of bytes on the device) after each change, in
             chronological order.
         peak: largest number of bytes on the device at a time.
         peak_step: name of the step during which the peak was reached.
@@ -229,8 +229,8 @@ class OffloadSchedule:
 
     Attributes:
         steps: the steps.
-        limit: largest number of bytes that may be on the device at a time. None means that there is
-            no limit.
+        limit: largest number of bytes that may be on the device at a time, or None if there is no
+            limit.
         base: number of bytes that are always on the device.
         duplex: whether copies to and from the device run at the same time. If False, copies run one
             after another in issue order, as in a single queue.

@@ -2,11 +2,11 @@
 
 The source is "ATOM: Asynchronous Training of Massive Models for Deep Learning in a Decentralized
 Environment", 2024. While one segment computes g micro-batches, the weights of the next segment are
-copied in and the gradients of the previous segment are copied out. The next stage starts when all
+copied in, and the gradients of the previous segment are copied out. The next stage starts when all
 of this is done. The last two segments stay on the device between both passes. Conditions:
 
 (i) Two neighbouring segments, including gradients and activations, must fit into the limit.
-(ii) If each segment computes for at least as long as the copies take, only the first load stalls.
+(ii) If each segment computes at least as long as the copies take, it waits for the first load only.
 (iii) Among equally fast divisions, the one that divides the model at the smallest tensors is used.
 
 Because the time of a stage depends on three neighbouring segments, the best division is found by a
@@ -101,7 +101,7 @@ class Segment:
 class Stage:
     """Segments that compute, load weights and send gradients at the same time.
 
-    need: number of bytes on the device during the stage without those that are always resident.
+    need: number of bytes on the device during the stage, except bytes that are always there.
     """
 
     compute: Segment | None = None
@@ -244,9 +244,9 @@ _State = tuple[Segment | None, Segment]  # the last two segments
 def best_ends(model: Streamed) -> tuple[int, ...] | None:
     """Return the ends of the segments with the shortest step, or None if all exceed the memory.
 
-    Among equally short steps, the one with the thinnest edges is chosen. The dynamic program runs
-    over the last two segments, with the cost of all stages before them. Paths that cannot be faster
-    than the best even division are skipped.
+    Among divisions with equally short steps, the one that divides the model at the smallest tensors
+    is chosen. The dynamic program runs over the last two segments, with the cost of all stages
+    before them. Paths that cannot be faster than the best even division are skipped.
     """
     size = len(model.layers)
     even = min(model.seconds([size * (i + 1) // count for i in range(count)])
@@ -291,7 +291,7 @@ def best_ends(model: Streamed) -> tuple[int, ...] | None:
 
 
 def _added(model: Streamed, cost: _Cost, state: _State, following: Segment | None) -> _Cost:
-    """Return the cost with both stages of the last segment, or inf if they exceed the memory."""
+    """Return the cost with both stages of the last segment, or inf if one exceeds the memory."""
     before, here = state
     stages = (model.forward_stage(here, following), model.backward_stage(before, here, following))
     if not model.fits(*stages):
@@ -333,8 +333,8 @@ class StreamPlan:
     def hides(self) -> bool:
         """True if computation hides all copies that it can hide (condition (ii)).
 
-        It cannot hide the first load and the copies of gradients during and after the backward pass
-        of the first segment."""
+        Not included are the first load, and gradient copies of the first segment's backward
+        pass."""
         inner = list(self.model.stages(self.parts))[1:-2]
         return all(stage.seconds <= stage.compute_s for stage in inner)
 
@@ -355,11 +355,11 @@ class StreamPlan:
 
 
 def plan(layers: Sequence[Layer], batches: int, limit: int, base: int = 0) -> StreamPlan:
-    """Return the division with the shortest step. Among equally short steps, edges are thinnest.
+    """Return the division with the shortest step. Ties go to the one with the smallest borders.
 
     Args:
         layers, batches, limit, base: as in `Streamed`.
-    Raises: ValueError: If no division fits. The message states how many bytes are needed.
+    Raises: ValueError: If no division fits into memory. The message states the bytes that it needs.
     """
     model = Streamed(layers, batches, limit, base)
     ends = best_ends(model)
@@ -375,9 +375,9 @@ MOST = 256  # largest number of micro-batches that `fewest_batches` tries
 
 
 def fewest_batches(layers: Sequence[Layer], limit: int, base: int = 0) -> StreamPlan | None:
-    """Return the plan with the fewest micro-batches that hides all copies, or None if none does.
+    """Return the plan with the fewest micro-batches in which computation hides all copies, or None.
 
-    The number is found by bisection, because more micro-batches hide more copies while they fit.
+    The number is found by bisection, because more micro-batches hide more copies if they fit.
     """
     low, high, best = 0, 1, None
     while best is None:

@@ -43,20 +43,19 @@ class StageProfile:
             two stages.
         activation_bytes: for each stage, the number of bytes that the backward pass needs for one
             micro-batch. Empty means unknown.
-        memory_bytes: memory limit in bytes for activations on each rank. 0 means that there is no
-            limit.
+        memory_bytes: memory limit in bytes for activations on each rank, or 0 if there is no limit.
         transport: backend of the transfers, nccl or gloo. With gloo, two stages that exchange data
             send one after the other.
-        sequence: number of tokens of a sequence, which is needed to compare slices of sequences. 0
-            means that slices are not compared.
+        sequence: number of tokens of a sequence, which is needed to compare slices of sequences.
+            The value is 0 if slices are not compared.
         slice_samples: measured forward passes of slices on the slowest stage, as [tokens, earlier
             tokens of the sequence, seconds]. Some samples must have no earlier tokens. With
             `batch`, each sample begins with its number of sequences.
         batch: number of sequences per step in one pipeline, if the size of a micro-batch is chosen
-            together with its slices. 0 means that the size of a micro-batch is fixed.
-        granularity: number of tokens of which every slice length is a multiple. It must divide
-            `sequence`.
-        slices: fixed slice lengths in tokens. An empty tuple means that the best lengths are
+            together with its slices. The value is 0 if the size of a micro-batch is fixed.
+        granularity: number of tokens. Every slice length is a multiple of this number. The number
+            must divide `sequence`.
+        slices: fixed slice lengths in tokens. If the tuple is empty, the best lengths are
             determined from the samples.
     """
 
@@ -126,11 +125,12 @@ class Predicted:
     Attributes:
         schedule: name of the schedule, which is one of `SCHEDULES`.
         timeline: simulated timeline of a step.
-        alive: for each stage, the largest number of micro-batches (possibly fractional) whose
-            activations are stored at a time.
+        alive: for each stage, the largest number of micro-batches whose activations are stored at
+            the same time. The number may be fractional.
         fits: whether the activations fit into the memory.
-        slices: slice lengths in tokens. An empty tuple means that sequences are not divided.
-        sequences: number of sequences per micro-batch. 0 means the same number as in the profile.
+        slices: slice lengths in tokens. The tuple is empty if sequences are not divided.
+        sequences: number of sequences per micro-batch. The value 0 means the same number as in the
+            profile.
     """
 
     schedule: str
@@ -184,7 +184,8 @@ def _sliced(profile: StageProfile, times: BatchTimes, sequences: int) -> Predict
     For each slice, the ratio of backward time to forward time is assumed to be the same as for
     whole micro-batches. The transfer time is assumed to be proportional to the number of tokens.
 
-    sequences: number of sequences per micro-batch. 0 means the same number as in the profile.
+    sequences: number of sequences per micro-batch. The value 0 means the same number as in the
+        profile.
     """
     stages, length = len(profile.forward_s), profile.sequence
     count, share = profile.micro_batches, 1.0
@@ -212,7 +213,8 @@ def _backward_share(profile: StageProfile) -> float:
 
 
 def groups(profile: StageProfile) -> BatchCut:
-    """Return TeraPipe's division of the batch into groups of samples and of each group into slices.
+    """Return TeraPipe's division of the batch into groups of samples, and of each group into
+    slices.
 
     The groups run one after another. The times include the forward and backward passes but not the
     transfers.

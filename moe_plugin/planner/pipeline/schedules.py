@@ -1,7 +1,7 @@
 """Pipeline schedules, with the order of tasks, step times and numbers of stored activations.
 
 The supported schedules are 1F1B, eager 1F1B (AlpaComm, arXiv 2211.05322) and TeraPipe's schedule
-with slices of sequences (arXiv 2102.07988). Of n stages, stage i begins with n - i forward passes
+with slices of sequences (arXiv 2102.07988). With n stages, stage i begins with n - i forward passes
 and then alternates between one backward and one forward pass. If sequences are divided into S
 slices, each pass processes one slice, and each stage begins with S - 1 additional forward passes.
 The backward passes of a micro-batch run in reverse order, because a slice's keys and values receive
@@ -21,9 +21,9 @@ There are four modes in which stages send results:
   additional passes, there is one slot between computing an activation and using it, in which it is
   sent. About twice as many activations are stored.
 
-A backward pass can be split into two parts. The gradient that the previous stage waits for is
-computed first, and the gradients of the weights are computed while the first gradient is being
-sent.
+A backward pass can be split into two parts. The gradient of the input, for which the previous stage
+waits, is computed first. The gradients of the weights are computed while the gradient of the input
+is being sent.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def equal_slices(length: int, multiple: int, count: int) -> tuple[int, ...]:
 
     Args:
         length: number of tokens of the sequence.
-        multiple: number of tokens of which every slice length is a multiple.
+        multiple: number of tokens. Every slice length is a multiple of it.
         count: number of slices.
     """
     pieces = length // multiple
@@ -94,10 +94,10 @@ class Pipeline:
             on every stage.
         send_s: time in seconds to send one micro-batch's activations or their gradient to a
             neighbouring stage. With `slices`, one time for each slice.
-        delayed_s: part of `backward_s` in which gradients of weights are computed after the
-            gradient of the input was sent. 0 means that the backward pass is not split. The mode
+        delayed_s: part of `backward_s` in which gradients of weights are computed, after the
+            gradient of the input was sent, or 0 if the backward pass is not split. The mode
             "paired" never splits the backward pass, as in Megatron's 1F1B.
-        slices: number of slices per sequence. 0 means that sequences are not divided.
+        slices: number of slices per sequence, or 0 if sequences are not divided.
     """
 
     stages: int
@@ -128,8 +128,9 @@ class Pipeline:
 
     @property
     def ideal_s(self) -> float:
-        """Step time in seconds without transfers. For m micro-batches and n equal stages, it is `(m
-        + n - 1) (forward + backward)`.
+        """Step time in seconds without transfers.
+
+        For m micro-batches and n equal stages, the time is `(m + n - 1) (forward + backward)`.
 
         In general, the time of the slowest stage is added m times, and the time of every other
         stage once.
@@ -181,8 +182,8 @@ class Pipeline:
         return f"{kind} {stage} {batch}.{part}" if self.slices else f"{kind} {stage} {batch}"
 
     def _neighbour(self, stage: int, kind: str, step: int = 1) -> int | None:
-        """Return the stage that uses the result of a pass (step 1), or that sent the pass's input
-        (step -1)."""
+        """Return the stage that uses a pass's result (step 1) or that sent the pass's input (step
+        -1)."""
         neighbour = stage + (step if kind == "forward" else -step)
         return neighbour if 0 <= neighbour < self.stages else None
 
@@ -256,8 +257,8 @@ class Pipeline:
 
 
 def _interleaved(programs: Iterable[Sequence[Task]]) -> Iterator[Task]:
-    """Yield the tasks of several programs. Each program stays in order, and a task follows all
-    tasks that it waits for."""
+    """Yield the tasks of several programs. The order within each program is kept, and a task
+    follows all tasks that it waits for."""
     waiting, issued = [deque(program) for program in programs], set()
     while any(waiting):
         for queue in waiting:

@@ -7,12 +7,13 @@ of l tokens after c earlier tokens, K stages need
     sum of t_i + (K - 1) max of t_i.
 
 For a given upper bound on all t_i, the smallest sum is found by a dynamic program over the end of
-the last slice. The bounds to try are the values of t in ascending order, until (K - 1) times the
-bound exceeds the best time so far. Among all values within a gap, only the largest is tried.
+the last slice. The values of t are tried as bounds in ascending order, until (K - 1) times the
+bound exceeds the best time so far. Of several values that differ by less than a gap, only the
+largest is tried.
 
 Measured times are fitted by `t(l, c) = base(l) + a0 + a1 l + a2 c + a3 l c` (TeraPipe's latency
-model). The term `base(l)` interpolates linearly between the times measured without context. Without
-context, all remaining terms are omitted.
+model). The term `base(l)` interpolates linearly between the times measured without context. For
+slices without context, all other terms are omitted.
 """
 
 from __future__ import annotations
@@ -88,8 +89,8 @@ def cut(times: Times, length: int, stages: float, *, granularity: int = 1,
             Infinity means that a slice is not possible.
         length: number of tokens of the sequence.
         stages: number of stages K. For one of m consecutive sequences, use `1 + (K - 1) / m`.
-        granularity: number of tokens of which every slice length is a multiple. It must divide
-            `length`.
+        granularity: number of tokens of which every slice length is a multiple. The number must
+            divide `length`.
         gap_s: largest difference in seconds between a value of t and the next bound that is tried.
             The result is at most `(K - 1) * gap_s` slower than the best division.
 
@@ -269,8 +270,7 @@ def fit(samples: Iterable[Sample]) -> SliceTimes:
 
 
 def fit_batches(samples: Iterable[tuple[int, int, int, float]]) -> BatchTimes:
-    """Fit slice times separately for each number of sequences, which is the first item of each
-    sample.
+    """Fit slice times separately for each number of sequences (the first item of a sample).
 
     Times are interpolated linearly between measured numbers of sequences, and extrapolated linearly
     beyond the largest number. For fewer sequences than the smallest measured number, the time of
@@ -297,7 +297,7 @@ class SliceProfile:
 
     Attributes:
         length: number of tokens of a sequence.
-        multiple: number of tokens of which every slice length must be a multiple.
+        multiple: number of tokens. Every slice length must be a multiple of it.
         stages: number of pipeline stages.
         micro_batches: number of micro-batches per step.
         forward, backward: functions that return a slice's time in seconds, given length and
@@ -317,8 +317,10 @@ class SliceProfile:
 
     @property
     def granularity(self) -> int:
-        """Number of tokens of which slice lengths are multiples, large enough for a fast dynamic
-        program."""
+        """Number of tokens of which slice lengths are multiples.
+
+        The number is large enough for a fast search.
+        """
         pieces = self.length // self.multiple
         return self.multiple * min(n for n in range(1, pieces + 1)
                                    if pieces % n == 0 and pieces // n <= MOST_MEASURED_PIECES)

@@ -1,6 +1,4 @@
-"""Routers that balance the load within a call: Sinkhorn (choices from a nearly balanced plan) and
-expert choice (experts choose tokens).
-"""
+"""Routers that balance the load within a call: Sinkhorn and expert choice."""
 
 from __future__ import annotations
 
@@ -17,13 +15,13 @@ from moe_plugin.routing.routers.base import SEVERAL, Router
 
 @routers.register("sinkhorn")
 class SinkhornRouter(Router):
-    """A router that chooses the k largest entries of the balanced plan of exp(logits) in training,
-    and the k largest scores otherwise.
+    """A router that chooses the k largest entries of a balanced plan in training.
 
-    The plan is computed by scaling rows (tokens) and columns (experts) alternately,
-    `sinkhorn_rounds` times, over the real tokens of this rank. For k = 1 the weight is the sigmoid
-    of the logit. For k > 1 the weights are the softmax over all experts, which are not divided by
-    their sum. Source: Clark et al., 2022 (S-BASE); weights as in Megatron-core.
+    Outside of training, it chooses the k largest scores. The plan is computed from `exp(logits)`
+    for the real tokens of this rank. The plan's rows (tokens) and columns (experts) are scaled
+    alternately, `sinkhorn_rounds` times. For k = 1 the weight is the sigmoid of the logit. For k >
+    1, the weights are the softmax over all experts. The weights are not divided by their sum.
+    Source: Clark et al., 2022 (S-BASE); weights as in Megatron-core.
     """
 
     reads = SEVERAL | {"sinkhorn_rounds"}
@@ -51,9 +49,9 @@ def log_plan(logits_TE: Tensor, mask_T: Tensor, rounds: int) -> Tensor:
     """Return the logarithm [T, E] of the plan, whose columns sum to 1/E and whose row sums converge
     to 1/S.
 
-    S is the number of real tokens. The computation uses logarithms, which allow logits of any size.
-    The number of rounds is fixed, because a convergence test would make the host wait for the
-    device.
+    S is the number of real tokens. The computation uses logarithms, so logits may have any size.
+    The number of rounds is fixed, because the host would have to wait for the device to test for
+    convergence.
 
     Args:
         logits_TE: float tensor without gradient.
@@ -80,10 +78,10 @@ class ExpertChoiceRouter(Router):
     """Each expert chooses the `ceil(n k / E)` tokens with the highest scores among the n real
     tokens of this rank.
 
-    The scores p are the softmax over experts, and are also the weights of the choices. The load is
+    The scores p, which are also the weights of the choices, are a softmax over experts. The load is
     always balanced, because each expert chooses the same number of tokens. A token has between 0
-    and E experts, and `top_k` on average. If scores are equal, the earlier token is chosen. An
-    expert sees all tokens of a call before it chooses, so do not use this router if a token must
+    and E experts. The average number is `top_k`. If scores are equal, the earlier token is chosen.
+    An expert sees all tokens of a call before it chooses, so do not use this router if a token must
     not depend on later tokens. Otherwise the choices of a language model in generation would differ
     from its choices in training. Source: Zhou et al., 2022.
     """

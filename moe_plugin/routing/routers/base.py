@@ -1,4 +1,4 @@
-"""`Router`, the code that all routers share, from float32 logits to the finished `Routing`."""
+"""`Router`, the base class of the provided routers, which computes a `Routing` from logits."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ NEEDS_OF_LOSSES = {"sequence": "sequences"}
 
 
 class Router(BuffersKeepDtype, RouterModule):
-    """Base class of the provided routers: four hooks choose the k experts with the largest scores.
+    """Base class of the provided routers, with four hooks that choose the k highest-scored experts.
 
     A subclass overrides the hooks `scores`, `select`, `weigh` and `after_choice`, and `build` if it
     has parameters or buffers other than `weight_ED`. Routing is computed outside autocast in
@@ -49,9 +49,9 @@ class Router(BuffersKeepDtype, RouterModule):
         own_losses: names of losses that this router can compute and some other routers cannot.
         only_noisy: losses that are defined only if noise has been added.
         adds_noise: whether `router.noise` is added to the logits.
-        leaves_none: declaration that `select` always chooses k experts, and never -1. In a class
-            that overrides `select` without this declaration, `select` may return -1.
-        multiplies_in_blocks: whether all matmuls of the router are the matmuls of `Router.scores`.
+        leaves_none: declares that `select` always chooses k experts and never returns -1. A class
+            that overrides `select` must set this attribute again.
+        multiplies_in_blocks: True if the router has no matmuls other than those in `Router.scores`.
         score: the function that converts logits to scores.
         noise: standard deviation of the noise that is added to the logits in training.
         divides: whether weights are divided by their sum before capacity drops choices.
@@ -59,9 +59,10 @@ class Router(BuffersKeepDtype, RouterModule):
         layer_config: all settings of the layer.
         config: the section `router` of the layer's settings.
         comm: group of the ranks that store the experts.
-        weight_ED: the linear map from tokens to logits, or None.
+        weight_ED: the weights of the linear map from tokens to logits, or None if there is no such
+            map.
         logit_bias_E: the learned bias of the logits (`router.bias`), or None.
-        adapted: whether an adapter trains the router; see `note_adapter`.
+        adapted: True if an adapter trains the router; see `note_adapter`.
         forced: optional callable that is used in place of `select`. The callable returns experts,
             int64 [T, K], or None if `select` must be used. See `moe_plugin.routing.rollouts`.
     """
@@ -129,7 +130,7 @@ class Router(BuffersKeepDtype, RouterModule):
 
     @property
     def step_comm(self) -> Comm:
-        """The ranks, of all expert-parallel groups, that add their counts at the end of a step."""
+        """All ranks, of all expert-parallel groups, that add their counts at the end of a step."""
         return self.host.batch_comm or self.all_ranks or self.comm
 
     def _check_losses(self) -> None:
@@ -266,15 +267,14 @@ class Router(BuffersKeepDtype, RouterModule):
         return call.choose()
 
     def weigh(self, call: RoutingCall, ids_TK: Tensor) -> Tensor:
-        """Hook that returns the weights [T, K] of the chosen experts and supports autograd. The
-        default implementation uses the scores of the experts, divided by their sum if
-        `router.normalize` requires it.
+        """Hook that returns the differentiable weights [T, K] of the chosen experts. The default
+        implementation uses the scores of the experts, divided by their sum if `router.normalize`
+        requires it.
         """
         return call.weights_of(ids_TK)
 
     def after_choice(self, call: RoutingCall, weights_TK: Tensor) -> Tensor:
-        """Hook that is called after a choice (`call.ids_TK`) and returns the remaining choices,
-        int64 [T, K].
+        """Hook that returns the choices `call.ids_TK`, int64 [T, K], and may drop some of them.
 
         weights_TK: the weights that `weigh` returned.
         """
@@ -318,10 +318,10 @@ class Router(BuffersKeepDtype, RouterModule):
         """Apply input dropout to `x_TD` and multiply it by random numbers from U[1-j, 1+j], in at
         least float32.
 
-        Both use the device's default random generator, which a checkpoint resets for its
-        recomputation, and which has the same state on ranks with the same tokens. Source: Switch
-        Transformers (Fedus et al., 2021), exploration strategies "input dropout" and "input
-        jitter".
+        Both use the device's default random generator. An activation checkpoint restores the state
+        of this generator for the recomputation, and ranks with the same tokens have the same state.
+        Source: Switch Transformers (Fedus et al., 2021), exploration strategies "input dropout" and
+        "input jitter".
         """
         jitter, dropout = self.config.input_jitter, self.config.input_dropout
         x_TD = x_TD.to(accumulate_dtype(x_TD.dtype))
@@ -371,8 +371,7 @@ class Router(BuffersKeepDtype, RouterModule):
                        if counted else None)
 
     def losses_of(self, call: RoutingCall) -> dict[str, Tensor]:
-        """Return the configured losses of a call. Without noise, leave out those that require it.
-        """
+        """Return the configured losses of a call, except losses that need noise the call lacks."""
         noisy = call.noise or call.deviation_TE is not None
         values = {}
         for name, loss in self.losses.items():
@@ -388,8 +387,7 @@ class Router(BuffersKeepDtype, RouterModule):
         return not (self.adapted or any([p.requires_grad for p in self.parameters()]))
 
     def note_adapter(self) -> None:
-        """Record whether an adapter trains `weight_ED`, which peft's adapters do only inside a
-        call."""
+        """Record whether an adapter trains `weight_ED`, which peft shows only inside a call."""
         if torch.is_grad_enabled():
             self.adapted = "parametrizations" in self._modules and self.weight_ED.requires_grad
 
@@ -424,7 +422,7 @@ def _at_least_float32(dtype: torch.dtype) -> torch.dtype:
 
 
 def _keep_float32(fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """Wrap `fn` for `Module._apply`, so that results with fewer bits are converted to float32."""
+    """Wrap `fn` for `Module._apply` so that results with fewer than 32 bits become float32."""
 
     def apply(tensor: Tensor) -> Tensor:
         made = fn(tensor)

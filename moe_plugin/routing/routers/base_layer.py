@@ -1,17 +1,18 @@
-"""The assignment of the BASE router, which gives every expert the same number of tokens by an
-auction.
+"""The BASE router, which assigns the same number of tokens to every expert by an auction.
 
-In each round, every token without an expert bids for the expert with the largest value of `v(t, e)
-- p_e`. The bid exceeds the price by the difference to the second best expert, plus epsilon. An
-expert with n slots keeps the n highest bids, and its price becomes the lowest of these bids
-(Bertsekas and Castanon 1989: auction for similar objects). All tokens bid at the same time, on the
-device of the scores. When every slot is occupied, the sum of the chosen scores is at most epsilon
-per token below the largest possible sum. This bound holds for any initial prices, so the auction
-starts at prices at which the soft demand for all experts is equal. All functions in this module are
-pure, have no gradient, and compute in float32 (float64 for float64 scores).
+In each round, every token without an expert bids for the expert with the largest value of
+`v(t, e) - p_e`. The bid exceeds the price by epsilon plus the difference between the best and the
+second best value. An expert with n slots keeps the n highest bids, and its price becomes the lowest
+of these bids (Bertsekas and Castanon 1989: auction for similar objects). All tokens bid at the same
+time, on the device of the scores. When every slot is occupied, the sum of the chosen scores is at
+most epsilon per token below the largest possible sum. This bound holds for any initial prices. The
+auction starts with prices at which the soft demand for all experts is equal, which reduces the
+number of rounds. All functions in this module are pure, have no gradient, and compute in float32
+(float64 for float64 scores).
 
-For example, 4,096 tokens with normally distributed scores for 64 experts need about 60 rounds, and
-the loss of total score is far below the bound: 1e-6 of the spread per token.
+For example, 4,096 tokens with normally distributed scores for 64 experts need about 60 rounds. The
+total score is then below the optimum by only 1e-6 of the spread per token, which is far less than
+the bound.
 """
 
 from __future__ import annotations
@@ -43,9 +44,9 @@ def balanced_assignment(scores_TE: Tensor) -> Tensor:
     tokens.
 
     The sum of the chosen scores is the largest possible sum, up to an error of `EPSILON` times the
-    spread (largest minus smallest score) per token. If E does not divide T, dummy tokens with score
-    0 are added, which are counted as tokens in this bound. Source of the problem: BASE layers
-    (Lewis et al., 2021), which also solve it by an auction.
+    spread (largest minus smallest score) per token. If T is not divisible by E, dummy tokens with
+    score 0 are added. Dummy tokens are counted as tokens in this bound. Source of the problem: BASE
+    layers (Lewis et al., 2021), which also solve it by an auction.
 
     Args:
         scores_TE: float. NaN is treated as 0. +Inf and -Inf are treated as finite values that are
@@ -85,8 +86,8 @@ def _finite(value_TE: Tensor) -> Tensor:
 
 
 def _soft_prices(value_NE: Tensor, each: int) -> Tensor:
-    """Return prices [E] at which the demand for all experts is about equal, using log-sum-exp
-    demand at decreasing temperatures.
+    """Return prices [E] at which the demand for all experts is about equal. The demand is a softmax
+    whose temperature decreases.
     """
     price_E = value_NE.new_zeros(value_NE.shape[1])
     for heat in COOLING:
@@ -124,8 +125,8 @@ def auction(value_NE: Tensor, price_E: Tensor, each: int) -> Tensor:
 
 
 def accept(wish_N: Tensor, bid_N: Tensor, price_E: Tensor, each: int) -> tuple[Tensor, Tensor]:
-    """Let every expert keep its `each` highest bids. Return the owners (-1 for rejected tokens) and
-    the prices.
+    """Let every expert keep its `each` highest bids. Return the owner of each token, which is -1 if
+    the token was rejected, and the new prices.
     """
     # Two stable sorts order the tokens by expert, and within an expert by falling bid.
     by_bid_N = torch.argsort(bid_N, descending=True, stable=True)
@@ -160,18 +161,19 @@ def _fill_up(owner_N: Tensor, each: int, experts: int) -> Tensor:
 
 @routers.register("base")
 class BASERouter(Router):
-    """A router that computes the balanced assignment with the largest total `<x, c_e>`, in which
-    every expert gets the same number of tokens.
+    """A router that gives every expert the same number of tokens and maximizes the total score `<x,
+    c_e>`.
 
     The output is `a * expert(x) + (1 - a) * x` with `a = sigmoid(<x, c_e>)`. In training each rank
     sends its tokens to random ranks, so that no assignment problem consists only of similar
-    neighboring tokens. Every rank assigns the tokens that it received, with the same number for
-    each expert, and returns the results. For each token, a rank sends the scores [E] and receives
-    one number. The token itself is never sent, because the output does not depend on the rank on
-    which the token was assigned. This requires two exchanges of data and one exchange of sizes in
-    every training call. Outside training each token uses its nearest expert without balancing, as
-    in the original implementation. The centroids `c_e` are initialized to be orthogonal with gain
-    0.1. Source: BASE layers (Lewis et al., 2021).
+    neighboring tokens. Every rank assigns an equal number of the received tokens to each expert,
+    and returns the results. For each token, a rank sends the scores [E] and receives one number.
+    The token itself is never sent, because the output does not depend on the rank on which the
+    token was assigned. This requires two exchanges of data and one exchange of sizes in every
+    training call. Outside of training, each token uses the expert with the largest score without
+    balancing, as in the original implementation. The centroids `c_e` are initialized as an
+    orthogonal matrix with gain 0.1.
+    Source: BASE layers (Lewis et al., 2021).
     """
 
     reads = SCORED
@@ -207,12 +209,11 @@ class BASERouter(Router):
 
 
 def spread_and_assign(scores_TE: Tensor, comm: Comm) -> Tensor:
-    """Assign this rank's tokens, int64 [T], by solving balanced problems whose tokens are randomly
-    distributed over ranks.
+    """Return the experts [T] of this rank's tokens, after randomly distributing tokens over ranks.
 
     Collective. The shuffled tokens of rank i are sent to rank i and the following ranks in
-    round-robin order. The numbers that ranks receive therefore differ by at most the number of
-    ranks.
+    round-robin order. The numbers of tokens that two ranks receive therefore differ by at most the
+    number of ranks.
 
     Args:
         scores_TE: scores, float.

@@ -1,9 +1,10 @@
 """Routers that take the cost of links into account.
 
-Experts that are reached through slow links get fewer tokens, or only a bounded fraction of choices
-leaves the node. With `router.links.visited` both routers prefer experts on nodes to which the
-token's row is sent anyway (`links.prefer_visited`). This reduces the number of rows sent between
-nodes if a row is sent once to each node (`dispatch.send`).
+One router assigns fewer tokens to experts that are reached through slow links. The other router
+limits the fraction of choices that are sent to other nodes. With `router.links.visited`, both
+routers prefer experts on nodes to which the token's row is already sent (`links.prefer_visited`).
+This reduces the number of rows sent between nodes if a row is sent once to each node
+(`dispatch.send`).
 """
 
 from __future__ import annotations
@@ -54,10 +55,10 @@ class TAMoERouter(TopKRouter):
     is dropped. With `overflow: next`, choices beyond the capacity are first moved to the token's
     next best expert with free capacity.
 
-    Set a weight for the loss `ta_moe`, so that the router learns these fractions. The loss `ta_moe`
-    works with every router. If all ranks have the same router and similar tokens, no loss can make
-    the router prefer different experts on each rank. In this case only `overflow: next` makes the
-    choices follow these fractions. Source: TA-MoE (Chen et al., 2022).
+    To make the router learn these fractions, set a weight for the loss `ta_moe`. This loss works
+    with every router. If all ranks have the same router and similar tokens, no loss can make the
+    router prefer different experts on each rank. In this case, the choices match these fractions
+    only with `overflow: next`. Source: TA-MoE (Chen et al., 2022).
     """
 
     reads = WITH_POLICY
@@ -75,8 +76,8 @@ class TAMoERouter(TopKRouter):
         _note_nodes(self, device)
 
     def select(self, call: RoutingCall) -> Tensor:
-        """Choose the k best experts, or prefer experts on nodes to which the token is sent anyway;
-        see `Router.select`.
+        """Choose k experts, and prefer nodes to which the token is already sent; see
+        `Router.select`.
         """
         chosen_TK = (super().select(call) if self.nodes_EN is None
                      else call.choose(_near_visited(self, call)))
@@ -106,11 +107,12 @@ class TAMoERouter(TopKRouter):
 
 
 def with_room(scores_TE: Tensor, chosen_TK: Tensor, real_T: Tensor, most_E: Tensor) -> Tensor:
-    """Move choices such that as few as possible exceed `most_E`, and return them, int64 [T, K].
+    """Move choices so that as few as possible exceed `most_E`, and return the new choices [T, K].
 
     In each round, every choice beyond the capacity of an expert is moved to the best of the token's
-    other experts that have free capacity. If this gives an expert too many choices, the next round
-    moves them again. Choices that cannot be moved after the last round still exceed the capacity.
+    other experts that have free capacity. If an expert then has too many choices, some of them are
+    moved again in the next round. Choices that cannot be moved after the last round still exceed
+    the capacity.
     """
     experts = scores_TE.shape[1]
     for _ in range(min(experts, ROUNDS)):
@@ -136,15 +138,16 @@ class TopologyQuotaRouter(Router):
     """A top-k router in which at most `floor(quota * choices)` of this rank's choices leave its
     node.
 
-    The choices with the highest scores may leave the node (if scores are equal, the choice of the
-    earlier token). Every other choice that would leave is replaced with the token's best unchosen
-    expert on the node, or dropped if there is no such expert. The group's topology
+    The choices with the highest scores may leave the node. If scores are equal, the choice of the
+    earlier token has priority. Every other choice that would leave is replaced with the token's
+    best unchosen expert on the node, or dropped if there is no such expert. The group's topology
     (`comm.topology`) determines which experts are on the node. If there is a single node, this
     router equals topk. Source: FastMoE (He et al., 2021), topology-aware gate.
 
     The one-pass kernel is used only if there is a single node. If there are several nodes, the
-    choice compares the scores of different tokens and may be -1. This requires all scores, which
-    the step-by-step computation shares and the kernel would compute again.
+    choice compares the scores of different tokens and may be -1. This requires all scores. The
+    step-by-step computation already has these scores, whereas the kernel would have to compute them
+    again.
     """
 
     reads = BY_SCORE
@@ -173,7 +176,8 @@ class TopologyQuotaRouter(Router):
         return self.leaves_none and super().one_pass()
 
     def _allowed(self, value_TK: Tensor, leaves_TK: Tensor, mask_T: Tensor) -> Tensor:
-        """Mark the best choices that leave the node, as many as the quota allows."""
+        """Mark the choices that may leave the node: those with the highest scores, up to the
+        quota."""
         order_N = torch.argsort(
             torch.where(leaves_TK, value_TK, -1.0).reshape(-1), descending=True, stable=True)
         rank_N = torch.empty_like(order_N).index_copy_(

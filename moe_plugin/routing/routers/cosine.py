@@ -1,4 +1,4 @@
-"""Cosine router, whose scores depend on the direction of a token vector and not on its length."""
+"""Cosine router, whose scores depend only on the direction of a token vector."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class CosineRouter(TopKRouter):
     gate; Chi et al., 2022.
 
     The cosine `cos(y, a)` is the dot product of `y / |y|` and `a / |a|`. If `|y| <= 1e-4`, the
-    cosine is 0 and the gradient for y is zero. Otherwise a row of zeros, such as a padding token
-    without a mask, could get an arbitrarily large gradient.
+    cosine is 0 and the gradient for y is zero. Without this rule, a row of zeros, such as a padding
+    token without a mask, could get an arbitrarily large gradient.
     """
 
     reads = WITH_POLICY | FORCED | {"cosine_dim"}

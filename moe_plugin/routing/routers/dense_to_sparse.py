@@ -1,4 +1,5 @@
-"""Dense-to-sparse router, which uses all experts at first and few experts at the end."""
+"""Dense-to-sparse router, which uses all experts at the beginning of training and few at the
+end."""
 
 from __future__ import annotations
 
@@ -38,8 +39,8 @@ class DenseToSparseRouter(Router):
         self.register_buffer("step", torch.zeros(1, dtype=torch.int64, device=device))
 
     def temperature(self) -> Tensor:
-        """Return the temperature t at the current step, float64 [1]: `start * (end / start)^min(1,
-        step / steps)`.
+        """Return the temperature `start * (end / start)^min(1, step / steps)` of this step, float64
+        [1].
         """
         rules = self.config.sparsity
         done = (self.step.double() / rules.steps).clamp(max=1.0)

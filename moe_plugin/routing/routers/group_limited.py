@@ -1,7 +1,6 @@
-"""Routers that limit a choice to the experts of a few groups, and routers that balance the load
-with a bias.
+"""Routers that select experts from a few groups, and routers that balance the load with a bias.
 
-The bias is added to each expert's score, but affects only the choice and not the weight.
+The bias is added to each expert's score for the choice, but not for the weight.
 """
 
 from __future__ import annotations
@@ -23,9 +22,9 @@ class GroupLimitedRouter(Router):
     """A router that chooses the k best experts in the `group_top_k` best of `groups` groups of
     consecutive experts.
 
-    The score of a group is the sum of the best `group_scores` scores in the group (0 means `max(1,
-    k // group_top_k)` scores). Source: node-limited routing of DeepSeek-V2 (1 score) and V3 (2
-    scores),
+    The score of a group is the sum of the `group_scores` highest scores in the group. If
+    `group_scores` is 0, `max(1, k // group_top_k)` scores are added. Source: node-limited routing
+    of DeepSeek-V2 (1 score) and V3 (2 scores),
     2024. For the variant of V3, use the router sigmoid_bias with groups.
 
     Attributes:
@@ -48,7 +47,8 @@ class GroupLimitedRouter(Router):
         return self.config.group_top_k
 
     def counted_scores(self, k: int) -> int:
-        """Return the number of best scores in a group whose sum is the score of the group."""
+        """Return how many of the best scores in a group are added to obtain the score of the
+        group."""
         return self.config.group_scores or max(1, k // self.chosen_groups)
 
     def scores(self, x_TD: Tensor, call: RoutingCall) -> Tensor:
@@ -60,7 +60,7 @@ class GroupLimitedRouter(Router):
         return call.choose(**self.limits(call.k))
 
     def limits(self, k: int) -> dict[str, int]:
-        """Return the arguments that limit a choice to groups in `RoutingCall.choose`."""
+        """Return the arguments of `RoutingCall.choose` that limit the choice to groups."""
         if not self.config.groups:
             return {}
         return {"groups": self.config.groups, "take": self.chosen_groups,
@@ -92,7 +92,7 @@ class SAMRouter(GroupLimitedRouter):
     experts in this group.
 
     Each token is sent to one of `router.groups` groups of consecutive experts, for example to one
-    node. The loss `sam_alignment` trains the router such that the k likeliest experts are in the
+    node. The loss `sam_alignment` trains the router so that the k likeliest experts are in the
     chosen group. Source: the Switch-and-Mixture gate (hierarchical top-k) of HetuMoE (Nie et al.,
     2022).
     """
@@ -123,9 +123,9 @@ class SigmoidBiasRouter(GroupLimitedRouter):
     since the last step. The biases of a frozen router do not change. If `router.groups` is set, the
     choice is group-limited. Source: Wang et al., 2024 (auxiliary-loss-free balancing); DeepSeek-V3.
 
-    The bias is a float32 buffer (`bias_E`, which is saved with the weights) for any dtype of the
-    layer. `moe_plugin.routing.replay.counts` decides which passes are counted. Passes with replayed
-    choices are also counted. The only collective runs in `finish_step`.
+    The bias is stored in the float32 buffer `bias_E` for any dtype of the layer, and is saved with
+    the weights. `moe_plugin.routing.replay.counts` decides which passes are counted. Passes with
+    replayed choices are also counted. The only collective runs in `finish_step`.
     """
 
     reads = BY_SCORE | FORCED | LINEAR | {"groups", "group_top_k", "group_scores", "bias_rate"}

@@ -26,8 +26,9 @@ class HashRouter(Router):
     requires token ids.
 
     The table (`table_V`, int64) is filled at random, balanced by frequency, or read from a file
-    (`router.hash`). The table is saved with the weights. Losses treat the choice as a distribution,
-    so they measure the balance but have no gradient. Source: Hash layers (Roller et al., 2021).
+    (`router.hash`). The table is saved with the weights. Losses treat each choice as a probability
+    of 1, so they measure the balance but have no gradient. Source: Hash layers (Roller et al.,
+    2021).
     """
 
     reads = frozenset({"hash"})
@@ -126,12 +127,12 @@ def make_table(config: HashConfig, experts: int) -> Tensor:
 
 def balanced_table(counts_V: Tensor, experts: int,
                    generator: torch.Generator | None = None) -> Tensor:
-    """Assign tokens in the order of decreasing frequency to the expert that has the smallest load
-    so far, int64 [V].
+    """Assign each token to the expert with the smallest load so far, and return the table, int64
+    [V].
 
-    Ties go to the expert with the fewest tokens, and then to the lower index. If all frequencies
-    are equal, every expert gets floor(V / E) or ceil(V / E) tokens. The order among equally
-    frequent tokens is random.
+    Tokens are assigned in the order of decreasing frequency. Ties go to the expert with the fewest
+    tokens, and then to the lower index. If all frequencies are equal, every expert gets floor(V /
+    E) or ceil(V / E) tokens. The order among equally frequent tokens is random.
 
     Args:
         counts_V: int64 [V], the number of occurrences of each token, at least 0.

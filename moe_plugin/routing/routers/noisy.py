@@ -20,12 +20,12 @@ from moe_plugin.routing.routers.base import SEVERAL, Router
 
 @routers.register("noisy_topk")
 class NoisyTopKRouter(Router):
-    """A router that chooses the k largest values of `H = W x + N(0, 1) * softplus(V x)`, which are
-    weighted by a softmax over the chosen experts.
+    """A router that chooses the k largest values of `H = W x + N(0, 1) * softplus(V x)`.
 
-    The noise is added only in training. V is initialized to zero. The losses `importance` and
-    `noisy_load` (both are squared coefficients of variation) balance the load. The setting
-    `router.noise` has no effect. Source: Shazeer et al., 2017, equations 3 to 5.
+    The weights are a softmax over the chosen experts. The noise is added only in training. V is
+    initialized to zero. The losses `importance` and `noisy_load`, which are squared coefficients of
+    variation, balance the load. The setting `router.noise` has no effect. Source: Shazeer et al.,
+    2017, equations 3 to 5.
 
     As in equations 3 and 5, the logits of all other experts are set to -inf for the softmax. One
     pass of the kernel over these logits computes weights, importance and entropy. The choice is

@@ -22,12 +22,12 @@ from moe_plugin.routing.routers.base import SEVERAL, Router
 
 @routers.register("ktop1")
 class PrototypeRouter(Router):
-    """A router with k prototypes of E/k consecutive experts, which computes a softmax and makes a
-    top-1 choice inside each prototype.
+    """A router with k prototypes of E/k consecutive experts and a top-1 choice within each
+    prototype.
 
-    The weights are these probabilities, and are not divided by their sum. Losses are computed as
-    for a router with E/k experts for each prototype, and averaged over the prototypes. Source: M6-T
-    (Yang et al., 2021).
+    A softmax is computed within each prototype. The weights are the resulting probabilities, which
+    are not divided by their sum. Losses are computed as for a router with E/k experts for each
+    prototype, and averaged over the prototypes. Source: M6-T (Yang et al., 2021).
 
     For the one-pass kernel, each prototype of a token is a separate row of E/k logits. The kernel
     sums the importance over all rows, but losses need the importance for each prototype. Therefore
@@ -56,7 +56,7 @@ class PrototypeRouter(Router):
         return super().scores(x_TD, call)
 
     def select(self, call: RoutingCall) -> Tensor:
-        """Choose as choice i the best expert of prototype i; see `Router.select`."""
+        """Choose the best expert of prototype i as choice i; see `Router.select`."""
         return self._pass(call, None)
 
     def weigh(self, call: RoutingCall, ids_TK: Tensor) -> Tensor:
@@ -124,7 +124,7 @@ def _by_prototype(call: RoutingCall) -> Tensor:
 
 
 def _part(call: RoutingCall, index: int) -> RoutingCall:
-    """Return one prototype as the call of a router with E/k experts, for which losses can be
+    """Return a prototype as a call of a router with E/k experts, so that its losses can be
     computed.
     """
     k, width = call.k, call.experts // call.k

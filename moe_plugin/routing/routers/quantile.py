@@ -1,6 +1,4 @@
-"""A router whose biases are computed from quantiles of the logits, which is one dual step towards a
-balanced plan.
-"""
+"""A router whose biases are computed from quantiles of the logits."""
 
 from __future__ import annotations
 
@@ -19,7 +17,8 @@ from moe_plugin.routing.routers.base import BY_SCORE, FORCED, LINEAR, Router
 @routers.register("quantile")
 class QuantileRouter(Router):
     """A router that chooses the k largest values of l + b, where l are the logits. The choices are
-    weighted by their scores without b, and b is computed from quantiles of l.
+    weighted by their scores without b, and b is computed from quantiles of l, which is one dual
+    step towards a balanced plan.
 
     In a training pass of n real tokens, `a_t` is the (k + 1)-th largest value of `l_te + b_e` for a
     token, and `q_e` is the (floor(n k / E) + 1)-th largest value of `l_te - a_t` for an expert.
@@ -82,7 +81,8 @@ class QuantileRouter(Router):
 
 
 def quantiles(logits_TE: Tensor, biased_TE: Tensor, real_T: Tensor, k: int) -> Tensor:
-    """Return the quantiles q of `QuantileRouter` followed by the number 1, float32 [E + 1].
+    """Return a float32 tensor [E + 1] with the quantiles q of `QuantileRouter`, followed by the
+    number 1.
 
     All values are 0 if there are no real tokens, or if a logit of a real token is not finite.
 

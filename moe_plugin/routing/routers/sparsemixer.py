@@ -1,5 +1,4 @@
-"""The SparseMixer router, which chooses one expert after another and weights each among the experts
-close to it.
+"""The SparseMixer router, which chooses experts one by one and trains the choice with random draws.
 """
 
 from __future__ import annotations
@@ -17,14 +16,14 @@ _HALFWAY, _FULL = 1 / 3, 0.25
 
 @routers.register("sparsemixer")
 class SparseMixerRouter(Router):
-    """A router that chooses the best of the remaining experts k times, and weights each by a
-    softmax over the close experts.
+    """A router that k times chooses the best remaining expert, weighted by a softmax over close
+    experts.
 
     An expert is close to the best expert if `(best - logit) / max(|logit|, best) <= 2 * mixer_eps`.
     In training, the expert is instead drawn from this softmax. If the drawn expert is not the best,
-    its weight (but not its gradient) is multiplied by 1/3 in three of four draws. This is Heun's
-    third-order estimate of the gradient of the choice. Source: Liu et al., 2024, GRIN, arXiv
-    2409.12136; Phi-3.5-MoE.
+    its weight is multiplied by 1/3 in three of four draws, but the gradient of the weight is not.
+    This is Heun's third-order estimate of the gradient of the choice. Source: Liu et al., 2024,
+    GRIN, arXiv 2409.12136; Phi-3.5-MoE.
     """
 
     reads = frozenset({"input_jitter", "input_dropout", "mixer_eps"})

@@ -27,9 +27,9 @@ class TopKRouter(Router):
     """A router with linear scores that chooses the k largest scores; ties go to the lower expert
     index.
 
-    The router is as described in the section "router" of Tutel (Hwang et al., 2022): noise with
-    standard deviation `noise / E` is added to the logits, and scores are divided by their sum over
-    the chosen experts (bounded away from zero) before capacity drops choices.
+    The router is described in the section "router" of Tutel (Hwang et al., 2022). Noise with
+    standard deviation `noise / E` is added to the logits. Before capacity drops choices, scores are
+    divided by their sum over the chosen experts, which has a lower bound above zero.
 
     Attributes:
         second_expert_policy: how the second expert is treated in training. If it is an empty
@@ -76,16 +76,16 @@ class TopKRouter(Router):
     def second_share(self, weights_TK: Tensor) -> Tensor:
         """Return half the probability with which the second expert is kept, [T].
 
-        The result is the weight of the second expert. It is a fraction only if weights are divided
-        by their sum before dropping; otherwise it is the score itself, as in fairseq's `moe`
-        branch.
+        The result is the weight of the second expert. If weights are divided by their sum before
+        dropping, this is the divided weight. Otherwise it is the score itself, as in fairseq's
+        `moe` branch.
         """
         return weights_TK[:, 1]
 
 
 def _drawn(logits_TE: Tensor) -> Tensor:
-    """Return the best expert, and a second expert that is drawn from the softmax among the other
-    experts, [T, 2].
+    """Return the best expert and a second expert, [T, 2]. The second expert is drawn from the
+    softmax over the other experts.
     """
     first_T1 = top_k_stable(logits_TE, 1)
     # The argmax of logits plus Gumbel noise is distributed like a draw from their softmax.

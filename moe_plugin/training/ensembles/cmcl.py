@@ -37,8 +37,7 @@ class EnsembleSettings:
         k: see `confident_oracle_loss`.
         beta: see `confident_oracle_loss`.
         labels: see `confident_oracle_loss`.
-        by_sequence: whether all parts of a unit (a sequence or an image) have the same responsible
-            heads.
+        by_sequence: True if a whole unit (a sequence or an image) has the same responsible heads.
     """
 
     heads: int
@@ -54,7 +53,7 @@ def flags(whole: str, part: str, meaning: str) -> Flags:
     """Return the names and argparse options of the command-line flags for an ensemble.
 
     Args:
-        whole: first allowed value of `--oracle-unit`, which is the default.
+        whole: first allowed value of `--oracle-unit`. This value is also the default.
         part: second allowed value of `--oracle-unit`.
         meaning: description of the unit `whole` for help texts.
     """
@@ -78,7 +77,7 @@ def flags(whole: str, part: str, meaning: str) -> Flags:
 
 def given_settings(args: argparse.Namespace, known: Flags,
                    checks: Iterable[Check] = ()) -> EnsembleSettings | None:
-    """Return the ensemble requested by parsed arguments, or None for a single output layer.
+    """Return the ensemble that parsed arguments request, or None if there is a single output layer.
 
     Args:
         args: parsed arguments.
@@ -129,7 +128,7 @@ class OracleLoss:
 
 
 def uniform_divergence(logits_NMC: Tensor) -> Tensor:
-    """Return `KL(U || P) = -log C - (1/C) sum_c log P(c)`, [N, M], for float logits [N, M, C].
+    """Return `KL(U || P) = -log C - (1/C) sum_c log P(c)` [N, M] for float logits [N, M, C].
 
     The gradient with respect to the logits is `p - 1/C`.
     """
@@ -137,7 +136,7 @@ def uniform_divergence(logits_NMC: Tensor) -> Tensor:
 
 
 def responsible(cross_entropy_NM: Tensor, divergence_NM: Tensor, k: int, beta: float) -> Tensor:
-    """Return the assignment, bool [N, M], with the smallest loss and `k` members per sample.
+    """Return the assignment, bool [N, M], that has `k` members per sample and the smallest loss.
 
     The chosen members are those with the k smallest values of `CE_m - beta KL_m`, where ties go to
     the lower index. The result is exact, because the loss is a sum over members, and choosing
@@ -162,21 +161,21 @@ def responsible(cross_entropy_NM: Tensor, divergence_NM: Tensor, k: int, beta: f
 def confident_oracle_loss(logits_NMC: Tensor, target_N: Tensor, k: int, beta: float, *,
                           labels: str = "exact", group_N: Tensor | None = None, groups: int = 0,
                           mask_N: Tensor | None = None) -> OracleLoss:
-    """Compute the loss of each sample, which trains its best `k` members and pulls all other
-    members towards the uniform distribution.
+    """Compute the confident oracle loss of each sample.
 
-    The loss is `sum_m [ v_m CE(y, P_m) + beta (1 - v_m) KL(U || P_m) ]` with the best assignment
-    `v` of k members to each sample. With beta = 0 and k = 1 this is multiple choice learning; with
-    k = M it is an independent ensemble. The loss is computed in float32 or in a higher precision.
+    The loss trains the best `k` members, and moves all others towards the uniform distribution:
+    `sum_m [ v_m CE(y, P_m) + beta (1 - v_m) KL(U || P_m) ]` with the best assignment `v` of k
+    members to each sample. With beta = 0 and k = 1 this is multiple choice learning; with k = M it
+    is an independent ensemble. The loss is computed in at least float32.
 
     Args:
         logits_NMC: float [N, M, C], logits of all members.
         target_N: int64 [N], class of each sample.
         k: number of members responsible for a sample.
         beta: weight of the divergence of members that are not responsible for a sample.
-        labels: how the divergence is computed. "exact": the divergence itself. "stochastic": the
-            members that are not responsible use cross entropy, with weight beta, to a label drawn
-            uniformly for each member and sample. The mean gradient equals that of the divergence.
+        labels: how the divergence is computed. With "exact", the divergence itself is used. With
+            "stochastic", the divergence is replaced with the cross entropy to a label that is drawn
+            uniformly for each sample and each other member. The mean gradient is the same.
         group_N: optional. Group index of each sample, int64 [N] in 0..groups-1. All samples of a
             group (such as the tokens of a sequence) have the same responsible members. By default
             each sample is a separate group.
@@ -237,7 +236,7 @@ def ensemble_errors(logits_NMC: Tensor, target_N: Tensor) -> tuple[Tensor, Tenso
 def sequence_oracle_loss(logits_BTMC: Tensor, target_BT: Tensor, real_BT: Tensor, k: int,
                          beta: float, *, labels: str = "exact",
                          by_sequence: bool = True) -> tuple[OracleLoss, dict[str, Tensor]]:
-    """Compute the loss of each token with the responsible members, and the errors of each token.
+    """Compute the confident oracle loss and the errors of each token.
 
     Args:
         logits_BTMC: float [B, T, M, C].
@@ -248,9 +247,9 @@ def sequence_oracle_loss(logits_BTMC: Tensor, target_BT: Tensor, real_BT: Tensor
         labels: see `confident_oracle_loss`.
         by_sequence: whether all tokens of a sequence have the same responsible members.
     Returns:
-        The loss of each token with its responsible members, float32 [B * T]. Also the errors of the
-            tokens by name, bool [B * T]: "oracle" (no member is correct) and "top1" (the mean of
-            the members is wrong). They are false for padding.
+        The loss of each token with its responsible members, float32 [B * T]. The second value
+        contains the errors of tokens by name, bool [B * T]: "oracle" (no member is correct) and
+        "top1" (the members' mean is wrong). The values are false for padding.
     """
     result = sequence_oracle(logits_BTMC, target_BT, real_BT, k, beta, labels=labels,
                              by_sequence=by_sequence)
@@ -271,11 +270,11 @@ def sequence_oracle(logits_BTMC: Tensor, target_BT: Tensor, real_BT: Tensor, k: 
 
 
 def sequence_errors(logits_BTMC: Tensor, target_BT: Tensor, by_sequence: bool) -> dict[str, Tensor]:
-    """Return by name the fraction of wrong tokens in each sequence, float64 [B].
+    """Return the fraction of wrong tokens in each sequence, float64 [B], by kind of error.
 
     "top1" uses the mean of the members' predictions. "member" is the mean of the members'
-    individual errors. "oracle" uses the best member for each sequence, or for each token if
-    `by_sequence` is false. If `by_sequence` is false, a token is wrong if no member is correct.
+    individual errors. "oracle" uses the best member for each sequence. If `by_sequence` is false,
+    it uses the best member for each token, so a token is wrong if no member is correct.
 
     Args:
         logits_BTMC: float [B, T, M, C].
@@ -291,7 +290,7 @@ def sequence_errors(logits_BTMC: Tensor, target_BT: Tensor, by_sequence: bool) -
 
 def confidence_histograms(logits_NMC: Tensor, chosen_NM: Tensor,
                           real_N: Tensor) -> dict[str, Tensor]:
-    """Compute histograms of the confidence of predictions, by the names in `HISTOGRAMS`.
+    """Compute histograms of the confidence of predictions, with the names in `HISTOGRAMS`.
 
     There is one histogram, float64 [BINS], for the members responsible for a sample, one for all
     other members, and one for the mean of the members; see `confidence_counts`.
@@ -308,8 +307,8 @@ def confidence_histograms(logits_NMC: Tensor, chosen_NM: Tensor,
 
 
 def confidence_counts(p: Tensor, counted: Tensor, bins: int) -> Tensor:
-    """Divide 0..1 into `bins` equal intervals, and count the distributions whose largest
-    probability is in each interval, float64 [bins].
+    """Count the distributions [bins] by the interval of 0..1 that contains their largest
+    probability.
 
     Args:
         p: float [..., C], probabilities of the classes.
@@ -323,8 +322,8 @@ def confidence_counts(p: Tensor, counted: Tensor, bins: int) -> Tensor:
 def share_features(features: Tensor, probability: float, training: bool, dim: int = -2) -> Tensor:
     """Add features of other members at random: `h_m + sum_{n != m} s_nm * h_n`.
 
-    Each element of s_nm is 1 with the given probability, else 0. Outside training the mean of
-    `s_nm` is used. Source: CMCL, section 3.3; its public code also draws `s_nm` at test time.
+    Each element of s_nm is 1 with the given probability, and 0 otherwise. Outside training the mean
+    of `s_nm` is used. Source: CMCL, section 3.3; its public code also draws `s_nm` at test time.
 
     Args:
         features: float tensor in which `dim` is the axis of the members.
@@ -359,9 +358,10 @@ class EnsembleHeads(nn.Module):
         dim: width of the input features.
         classes: C, the number of classes.
         heads: M, the number of heads.
-        hidden: width of each head's hidden layer; 0: each head is only a linear map.
-        sharing: probability that a feature of one head is added to another head's feature (see
-            `share_features`); 0: no sharing. Sharing requires a hidden layer.
+        hidden: width of each head's hidden layer. If it is 0, each head is a linear map.
+        sharing: probability that a feature of one head is added to the feature of a different head
+            (see `share_features`). If `sharing` is 0, features are not shared. Sharing requires a
+            hidden layer.
         dtype: dtype of the parameters.
         device: device of the parameters.
     Raises:
@@ -390,7 +390,7 @@ class EnsembleHeads(nn.Module):
 
         Args:
             x: float [..., D], output of the model before the heads.
-            own: whether `x` contains separate features for each head, with shape [..., M, D].
+            own: True if `x` contains separate features for each head and has shape [..., M, D].
         """
         inputs = "...md" if own else "...d"
         if self.w_hidden_MDH is None:

@@ -1,4 +1,4 @@
-"""Selection of the fused implementations that this package uses on this machine, with the reasons.
+"""Selection of the fused implementations that are used on this machine, with the reasons.
 
 apex (github.com/NVIDIA/apex) has kernels only for CUDA devices. A component of apex is used if
 there is a CUDA device and the extension for this component can be imported. Otherwise torch's
@@ -34,7 +34,7 @@ class FusedPart:
     """A component of apex, and whether it can be used.
 
     Attributes:
-        value: the class or function; None if the component cannot be used.
+        value: the class or function of apex, or None if the component cannot be used.
         reason: why this component can or cannot be used.
     """
 

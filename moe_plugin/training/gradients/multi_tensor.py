@@ -1,6 +1,4 @@
-"""Norms and scaling of many tensors at once, with apex if it supports them (see `fused`), otherwise
-with torch.
-"""
+"""Norms and scaling of many tensors at once, with apex if it is supported, otherwise with torch."""
 
 from __future__ import annotations
 
@@ -21,11 +19,10 @@ APEX_DEVICES, APEX_DTYPES = ("cuda",), (torch.float32, torch.float16)
 @torch.no_grad()
 def squared_norm(tensors: Sequence[Tensor], device: torch.device | None = None,
                  copies: Sequence[int] | None = None) -> Tensor:
-    """Return the sum of the squares of all elements as a 0-dim float64 tensor, without waiting for
-    the device.
+    """Return the sum of the squares of all elements as a 0-dim float64 tensor.
 
-    Norms of the tensors are computed in float32 (float64 for float64 tensors). A NaN or Inf in any
-    tensor makes the result NaN or Inf.
+    The host does not wait for the device. Norms of the tensors are computed in float32 (float64 for
+    float64 tensors). A NaN or Inf in any tensor makes the result NaN or Inf.
 
     Args:
         tensors: tensors of any shapes, floating dtypes and devices. The result is 0 if there are no
@@ -41,7 +38,7 @@ def squared_norm(tensors: Sequence[Tensor], device: torch.device | None = None,
 
 
 class SquaredNorm:
-    """The computation of `squared_norm` for tensors that do not exist at the same time.
+    """The computation of `squared_norm` for tensors that are not in memory at the same time.
 
     The results are bitwise equal to those of `squared_norm`, except on a GPU with apex, which
     computes norms of several tensors at once.
@@ -56,8 +53,8 @@ class SquaredNorm:
         """Add some of the tensors to the sum.
 
         Args:
-            place: index of this group of tensors in the order of summation. Groups of tensors may
-                be added in any order.
+            place: index of this group of tensors in the order of summation. `add` may be called for
+                the groups in any order.
             tensors: see `squared_norm`.
             copies: see `squared_norm`.
         """
@@ -85,7 +82,7 @@ class SquaredNorm:
 
 
 def _norms(group: list[Tensor]) -> Tensor:
-    """Return the norms [n] of tensors that have the same device and dtype, or one norm [1] of all
+    """Return the norms [n] of tensors with the same device and dtype, or a single norm [1] of all
     of them.
     """
     if (norm_op := _apex(fused.L2_NORM, group)) is not None:

@@ -32,8 +32,7 @@ from moe_plugin.utils.messages import short
 def shard_routers(model: nn.Module, ignored_params: set[nn.Parameter],
                   mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),
                   **options: Any) -> None:
-    """Make each router with parameters of a different dtype than the rest of the model a separate
-    FSDP unit.
+    """Make each router whose parameters have a different dtype a separate FSDP unit.
 
     FSDP2 does not accept parameters of different dtypes in one unit. If `router.fp32` is set, the
     router is also a separate unit if `mp_policy` lowers the precision of the model, because the
@@ -78,8 +77,8 @@ def muon_groups(model: nn.Module, lr: float, adamw_lr: float, *, weight_decay: f
     heads, adapters, vectors) use AdamW.
 
     Experts are the experts of `MoELayer` and, in models of `transformers`, of every class decorated
-    with `use_experts_implementation`. Vectors (norms and biases) have no weight decay. Biases of
-    experts count as vectors, although they are stored as matrices [L, F].
+    with `use_experts_implementation`. Weight decay is not applied to vectors (norms and biases).
+    Biases of experts count as vectors, although they are stored as matrices [L, F].
 
     Args:
         model: the model.
@@ -122,10 +121,11 @@ class ExpertMuon(torch.optim.Optimizer):
     """An optimizer that uses Muon for stacks of matrices, and AdamW for all other parameters.
 
     A matrix is updated as in `torch.optim.Muon`. Each Muon group has the options of
-    `torch.optim.Muon` and its state (`momentum_buffer`). It also has the options `transposed`
-    (matrices are stored as [..., in, out]) and `halves` ("concatenated" or "alternating": gate and
-    up are stored in one tensor, but are separate matrices as in dense models). Groups with
-    `muon=False` have the options of `torch.optim.AdamW`.
+    `torch.optim.Muon` and its state (`momentum_buffer`). The group also has the options
+    `transposed` and `halves`. If `transposed` is true, matrices are stored as [..., in, out]. If
+    `halves` is "concatenated" or "alternating", gate and up are stored in one tensor, but are
+    treated as separate matrices as in dense models. Groups with `muon=False` have the options of
+    `torch.optim.AdamW`.
 
     If an expert is split into shards (`parallel.shards`, or more ranks than experts), or a matrix
     is a DTensor, its momentum is gathered for the update. The update is then collective, and all
@@ -213,8 +213,8 @@ class ExpertMuon(torch.optim.Optimizer):
 
 
 class _AdamW(torch.optim.AdamW):
-    """An AdamW that updates the parameters of an outer optimizer during the outer step, and stores
-    its state there.
+    """An AdamW that updates parameters of an outer optimizer during its step and stores its state
+    there.
     """
 
     def step_of(self, groups: list[dict[str, Any]], state: Any) -> None:
@@ -256,8 +256,8 @@ def _of_whole(part: Tensor, place: tuple[str, Placement] | None,
 
     Args:
         part: this rank's part of the tensor.
-        place: name and placement of an expert's parameter; None for parameters that do not belong
-            to experts.
+        place: name and placement of an expert's parameter. It is None for parameters that do not
+            belong to experts.
         compute: function of the full matrices that preserves their shapes.
     """
     if is_sharded(part):
@@ -294,14 +294,14 @@ def newton_schulz(x_NOI: Tensor, coefficients: tuple[float, float, float], steps
     """Orthogonalize each matrix of a stack [N, out, in] in bfloat16, as `torch.optim.Muon` does.
 
     The quintic iteration `X <- a X + (b G + c G^2) X`, where `G = X X^T`, starts at `X / ||X||_F`.
-    The coefficients (Jordan and others 2024) bring singular values close to 1, but not exactly to
-    1.
+    With these coefficients (Jordan and others 2024), singular values become close to 1, but not
+    exactly 1.
 
     Args:
         x_NOI: the matrices.
         coefficients: the coefficients a, b and c of the iteration.
         steps: number of iterations.
-        eps: smallest norm by which a matrix is divided.
+        eps: lower bound of the norm by which a matrix is divided.
     """
     a, b, c = coefficients
     wide = x_NOI.shape[-2] <= x_NOI.shape[-1]

@@ -3,9 +3,9 @@
 `torch.nn.utils.clip_grad_norm_`, and therefore Lightning, Accelerate and transformers' Trainer,
 compute the norm of the gradients on one rank. Each rank has different experts. Without this module,
 every rank would scale by a different norm, and parameters that are equal on all ranks would drift
-apart. Gradients of experts are therefore `PartGradient`s: their norm is computed over all ranks'
-experts, and a number that is not finite on one rank is detected on all ranks
-(`torch.amp.GradScaler`). All other operations treat these gradients as plain tensors.
+apart. Gradients of experts are therefore `PartGradient`s. The norm of a `PartGradient` is computed
+over the experts of all ranks, and `torch.amp.GradScaler` detects on all ranks if a value is not
+finite on one rank. All other operations treat these gradients as plain tensors.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from moe_plugin.utils.dtensors import is_sharded
 
 
 class PartGradient(Tensor):
-    """A gradient that is distributed over ranks, each of which has a different part.
+    """A gradient that is distributed over ranks. Each rank has a different part.
 
     Norms computed by `torch.linalg.vector_norm` and `torch._foreach_norm` (see `PartNorm`), and the
     check of `GradScaler`, are collective over `comm`: all ranks of `comm` must call them in the
@@ -69,8 +69,7 @@ def keep_part_gradients(parameters: Iterable[nn.Parameter], comm: Comm) -> None:
 
 
 def mark_gradient(parameter: Tensor) -> None:
-    """Convert a parameter's gradient to a `PartGradient` if other ranks have other parts of the
-    gradient.
+    """Convert a parameter's gradient to a `PartGradient` if other ranks have different parts of it.
     """
     comm, gradient = getattr(parameter, "part_comm", None), parameter.grad
     if comm is not None and gradient is not None and not isinstance(gradient, PartGradient):
@@ -78,7 +77,7 @@ def mark_gradient(parameter: Tensor) -> None:
 
 
 def plain(gradient: Tensor) -> Tensor:
-    """Return a gradient as a plain tensor, whose norm includes only this rank's part."""
+    """Return a gradient as a plain tensor. The tensor's norm includes only this rank's part."""
     return gradient.as_subclass(Tensor) if isinstance(gradient, PartGradient) else gradient
 
 
@@ -160,8 +159,8 @@ class PartNorm(Tensor):
     """The norm of this rank's part of a gradient, which becomes the norm over all ranks when it is
     used.
 
-    The reduction is delayed because torch stacks the norms of all parameters, which then need only
-    one collective.
+    The reduction is delayed because torch stacks the norms of all parameters. The stacked norms
+    then need only one collective.
     """
 
     comm: Comm

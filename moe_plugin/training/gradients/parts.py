@@ -1,9 +1,9 @@
 """Parts of parameters that one rank's optimizer updates if the optimizer state is sharded.
 
 An optimizer receives plain tensors, so any element-wise optimizer works. A part is a slice along
-the first axis that shares its storage with the parameter: a slice of the rank's shard of a DTensor,
-or 1/size of a flattened parameter that is not sharded. The slices have the same lengths as the
-chunks of `torch.chunk`.
+the first axis that shares its storage with the parameter. A part is a slice of the rank's shard of
+a DTensor, or 1/size of a flattened parameter that is not sharded. The slices have the same
+lengths as the chunks of `torch.chunk`.
 """
 
 from __future__ import annotations
@@ -32,11 +32,12 @@ class Part:
 
     Attributes:
         parameter: the parameter of the model.
-        local: the tensor that the optimizer updates; `parameter` itself if this rank updates all of
-            it.
+        local: the tensor that the optimizer updates. This tensor is `parameter` itself if this rank
+            updates the whole parameter.
         shape: shape in which the full parameter was split along its first axis.
-        comm: the ranks that update the other parts; None if this rank updates the whole parameter.
-        stays: true if no other rank stores this part, in which case `parameter` is a DTensor.
+        comm: the ranks that update the other parts, or None if this rank updates the whole
+            parameter.
+        stays: true if no other rank stores this part. In this case, `parameter` is a DTensor.
     """
 
     parameter: nn.Parameter
@@ -90,8 +91,8 @@ def piece(whole: Tensor, comm: Comm) -> Tensor:
 
 
 def shards(parameters: Iterable[nn.Parameter], comm: Comm) -> list[Part]:
-    """Return the parts of an FSDP2 model's parameters: this rank's shard of each DTensor, and the
-    whole of every other parameter.
+    """Return the parts of an FSDP2 model's parameters that this rank updates. These are its shards
+    of DTensors, and the whole of every other parameter.
 
     Args:
         parameters: parameters of the model.
@@ -104,12 +105,12 @@ def shards(parameters: Iterable[nn.Parameter], comm: Comm) -> list[Part]:
 
 
 def slices(parameters: Iterable[nn.Parameter], comm: Comm, replicas: Comm | None) -> list[Part]:
-    """Return the parts that this rank updates of parameters that are not sharded (ZeRO stage 1).
+    """Return the parts of unsharded parameters that this rank updates (ZeRO stage 1).
 
     Args:
         parameters: contiguous parameters.
         comm: the ranks that store the dense parameters.
-        replicas: the ranks that store the same experts; None if no other rank does.
+        replicas: the ranks that store the same experts, or None if no other rank stores them.
     """
     parts = []
     for parameter in parameters:

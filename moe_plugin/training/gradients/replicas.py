@@ -1,5 +1,4 @@
-"""Averaging of gradients over ranks that store the same parameters, which runs in buckets during
-backward.
+"""Averaging of gradients over ranks that store the same parameters, in buckets and during backward.
 
 Each bucket is reduced by a single all-reduce. The reduction of a bucket starts as soon as all
 gradients in the bucket are complete, while backward computes the gradients of earlier layers. The
@@ -35,8 +34,9 @@ def replicas_of(parameter: Tensor) -> int:
 
 
 class _Groups:
-    """The groups created by `replica_comm`, stored by owner and ranks as long as the owner
-    exists.
+    """The groups created by `replica_comm`.
+
+    The groups are stored by owner and ranks as long as the owner exists.
     """
 
     def __init__(self) -> None:
@@ -84,8 +84,8 @@ class Bucket:
     """Parameters of the same dtype and device whose gradients are reduced together.
 
     Attributes:
-        touched: whether a gradient has changed since the last call of `finish`.
-        started: whether the all-reduce has been started and not yet finished.
+        touched: whether a gradient in the bucket has changed since the last call of `finish`.
+        started: whether the all-reduce has been started but has not yet finished.
     """
 
     def __init__(self, parameters: list[nn.Parameter]) -> None:
@@ -99,7 +99,8 @@ class Bucket:
         return self._wait is not None
 
     def ready(self, passes: int) -> bool:
-        """Return true if `passes` backward passes have contributed to every gradient."""
+        """Return true if the number of backward passes that contributed to every gradient is
+        `passes`."""
         return all(self._passes.get(parameter, 0) >= passes for parameter in self.parameters)
 
     def add(self, parameter: nn.Parameter) -> None:

@@ -35,7 +35,7 @@ from moe_plugin.utils.dtensors import is_sharded
 
 def clip_grad_norm_(parameters: nn.Parameter | Iterable[nn.Parameter], max_norm: float, *,
                     world: Comm | None = None) -> Tensor:
-    """Scale the gradients such that their L2 norm, over all parameters of all ranks, is at most
+    """Scale the gradients so that their L2 norm over all parameters of all ranks is at most
     `max_norm`.
 
     This is `torch.nn.utils.clip_grad_norm_` for models whose parameters are distributed over ranks:
@@ -114,7 +114,7 @@ class PartedClip:
         return norm
 
     def scale(self, gradients: Sequence[Tensor]) -> None:
-        """Scale gradients in place by the factor that reduces the last norm to at most
+        """Multiply gradients in place by the factor that reduces the last norm to at most
         `max_norm`.
         """
         multi_tensor.scale_(gradients, self._factor)
@@ -125,7 +125,7 @@ def _is_part(parameter: nn.Parameter) -> bool:
 
 
 def _copies(parameter: nn.Parameter) -> int:
-    """Return the number of ranks that store this part of a parameter and contribute it to the
+    """Return the number of ranks that store this part of a parameter, and therefore add it to the
     norm.
     """
     if not is_sharded(parameter):
@@ -141,7 +141,7 @@ DivisorOf = Callable[[MoELayer], float | None]
 
 def sync_gradients(model: nn.Module, world: Comm, expert_group: Comm | None = None,
                    replicas: Comm | None = None) -> None:
-    """Set the gradients on every rank to the gradients of the mean of all ranks' losses.
+    """On every rank, replace the gradients with the gradients of the mean of all ranks' losses.
 
     Shared parameters are averaged over `world`. An expert's gradient is already the sum over the
     ranks of its expert-parallel group. The gradient is summed over `replicas` and divided once by
@@ -186,7 +186,7 @@ def _average(parameters: list[nn.Parameter], comm: Comm) -> None:
 
 
 def exclude_experts(model: nn.Module) -> None:
-    """Exclude experts from `DistributedDataParallel`; this function must be called before
+    """Exclude experts from `DistributedDataParallel`. Call this before
     `DistributedDataParallel(model)`.
 
     Otherwise DDP would overwrite each rank's experts with the experts of rank 0 and average their
@@ -307,8 +307,8 @@ def mark_adapters(model: nn.Module) -> None:
 
 
 def _tell_world(model: nn.Module, world: Comm) -> None:
-    """Set the ranks over which load-dependent biases of routers are computed, and on which shared
-    parameters are compared.
+    """Set the ranks over which routers' load-dependent biases are computed and parameters are
+    compared.
 
     The biases and the gradients are then computed over the same ranks.
     """

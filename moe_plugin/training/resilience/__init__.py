@@ -1,4 +1,5 @@
-"""Features for runs in which a rank is lost, computes wrong results, overflows or is stopped.
+"""Features for runs in which a rank is lost, computes wrong results, exceeds a buffer or is
+stopped.
 
-The run continues, or ends with a clear message, and its behavior is the same in every host.
+The run continues or ends with a clear message. The behavior is the same in every host.
 """

@@ -1,8 +1,7 @@
-"""Peers that train separately and average their weights every few steps (local SGD and DiLoCo, like
-torchft's `LocalSGD` and `DiLoCo`).
+"""Peers that train separately and average their weights every few steps (local SGD and DiLoCo).
 
-Each peer trains a full copy of the model, whose weights stream through the peer's device. Peers may
-join and leave at any time.
+Each peer trains a full copy of the model, and its weights are streamed through the device. The
+methods correspond to `LocalSGD` and `DiLoCo` of torchft. Peers may join and leave at any time.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ class OuterNesterov:
     the momentum, which starts at 0. Then `Delta = mean_i(theta - theta_i)`, `b <- mu b + Delta` and
     `theta <- theta - lr (Delta + mu b)`. Source: Douillard and others, DiLoCo (arXiv 2311.08105),
     algorithm
-    1. The default values are taken from there.
+    1. The default values are taken from this paper.
 
     Attributes:
         lr: learning rate of the outer optimizer, above 0.
@@ -74,9 +73,10 @@ class StreamedPeer:
     """The trainer of this peer, together with its connection to the other peers for averaging.
 
     Weights are averaged block by block, so no peer ever has the whole model in memory. In its first
-    average, a joining or returning peer receives the other peers' weights, their counts (integer
-    buffers, which averages do not change) and, with DiLoCo, the state of the outer optimizer. The
-    inner optimizer of such a peer starts from zero, as is usual for local SGD.
+    average, a joining or returning peer receives the weights of the other peers and, with DiLoCo,
+    the state of the outer optimizer. The peer also receives the counts of the other peers, which
+    are integer buffers that averages do not change. The inner optimizer of such a peer starts with
+    a new state, as is usual for local SGD.
 
     Args:
         trainer: trainer whose model and optimizer are the same on every peer.
@@ -88,10 +88,10 @@ class StreamedPeer:
             of the outer optimizer is twice the size of the weights and is stored in the trainer's
             storage tier. By default there is no outer optimizer, and the weights are set to their
             mean.
-        resume: optional. A folder written by `save`, from which the trainer and the outer optimizer
-            are restored.
-        outer_states: optional. The result of `outer_state` for each block, from a host's
-            checkpoint. By default the outer optimizer starts from zero.
+        resume: optional. A folder that `save` wrote. The trainer and the outer optimizer are
+            restored from this folder.
+        outer_states: optional. The results of `outer_state` for all blocks, which a host restores
+            from its checkpoint. By default, the outer optimizer starts with a new state.
 
     Attributes:
         replica: the connection to the other peers, which contains the number of `members` in the
@@ -125,10 +125,12 @@ class StreamedPeer:
         self._steps_of_others = state["steps"]
 
     def step(self, micro_batches: Sequence[tuple[Tensor, Any]]) -> StepResult:
-        """Run a step of the trainer, and average the weights if an average is due. The first call
-        starts with an average, in which the peer joins.
+        """Run a step of the trainer, and average the weights if an average is due.
 
-        It raises the same errors as `StreamedTrainer.step` and `ElasticReplica.average_parts`.
+        The first call starts with an average, in which the peer joins.
+
+        The call raises the same errors as `StreamedTrainer.step` and
+        `ElasticReplica.average_parts`.
         """
         if not self._joined:
             self.join()
@@ -175,7 +177,7 @@ class StreamedPeer:
     def outer_state(self, number: int) -> dict[str, list[Tensor]]:
         """Return a copy of the outer optimizer's state for a block.
 
-        The dictionary is empty if the optimizer has no state yet.
+        The copy is empty if there is no state yet.
         """
         if not self._kept:
             return {}
@@ -213,7 +215,8 @@ class StreamedPeer:
             yield tensors
 
     def _spread_counts(self, number: int) -> None:
-        """Send a block's buffers that are not floating-point numbers, which a joining peer uses."""
+        """Send the buffers of a block that are not floating-point, so that a joining peer can use
+        them."""
         buffers = [x for x in self.trainer.blocks[number].saved_buffers().values()
                    if not x.is_floating_point()]
         copies = [x.detach().cpu().contiguous().clone() for x in buffers]
@@ -239,7 +242,7 @@ class StreamedPeer:
 
     def _meet(self, blocks: Iterator[list[Tensor]], staged: list[Callable[[bool], None]]
               ) -> Iterator[list[Tensor]]:
-        """Distribute the state of the first active peer, if no peer has trained since the last
+        """Distribute the state of the first active peer if no peer has trained since the last
         average.
 
         Peers that already have this state keep their own weights, which may be a few steps ahead.
@@ -287,7 +290,7 @@ class StreamedPeer:
             staged.append(self._kept[number].held.stage(flat_N))
 
     def close(self) -> None:
-        """Leave the averages. The other peers continue without a peer that ends."""
+        """Leave the averages. If a peer ends, the other peers continue without it."""
         for lock in filter(None, self._locks.values()):
             lock.release()
         self._locks.clear()
@@ -310,7 +313,7 @@ class _OuterState:
         self.held.put(flat_N)
 
     def read(self) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-        """Return a copy of the whole state, and views of its parts (weights and momenta)."""
+        """Return a copy of the whole state, and views of its two parts (weights and momenta)."""
         flat_N = aligned_buffer(self.layout.nbytes, "cpu")
         self.held.read(flat_N)
         both = self.layout.views(flat_N)
@@ -330,19 +333,8 @@ def peer_of(settings: OffloadConfig, trainer: StreamedTrainer, lighthouse: str, 
                         outer_states=outer_states)
 
 
-def unfit_peer(settings: OffloadConfig, lighthouse: str | None) -> list[tuple[str, bool, str]]:
-    """Return (setting, whether the setting is incompatible, remedy) for a run whose weights
-    stream.
-    """
-    every = settings.average_every
-    return [("--moe-lighthouse without --moe-average-every", bool(lighthouse) and not every,
-             "peers average weights, not gradients: set it, e.g. to 50"),
-            (f"--moe-average-every {every} without --moe-lighthouse", every > 0 and not lighthouse,
-             "set the address of the lighthouse")]
-
-
 class PeerSteps(RunFeature):
-    """A run of a host whose weights stream, as one of several peers.
+    """A run of a host with streamed weights that is one of several peers.
 
     Args:
         settings: see `peer_of`.
@@ -351,8 +343,8 @@ class PeerSteps(RunFeature):
             optimizers.
 
     Attributes:
-        saved: value of `outer_states` for `StreamedPeer`, taken from a checkpoint and set before
-            the first step.
+        saved: value of the argument `outer_states` of `StreamedPeer`. The value is read from a
+            checkpoint and set before the first step.
     """
 
     def __init__(self, settings: OffloadConfig, trainer: StreamedTrainer,
@@ -382,8 +374,9 @@ class PeerSteps(RunFeature):
             self.place.take(self.trainer.steps)
 
     def outer_state(self, number: int) -> BlockState:
-        """Return the outer state of a block for a checkpoint, from which it is restored through
-        `saved`.
+        """Return the outer state of a block for a checkpoint.
+
+        The state is restored through `saved`.
         """
         return {} if self.peer is None else self.peer.outer_state(number)
 

@@ -1,10 +1,10 @@
 """Training with several replicas that may join and leave at any time, using torchft.
 
 Gradients are averaged over the active replicas. When a replica is lost, the other replicas lose one
-step. A returning replica loads the weights of an active replica. A replica contains the whole
-model: it is a separate job with its own torchrun, whose ranks share the experts as usual. A
-*lighthouse* (`torchft_lighthouse`, one process for all replicas) tracks the active replicas.
-`scripts/train_plain.py` contains an example loop.
+step. A replica that restarts loads the weights of an active replica. A replica contains the whole
+model. Each replica is a separate job with its own torchrun, and its ranks share the experts as
+usual. A *lighthouse* (`torchft_lighthouse`, one process for all replicas) tracks the active
+replicas. `scripts/train_plain.py` contains an example loop.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from moe_plugin.routing.contract import RouterModule
 from moe_plugin.training.resilience.step_votes import LIVING, Quorums, retries
 from moe_plugin.utils.messages import short
 from moe_plugin.utils.quiet import TORCHFT, TORCHFT_LINES, hide
-from moe_plugin.utils.run_feature import LostStep, RunFeature, StepGradients, refuse_unfit
+from moe_plugin.utils.run_feature import LostStep, RunFeature, StepGradients
 
 QUORUM_S = 600.0  # time to wait for a replica that validates or saves, or for the lighthouse
 MAX_LOST = 100  # consecutive lost steps; replicas do not join and leave that often
@@ -38,14 +38,14 @@ _MOST_STEPS = (LIVING >> 20) - 2
 
 
 class ElasticReplica:
-    """The connection of this replica to the other replicas, with which gradients are averaged. The
+    """The connection of this replica to the other replicas. Gradients are averaged over it. The
     constructor is collective among the ranks of the replica.
 
     Args:
         lighthouse: address of the lighthouse in the form `http://HOST:PORT`.
-        replica: number that identifies this replica, and that a returning replica uses again.
-        state: function that returns this rank's state, which the same rank of a returning replica
-            loads. The state consists of nested values and tensors.
+        replica: index that identifies this replica, even after it restarts.
+        state: function that returns this rank's state, for the same rank of a returning replica.
+            The state consists of nested values and tensors.
         load: function that loads a state returned by `state`.
         timeout_s: time in seconds after which a replica without an answer is excluded from a step.
         progress: number of completed steps according to the replica's checkpoint. Replicas that
@@ -53,8 +53,8 @@ class ElasticReplica:
 
     Attributes:
         members: number of replicas whose gradients are included in the last average.
-        healed: whether this replica loaded another replica's state in the last average. That
-            average does not include the gradients of this replica.
+        healed: True if this replica loaded the state of a different replica in the last average.
+            That average does not include the gradients of this replica.
         lost: total number of lost steps.
     Raises:
         ValueError: If torchft is missing, the lighthouse fails to answer, or a number is out of
@@ -102,16 +102,16 @@ class ElasticReplica:
         active replica in this call, and then performs the same step with the averaged gradients.
 
         Args:
-            gradients: gradients of this rank, with any shapes and dtypes, which must be the same on
-                every replica. Integer tensors are treated as counts and are summed. Entries
-                that are None are ignored. An entry that is None on one replica must be None on all
-                of them.
+            gradients: gradients of this rank, with any shapes and dtypes. Both must be the same on
+                every replica. Integer tensors are treated as counts and are summed. Entries that
+                are None are ignored. An entry that is None on one replica must be None on all of
+                them.
         Returns:
             False if a replica was lost during this step. In that case the gradients must not be
                 used, no parameter may change, and counts are zero.
         Raises:
-            CommError: If the lighthouse does not answer for `QUORUM_S` seconds (a lighthouse
-                restarted at the same address is found), or if `MAX_LOST` steps in a row are lost.
+            CommError: If the lighthouse (or one restarted at its address) does not answer for
+                `QUORUM_S` seconds, or if `MAX_LOST` consecutive steps are lost.
             ValueError: If the models of the replicas differ.
         """
         tensors = [gradient for gradient in gradients if gradient is not None]
@@ -152,9 +152,7 @@ class ElasticReplica:
 
     @property
     def joining(self) -> bool:
-        """True if a replica joins or returns in the current average of `average_parts`; the value
-        is the same on all replicas.
-        """
+        """True, on all replicas, if a replica joins or returns in the current average."""
         if self._manager.errored() is not None:  # the average has failed
             return False
         return self._group.size() > self._manager.num_participants()
@@ -172,7 +170,7 @@ class ElasticReplica:
 
     def _reduce(self, tensors: Sequence[Tensor], floats: dist.ReduceOp.RedOpType = dist.ReduceOp.AVG
                 ) -> list[tuple[list[Tensor], Tensor]]:
-        """Reduce tensors over replicas, and return tensors and one result vector for each dtype.
+        """Reduce tensors over replicas, and return tensors and one result vector per dtype.
 
         Integers are summed. Floating-point tensors are reduced with the operation `floats`.
         """
@@ -215,12 +213,12 @@ class ElasticReplica:
         self._load(state)
 
     def close(self) -> None:
-        """Leave the averages. The other replicas continue without a replica that ends."""
+        """Leave the averages. If a replica ends, the other replicas continue without it."""
         self._manager.shutdown(wait=False)
 
 
 class ModuleState:
-    """An object that transfers weights and buffers of models from one replica to another.
+    """An object that transfers the weights and buffers of models between two replicas.
 
     Args:
         models: models without wrappers that change the names of parameters.
@@ -233,7 +231,7 @@ class ModuleState:
         return [nn.Module.state_dict(model) for model in self.models]
 
     def load(self, given: Sequence[dict[str, Any]]) -> None:
-        """Load the state of another replica. Raises a `ValueError` if its models differ."""
+        """Load the state of a replica, or raise a `ValueError` if its models differ from these."""
         try:
             for model, state in zip(self.models, given, strict=True):
                 # torch's own method, because hosts override it to rename or ignore entries
@@ -243,7 +241,7 @@ class ModuleState:
                              f"them: {error}") from error
 
     def step_sums(self) -> list[Tensor]:
-        """Return the step sums of all routers, whose averages keep the routers of replicas equal.
+        """Return the step sums of all routers. Averaging them keeps the routers of replicas equal.
         """
         return [sums for model in self.models for module in model.modules()
                 if isinstance(module, RouterModule) for sums in module.step_sums()]
@@ -261,7 +259,7 @@ class ReplicaPlace:
         optimizers: function that returns the optimizers of this rank, each with `state_dict` and
             `load_state_dict`.
         progress: function that returns the number of completed steps and further progress values.
-        take: function that sets the progress of this replica to the progress of another replica.
+        take: function that sets the progress of this replica to that of a different replica.
     """
 
     lighthouse: str
@@ -282,7 +280,7 @@ class ReplicaSteps(RunFeature):
     """A run feature that averages gradients over the active replicas.
 
     Attributes:
-        replica: the connection to the other replicas; None before the first step.
+        replica: the connection to the other replicas. The connection is None before the first step.
         lost: whether the last step was lost.
     """
 
@@ -340,17 +338,16 @@ def _give_back(reduced: Sequence[tuple[list[Tensor], Tensor]]) -> None:
             x.copy_(part_N.view_as(x))
 
 
-def is_replica(lighthouse: str | None, replica: int,
-               unfit: Callable[[], Iterable[tuple[str, bool, str]]]) -> bool:
+def is_replica(lighthouse: str | None, replica: int, refuse: Callable[[], None]) -> bool:
     """Return true if a run is one of several replicas.
 
+    refuse: function that raises an error if a setting of the host is incompatible with replicas.
     Raises:
-        ValueError: If torchft is not installed, the replica number is invalid, a setting is
-            incompatible (`unfit` returns the settings of the host; see `refuse_unfit`), or a run
-            without a lighthouse has a replica number.
+        ValueError: If torchft is not installed, if the replica number is invalid, if a setting of
+            the host is incompatible, or if a run without a lighthouse has a replica number.
     """
     if lighthouse:
-        refuse_unfit("--moe-lighthouse", unfit())
+        refuse()
         check_settings(replica)
     elif replica:
         raise ValueError(f"replica={replica} requires a lighthouse, without which this run would "

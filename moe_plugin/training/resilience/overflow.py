@@ -1,6 +1,4 @@
-"""Handling of steps and evaluations whose rows exceeded a buffer (`dispatch.name: bounded`): they
-raise an error or are repeated.
-"""
+"""Handling of steps and evaluations whose rows exceeded a buffer (`dispatch.name: bounded`)."""
 
 from __future__ import annotations
 
@@ -71,10 +69,9 @@ Result = TypeVar("Result")
 
 @dataclass
 class _AskedBefore:
-    """Flags on which the ranks of a group have agreed, stored for each model in the group's state
-    (`comm.state`).
+    """Flags on which the ranks of a group have agreed for each model.
 
-    The models are stored as weak references.
+    The flags are stored in the group's state (`comm.state`), and the models as weak references.
     """
 
     models: WeakKeyDictionary[nn.Module, Sequence[bool]] = field(
@@ -82,19 +79,20 @@ class _AskedBefore:
 
 
 class RowsCheck:
-    """A check, made by all ranks, of whether the rows of models exceed their buffers. The
-    constructor is collective.
+    """A check of all ranks whether the rows of models exceed their buffers.
+
+    The constructor is collective.
 
     Args:
-        models: this rank's models. These models may have no layer with bounded rows even if models
-            of other ranks have one.
+        models: this rank's models. These models may have no layer with bounded rows even if the
+            models of other ranks have such a layer.
         world: all ranks that share the models, including replicas and pipeline stages.
         asked: optional. Flags on which the ranks agreed earlier. If they are given, the constructor
             is not collective.
 
     Attributes:
         active: whether any rank has a layer whose rows must be checked.
-        repeats: whether the setting of any rank's layers requests that steps are repeated.
+        repeats: whether a layer of any rank is configured to repeat steps.
     """
 
     def __init__(self, models: Iterable[nn.Module], world: Comm,
@@ -150,8 +148,9 @@ def _limits(layers: Iterable[MoELayer]) -> list[Limit]:
 
 def until_rows_fit(model: nn.Module, step: Callable[[], Result],
                    world: Comm | None = None) -> Result:
-    """Return the result of `step()`, which is repeated until all rows fit into the buffers. If rows
-    exceeded a buffer, the gradients of the step are discarded and the step is repeated.
+    """Return the result of `step()`, and repeat the step until no rows exceed the buffers.
+
+    If rows exceeded a buffer, the gradients of the step are discarded and the step is repeated.
 
     A repetition starts with the same state of torch's random generators, the same buffers and the
     same sums of statistics (`StatsRecorder`), but with a larger row limit on all ranks. This
@@ -161,15 +160,15 @@ def until_rows_fit(model: nn.Module, step: Callable[[], Result],
         loss = until_rows_fit(model, lambda: forward_and_backward(batch))
         optimizer.step()
 
-    An evaluation is treated as a step without gradients, for which this function is called inside
-    `torch.no_grad()`.
+    For an evaluation, call this function inside `torch.no_grad()`. The call is treated as a step
+    without gradients.
 
     Args:
         model: model of this rank. The first call for a model in a group is collective, so all ranks
             must make it.
-        step: function that runs the forward and backward passes, which set or add to the
-            parameters' gradients. The gradients are set to None before each call, unless gradients
-            are disabled.
+        step: function that runs the forward and backward passes. The passes set the parameters'
+            gradients or add to them. The gradients are set to None before each call, unless
+            gradients are disabled.
         world: optional. The group of all ranks that train the model, including replicas. Defaults
             to the default group.
     Raises:
@@ -230,7 +229,7 @@ class VotesOnRows(Protocol):
     """The interface of the votes that `RowsFit` uses."""
 
     def rows_overflowed(self) -> bool:
-        """Return the result of `RowsCheck.overflowed`, determined by vote."""
+        """Return the result of `RowsCheck.overflowed` as determined by a vote."""
 
 
 class RowsFit(RunFeature):
@@ -240,8 +239,8 @@ class RowsFit(RunFeature):
     Args:
         models: this rank's parts of the model. A pipeline stage may have no MoE layer.
         world: all ranks that share the models.
-        start: function that creates a snapshot of the state that passes change, for a list of
-            models.
+        start: function that creates, for a list of models, a snapshot of the state that passes
+            change.
         check: optional. An existing check. By default a new check of these models is created.
         votes: optional. The votes of the run, if there are any.
     """

@@ -25,15 +25,16 @@ logger = logging.getLogger(__name__)
 class ExpertParallelSteps(RunFeature):
     """A run feature that sets the expert-parallel size before each step.
 
-    This includes the first step after a checkpoint is loaded, which may have been written with any
-    size.
+    This includes the first step after a checkpoint is loaded, because the checkpoint may have been
+    written with any size.
 
     Args:
         config: settings of the run. `resize` contains the sizes, and `observe.jsonl` is the path of
             the file in which each change is recorded.
-        size: expert-parallel size with which the run was built, used before the first change.
-        change: function that changes groups, layers, optimizer and gradient reduction to a new
-            size, using `checkpoint.resize.change_expert_parallel`; collective.
+        size: expert-parallel size with which the run was built. This size is used before the first
+            change.
+        change: collective function that changes groups, layers, optimizer and gradient reduction to
+            a new size, using `checkpoint.resize.change_expert_parallel`.
         world: data-parallel ranks. Rank 0 writes the records.
         host: name of the host in which the model is trained.
     """

@@ -43,17 +43,16 @@ class Quorums:
     """A replacement for torchft's quorum client that assigns unique numbers to quorums.
 
     A lighthouse numbers its quorums from 1, and starts again at 1 after a restart. torchft
-    considers a quorum unchanged if its number did not change. torchft looks up the other replicas
-    under this number in a store, which may still contain the entries of an earlier quorum. The
-    numbers assigned by this client are not used twice, and all members of a quorum compute the same
-    number.
+    considers a quorum unchanged if its number did not change. torchft uses this number to look up
+    the other replicas in a store, which may still contain entries of an earlier quorum. The numbers
+    assigned by this client are not used twice, and all members of a quorum compute the same number.
 
     Args:
         client: torchft's client.
 
     Attributes:
-        least_count: smallest allowed step count in the current quorum, which is larger than any
-            replica's count in an earlier quorum.
+        least_count: smallest allowed step count in the current quorum. This count is larger than
+            the count of any replica in an earlier quorum.
     """
 
     def __init__(self, client: Any) -> None:
@@ -86,11 +85,11 @@ class FileBatch:
     """A micro-batch that this rank processes in a step with votes.
 
     Attributes:
-        batch: the batch from the host; None if this entry only pads a step with fewer
+        batch: the batch from the host, or None if this entry only pads a step with fewer
             micro-batches.
         begins: whether this is the first micro-batch of its file.
-        counts: whether the micro-batch is counted in the log, which is true only on the first
-            worker of the file.
+        counts: whether the micro-batch is counted in the log. This is true only on the first worker
+            of the file.
     """
 
     batch: Any
@@ -99,21 +98,21 @@ class FileBatch:
 
 
 class StepVotes(RunFeature):
-    """Votes on the gradients in the steps of a run. The constructor is collective and must be
-    called by all ranks.
+    """Votes on the gradients in the steps of a run.
 
-    The micro-batches that all ranks would process without votes are distributed over the files
-    round-robin.
-    Each worker computes the micro-batches of its own files. The host calls `begin_file` at
-    the beginning of each file.
+    The constructor is collective and must be called by all ranks.
+
+    The micro-batches that all ranks would process without votes are assigned to the files in turns.
+    Each worker computes the micro-batches of its own files. The host calls `begin_file` at the
+    beginning of each file.
 
     Args:
         ballots: votes among the ranks that store the same parameters as this rank.
         models: models whose trainable parameters receive the gradients. These parameters are equal
             on the voting ranks.
         gradient_of: function that returns a parameter's gradient, or None if there is no gradient.
-        start: function that creates a snapshot of the random generators. It is called with an empty
-            list of models.
+        start: function that creates a snapshot of the random generators. The function is called
+            with an empty list of models.
         group: process group of the voting ranks.
 
     Attributes:
@@ -145,8 +144,7 @@ class StepVotes(RunFeature):
 
     @contextmanager
     def around_step(self, step: StepInput) -> Iterator[None]:
-        """Return a context manager for a step, in which the workers of a file compute
-        identically.
+        """Return a context manager for a step that makes the workers of a file compute identically.
         """
         self.step = step.number
         with deterministic_layers(self.layers):
@@ -164,7 +162,8 @@ class StepVotes(RunFeature):
     def deal(self, interleaved: list[Any]) -> list[Any]:
         """Select the micro-batches of this rank's files from those of all ranks.
 
-        interleaved: the first micro-batch of each rank, then the second of each rank, and so on.
+        interleaved: the micro-batches in the order: first micro-batch of each rank, then second of
+            each rank, and so on.
         """
         me, self.dealt = self.ballots.comm.rank, []
         position, ranks = self.ballots.sharing.rank, self.ballots.sharing.size
@@ -188,7 +187,7 @@ class StepVotes(RunFeature):
         return files
 
     def before_passes(self) -> Callable[[], None]:
-        """Discard the answers of passes that will be repeated."""
+        """Discard the results of passes that will be repeated."""
         self._restart()
         return self._restart
 
@@ -214,7 +213,7 @@ class StepVotes(RunFeature):
             limit.forget()
 
     def rows_overflowed(self) -> bool:
-        """Return true if rows exceeded a buffer, determined by vote (see `Ballots.rows_needed`).
+        """Return true if rows exceeded a buffer according to a vote (see `Ballots.rows_needed`).
         Collective.
 
         The method is called after `finish`, or at the end of an evaluation.
@@ -230,7 +229,7 @@ class StepVotes(RunFeature):
         return settle(self.limits, found_N)
 
     def _evaluation_overflowed(self) -> bool:
-        """Vote on an evaluation, in which batches are not copied to other workers.
+        """Vote on an evaluation, in which each batch is computed by only one worker.
 
         The evaluation is repeated, or an error is raised, if rows exceeded a buffer for a majority
         of workers. If rows exceeded a buffer only for a minority, their outputs are NaN, and their
@@ -246,10 +245,10 @@ class StepVotes(RunFeature):
         return settle(self.limits, torch.cat([agreed_K, own_N]))
 
     def agreed_sums(self, mine: Sequence[Tensor]) -> Tensor:
-        """Return the sums over all files, determined by vote, as float64 [S]. Collective.
+        """Return the sums over all files as determined by votes, float64 [S]. Collective.
 
         Args:
-            mine: sums [S] of this rank's part of each of its files. Entries may be missing if the
+            mine: sums [S] of this rank's part, for each of its files. Entries may be missing if the
                 device ran out of memory.
         """
         missing = len(self.ballots.files) - len(mine)
@@ -259,8 +258,8 @@ class StepVotes(RunFeature):
 
     @torch.no_grad()
     def finish(self, shared_scale: float, expert_scale: float) -> None:
-        """Set all gradients to the scaled result of the vote, and log ranks that were outvoted.
-        Collective.
+        """Replace all gradients with the scaled result of the vote, and log the ranks that were
+        outvoted. Collective.
 
         Args:
             shared_scale: factor for gradients that are summed over the ranks of a worker.

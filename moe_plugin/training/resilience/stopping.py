@@ -1,10 +1,10 @@
-"""Handling of a run that its user stops (SIGINT, Ctrl-C): one rank prints one line with the step,
-the last checkpoint, and how to resume.
+"""Handling of a run that its user stops (SIGINT, Ctrl-C).
 
-The process may receive the signal twice, from the terminal and from a launcher. Python may also
-lose the `KeyboardInterrupt` that it raises, for example in a destructor. If another rank ends
-earlier, this rank may first see a broken connection. Therefore any error that ends a run after the
-signal is treated as a stop by the user, and loops check for the signal again in each step
+One rank prints one line with the step, the last checkpoint, and how to resume. The process may
+receive the signal twice, from the terminal and from a launcher. Python may also lose the
+`KeyboardInterrupt` that it raises, for example in a destructor. If a different rank ends earlier,
+this rank may first detect a broken connection. Therefore any error that ends a run after the signal
+is treated as a stop by the user, and loops check for the signal again in each step
 (`Stopping.around_step`).
 """
 
@@ -33,7 +33,7 @@ class Stopping(RunFeature):
 
     Attributes:
         stopped: whether the user requested the end of the run.
-        saved: step of the newest complete checkpoint; None if there is no checkpoint.
+        saved: step of the newest complete checkpoint, or None if there is no checkpoint.
     """
 
     def __init__(self) -> None:
@@ -47,9 +47,9 @@ class Stopping(RunFeature):
 
         Args:
             step: function that returns the number of completed steps.
-            saved: step of the checkpoint in `folder` from which the run resumes; None if it does
+            saved: step of the checkpoint in `folder` from which the run resumes, or None if it does
                 not resume.
-            folder: folder of the checkpoints; None if no checkpoints are saved.
+            folder: folder of the checkpoints, or None if no checkpoints are saved.
             how: instruction for resuming from the newest checkpoint in the folder, such as "the
                 same command".
         """

@@ -1,15 +1,15 @@
 """Detection of processors that compute wrong results.
 
 Every n steps, ranks that store the same parameters compute the same micro-batch and compare all
-results bit by bit. Ranks that store the same parameters are called twins. Twins are the ranks at
-the same position in their expert-parallel groups; without experts, or with groups of one rank, all
-data-parallel ranks are twins.
+results bit by bit. Ranks that store the same parameters are called twins. Twins are the ranks with
+the same index in their expert-parallel groups. Without experts, or if these groups have one rank,
+all data-parallel ranks are twins.
 
 The compared values are checksums of the output of each module, of the gradients at these outputs
 and of the gradients of the parameters, in the order in which they are computed. A rank with wrong
-numbers sends them to other ranks in exchanges, so only the first difference counts: it is on the
-rank that caused it. Among three or more twins, the twin that differs from the majority is reported.
-If there are only two twins, both are reported.
+values sends them to other ranks in exchanges. Therefore only the first difference is used, which is
+on the rank that caused it. Among three or more twins, the twin that differs from the majority is
+reported. If there are only two twins, both are reported.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ _HOST_BYTES = 64
 
 @dataclass(eq=False)
 class WrongResultError(RuntimeError):
-    """Raised on all ranks if ranks computed results that differ from those of their twins.
+    """Error that is raised on all ranks if ranks computed different results than their twins.
 
     Attributes:
         step: step of the check.
-        ranks: global ranks with different results. There are several if the faulty twin cannot be
-            identified.
+        ranks: global ranks with different results. There are several ranks if the faulty twin
+            cannot be identified.
         hosts: host names of the ranks in `ranks`.
         where: description of the first result that differs.
     """
@@ -67,8 +67,9 @@ class WrongResultError(RuntimeError):
 
 
 class TwinCheck(RunFeature):
-    """A check that compares the results of twins; see the module docstring. A run performs the
-    check only if a `TwinCheck` is created:
+    """A check that compares the results of twins; see the module docstring.
+
+    A run performs the check only if a `TwinCheck` is created:
 
         check = TwinCheck(model, every=1000)
         for step, batch in enumerate(batches, 1):
@@ -77,7 +78,7 @@ class TwinCheck(RunFeature):
             ...
 
     The check does not affect the training step: no gradient, buffer or random state changes. A
-    check costs one forward pass and one backward pass, and is made every `every` steps.
+    check requires one forward pass and one backward pass, and is made once every `every` steps.
 
     Args:
         model: model that is neither compiled nor uses reentrant checkpointing, which does not
@@ -86,8 +87,8 @@ class TwinCheck(RunFeature):
         every: number of steps from one check to the next.
         start: function that creates, for a list of models, an object that saves the state which the
             check must not change.
-        kept: context manager that is entered around a check in the steps of a run, and restores the
-            state that passes change in the host.
+        kept: context manager that is entered around a check in the steps of a run. The context
+            manager restores the state of the host that passes change.
     Raises:
         ValueError: If `every` is below 1, or if this rank has no twin.
     """
@@ -148,7 +149,7 @@ class TwinCheck(RunFeature):
         self._compare(step, seen)
 
     def _shared(self, batch: Any, root: int) -> Any:
-        """Return on all twins the batch of the twin `root`."""
+        """Return the batch of the twin `root` on all twins."""
         payload = io.BytesIO()
         if self.twins.rank == root:
             torch.save(batch, payload)
@@ -190,10 +191,10 @@ class TwinCheck(RunFeature):
 
 def _first_difference(sums: Sequence[Sequence[Any]],
                       places: Sequence[int]) -> tuple[int, list[int]]:
-    """Return the index of the first result that differs between ranks at the same position, and the
-    ranks that differ from the majority.
+    """Return the index of the first result that differs between twins, and the differing ranks.
 
-    If no value has a majority, all ranks at the position are returned.
+    These are the ranks that differ from the majority of their twins. If no value has a majority,
+    all twins at this position are returned.
     """
     for at in range(len(sums[0])):
         wrong: list[int] = []
@@ -212,9 +213,7 @@ def _first_difference(sums: Sequence[Sequence[Any]],
 
 @contextmanager
 def deterministic_layers(layers: Sequence[MoELayer]) -> Iterator[None]:
-    """Make layers compute with a fixed layout and choose it by rules instead of measured times, so
-    that twins get bitwise equal results.
-    """
+    """Make layers use fixed layouts and kernels, so that twins get bitwise equal results."""
     before = torch.are_deterministic_algorithms_enabled()
     only = torch.is_deterministic_algorithms_warn_only_enabled()
     with ExitStack() as stack:
@@ -226,7 +225,7 @@ def deterministic_layers(layers: Sequence[MoELayer]) -> Iterator[None]:
 
 
 class _Recorder:
-    """Checksums of a model's results, in the order of computation.
+    """Recorder of checksums of a model's results, in the order of computation.
 
     Attributes:
         sums: checksum of each recorded result, int64 [2].
@@ -264,8 +263,8 @@ class _Recorder:
         self.sums.append(checksum(x))
 
     def _before(self, name: str) -> Callable[..., None]:
-        """Return a hook for experts that records the gradients of the experts' rows, which are sent
-        to other ranks.
+        """Return a hook for experts that records the gradients of the rows, which are sent to other
+        ranks.
         """
         def hook(module: nn.Module, args: tuple[ExpertRows]) -> None:
             self._backward(f"the gradient of rows of {name!r}", args[0].x)

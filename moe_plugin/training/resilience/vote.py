@@ -1,14 +1,13 @@
-"""Gradients of data-parallel ranks that are robust against arbitrary wrong results of some ranks
-(ByzShield).
+"""Gradients that are robust against arbitrary wrong results of some ranks (ByzShield).
 
 Every file of a batch is computed by several workers, as assigned by `planner.vote_assignments`. For
-each file, the answer given by the majority of the file's workers is used. Answers are compared bit
-by bit, so the workers must compute identically. The results of the files are combined by the
+each file, the answer that the majority of its workers computed is used. Answers are compared bit by
+bit, so the workers must compute identically. The results of the files are combined by the
 coordinate-wise median.
 
 A worker is a single rank, or a block of ranks over which a model is distributed. If workers are
-blocks, ranks at the same position in their blocks vote on the results of this position, and the
-votes of different positions are independent.
+blocks, the ranks with the same index in their blocks vote on their results. The votes of different
+indices are independent.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ AGGREGATES = ("median", "mean")
 
 
 def majority(copies: Sequence[Tensor]) -> tuple[int, list[int]]:
-    """Find the answer on which most copies agree bitwise.
+    """Find the most frequent of several answers, which are compared bit by bit.
 
     Args:
         copies: tensors that all have the same shape and dtype. Equal NaNs agree. If several answers
@@ -68,7 +67,7 @@ class Verdict:
     """The result of a vote.
 
     Attributes:
-        outvoted: workers that differed from the majority for a file, in ascending order.
+        outvoted: workers that differed from the majority for at least one file, in ascending order.
         undecided: files without a majority. For these files the first of the most frequent answers
             is used.
     """
@@ -102,8 +101,8 @@ class Ballots:
 
     Args:
         assignment: for each worker, the files that it computes. Worker w is rank w of `comm`.
-        comm: the ranks that vote with this rank, which are one rank of each worker at the same
-            position in the worker.
+        comm: the ranks that vote with this rank. These are the ranks with the same index in each
+            worker.
         aggregate: how the results of the files are combined: by `median`, or by `mean` if no file
             can be wrong.
         sharing: optional. Ranks of this worker that compute a file together, each with a part of
@@ -130,7 +129,7 @@ class Ballots:
 
     @property
     def files(self) -> tuple[int, ...]:
-        """The files that this rank computes."""
+        """The numbers of the files whose gradients this rank computes."""
         return self.assignment.files[self.comm.rank]
 
     def winners(self, mine_LN: Tensor) -> Tensor:
@@ -148,7 +147,7 @@ class Ballots:
         return winners_FN
 
     def rows_needed(self, limits: Sequence[Limit], mine_LN: Tensor) -> Tensor:
-        """Return the argument of `dispatch.rows_limit.settle`, determined by vote. Collective.
+        """Return the argument of `dispatch.rows_limit.settle` as determined by a vote. Collective.
 
         For each file the answer of the majority is used, so no wrong rank can make all other ranks
         repeat a step or fail.
@@ -161,7 +160,7 @@ class Ballots:
         return self.winners(torch.cat([most_LK, mine_LN], dim=1)).amax(0)
 
     def result(self, mine_LN: Tensor, shared: int = 0) -> Tensor:
-        """Return the result [N] of combining the answers of all files. Collective.
+        """Combine the answers of all files, and return the result [N]. Collective.
 
         Args:
             mine_LN: answers of this rank for its files.
@@ -187,17 +186,17 @@ class Ballots:
         return bool(self.most_need(torch.tensor([mine], device=self.comm.device).int()))
 
     def most_need(self, mine: Tensor) -> Tensor:
-        """Return the largest numbers that a majority of workers reaches, given the integers `mine`
-        [N] of this rank. Collective.
+        """Return the largest numbers that a majority of workers reaches. Collective.
 
-        The number of a worker is the maximum over its ranks.
+        `mine` [N] contains the integers of this rank. The number of a worker is the maximum over
+        its ranks.
         """
         every_K = self.comm.all_gather(self.worker.all_reduce(mine, "max")).view(-1, *mine.shape)
         return every_K.sort(0).values[(self.comm.size - 1) // 2]
 
     def verdict(self) -> Verdict:
-        """Return the combined verdict of all votes since the last call, for all positions of this
-        worker. Collective among the ranks of the worker.
+        """Return the combined verdict of all votes of this worker's ranks since the last call.
+        Collective among the ranks of the worker.
         """
         kinds = (self._outvoted, self.assignment.workers), (self._undecided, self.assignment.count)
         flags = torch.tensor([i in indices for indices, size in kinds for i in range(size)],
@@ -219,7 +218,7 @@ def shared_first(parameters: Iterable[nn.Parameter]) -> tuple[list[nn.Parameter]
 
 
 def flat_gradients(parameters: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> Tensor:
-    """Return all gradients as one vector [N], in the widest dtype among them. Missing gradients are
+    """Return all gradients as one vector [N] in the widest of their dtypes. Missing gradients are
     treated as zero.
     """
     return torch.cat([(torch.zeros_like(p) if g is None else g).reshape(-1)
@@ -229,8 +228,8 @@ def flat_gradients(parameters: Sequence[Tensor], gradients: Sequence[Tensor | No
 @torch.no_grad()
 def set_gradients(parameters: Sequence[nn.Parameter], gradient_N: Tensor,
                   gradient_of: Callable[[nn.Parameter], Tensor | None]) -> None:
-    """Set the gradients of parameters from a vector created by `flat_gradients`, in the parameters'
-    dtypes.
+    """Set the gradients of parameters from a vector that `flat_gradients` created. Each gradient
+    has the dtype of its parameter.
     """
     parts = gradient_N.split([p.numel() for p in parameters])
     for parameter, part_N in zip(parameters, parts, strict=True):
@@ -242,8 +241,7 @@ def set_gradients(parameters: Sequence[nn.Parameter], gradient_N: Tensor,
 
 
 class VotedGradients:
-    """Gradients determined by vote, for a model that is stored completely on every rank, or on
-    every worker of several ranks.
+    """Gradients determined by votes, for a model that is stored completely by every worker.
 
         voted = VotedGradients(model, mols(5, 3))
         for batch in batches:                     # f files of micro-batches each
@@ -260,9 +258,9 @@ class VotedGradients:
         worker: optional. The expert-parallel group of the layers. By default every rank has all
             experts.
     Raises:
-        ValueError: If the number of ranks differs from the number of workers, experts are
-            distributed over ranks outside the worker, a router follows loads that ranks report, or
-            the aggregate is unknown.
+        ValueError: If the number of ranks differs from the number of workers, if experts are
+            distributed over ranks outside the worker, if a router uses loads that ranks report, or
+            if the aggregate is unknown.
     """
 
     def __init__(self, model: nn.Module, assignment: Assignment, comm: Comm | None = None, *,
@@ -280,11 +278,12 @@ class VotedGradients:
 
     @property
     def files(self) -> tuple[int, ...]:
-        """The files that this rank computes."""
+        """The numbers of the files whose gradients this rank computes."""
         return self.ballots.files
 
     def backward(self, loss_of: Callable[[int], Tensor]) -> Verdict:
-        """Compute this rank's files, vote, and set the gradient of every parameter. Collective.
+        """Compute the files of this rank, vote, and set the gradient of every parameter.
+        Collective.
 
         If, according to the majority of its workers, rows of a file exceeded a buffer
         (`dispatch.name: bounded`), all files are computed again, or an error is raised on all
@@ -321,7 +320,7 @@ class VotedGradients:
         return flat_gradients(self.parameters, gradients)
 
     def rows_overflowed(self) -> bool:
-        """Return true if rows exceeded a buffer, determined by vote; see `Ballots.rows_needed`.
+        """Return true if rows exceeded a buffer according to a vote; see `Ballots.rows_needed`.
         Collective.
         """
         return settle(self._limits, self.ballots.rows_needed(self._limits,

@@ -18,6 +18,7 @@ from moe_plugin.checkpoint.formats.base import CheckpointSizes, detect, open_sou
 from moe_plugin.checkpoint.formats.fairseq import files
 from moe_plugin.checkpoint.trust import UntrustedFile
 from moe_plugin.config import from_dict
+from moe_plugin.hosts.fairseq import resume
 from moe_plugin.layer import MoELayer
 from tests.hosts.fairseq.branch_files import rank_model, write
 from tests.hosts.fairseq.conftest import DROPLESS, LANGUAGE_MODEL, MOE, Corpus, Result, run
@@ -205,7 +206,7 @@ def test_training_and_evaluation_name_the_command(trained: tuple[Path, Result, s
     command = re.escape(f"moe-plugin reshard {branch / 'checkpoint_last.pt'} OUT --to fairseq")
     wanted = {"num_experts": 4, "world_size": 2, "rank": 0, "expert_parallel_size": 2}
     with pytest.raises(ValueError, match=command):
-        files.agree(str(branch / "checkpoint_last-rank-0.pt"), wanted, None)
+        resume.agree(str(branch / "checkpoint_last-rank-0.pt"), wanted, None)
     converted = convert(branch, tmp_path / "converted", "fairseq", world=2)
     scored = run("fairseq-eval-lm", f"{corpus.lm} --user-dir moe_plugin --cpu --gen-subset valid "
                  f"--tokens-per-sample 32 --path {converted / 'checkpoint_last.pt'}", ranks=2)

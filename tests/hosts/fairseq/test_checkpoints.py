@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from moe_plugin.checkpoint.formats.fairseq import files
+from moe_plugin.hosts.fairseq import resume
 from tests.distributed import run_gloo
 from tests.hosts.fairseq.conftest import (
     DROPLESS,
@@ -45,20 +46,20 @@ def test_every_single_bit_flip_and_every_cut_is_detected(tmp_path: Path) -> None
         flipped[offset] ^= 1 << offset % 8
         path.write_bytes(flipped)
         with pytest.raises(ValueError, match="truncated or damaged"):
-            files.agree(str(path), WANTED, None)
+            resume.agree(str(path), WANTED, None)
     trailer = 27  # without it alone, the file is one of a release without checksums
     for size in sorted({*range(0, len(whole), 97), *range(len(whole) - 64, len(whole))}):
         path.write_bytes(whole[:size])
         if size != len(whole) - trailer:
             with pytest.raises(ValueError, match="truncated or damaged"):
-                files.agree(str(path), WANTED, None)
+                resume.agree(str(path), WANTED, None)
 
 
 def test_a_file_without_checksum_loads_with_one_warning(
         tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = write(tmp_path / "checkpoint_last-rank-0.pt")
     os.truncate(path, os.path.getsize(path) - 27)
-    files.agree(path, WANTED, None)
+    resume.agree(path, WANTED, None)
     (record,) = (r for r in caplog.records if "without checksums" in r.getMessage())
     assert record.name == "moe_plugin.checkpoint.formats.fairseq.files"
 
@@ -71,11 +72,11 @@ def test_a_damaged_last_checkpoint_gives_way_to_an_older_one(
     write(tmp_path / "checkpoint_best-rank-1.pt", 12, rank=1)
     os.truncate(last, 500)
     os.truncate(tmp_path / "checkpoint_best-rank-0.pt", 500)
-    assert files.agree(last, WANTED, None) == str(tmp_path / "checkpoint1_8-rank-0.pt")
+    assert resume.agree(last, WANTED, None) == str(tmp_path / "checkpoint1_8-rank-0.pt")
     assert "checkpoint_last-rank-0.pt" in caplog.text and "step 8" in caplog.text
     asked = str(tmp_path / "checkpoint_best-rank-0.pt")
     with pytest.raises(ValueError, match="checkpoint_best-rank-0.pt.*damaged"):
-        files.agree(asked, WANTED, None)
+        resume.agree(asked, WANTED, None)
 
 
 @pytest.mark.parametrize("name", ["checkpoint_last-rank-0.pt", "checkpoint_last-rank-1.pt"])
@@ -90,7 +91,7 @@ def test_a_checkpoint_of_the_branch_is_named_with_what_to_do(tmp_path: Path, nam
              ".*moe_layer.experts.0.*moe-plugin reshard .*checkpoint_last.pt OUT --to fairseq"
              ".*run it in that branch.*--user-dir moe_plugin")
     with pytest.raises(ValueError, match=words):
-        files.agree(str(tmp_path / "checkpoint_last-rank-0.pt"), WANTED, None)
+        resume.agree(str(tmp_path / "checkpoint_last-rank-0.pt"), WANTED, None)
     with pytest.raises(ValueError, match=words):
         checkpoint_utils.load_checkpoint_to_cpu(path)
 
@@ -113,7 +114,7 @@ def test_no_code_runs_from_a_checkpoint(tmp_path: Path, monkeypatch: pytest.Monk
     assert files.read(path)["cfg"]["x"].a == 1 and files.read(path)["extra_state"]["best"] == 2.5
     files.write({files.MANIFEST: {**WANTED, "num_updates": 8}, "model": Payload(target)}, path)
     write(tmp_path / "checkpoint_best-rank-0.pt", 4)
-    for load in (lambda: files.agree(path, WANTED, None), lambda: files.read(path)):
+    for load in (lambda: resume.agree(path, WANTED, None), lambda: files.read(path)):
         with pytest.raises(ValueError, match="mkdir.*refused.*--trust-checkpoint"):
             load()
     with open(path, "rb") as stream, pytest.raises(ValueError, match="--trust-checkpoint"):
@@ -150,14 +151,14 @@ def test_names() -> None:
 
 
 def test_nothing_there_is_a_fresh_start(tmp_path: Path) -> None:
-    files.agree(str(tmp_path / "checkpoint_last-rank-0.pt"), WANTED, None)
+    resume.agree(str(tmp_path / "checkpoint_last-rank-0.pt"), WANTED, None)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_newest_whole_step_is_taken(tmp_path: Path) -> None:
     path = write(tmp_path / "checkpoint_last-rank-0.pt", 4)
     write(Path(path + files.PENDING), 8)
-    files.agree(path, WANTED, None)
+    resume.agree(path, WANTED, None)
     assert files.read(path)[files.MANIFEST]["num_updates"] == 8
     assert not os.path.exists(path + files.PENDING)
 
@@ -165,7 +166,7 @@ def test_newest_whole_step_is_taken(tmp_path: Path) -> None:
 def test_half_written_pending_file_is_ignored(tmp_path: Path) -> None:
     path = write(tmp_path / "checkpoint_last-rank-0.pt", 4)
     Path(path + files.PENDING).write_bytes(Path(path).read_bytes()[:500])
-    files.agree(path, WANTED, None)
+    resume.agree(path, WANTED, None)
     assert files.read(path)[files.MANIFEST]["num_updates"] == 4
 
 
@@ -175,18 +176,18 @@ def test_half_written_pending_file_is_ignored(tmp_path: Path) -> None:
     ([{}, {}], None),
 ])
 def test_newest_step_of_all_ranks(everyone: list[dict[int, str]], step: int | None) -> None:
-    assert files.newest_common("x.pt", everyone) == step
+    assert resume.newest_common("x.pt", everyone) == step
 
 
 def test_ranks_without_a_common_step_are_refused() -> None:
     with pytest.raises(ValueError, match=r"incomplete.*rank 0: \[4\]; rank 1: none"):
-        files.newest_common("x-rank-0.pt", [{4: "a"}, {}])
+        resume.newest_common("x-rank-0.pt", [{4: "a"}, {}])
 
 
 def _agreed(folder: Path) -> str:
     rank = dist.get_rank()
     path = folder / f"checkpoint_last-rank-{rank}.pt"
-    return Path(files.agree(str(path), {**WANTED, "rank": rank}, dist.group.WORLD)).name
+    return Path(resume.agree(str(path), {**WANTED, "rank": rank}, dist.group.WORLD)).name
 
 
 @pytest.mark.distributed
@@ -210,21 +211,21 @@ def test_files_of_another_run_are_refused(tmp_path: Path, changes: dict[str, int
                                           words: str) -> None:
     path = write(tmp_path / "checkpoint_last-rank-0.pt", **changes)
     with pytest.raises(ValueError, match=words):
-        files.agree(path, WANTED, None)
+        resume.agree(path, WANTED, None)
 
 
 def test_truncated_dense_and_foreign_files_are_refused(tmp_path: Path) -> None:
     path = write(tmp_path / "checkpoint_last-rank-0.pt")
     Path(path).write_bytes(Path(path).read_bytes()[:-300])
     with pytest.raises(ValueError, match="truncated or damaged"):
-        files.agree(path, WANTED, None)
+        resume.agree(path, WANTED, None)
     torch.save({"model": {}}, path)
     with pytest.raises(ValueError, match="has no experts, but the model has 4"):
-        files.agree(path, WANTED, None)
+        resume.agree(path, WANTED, None)
     os.remove(path)
     write(tmp_path / "checkpoint_last.pt", world_size=1, expert_parallel_size=1)
     with pytest.raises(ValueError, match=r"written by 1 data-parallel ranks.*world_size=2"):
-        files.agree(path, WANTED, None)
+        resume.agree(path, WANTED, None)
 
 
 def test_copies_are_whole(tmp_path: Path) -> None:

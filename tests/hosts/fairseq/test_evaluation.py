@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from moe_plugin.checkpoint.formats.fairseq import files
-from moe_plugin.checkpoint.formats.fairseq.resume import part_state
 from moe_plugin.comm import Comm, run_simulated
 from moe_plugin.hosts.fairseq.groups import Evaluation, Turns, evaluating
 from moe_plugin.hosts.fairseq.layers import moe_layers
+from moe_plugin.hosts.fairseq.resume import part_state
 from tests.hosts.fairseq.conftest import Corpus, Result, run, run_alone, run_on_its_own_ranks
 from tests.hosts.fairseq.small import language_model
 from tests.hosts.slow_hardware import slow_hardware

@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_plugin.checkpoint.formats.fairseq import translate
 from moe_plugin.config import ExpertsConfig, MoEConfig
+from moe_plugin.hosts.fairseq import refusals, translate
 from tests.fuzz.hostile import NUMBERS, WORDS, bounded, is_named
+from tests.hosts.test_refusals import names_read
 
 pytestmark = pytest.mark.fast
 
@@ -225,3 +226,21 @@ def test_flags_of_any_value_end_in_settings_or_a_named_error(values: dict[str, A
     except ValueError as error:
         assert is_named(error), error
 
+
+
+def test_refusals_read_settings_that_exist() -> None:
+    """A condition that reads a name that does not exist would never apply."""
+    from moe_plugin.hosts.fairseq.compat.names import FairseqConfig
+    from moe_plugin.hosts.fairseq.options import KINDS
+
+    groups = {name: set(field.default_factory.__dataclass_fields__)
+              for name, field in FairseqConfig.__dataclass_fields__.items()
+              if hasattr(field.default_factory, "__dataclass_fields__")}
+    known = {f"{group}.{name}" for group, names in groups.items() for name in names}
+    known |= {f"model.{name}" for kind in KINDS for name in kind.__dataclass_fields__}
+    read = names_read(refusals)
+    assert {name for name in read if name.partition(".")[0] in {*groups, "model"}} - known == set()
+    facts = {name for name in read if "." not in name and f"model.{name}" not in known}
+    assert facts == {"bounded", "dense", "encoder_layerdrop", "losses", "other_model",
+                     "other_router", "own_step", "sharding", "sizes", "trained_criterion",
+                     "training", "trains_criterion"}

@@ -23,6 +23,7 @@ pytest.importorskip("megatron.core",
                     reason="needs megatron-core: pip install 'moe-plugin[megatron]'")
 
 from moe_plugin.config.flags import add_arguments
+from moe_plugin.hosts.megatron import refusals
 from moe_plugin.hosts.megatron.compat.fields import (
     ARGUMENTS,
     FIELDS,
@@ -34,7 +35,9 @@ from moe_plugin.hosts.megatron.compat.fields import (
     without_row,
 )
 from moe_plugin.hosts.megatron.file_arguments import file_arguments, reads_file
+from moe_plugin.hosts.megatron.launch import extra_args_provider
 from moe_plugin.hosts.megatron.translate import NATIVE_ARGUMENTS, settings_from_flags, translate
+from tests.hosts.test_refusals import names_read
 
 pytestmark = [pytest.mark.megatron, pytest.mark.fast]
 BASE = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 2, "num_moe_experts": 4,
@@ -64,6 +67,23 @@ def test_no_flag_lacks_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "moe_router_topk" in found
     assert without_row(found, {**FIELDS, **ARGUMENTS}) == [], \
         "give each a row in hosts/megatron/compat/fields.py"
+
+
+# names in the table of refusals: what a check adds, and settings of other versions of Megatron
+FACTS = {"asked", "batch_invariant", "cuts", "dense_at_end", "first_tp", "indivisible", "last_tp",
+         "layouts", "losses", "moe_at_end", "most", "native_router", "processes",
+         "reads_token_ids", "shared_embeddings", "shared_experts", "tokens_of_all_ranks", "words",
+         "world"}
+
+
+def test_refusals_read_settings_that_exist(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A condition that reads a name that does not exist would never apply."""
+    monkeypatch.setattr(typing, "override", lambda method: method, raising=False)  # Python 3.11
+    arguments = pytest.importorskip("megatron.training.arguments")
+    parser = extra_args_provider(arguments.add_megatron_arguments(argparse.ArgumentParser()))
+    known = {action.dest for action in parser._actions} | {one.name for one in fields(_config())}
+    read = {name for name in names_read(refusals) if "." not in name}
+    assert read - known - FACTS == set() and FACTS <= read
 
 
 def test_no_name_is_in_both_tables() -> None:

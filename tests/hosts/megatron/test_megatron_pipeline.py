@@ -84,7 +84,7 @@ def test_graphs_are_refused(made_by: str) -> None:
 
 
 def test_fairseq_has_no_stages() -> None:
-    from moe_plugin.checkpoint.formats.fairseq.translate import run_config
+    from moe_plugin.hosts.fairseq.translate import run_config
 
     class Flags:
         pipeline_schedule = "eager-1f1b"

@@ -220,7 +220,7 @@ def _messages() -> list[str]:
     from argparse import Namespace
 
     from moe_plugin.hosts.megatron import parameters, translate
-    from moe_plugin.hosts.megatron.pipeline.base import refuse_virtual
+    from moe_plugin.hosts.megatron.refusals import VIRTUAL_STAGES
     from moe_plugin.hosts.megatron.stage_layouts import stages_of
 
     unequal = Namespace(
@@ -232,6 +232,10 @@ def _messages() -> list[str]:
     def wrapped(name: str) -> None:
         translate.script_arguments = lambda: {name: True}
         translate.refuse_arguments()
+
+    def refuse_virtual(schedule: str, stages: int | None) -> None:
+        VIRTUAL_STAGES.refuse({"pipeline.schedule": schedule,
+                               "virtual_pipeline_model_parallel_size": stages})
 
     sharded = torch.nn.Linear(2, 2)
     sharded.weight.__fsdp_param__ = True

@@ -1,11 +1,12 @@
-"""Entries of fairseq's checkpoint files, and the mapping from parameter indices of an optimizer to
-parameter names.
+"""Entries of fairseq's checkpoint files, values of stored settings, and the mapping from parameter
+indices of an optimizer to parameter names.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from enum import Enum
 from itertools import accumulate
 from math import prod
 from typing import Any
@@ -21,8 +22,19 @@ CRITERION, OPTIMIZER = "criterion", "last_optimizer_state"
 PARAMETERS = "parameters"
 # averaged weights in "extra_state": key -> field
 AVERAGES = {"ema": "ema", "ema_fp32_params": "ema_fp32"}
+# fairseq's names of activations, as stored settings and its flags have them: the name -> ours
+ACTIVATIONS = {
+    "relu": "relu", "gelu": "gelu", "gelu_fast": "gelu_tanh", "gelu_accurate": "gelu_tanh",
+    "swish": "silu", "relu_squared": "squared_relu",
+}
 # tensors that fairseq registers and that an optimizer never updates
 _BUFFERS = re.compile(r"(.*\.)?(version|_float_tensor|_future_mask)")
+
+
+def plain_value(value: Any) -> Any:
+    """Convert a choice of fairseq's dataclasses to a string, and return any other value unchanged.
+    """
+    return value.value if isinstance(value, Enum) else value
 
 
 def renamed(state: Any) -> Any:

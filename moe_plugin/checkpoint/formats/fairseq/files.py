@@ -15,8 +15,7 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy
@@ -39,7 +38,7 @@ ALLOWED = (argparse.Namespace, numpy.dtype, type(numpy.dtype("float64")),
            (numpy.float64(0).__reduce__()[0], "numpy.core.multiarray.scalar"),
            numpy.float64(0).__reduce__()[0])
 _MANIFEST_KEYS = ("num_experts", "world_size", "expert_parallel_size", "rank", "num_updates")
-_RANK = re.compile(r"-rank-(\d+)(?=\.pt$)")
+RANK_SUFFIX = re.compile(r"-rank-(\d+)(?=\.pt$)")
 # parameter names of fairseq's `moe` branch
 _OF_BRANCH = re.compile(r"\.moe_layer\.(experts\.\d+|gate\.wg)\.")
 
@@ -51,26 +50,26 @@ def with_rank_suffix(suffix: str, rank: int) -> str:
 
 def with_rank(filename: str, rank: int) -> str:
     """Convert a name such as `dir/checkpoint_last.pt` to the name of the rank's file."""
-    if _RANK.search(filename):
-        return _RANK.sub(f"-rank-{rank}", filename)
+    if RANK_SUFFIX.search(filename):
+        return RANK_SUFFIX.sub(f"-rank-{rank}", filename)
     return re.sub(r"\.pt$", f"-rank-{rank}.pt", filename)
 
 
 def without_rank(filename: str) -> str:
     """Return a file name without the suffix of the rank, which is the same for all ranks."""
-    return _RANK.sub("", filename)
+    return RANK_SUFFIX.sub("", filename)
 
 
 def has_rank(filename: str) -> bool:
     """Return whether a file name has the suffix of a rank."""
-    return _RANK.search(filename) is not None
+    return RANK_SUFFIX.search(filename) is not None
 
 
 def rank_files(filename: str, end: str = "") -> dict[int, str]:
     """Return all ranks' files for a name with or without rank. `end` is a suffix after `.pt`."""
     paths = glob.glob(f"{glob.escape(without_rank(filename).removesuffix('.pt'))}-rank-*.pt{end}")
     return {int(number): path for path in sorted(paths)
-            for number in _RANK.findall(path.removesuffix(end))}
+            for number in RANK_SUFFIX.findall(path.removesuffix(end))}
 
 
 def is_crash_dump(filename: str) -> bool:
@@ -167,7 +166,7 @@ def read(path: str) -> dict[str, Any]:
         if not checksums.verify(path) and (not dist.is_initialized() or dist.get_rank() == 0):
             logger.warning("checkpoint %r was written without checksums, so damage may go "
                            "undetected; the next save adds checksums", without_rank(path))
-        return _load(path)
+        return read_unverified(path)
     except (FileNotFoundError, trust.UntrustedFile):
         raise
     except UNREADABLE as error:
@@ -178,7 +177,8 @@ def read(path: str) -> dict[str, Any]:
         ) from error
 
 
-def _load(path: str) -> dict[str, Any]:
+def read_unverified(path: str) -> dict[str, Any]:
+    """Read a checkpoint file and check its manifest, but not its checksum."""
     state = load(path, map_location="cpu", mmap=True)
     if not isinstance(state, dict):
         raise ValueError(f"it contains a {type(state).__name__}, but a mapping was expected")
@@ -209,144 +209,9 @@ def load(file: Any, **options: Any) -> Any:
     return renamed(trust.load(file, ALLOWED, f"checkpoint {what!r}", **options))
 
 
-@dataclass
-class _Survey:
-    """The checkpoint files of this rank and their problems.
-
-    Attributes:
-        steps: paths of the complete files, by training step.
-        damaged: messages that describe the damaged files.
-        refusal: reason why a file cannot be used in this run, or an empty string.
-    """
-
-    steps: dict[int, str] = field(default_factory=dict)
-    damaged: list[str] = field(default_factory=list)
-    refusal: str = ""
-
-
-def agree(filename: str, wanted: Mapping[str, int], group: Any) -> str:
-    """Return the path of this rank's file of the newest step that all ranks have.
-
-    If `checkpoint_last` of any rank is damaged, an older checkpoint in the same folder is used.
-
-    Args:
-        filename: path of this rank's file.
-        wanted: manifest entries that the files must have.
-        group: process group of the data-parallel ranks, or None for a single rank.
-    Raises:
-        ValueError: If a rank refuses a file. All ranks raise the error of the first such rank.
-    """
-    survey_of_rank = _survey(filename, wanted)
-    everyone: list[_Survey] = gather(survey_of_rank, group)
-    for survey in everyone:
-        if survey.refusal:
-            raise ValueError(survey.refusal)
-    damaged = [text for survey in everyone for text in survey.damaged]
-    if damaged:
-        return _fall_back(filename, wanted, group, damaged)
-    steps = [survey.steps for survey in everyone]
-    if _never_finished(steps):
-        return _older_checkpoint(filename, wanted, group)
-    step = newest_common(filename, steps)
-    if step is not None and survey_of_rank.steps[step] != filename:
-        os.replace(survey_of_rank.steps[step], filename)
-    return filename
-
-
 def gather(value: Any, group: Any) -> list[Any]:
     """Gather a value from all ranks of the group, or only from this rank if `group` is None."""
     return [value] if group is None else gather_objects(value, "checkpoints found", group)
-
-
-def _fall_back(filename: str, wanted: Mapping[str, int], group: Any, damaged: list[str]) -> str:
-    """Return this rank's file of the newest step for which all ranks have complete files."""
-    paths = _older_files_by_step(filename, wanted)
-    everyone = gather(set(paths), group)
-    for step in sorted(set.intersection(*everyone), reverse=True):
-        whole = _first_undamaged(paths[step])
-        if all(gather(whole is not None, group)):
-            logger.warning("%s. Training resumes from the older checkpoint %s (step %d)",
-                           "; ".join(damaged), whole, step)
-            return whole  # type: ignore[return-value]
-    raise CheckpointError(damaged[0])
-
-
-def _never_finished(everyone: Sequence[Mapping[int, str]]) -> bool:
-    """Return whether ranks were killed in the first phase of the first save with a name."""
-    paths = [path for steps in everyone for path in steps.values()]
-    return not all(everyone) and all(path.endswith(PENDING) for path in paths) and bool(paths)
-
-
-def _older_checkpoint(filename: str, wanted: Mapping[str, int], group: Any) -> str:
-    """Return the newest older checkpoint, or the missing `filename` if there is no checkpoint."""
-    text = f"checkpoint {without_rank(filename)!r} was not yet written by all ranks"
-    try:
-        return _fall_back(filename, wanted, group, [text])
-    except CheckpointError:  # on every rank
-        logger.warning("%s and no older checkpoint exists, so training starts at step 0", text)
-        return filename
-
-
-def _older_files_by_step(filename: str, wanted: Mapping[str, int]) -> dict[int, list[str]]:
-    """Return this rank's unverified files by step if `filename` is `checkpoint_last`."""
-    folder, name = os.path.split(without_rank(filename))
-    if name != "checkpoint_last.pt":  # a checkpoint that was selected by name has no replacement
-        return {}
-    paths_by_step: dict[int, list[str]] = {}
-    for path in sorted(glob.glob(os.path.join(glob.escape(folder), "checkpoint*.pt*"))):
-        if _RANK.findall(path.removesuffix(PENDING)) != _RANK.findall(filename):
-            continue
-        try:
-            paths_by_step.setdefault(_step_of(path, _load(path), wanted), []).append(path)
-        except UNREADABLE:
-            pass
-    return paths_by_step
-
-
-def _first_undamaged(paths: Sequence[str]) -> str | None:
-    for path in paths:
-        try:
-            read(path)
-            return path
-        except CheckpointError as error:
-            logger.warning("%s", error)
-    return None
-
-
-def newest_common(filename: str, everyone: Sequence[Mapping[int, str]]) -> int | None:
-    """Return the newest step that is complete on every rank, or None if no rank has a file.
-
-    Raises:
-        ValueError: If files exist, but no step is complete on all ranks.
-    """
-    steps = set(everyone[0]).intersection(*everyone[1:])
-    if not steps and any(everyone):
-        seen = "; ".join(f"rank {rank}: {sorted(entry) or 'none'}"
-                         for rank, entry in enumerate(everyone))
-        raise ValueError(
-            f"checkpoint {without_rank(filename)!r} is incomplete: no step is available on all "
-            f"ranks ({seen}); restore the missing files, or choose another checkpoint with "
-            "--restore-file")
-    return max(steps, default=None)
-
-
-def _survey(filename: str, wanted: Mapping[str, int]) -> _Survey:
-    pending, survey = filename + PENDING, _Survey()
-    try:
-        if not os.path.exists(filename) and not os.path.exists(pending):
-            survey.refusal = _other_world(filename, wanted) or ""
-        if os.path.exists(pending):
-            try:
-                survey.steps[_step_of(pending, read(pending), wanted)] = pending
-            except ValueError:
-                pass  # a kill during the first phase, so the file under its final name is used
-        if os.path.exists(filename):
-            survey.steps[_step_of(filename, read(filename), wanted)] = filename
-    except CheckpointError as error:
-        survey.damaged.append(str(error))
-    except ValueError as error:
-        survey.refusal = str(error)
-    return survey
 
 
 def of_branch(state: Mapping[str, Any]) -> list[str]:
@@ -365,53 +230,3 @@ def refuse_branch(path: str, state: Mapping[str, Any]) -> None:
             "--to fairseq and load OUT/checkpoint_last.pt, or run it in that branch, where "
             "--user-dir moe_plugin replaces the branch's own layer by this layer "
             "(docs/fairseq_training.md)")
-
-
-def _step_of(path: str, state: Mapping[str, Any], wanted: Mapping[str, int]) -> int:
-    """Return the step of a file after checking that the file can be used in this run."""
-    refuse_branch(path, state)
-    manifest = state.get(MANIFEST)
-    if manifest is None:
-        raise ValueError(
-            f"checkpoint {path!r} has no experts, but the model has {wanted['num_experts']} per "
-            "MoE layer. Use another --save-dir or --restore-file, or train the dense model with "
-            "--moe-freq 0")
-    for key, value in wanted.items():
-        if manifest[key] != value:
-            raise ValueError(
-                f"checkpoint {path!r} has {key}={manifest[key]}, but this run has {key}={value}; "
-                f"{_remedy(key, manifest[key])}"
-            )
-    return int(manifest["num_updates"])
-
-
-def _remedy(key: str, value: int) -> str:
-    remedies = {
-        "num_experts": f"use --moe-expert-count {value}",
-        "world_size": f"restore the complete files of all {value} data-parallel ranks, or use "
-                      "another --save-dir",
-        "expert_parallel_size": f"use --moe-expert-parallel-size {value}",
-        "rank": f"the file belongs to rank {value}, so restore the original file names",
-    }
-    return remedies[key]
-
-
-def _other_world(filename: str, wanted: Mapping[str, int]) -> str | None:
-    """Return an error message if files of other ranks or of a different run size exist."""
-    whole = without_rank(filename)
-    others = list(rank_files(whole).values())
-    if has_rank(filename) and os.path.exists(whole):
-        others.append(whole)
-    if not others:
-        return None
-    state = read(others[0])
-    refuse_branch(others[0], state)
-    manifest = state.get(MANIFEST, {})
-    theirs = manifest.get("world_size", 1)
-    if theirs == wanted["world_size"]:
-        return (
-            f"checkpoint file {filename!r} is missing, but files of other ranks exist; restore it, "
-            "or choose another checkpoint with --restore-file")
-    return (
-        f"checkpoint {whole!r} was written by {theirs} data-parallel ranks (world_size={theirs}), "
-        f"but this run has world_size={wanted['world_size']}; {_remedy('world_size', theirs)}")

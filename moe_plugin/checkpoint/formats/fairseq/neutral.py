@@ -13,7 +13,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from moe_plugin.checkpoint.formats.fairseq import files
-from moe_plugin.checkpoint.formats.fairseq.entries import OPTIMIZER, PARAMETERS, STATE
+from moe_plugin.checkpoint.formats.fairseq.entries import (
+    ACTIVATIONS,
+    OPTIMIZER,
+    PARAMETERS,
+    STATE,
+    plain_value,
+)
 from moe_plugin.checkpoint.formats.fairseq.neutral_names import (
     PADDING_ROWS,
     POSITIONS,
@@ -22,7 +28,6 @@ from moe_plugin.checkpoint.formats.fairseq.neutral_names import (
     neutral_tensors,
     our_prefix,
 )
-from moe_plugin.checkpoint.formats.fairseq.translate import ACTIVATIONS, plain_value
 from moe_plugin.checkpoint.layers import layer_settings
 from moe_plugin.checkpoint.neutral import NEUTRAL, DecoderSettings, NeutralModel
 from moe_plugin.checkpoint.reshard import COLUMNS, GROUPS

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from argparse import Namespace
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from moe_plugin.checkpoint.formats.fairseq import files
@@ -19,7 +19,6 @@ from moe_plugin.checkpoint.formats.fairseq.entries import (
     STATE,
 )
 from moe_plugin.checkpoint.formats.fairseq.neutral import model_arguments
-from moe_plugin.checkpoint.formats.fairseq.translate import check_flags
 from moe_plugin.checkpoint.layers import LAYER_NAMES
 from moe_plugin.checkpoint.reshard import COLUMNS, GROUPS
 from moe_plugin.checkpoint.source import MODEL, CheckpointError, Derived, Source, View
@@ -38,10 +37,15 @@ def translates(source: Source) -> bool:
                                               for _, name in source.entries)
 
 
-def upcycle(source: Source, plan: Upcycling) -> View:
+def upcycle(source: Source, plan: Upcycling, check: Callable[[Namespace], None]) -> View:
     """Return a lazy view of a dense translation model that has experts in place of MLPs, in
     fairseq's format.
 
+    Args:
+        source: checkpoint of the dense model.
+        plan: number and arrangement of the experts.
+        check: function of the host that raises `ValueError` if no model can be built from the
+            stored settings of the result.
     Raises:
         CheckpointError: If the model already has MoE layers, if no layer would be converted to an
             MoE layer, or if the settings do not support experts.
@@ -59,7 +63,7 @@ def upcycle(source: Source, plan: Upcycling) -> View:
                                   "two stacks")
     arguments = {**model_arguments(source.values[STATE]), **_flags(plan, every, chosen)}
     try:
-        check_flags(Namespace(**arguments))
+        check(Namespace(**arguments))
     except ValueError as error:
             raise CheckpointError("the model cannot be converted to a model with experts: "
                                   f"{error}") from error

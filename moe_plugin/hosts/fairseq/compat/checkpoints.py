@@ -244,9 +244,9 @@ def existing_file(original: Callable[..., str], filename: str, *args: Any, **kwa
 def part_of_experts(original: Callable[..., Any], path: str, *args: Any, **kwargs: Any) -> Any:
     """Load the current rank's part of the experts. See `evaluation_from_rank_files`."""
     from moe_plugin.checkpoint.formats.fairseq import files
-    from moe_plugin.checkpoint.formats.fairseq.resume import part_state
     from moe_plugin.hosts.fairseq.compat.flags import place_experts
     from moe_plugin.hosts.fairseq.groups import current_evaluation
+    from moe_plugin.hosts.fairseq.resume import part_state
 
     overrides = (args[0] if args else kwargs.get("arg_overrides")) or {}
     if os.path.exists(path):
@@ -299,8 +299,8 @@ def _names_of_settings() -> set[str]:
         MoETransformerFlags,
     )
 
-    return {entry.name for kind in (GateLossFlags, MoELanguageModelConfig, MoETransformerFlags)
-            for entry in dataclasses.fields(kind)}
+    return {entry.name for cls in (GateLossFlags, MoELanguageModelConfig, MoETransformerFlags)
+            for entry in dataclasses.fields(cls)}
 
 
 def _refuse_unknown(overrides: Mapping[str, Any], written: Mapping[str, Any]) -> None:

@@ -189,14 +189,14 @@ def _counting(scorer: Any, counts: list[int], settings: Mapping[str, Any]) -> An
     return Counting
 
 
-def _over_ranks(found: Mapping[str, Any], count: int, evaluation: Evaluation) -> Any:
+def _over_ranks(logged: Mapping[str, Any], count: int, evaluation: Evaluation) -> Any:
     """Return the loss (in bits per word) and perplexity of `eval_lm` over the words of all ranks.
 
     count: number of words on the current rank.
     """
     if evaluation.ranks == 1:
-        return found
-    everyone = gather_objects((float(found["loss"]) * count, count), "losses of an evaluation")
+        return logged
+    everyone = gather_objects((float(logged["loss"]) * count, count), "losses of an evaluation")
     words = sum(rank_count for _, rank_count in everyone)
     loss = sum(bits for bits, _ in everyone) / words if words else 0.0
     return {"loss": loss, "perplexity": 2.0**loss}

@@ -145,8 +145,8 @@ class CommandParser(Parser):
             return set()
         from moe_plugin.hosts.fairseq import options
 
-        return {"--" + name.replace("_", "-") for kind in options.KINDS
-                for name in kind.__dataclass_fields__}
+        return {"--" + name.replace("_", "-") for cls in options.KINDS
+                for name in cls.__dataclass_fields__}
 
 
 @patch
@@ -180,22 +180,22 @@ def _in_file(words: list[str]) -> list[str]:
     finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     finder.add_argument(CONFIG_FLAG.flag)
     finder.add_argument("--arch", "-a")
-    found, _ = finder.parse_known_args(words)
-    if not found.moe_config:
+    args, _ = finder.parse_known_args(words)
+    if not args.moe_config:
         return []
-    values = read_yaml(found.moe_config)
+    values = read_yaml(args.moe_config)
     section = values.get(_SECTION) or {}
     if not isinstance(section, Mapping):
-        raise ValueError(f"config file {short(found.moe_config)}: {_SECTION}={short(section)} must "
+        raise ValueError(f"config file {short(args.moe_config)}: {_SECTION}={short(section)} must "
                          "be a mapping of fairseq's arguments to values. Write one argument per "
                          "line")
     section = {str(name).replace("_", "-"): value for name, value in section.items()}
     ours = {spec.flag.removeprefix("--"): spec.path for spec in flag_specs()}
     for name in ours.keys() & section.keys():
-        raise ValueError(f"config file {short(found.moe_config)}: {_SECTION}.{name} is a setting "
+        raise ValueError(f"config file {short(args.moe_config)}: {_SECTION}.{name} is a setting "
                          f"of moe-plugin. Outside of the section {_SECTION}, write it as "
                          f"{ours[name] or 'a flag'}")
-    arch = found.arch or section.get("arch")
+    arch = args.arch or section.get("arch")
     if isinstance(width := values.get("model_dim"), int) and width:
         section = {**({"encoder-embed-dim": width} if _translates(arch) else {}),
                    "decoder-embed-dim": width, **section}
@@ -228,7 +228,7 @@ def settings_checked_when_parsed(original: Callable[..., Any], parser: Any, *arg
     parsed = original(parser, *args, **kwargs)
     namespace = parsed[0] if isinstance(parsed, tuple) else parsed
     if "moe_plugin.hosts.fairseq.registered" in sys.modules:  # the user directory is loaded
-        from moe_plugin.checkpoint.formats.fairseq.translate import check_flags
+        from moe_plugin.hosts.fairseq.translate import check_flags
 
         try:
             check_flags(namespace)

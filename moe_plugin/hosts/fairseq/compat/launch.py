@@ -134,7 +134,7 @@ def errors_of_use_in_one_line(cfg: Any = None) -> Iterator[None]:
         where = f"rank {dist.get_rank()}: " if many and is_ours(error) else ""
         if dist.is_initialized():
             dist.destroy_process_group()
-        from moe_plugin.checkpoint.formats.fairseq.translate import flag_values
+        from moe_plugin.hosts.fairseq.translate import flag_values
 
         text = printable(as_given(str(error), flag_values(cfg and cfg.model)))
         sys.stderr.write(f"{os.path.basename(sys.argv[0])}: error: {where}{text}\n")

@@ -27,10 +27,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from moe_plugin.checkpoint.formats.fairseq.translate import layer_config
 from moe_plugin.comm import Comm, LocalComm
 from moe_plugin.comm.host_collectives import comm_of
-from moe_plugin.config import with_overrides
+from moe_plugin.config import flatten, to_dict, with_overrides
 from moe_plugin.config.flags import add_arguments, flag_specs
 from moe_plugin.hosts.fairseq.compat.patching import (
     add_field,
@@ -40,6 +39,8 @@ from moe_plugin.hosts.fairseq.compat.patching import (
     store_in_hydra,
 )
 from moe_plugin.hosts.fairseq.metrics import stats_metrics
+from moe_plugin.hosts.fairseq.refusals import BRANCH
+from moe_plugin.hosts.fairseq.translate import layer_config
 from moe_plugin.layer import MoELayer
 from moe_plugin.output import weighted_loss
 from moe_plugin.training.gradients import fused, multi_tensor
@@ -233,14 +234,8 @@ class _SwappedLayer(nn.Module):
 
 
 def _check_router(layer: MoELayer) -> None:
-    router, names = layer.config.router, [name for name, _ in layer.router.named_parameters()]
-    if names != ["weight_ED"]:
-        raise ValueError(f"router.name={router.name!r} cannot be used with fairseq's moe branch, "
-                         "whose gate is a single linear layer from tokens to experts. Use topk, "
-                         "switch or gshard")
-    if router.fp32:
-        raise ValueError("router.fp32=True cannot be used with fairseq's moe branch, which "
-                         "converts its gate to the model's precision. Leave --moe-router-fp32 out")
+    names = [name for name, _ in layer.router.named_parameters()]
+    BRANCH.refuse({**flatten(to_dict(layer.config)), "other_router": names != ["weight_ED"]})
 
 
 def _comm(group: Any, args: Any) -> Comm:

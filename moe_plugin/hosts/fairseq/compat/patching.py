@@ -46,12 +46,12 @@ def replaces(*places: str) -> Callable[[_Function], _Function]:
     return register
 
 
-def replace(place: str, function: Callable[..., Any]) -> None:
+def replace(path_of_name: str, function: Callable[..., Any]) -> None:
     """Replace one function in fairseq. See `replaces`.
 
     `fairseq_cli.train` may have imported the function by name, so the name is replaced there, too.
     """
-    path, _, name = place.rpartition(".")
+    path, _, name = path_of_name.rpartition(".")
     owner = resolve_name(f"fairseq.{path}")
     original = getattr(owner, name)
     of_class = inspect.ismethod(original)
@@ -103,7 +103,7 @@ def flag_metadata(spec: FlagSpec) -> dict[str, str]:
     return {"help": spec.help.replace("%", "%%"), **const}
 
 
-def add_field(settings: type, name: str, kind: Any, default: Any, help: str,
+def add_field(settings: type, name: str, value_type: Any, default: Any, help: str,
               **metadata: Any) -> None:
     """Add a field, and thus a flag, to one of fairseq's dataclasses.
 
@@ -113,7 +113,7 @@ def add_field(settings: type, name: str, kind: Any, default: Any, help: str,
     Args:
         settings: the dataclass.
         name: name of the new field.
-        kind: type of the new field.
+        value_type: type of the new field.
         default: default value.
         help: help text of the flag.
         metadata: additional metadata that fairseq reads, such as `argparse_const`.
@@ -122,9 +122,9 @@ def add_field(settings: type, name: str, kind: Any, default: Any, help: str,
         return
     made = make_dataclass(
         settings.__name__,
-        [(name, kind, field(default=default, metadata={"help": help, **metadata}))])
+        [(name, value_type, field(default=default, metadata={"help": help, **metadata}))])
     settings.__dataclass_fields__[name] = made.__dataclass_fields__[name]  # type: ignore[attr-defined]
-    settings.__annotations__[name] = kind
+    settings.__annotations__[name] = value_type
     setattr(settings, name, default)
 
 

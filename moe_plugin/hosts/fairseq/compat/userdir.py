@@ -52,8 +52,8 @@ def folder_of_one_run(original: Callable[..., None], save_dir: str) -> None:
     time remove each other's file. The first rank calls this function before training, and locks the
     folder until the command ends.
     """
-    from moe_plugin.checkpoint.formats.fairseq.translate import flag_values
     from moe_plugin.config.flags import run_from_flags
+    from moe_plugin.hosts.fairseq.translate import flag_values
 
     cfg = _SETTINGS.get()
     if cfg is None:

@@ -195,9 +195,9 @@ def call_native_router(router: torch.nn.Module, x_SBD: Tensor, padding_SB: Tenso
     given = {"padding_mask": padding_SB} if takes_mask and padding_SB is not None else {}
     if not is_native_router(router) or router.config.moe_expert_capacity_factor is None:
         return *router(x_SBD, **given), None
-    with _undropped() as found:
+    with _undropped() as undropped:
         probs_TE, map_TE = router(x_SBD, **given)
-    return probs_TE, map_TE, found[0] if found else None
+    return probs_TE, map_TE, undropped[0] if undropped else None
 
 
 @contextlib.contextmanager
@@ -206,18 +206,18 @@ def _undropped() -> Iterator[list[Undropped]]:
 
     The router returns only the remaining selection, plus padding experts that no token selected.
     """
-    found, drop = list[Undropped](), router_module.apply_router_token_dropping
+    undropped, drop = list[Undropped](), router_module.apply_router_token_dropping
 
     def noted(probs_TE: Tensor, map_TE: Tensor, router_topk: int, capacity_factor: float,
               *args: Any, **settings: Any) -> Any:
         tokens, experts = map_TE.shape
         slots = moe_utils.get_capacity(tokens * router_topk, experts, capacity_factor)
-        found.append(Undropped(probs_TE.detach(), map_TE.bool(), slots))
+        undropped.append(Undropped(probs_TE.detach(), map_TE.bool(), slots))
         return drop(probs_TE, map_TE, router_topk, capacity_factor, *args, **settings)
 
     router_module.apply_router_token_dropping = noted
     try:
-        yield found
+        yield undropped
     finally:
         router_module.apply_router_token_dropping = drop
 
@@ -281,8 +281,8 @@ def log_loss(name: str, value: Tensor, layer_number: int | None, config: Any,
     """
     layers = config.num_layers + (getattr(config, "mtp_num_layers", None) or 0)
     # the log has one entry per prediction, but a hybrid model may have several layers in it
-    place = None if layer_number is None else min(layer_number, layers)
-    moe_utils.save_to_aux_losses_tracker(name, value.detach(), place, layers, reduce_group=part_of)
+    index = None if layer_number is None else min(layer_number, layers)
+    moe_utils.save_to_aux_losses_tracker(name, value.detach(), index, layers, reduce_group=part_of)
 
 
 @dataclass(frozen=True)
@@ -346,16 +346,16 @@ def swap_mlp(mlp: Any, replacement: type, settings: dict[str, Any]) -> Any:
 
 def swap_spec(spec: Any, replacement: type, settings: dict[str, Any]) -> tuple[Any, int]:
     """Return a copy of a spec with all MoELayers replaced, and the number of replacements."""
-    found, (submodules, _) = [], _submodules(spec)
+    changed, (submodules, _) = [], _submodules(spec)
     if _is_stack(submodules):
         settings = {**settings, "in_hybrid": True}
 
     def change(name: str, value: Any) -> Any:
         swapped = swap_mlp(value, replacement, settings) if name == "mlp" else value
-        found.extend([swapped] if swapped is not value else [])
+        changed.extend([swapped] if swapped is not value else [])
         return swapped
 
-    return changed_spec(spec, change), len(found)
+    return changed_spec(spec, change), len(changed)
 
 
 def changed_spec(spec: Any, change: Callable[[str, Any], Any]) -> Any:

@@ -205,8 +205,8 @@ def _no_inference_layers() -> None:
 
 
 def _on_cpu(device: Any) -> Any:
-    kind = device.type if isinstance(device, torch.device) else device
-    return "cpu" if isinstance(kind, str) and kind.startswith("cuda") else device
+    device_type = device.type if isinstance(device, torch.device) else device
+    return "cpu" if isinstance(device_type, str) and device_type.startswith("cuda") else device
 
 
 class _CudaMeansCpu(TorchFunctionMode):
@@ -231,10 +231,10 @@ class _CudaMeansCpu(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _tensor_type(kind: str, caller: str) -> str:
+def _tensor_type(name: str, caller: str) -> str:
     # only the optimizer compares with 'torch.cuda.FloatTensor'; other callers get the real type
-    return kind.replace("torch.", "torch.cuda.", 1) if "megatron/core/optimizer" in caller.replace(
-        "\\", "/") else kind
+    return name.replace("torch.", "torch.cuda.", 1) if "megatron/core/optimizer" in caller.replace(
+        "\\", "/") else name
 
 
 @_patch(

@@ -56,7 +56,7 @@ class Row:
         if self.taken is None:
             return True
         values = value if isinstance(value, (list, tuple)) else [value]
-        return all(any(_same(one, taken) for taken in self.taken) for one in values)
+        return all(any(_same(item, taken) for taken in self.taken) for item in values)
 
 
 def _same(value: Any, taken: Any) -> bool:
@@ -171,10 +171,10 @@ def names(by: By, rows: Mapping[str, Row] = FIELDS) -> list[str]:
     return [name for name, row in rows.items() if row.by is by]
 
 
-def without_row(found: Iterable[str], rows: Mapping[str, Row] = FIELDS) -> list[str]:
+def without_row(settings: Iterable[str], rows: Mapping[str, Row] = FIELDS) -> list[str]:
     """Return the names of expert-related settings without a row under a current or older name."""
     known = {*rows, *(RENAMED.get(name, name) for name in rows)}
-    return sorted(name for name in found if of_experts(name) and name not in known)
+    return sorted(name for name in settings if of_experts(name) and name not in known)
 
 
 def refuse_by_row(values: Any, rows: Mapping[str, Row] = FIELDS) -> None:

@@ -60,9 +60,9 @@ class PreparedGradients:
         def finite() -> bool:
             here = bad or not all_finite(self.gradients())
             votes = run.find(StepVotes)  # with votes a single rank cannot decide for all
-            found = any_rank(here, self.comm) if votes is None else votes.ballots.most_say(here)
-            self._update_scale(found)
-            return not found
+            found_inf = any_rank(here, self.comm) if votes is None else votes.ballots.most_say(here)
+            self._update_scale(found_inf)
+            return not found_inf
 
         try:
             run.after_backward(StepGradients(
@@ -98,9 +98,9 @@ def _share_scaler(optimizer: Any) -> Callable[[bool], None]:
     """
     scaled = [part for part in parts(optimizer) if getattr(part, "grad_scaler", None) is not None]
     if not scaled:
-        return lambda found: None
+        return lambda found_inf: None
     scaler = scaled[0].grad_scaler
-    update, scaler.update = scaler.update, lambda found: None
+    update, scaler.update = scaler.update, lambda found_inf: None
     for part in scaled:
         part.grad_scaler = scaler
     return update
@@ -124,10 +124,10 @@ def guard_all_optimizers(run: Callable[[], Run] | None = None) -> None:
     """
     from megatron.core.optimizer import optimizer
 
-    own = Run([FiniteSteps()])
+    default_run = Run([FiniteSteps()])
     for cls in (optimizer.FP32Optimizer, optimizer.MixedPrecisionOptimizer,
                 optimizer.ChainedOptimizer):
-        cls.step = _guarded(cls.step, run or (lambda: own))
+        cls.step = _guarded(cls.step, run or (lambda: default_run))
 
 
 def _guarded(step: Callable[[Any], Any], run: Callable[[], Run]) -> Callable[[Any], Any]:
@@ -145,11 +145,11 @@ def all_finite(tensors: Iterable[Tensor]) -> bool:
     """Return True if every element of the floating-point tensors is finite. The function
     synchronizes with the device once.
     """
-    found = [tensor.detach() for tensor in tensors if tensor.is_floating_point() and tensor.numel()]
-    if not found:
+    values = [x.detach() for x in tensors if x.is_floating_point() and x.numel()]
+    if not values:
         return True
     # the infinity norm propagates NaN and cannot overflow
-    largest = torch._foreach_norm(found, float("inf"))
+    largest = torch._foreach_norm(values, float("inf"))
     # moved to one device, because optimizers store some numbers on the host
     where = largest[0].device
     return bool(torch.stack([value.float().to(where) for value in largest]).isfinite().all())

@@ -70,8 +70,8 @@ def _teach(module: ModuleType) -> None:
     entry = module._EMERGING_OPTIMIZERS["muon"]
     entry.optimizer_cls = _expert_muon(entry.optimizer_cls)
     managed = layer_wise.is_managed_by_layer_wise_optimizer
-    for place in (core, layer_wise):
-        place.is_managed_by_layer_wise_optimizer = lambda p: (
+    for module_with_name in (core, layer_wise):
+        module_with_name.is_managed_by_layer_wise_optimizer = lambda p: (
             part_of(p) is not None or (managed(p) and not is_vector(p)))
     optimizer = layer_wise.LayerWiseDistributedOptimizer
     optimizer._compute_per_buffer_param_layout = staticmethod(
@@ -182,12 +182,12 @@ def _stacks_together(layout: Callable[..., Any]) -> Callable[..., Any]:
             stacks.setdefault(p if mark is None else mark.stack, []).append(p)
         units = [members[0] if len(members) == 1 else _Together(members, aligned)
                  for members in stacks.values()]
-        found = layout(units, *args, **kwargs)
-        places = found.param_index_map
+        param_layout = layout(units, *args, **kwargs)
+        places = param_layout.param_index_map
         for unit in [unit for unit in units if isinstance(unit, _Together)]:
             start, _, bucket = places.pop(unit)
             places.update(unit.places(start, bucket))
-        return found
+        return param_layout
 
     return call
 

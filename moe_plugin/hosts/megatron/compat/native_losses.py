@@ -35,22 +35,22 @@ def logged_losses() -> Iterator[dict[str, Tensor]]:
     """
     tracked = hasattr(router_module, "get_moe_metrics_tracker")
     seam = "get_moe_metrics_tracker" if tracked else "save_to_aux_losses_tracker"
-    found, before = dict[str, Tensor](), getattr(router_module, seam)
+    losses, before = dict[str, Tensor](), getattr(router_module, seam)
     log: Any = before().record if tracked else before
 
     def noted(name: str, value: Tensor, *args: Any, **kwargs: Any) -> None:
-        found[name] = value.detach()
+        losses[name] = value.detach()
         log(name, value, *args, **kwargs)
 
     setattr(router_module, seam, (lambda: SimpleNamespace(record=noted)) if tracked else noted)
     try:
-        yield found
+        yield losses
     finally:
         setattr(router_module, seam, before)
 
 
 @contextlib.contextmanager
-def weighed_by_tokens(router: nn.Module, own: Count, every: Count, ranks: int) -> Iterator[None]:
+def weighed_by_tokens(router: nn.Module, local: Count, every: Count, ranks: int) -> Iterator[None]:
     """Weight the losses of this router by the number of all tokens inside the block, in every
     Megatron version.
 
@@ -58,11 +58,11 @@ def weighed_by_tokens(router: nn.Module, own: Count, every: Count, ranks: int) -
 
     Args:
         router: Megatron's `TopKRouter`.
-        own: number of tokens on the current rank that are not padding.
+        local: number of tokens on the current rank that are not padding.
         every: number of tokens on all ranks that share the micro-batch.
         ranks: number of ranks that share the micro-batch.
     """
-    own, every = (max(1, n) if isinstance(n, int) else n.clamp(min=1) for n in (own, every))
+    local, every = (max(1, n) if isinstance(n, int) else n.clamp(min=1) for n in (local, every))
     attach: Any = router.attach_and_log_load_balancing_loss
 
     def weighed(activation: Tensor, coefficient: float, loss: Tensor, *args: Any,
@@ -73,7 +73,7 @@ def weighed_by_tokens(router: nn.Module, own: Count, every: Count, ranks: int) -
     config = copy.copy(router.config)
     # the router averages each rank's own z loss over the ranks
     if config.moe_z_loss_coeff is not None:
-        config.moe_z_loss_coeff = config.moe_z_loss_coeff * own * ranks
+        config.moe_z_loss_coeff = config.moe_z_loss_coeff * local * ranks
     inside = {"attach_and_log_load_balancing_loss": weighed, "config": config,
               "calculate_per_token_loss": False}
     before = {name: vars(router)[name] for name in inside if name in vars(router)}

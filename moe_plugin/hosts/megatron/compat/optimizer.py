@@ -94,10 +94,10 @@ def biases_are_vectors() -> None:
     @functools.wraps(original)
     def groups(model_chunks: Any, *args: Any, **kwargs: Any) -> Any:
         stacks: dict[Tensor, Tensor] = {}
-        found = original([_WithVectors(chunk, stacks) for chunk in model_chunks], *args, **kwargs)
-        for group in found:
+        made = original([_WithVectors(chunk, stacks) for chunk in model_chunks], *args, **kwargs)
+        for group in made:
             group["params"] = [stacks.get(p, p) for p in group["params"]]
-        return found
+        return made
 
     core._get_param_groups = groups
 
@@ -268,11 +268,11 @@ def _complete_groups(optimizer: Any, state: Any) -> None:
                for group in part.optimizer.param_groups]
     for saved in _saved_groups(state):
         stated = {key: value for key in keys if (value := group_value(saved, key)) is not None}
-        alike = [group for group in running
-                 if all(group_value(group, key) == value for key, value in stated.items())]
+        matching = [group for group in running
+                    if all(group_value(group, key) == value for key, value in stated.items())]
         for key in keys:
-            if alike and key not in stated and group_value(alike[0], key) is not None:
-                saved[key] = group_value(alike[0], key)
+            if matching and key not in stated and group_value(matching[0], key) is not None:
+                saved[key] = group_value(matching[0], key)
 
 
 def _saved_groups(state: Any) -> Iterator[dict[str, Any]]:
@@ -320,8 +320,8 @@ def mend_loading_of_all_optimizers() -> None:
     from megatron.core.optimizer import optimizer as core
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer as Optimizer
 
-    for kind in (core.Float16OptimizerWithFloat16Params, core.FP32Optimizer):
-        kind.load_state_dict = _with_complete_groups(kind.load_state_dict)
+    for optimizer_class in (core.Float16OptimizerWithFloat16Params, core.FP32Optimizer):
+        optimizer_class.load_state_dict = _with_complete_groups(optimizer_class.load_state_dict)
 
     sharded, load = Optimizer.sharded_state_dict, Optimizer.load_state_dict
 

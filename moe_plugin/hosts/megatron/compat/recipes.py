@@ -55,11 +55,11 @@ WIRES = {"bf16": "none", "mxfp8": "mxfp8"}  # moe_dispatch_fwd_dtype -> `comm.wi
 
 def refuse_primary_weights(native: Any) -> None:
     """Raise a `ValueError` if Megatron stores its weights in fp8 or fp4."""
-    for kind in ("fp8", "fp4"):
-        if setting(native, f"{kind}_param", False):
+    for bits in ("fp8", "fp4"):
+        if setting(native, f"{bits}_param", False):
             raise ValueError(
-                f"{kind}_param=True is not supported by moe-plugin's MoE layer, which stores its "
-                f"weights in params_dtype. Leave out --{kind}-param-gather.")
+                f"{bits}_param=True is not supported by moe-plugin's MoE layer, which stores its "
+                f"weights in params_dtype. Leave out --{bits}-param-gather.")
 
 
 def precision_settings(native: Any, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -77,34 +77,29 @@ def precision_settings(native: Any, given: Mapping[str, Any]) -> dict[str, Any]:
             remedy.
     """
     refuse_primary_weights(native)
-    found = _wires(native, given)
+    settings = _wires(native, given)
     if "experts.precision" in given:
-        return found
+        return settings
     if setting(native, "quant_recipe") is not None:
         raise ValueError(
             "quant_recipe (--te-precision-config-file, --kitchen-config-file, "
             "--kitchen-recipe-number), which sets formats module by module, is not supported by "
             "moe-plugin's experts. Leave it out, or set the precision of the experts with "
             "--moe-expert-precision (ieee is the layer's dtype).")
-    if precision := _precision(native):
-        found["experts.precision"] = precision
-    return found
+    for bits in ("fp8", "fp4"):
+        if chosen := setting(native, bits):
+            settings["experts.precision"] = _products(bits, plain_name(chosen), plain_name(
+                setting(native, f"{bits}_recipe", _DEFAULTS[bits])))
+            break
+    return settings
 
 
-def _precision(native: Any) -> str | None:
-    for kind in ("fp8", "fp4"):
-        if chosen := setting(native, kind):
-            return _products(kind, plain_name(chosen), plain_name(
-                setting(native, f"{kind}_recipe", _DEFAULTS[kind])))
-    return None
-
-
-def _products(kind: str, chosen: str, name: str) -> str:
-    recipe = RECIPES.get((kind, name), Recipe(why_not="it is unknown to moe-plugin"))
+def _products(bits: str, chosen: str, name: str) -> str:
+    recipe = RECIPES.get((bits, name), Recipe(why_not="it is unknown to moe-plugin"))
     followed = [known for (of, known), row in RECIPES.items() if of == "fp8" and row.products]
     if chosen not in recipe.products:
         raise ValueError(
-            f"{kind}_recipe={short(name)} with {kind}={short(chosen)} is not supported by "
+            f"{bits}_recipe={short(name)} with {bits}={short(chosen)} is not supported by "
             "moe-plugin's experts, because "
             f"{recipe.why_not or 'this format is not part of the recipe'}. Use --fp8-format e4m3 "
             f"or hybrid with --fp8-recipe {' or '.join(followed)}, or set the precision of the "
@@ -112,7 +107,7 @@ def _products(kind: str, chosen: str, name: str) -> str:
     for variable, neutral in recipe.variables.items():
         if (value := os.environ.get(variable, neutral)) != neutral:
             raise ValueError(
-                f"{variable}={short(value)} changes {kind}_recipe={short(name)} in a way that "
+                f"{variable}={short(value)} changes {bits}_recipe={short(name)} in a way that "
                 f"moe-plugin's experts do not support. Unset it or set it to {short(neutral)}, or "
                 "set the precision of the experts with --moe-expert-precision.")
     return recipe.products[chosen]

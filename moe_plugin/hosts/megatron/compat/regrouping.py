@@ -53,11 +53,11 @@ def make_expert_groups(size: int, args: Mapping[str, Any]) -> dict[str, Any]:
         made, everything = expert_groups(), _groups(_state().values())
     finally:
         vars(ps).update(before)
-    own = _groups(made.values())
-    for group in everything - own:  # dense layers retain their existing groups
+    expert_groups_made = _groups(made.values())
+    for group in everything - expert_groups_made:  # dense layers retain their existing groups
         dist.destroy_process_group(group)
     if kept is not None:
-        setattr(ps, listed, [*kept, *own])
+        setattr(ps, listed, [*kept, *expert_groups_made])
     return made
 
 

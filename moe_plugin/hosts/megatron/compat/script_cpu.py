@@ -84,8 +84,8 @@ def leave_out(args: argparse.Namespace) -> None:
         value = getattr(args, name, None)
         if plain_name(value) not in map(str, lacking):
             continue
-        kind = type(value)
-        setattr(args, name, kind[instead] if isinstance(value, enum.Enum) else instead)
+        value_class = type(value)
+        setattr(args, name, value_class[instead] if isinstance(value, enum.Enum) else instead)
         flag = f"--{name.replace('_', '-')}"
         left.append(flag if value is True else f"{flag} {plain_name(value)} ({instead})")
     if left and first_process():

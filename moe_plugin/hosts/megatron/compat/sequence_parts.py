@@ -67,8 +67,8 @@ def prediction_of(extra: dict[str, Any]) -> int | None:
     The result is None for layers outside multi-token prediction. `extra` contains the arguments
     with which the layer is built.
     """
-    found = _IN_STACK.search(extra.get("name") or "")
-    return int(found[1]) - 1 if found else None
+    match = _IN_STACK.search(extra.get("name") or "")
+    return int(match[1]) - 1 if match else None
 
 
 def tell_layers() -> None:
@@ -122,7 +122,7 @@ class LocalNorm:
             raise ValueError(
                 f"normalization={config.normalization!r} is not available without Transformer "
                 f"Engine. Use {' or '.join(_KINDS)}.")
-        name, kind = _KINDS[config.normalization]
+        name, norm_class = _KINDS[config.normalization]
         options, apex = {}, fused.apex(name)
         if setting(config, "memory_efficient_layer_norm"):
             if apex.value is None:
@@ -130,7 +130,7 @@ class LocalNorm:
                                  f"Engine ({apex.reason}). Install one of these packages, or set "
                                  "it to False.")
             options["memory_efficient"] = True
-        norm = (apex.value or kind)(hidden_size, eps=eps, **options)
+        norm = (apex.value or norm_class)(hidden_size, eps=eps, **options)
         for parameter in norm.parameters():
             parameter.sequence_parallel = config.sequence_parallel
         return norm
@@ -172,7 +172,10 @@ def extend() -> None:
         if packed is not None:
             _packed(given.arguments, packed, parts, causal, self.scale_mask_softmax.window_size)
         elif parts > 1:
-            _gathered(given.arguments, _group(self), causal)
+            # up to 0.15 an attention module has no groups
+            group = getattr(getattr(self, "pg_collection", None), "cp", None)
+            group = ps.get_context_parallel_group() if group is None else group
+            _gathered(given.arguments, group, causal)
         return attend(*given.args, **given.kwargs)
 
     DotProductAttention.__init__, DotProductAttention.forward = built, attended
@@ -195,12 +198,6 @@ def _say_once(parts: int) -> None:
                 "context-parallel ranks, because Transformer Engine is not used", parts)
 
 
-def _group(attention: Any) -> Any:
-    # up to 0.15 an attention module has no groups
-    own = getattr(getattr(attention, "pg_collection", None), "cp", None)
-    return ps.get_context_parallel_group() if own is None else own
-
-
 def tokens_of_part(length: int, parts: int, part: int) -> Tensor:
     """Return the token indices of a context-parallel rank as an int64 tensor [length / parts], in
     the order in which the rank stores the tokens.
@@ -216,17 +213,17 @@ def _gathered(given: dict[str, Any], group: Any, causal: bool) -> None:
     """Replace the keys and values of a part of the sequence with those of the whole sequence, and
     adapt the mask.
     """
-    parts, own = group.size(), given["query"].shape[0]
-    length = own * parts
+    parts, rows = group.size(), given["query"].shape[0]
+    length = rows * parts
     by_rank_S = torch.cat([tokens_of_part(length, parts, part) for part in range(parts)])
     order_S = by_rank_S.argsort().to(given["key"].device)
     for name in ("key", "value"):
         whole = mappings.gather_from_sequence_parallel_region(given[name], group=group)
         given[name] = whole.index_select(0, order_S)
     mask = given["attention_mask"]
-    if mask is not None and mask.shape[-2:] != (own, length):
+    if mask is not None and mask.shape[-2:] != (rows, length):
         raise ValueError(
-            f"attention_mask has shape {list(mask.shape)}, but must have shape [batch, 1, {own}, "
+            f"attention_mask has shape {list(mask.shape)}, but must have shape [batch, 1, {rows}, "
             f"{length}] with context_parallel_size={parts}: one row per token of this rank, and "
             "one column per token of the sequence. Split the rows like the tokens.")
     if mask is None and causal:

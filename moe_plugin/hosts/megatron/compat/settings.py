@@ -126,15 +126,15 @@ def parsed_defaults() -> dict[str, Any]:
 
     Defaults are known only for arguments that the script's parser defines.
     """
-    values, found = script_arguments(), dict[str, Any]()
+    values, changed = script_arguments(), dict[str, Any]()
     # `get_default` is avoided, because it searches a thousand arguments for each name
     for parser in _parsers:
         first = {action.dest: action.default for action in reversed(parser._actions)
                  if action.default is not None}
         defaults = {**parser._defaults, **first}
-        found |= {name: defaults.get(name) for name, value in values.items()
-                  if defaults.get(name) != value}
-    return found
+        changed |= {name: defaults.get(name) for name, value in values.items()
+                    if defaults.get(name) != value}
+    return changed
 
 
 def given_settings() -> dict[str, tuple[str, str]]:
@@ -211,6 +211,16 @@ def _older_python() -> None:
     spawn.get_preparation_data = without_script
 
 
+@functools.lru_cache(1)
+def _training_names(count: int) -> list[str]:
+    """Return the names of the imported modules of Megatron's training code.
+
+    count: number of all imported modules. A run replaces about 26 functions, and searches the
+        thousands of modules only after a further module was imported.
+    """
+    return [name for name in sys.modules if name.startswith("megatron.training")]
+
+
 def replace_training(name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
     """Replace a function of Megatron's training code with `wrap(function)`.
 
@@ -218,9 +228,9 @@ def replace_training(name: str, wrap: Callable[[Callable[..., Any]], Callable[..
     without the function are not changed.
     """
     training_module("training")  # imports all the others
-    modules = [module for key, module in sys.modules.items() if key.startswith("megatron.training")]
-    found = [vars(module)[name] for module in modules if name in vars(module)]
-    for original in found[:1]:
+    modules = [sys.modules[key] for key in _training_names(len(sys.modules)) if key in sys.modules]
+    originals = [vars(module)[name] for module in modules if name in vars(module)]
+    for original in originals[:1]:
         ours = wrap(original)
         for module in modules:
             if vars(module).get(name) is original:

@@ -17,6 +17,7 @@ from megatron.core import tensor_parallel
 from torch import Tensor
 
 from moe_plugin.hosts.megatron.compat.names import DotProductAttention
+from moe_plugin.hosts.megatron.refusals import SLICED_ATTENTION
 
 
 class KeyValues:
@@ -136,14 +137,7 @@ class SliceAttention(DotProductAttention):
 
     def __init__(self, config: Any, layer_number: int, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, layer_number, *args, **kwargs)
-        for name, value, bound, ok in (
-                ("softmax_type", config.softmax_type, "'vanilla'",
-                 config.softmax_type == "vanilla"),
-                ("window_size", config.window_size, None, config.window_size is None)):
-            if not ok:
-                raise ValueError(f"{name}={value!r} cannot be used with "
-                                 f"pipeline.schedule='terapipe', which needs {name}={bound}. Use "
-                                 "pipeline.schedule=1f1b.")
+        SLICED_ATTENTION.refuse(vars(config))
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
                 *args: Any, **kwargs: Any) -> Tensor:

@@ -29,13 +29,14 @@ from moe_plugin.config import PipelineConfig
 from moe_plugin.hosts.megatron.pipeline.base import (
     ForwardBackward,
     PipelineSchedule,
-    refuse,
     register,
+    values_of_schedule,
 )
 from moe_plugin.hosts.megatron.pipeline.eager import EagerSchedule
 from moe_plugin.hosts.megatron.pipeline.executor import Step, transfer_s
 from moe_plugin.hosts.megatron.pipeline.slice_step import check_slices
 from moe_plugin.hosts.megatron.pipeline.terapipe import SliceSchedule, given_slices
+from moe_plugin.hosts.megatron.refusals import MEASURED_SLICES
 from moe_plugin.planner.pipeline.choice import Predicted, StageProfile, choose, predict
 from moe_plugin.planner.trials import Checks, Steady
 from moe_plugin.planner.units import parse_size, show_time
@@ -138,13 +139,13 @@ def agreed(step: MeasuredStep, group: Any, limit: int | None) -> StageProfile:
     limit: number of bytes available for activations. Defaults to the free memory on a GPU. On a CPU
         there is no limit by default.
     """
-    own = {
+    rank_values = {
         "stage": group.rank(), "forward_s": statistics.median(step.forward_s),
         "backward_s": statistics.median(step.backward_s),
         "transfer_s": transfer_s(step, step.shapes()[1]),
         "activation_bytes": step.activation_bytes, "memory_bytes": _free(step, limit),
     }
-    every = gather_objects(own, "the measurements of pipeline.schedule=auto")
+    every = gather_objects(rank_values, "the measurements of pipeline.schedule=auto")
     stages = [[row for row in every if row["stage"] == stage] for stage in range(group.size())]
 
     def worst(name: str) -> list[Any]:
@@ -219,10 +220,7 @@ class AutoSchedule(PipelineSchedule):
         super().check(passes, config)
         if self.settings.slices is None:
             return
-        if config.deterministic_mode:
-            refuse(self.name, "deterministic_mode", True, "off with pipeline.slices",
-                   "leave out one of the two, because measured times decide whether sequences are "
-                   "cut, and slices change the order of sums")
+        MEASURED_SLICES.refuse(values_of_schedule(self.name, config))
         check_slices(passes, config)
 
     def step(self, passes: dict[str, Any], config: Any) -> list[Any]:
@@ -273,8 +271,8 @@ class AutoSchedule(PipelineSchedule):
             sliced.settings = dataclasses.replace(self.settings, schedule=SliceSchedule.name)
             self._run = sliced
         logger.info("pipeline.schedule=auto: %s; predicted %s", self.chosen.schedule, ", ".join(
-            f"{one.schedule} {show_time(one.seconds)}{'' if one.fits else ' (does not fit)'}"
-            for one in predict(self.profile)))
+            f"{plan.schedule} {show_time(plan.seconds)}{'' if plan.fits else ' (does not fit)'}"
+            for plan in predict(self.profile)))
 
 
 def numbers_of(profile: StageProfile) -> dict[Hashable, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -9,18 +10,16 @@ import torch.distributed as dist
 from megatron.core import parallel_state as ps
 
 from moe_plugin.config import PipelineConfig
+from moe_plugin.config.refusals import Values
 from moe_plugin.hosts.megatron.compat.names import get_model_config
 from moe_plugin.hosts.megatron.compat.settings import cuda_graphs, setting
+from moe_plugin.hosts.megatron.refusals import OWN_SCHEDULES
 from moe_plugin.utils.registry import Registry
 
 # signature of the function that Megatron's get_forward_backward_func returns; keyword-only
 ForwardBackward = Callable[..., list[Any]]
 schedules: Registry[Callable[[PipelineConfig, ForwardBackward],
                              ForwardBackward]] = Registry("pipeline schedule")
-# settings that Megatron's own schedules support and ours do not
-_REFUSED = ("overlap_moe_expert_parallel_comm", "use_ring_exchange_p2p", "variable_seq_lengths",
-            "mtp_standalone", "defer_embedding_wgrad_compute", "enable_cuda_graph",
-            "fine_grained_activation_offloading", "moe_paged_stash", "delay_wgrad_compute")
 
 
 @schedules.register("1f1b")
@@ -59,8 +58,8 @@ class PipelineSchedule:
     @classmethod
     def or_native(cls, settings: PipelineConfig, native: ForwardBackward) -> ForwardBackward:
         """Return this schedule, or Megatron's function if there is only one stage."""
-        one = ps.get_pipeline_model_parallel_world_size() == 1
-        return native if one else cls(settings, native)
+        single_stage = ps.get_pipeline_model_parallel_world_size() == 1
+        return native if single_stage else cls(settings, native)
 
     def __call__(self, **passes: Any) -> list[Any]:
         """Run one step with the arguments and results of Megatron's own function."""
@@ -85,13 +84,7 @@ class PipelineSchedule:
         """Raise a `ValueError` if the schedule does not support an argument or a setting of
         Megatron.
         """
-        refuse_virtual(self.name, setting(config, "virtual_pipeline_model_parallel_size"))
-        graphs = cuda_graphs(config)
-        given = [(name, setting(config, name), "off") for name in _REFUSED
-                 if setting(config, name, False)]
-        given += [("cuda_graph_impl", graphs, "'none'")] if graphs else []
-        for name, value, bound in given:
-            refuse(self.name, name, value, bound, "use pipeline.schedule=1f1b, or leave it out")
+        OWN_SCHEDULES.refuse(values_of_schedule(self.name, config))
         for name in self.unfit:
             if passes.get(name) is not None:
                 refuse(self.name, name, "given", "left out",
@@ -107,11 +100,11 @@ def gradient_group(group: Any) -> Any:
     """
     if dist.get_backend(group) != "nccl":
         return group
-    mine: list[int] = dist.get_process_group_ranks(group)
+    stage_ranks: list[int] = dist.get_process_group_ranks(group)
     every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, mine)
+    dist.all_gather_object(every, stage_ranks)
     groups = {tuple(ranks): dist.new_group(ranks) for ranks in sorted(set(map(tuple, every)))}
-    return groups[tuple(mine)]
+    return groups[tuple(stage_ranks)]
 
 
 def register(schedule: type[PipelineSchedule]) -> type[PipelineSchedule]:
@@ -131,14 +124,7 @@ def refuse(schedule: str, name: str, value: Any, bound: str, remedy: str) -> Non
                      f"must be {bound}; {remedy}")
 
 
-def refuse_virtual(schedule: str, stages: int | None) -> None:
-    """Raise a `ValueError` if a schedule does not support the number of virtual stages per rank.
-
-    With virtual stages `auto` uses Megatron's own schedule.
-    """
-    if (stages or 1) > 1 and schedule not in ("1f1b", "auto"):
-        refuse(schedule, "virtual stages, num_virtual_stages_per_pipeline_rank", stages, "left out",
-               "use pipeline.schedule=1f1b (Megatron's own interleaved schedule), or leave out "
-               "--num-virtual-stages-per-pipeline-rank, "
-               "--num-layers-per-virtual-pipeline-stage or the further stages of "
-               "--pipeline-model-parallel-layout")
+def values_of_schedule(schedule: str, config: Any) -> Values:
+    """Return the values that decide whether a schedule supports a `TransformerConfig`."""
+    return Values({"pipeline.schedule": schedule, "cuda_graph_impl": cuda_graphs(config)},
+                  functools.partial(setting, config))

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from moe_plugin.hosts.megatron.compat.names import mappings
 from moe_plugin.hosts.megatron.pipeline.base import PipelineSchedule, refuse, register
 from moe_plugin.hosts.megatron.pipeline.executor import Step
+from moe_plugin.hosts.megatron.refusals import DELAYED_WEIGHTS
 from moe_plugin.kernels.weight_grads import LaterGrads
 
 LINEAR = "linear_with_grad_accumulation_and_async_allreduce"  # the function of Megatron's layers
@@ -137,17 +138,14 @@ def check_split(model: Any, config: Any) -> None:
     pass from being split.
     """
     split = f"{EagerSchedule.name}, pipeline.delay_weights=True"
-    if config.gradient_accumulation_fusion:
-        refuse(split, "gradient_accumulation_fusion", True, "off",
-               "use --no-gradient-accumulation-fusion, because the fused kernel adds weight "
-               "gradients in the backward pass, or leave out --pipeline-delay-weights")
+    DELAYED_WEIGHTS.refuse(vars(config))
     for module in nn.ModuleList(model if isinstance(model, list) else [model]).modules():
-        kind = type(module)
-        engine = any("transformer_engine" in each.__module__.split(".") for each in kind.__mro__)
+        cls = type(module)
+        engine = any("transformer_engine" in each.__module__.split(".") for each in cls.__mro__)
         if engine and any(p.dim() > 1 for p in module.parameters(recurse=False)):
-            refuse(split, "a layer of Transformer Engine", kind.__name__, "one of Megatron's own",
+            refuse(split, "a layer of Transformer Engine", cls.__name__, "one of Megatron's own",
                    "use --transformer-impl local, or leave out --pipeline-delay-weights")
         if getattr(module, "gtp_remat_size", 1) > 1 or any(
                 hasattr(p, "__fsdp_param__") for p in module.parameters(recurse=False)):
-            refuse(split, "weights that are split over replicas, in", kind.__name__, "whole",
+            refuse(split, "weights that are split over replicas, in", cls.__name__, "whole",
                    "leave out --use-megatron-fsdp, or --pipeline-delay-weights")

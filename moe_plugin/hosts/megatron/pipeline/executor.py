@@ -198,9 +198,9 @@ class Step:
         # gradients are not reduced until this context is closed in `reducing`
         self.held_back = (self.config.no_sync_func or contextlib.nullcontext)()
         self.held_back.__enter__()
-        for kind, batch, number in order(self.stages, self.stage, self.batches, self.mode,
-                                         slices=len(self.slices)):
-            (self.forward if kind == "forward" else self.backward)(batch, number)
+        for direction, batch, number in order(self.stages, self.stage, self.batches, self.mode,
+                                              slices=len(self.slices)):
+            (self.forward if direction == "forward" else self.backward)(batch, number)
         self.links.finish()
         self._finish_gradients()
         return self.logged

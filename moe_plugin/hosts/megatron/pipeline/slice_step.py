@@ -23,16 +23,15 @@ from moe_plugin.hosts.megatron.compat.names import Attention, schedules
 from moe_plugin.hosts.megatron.compat.settings import setting
 from moe_plugin.hosts.megatron.layer import plugin_layers
 from moe_plugin.hosts.megatron.pipeline.attention import Sequences, SliceAttention, SlicePart
-from moe_plugin.hosts.megatron.pipeline.base import refuse
+from moe_plugin.hosts.megatron.pipeline.base import refuse, values_of_schedule
 from moe_plugin.hosts.megatron.pipeline.executor import Shape, Step
+from moe_plugin.hosts.megatron.refusals import SLICES
 from moe_plugin.layer import layers_in
 from moe_plugin.utils.machine import wait_for_device
 
 NAME = "terapipe"
 _BY_TOKENS = ("input_ids", "position_ids", "labels", "loss_mask", "padding_mask")  # [B, S]
 _NOT_CUT = ("decoder_input", "inference_context", "inference_params", "packed_seq_params")
-_CONFIG = (("context_parallel_size", 1), ("multi_latent_attention", False),
-           ("mtp_num_layers", None), ("num_microbatches_with_partial_activation_checkpoints", None))
 
 
 def check_model(model: Any, config: Any) -> Any:
@@ -41,10 +40,7 @@ def check_model(model: Any, config: Any) -> Any:
     Raises:
         ValueError: If a part of the model or a setting of Megatron does not support slices.
     """
-    for name, bound in _CONFIG:
-        if (setting(config, name) or None) != (bound or None):
-            refuse(NAME, name, setting(config, name), repr(bound),
-                   "use pipeline.schedule=1f1b, or leave it out")
+    SLICES.refuse(values_of_schedule(NAME, config))
     bare: Any = model
     while isinstance(getattr(bare, "module", None), nn.Module):  # Megatron's wrappers
         bare = bare.module
@@ -292,9 +288,9 @@ class SliceStep(Step):
             wait_for_device(self.device)
         return time.perf_counter()
 
-    def _took(self, kind: str, part: SlicePart, began: float) -> None:
+    def _took(self, direction: str, part: SlicePart, began: float) -> None:
         if self.timed:
-            self.seconds[kind, part.length, part.start].append(self._now() - began)
+            self.seconds[direction, part.length, part.start].append(self._now() - began)
 
 
 def check_slices(passes: dict[str, Any], config: Any) -> None:

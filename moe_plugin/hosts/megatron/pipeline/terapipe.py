@@ -20,6 +20,7 @@ from moe_plugin.hosts.megatron.pipeline.base import (
 )
 from moe_plugin.hosts.megatron.pipeline.executor import transfer_s
 from moe_plugin.hosts.megatron.pipeline.slice_step import NAME, Seconds, SliceStep
+from moe_plugin.hosts.megatron.refusals import MEASURED_SLICES
 from moe_plugin.planner.pipeline.schedules import equal_slices
 from moe_plugin.planner.pipeline.slices import SliceProfile, fit, slice_seconds
 from moe_plugin.planner.trials import BUSY, Checks
@@ -95,9 +96,9 @@ class SliceTrials:
         sent = [transfer_s(step, (tokens, *received[1:])) for tokens in (1, received[0])]
         numbers = torch.tensor([*measured, *sent], dtype=torch.float64, device=step.device)
         *slowest, few_s, all_s = comm_of().all_reduce(numbers, "max").tolist()
-        times = {kind: fit((length, context, s) for (k, length, context), s in
-                           zip(keys, slowest, strict=True) if k == kind)
-                 for kind in ("forward", "backward")}
+        times = {direction: fit((length, context, s) for (k, length, context), s in
+                                zip(keys, slowest, strict=True) if k == direction)
+                 for direction in ("forward", "backward")}
         few = self.length // received[0]  # tokens per row: tensor-parallel ranks share a sequence
         token_s = max(0.0, all_s - few_s) / max(1, self.length - few)
         self.profile = SliceProfile(
@@ -106,8 +107,8 @@ class SliceTrials:
             send_s=max(0.0, few_s - token_s * few), token_s=token_s)
         self.chosen, best_s = self.profile.best()
         whole_s = self.profile.pipeline((self.length,)).simulate().seconds
-        self.samples = [[length, context, s] for (kind, length, context), s in
-                        zip(keys, slowest, strict=True) if kind == "forward"]
+        self.samples = [[length, context, s] for (direction, length, context), s in
+                        zip(keys, slowest, strict=True) if direction == "forward"]
         if dist.get_rank() == 0:
             logger.info("pipeline slices %s: %.3g s per step predicted, %.3g s without slices",
                         ",".join(map(str, self.chosen)), best_s, whole_s)
@@ -118,9 +119,9 @@ class SliceTrials:
         self._checks.changed()
 
     def _check(self, step: SliceStep) -> None:
-        mine = sum(min(seconds) for seconds in step.seconds.values())
+        rank_seconds = sum(min(seconds) for seconds in step.seconds.values())
         [slowest] = comm_of().all_reduce(torch.tensor(
-            [mine], dtype=torch.float64, device=step.device), "max").tolist()
+            [rank_seconds], dtype=torch.float64, device=step.device), "max").tolist()
         forward_s, backward_s = (slice_seconds(times, self.chosen) for times in
                                  (self.profile.forward, self.profile.backward))
         if slowest >= BUSY * sum((*forward_s, *backward_s)):
@@ -178,10 +179,7 @@ class SliceSchedule(PipelineSchedule):
         slices = given_slices(self.settings.slices, length, multiple)
         if slices:
             return slices, False
-        if deterministic:
-            refuse(NAME, "deterministic_mode", True, "off without pipeline.slices",
-                   "set pipeline.slices to fixed lengths, because slices chosen by measured times "
-                   "change the order of sums from run to run")
+        MEASURED_SLICES.refuse({"pipeline.schedule": NAME, "deterministic_mode": deterministic})
         if self.trials is None or not self.trials.knows(length):
             self.trials = SliceTrials(length, multiple)
         return self.trials.next(length)

@@ -125,7 +125,7 @@ def save_adapter(model: nn.Module, folder: str | Path) -> None:
     wrapped = hasattr(model, "peft_config")
     state = {} if not wrapped else dict(peft.get_peft_model_state_dict(model))
     if not wrapped:
-        config.r = max(r for one in ours for each in one.ranks.values() for r in each)
+        config.r = max(r for lora in ours for each in lora.ranks.values() for r in each)
         config.lora_alpha = max(ours[0].alphas.values())
         config.use_rslora = ours[0].rooted
     _refuse_inside(state, [theirs for theirs, _ in blocks.values()])
@@ -133,14 +133,14 @@ def save_adapter(model: nn.Module, folder: str | Path) -> None:
     for name, layer in layers.items():
         ranks: ExpertRanks = layer.experts.adapters
         full, (theirs, stacks) = full_state(layer, "experts.lora_"), blocks[name]
-        for depth, place in enumerate(reversed(sorted(ranks.ranks, key=list(PLACES).index))):
-            r, target = max(ranks.ranks[place]), f"{theirs}.experts.{stacks[place].name}"
-            a, bs, _ = PLACES[place]
+        for depth, weight in enumerate(reversed(sorted(ranks.ranks, key=list(PLACES).index))):
+            r, target = max(ranks.ranks[weight]), f"{theirs}.experts.{stacks[weight].name}"
+            a, bs, _ = PLACES[weight]
             scaled = [full[f"experts.{b}"] for b in reversed(bs) if f"experts.{b}" in full]
-            scaled = [b * ranks.scale_LR(place, 0, b)[..., None] / ranks.scale(place, r)
+            scaled = [b * ranks.scale_LR(weight, 0, b)[..., None] / ranks.scale(weight, r)
                       for b in scaled]
             key = f"{START}{theirs}.experts{'.base_layer' * depth}.lora_"
-            state[f"{key}A.weight"], state[f"{key}B.weight"] = stacks[place].to_peft(
+            state[f"{key}A.weight"], state[f"{key}B.weight"] = stacks[weight].to_peft(
                 full[f"experts.{a}"], scaled)
             targets.append(target)
             if ranks.rooted != config.use_rslora:
@@ -148,7 +148,7 @@ def save_adapter(model: nn.Module, folder: str | Path) -> None:
                                  f"have use_rslora={config.use_rslora}. Call add_lora with the "
                                  "same use_rslora for all layers")
             config.rank_pattern = _noted(config.rank_pattern, target, r, config.r)
-            config.alpha_pattern = _noted(config.alpha_pattern, target, ranks.alphas[place],
+            config.alpha_pattern = _noted(config.alpha_pattern, target, ranks.alphas[weight],
                                           config.lora_alpha)
     config.target_parameters, config.inference_mode = targets, True
     if default_comm().rank == 0:

@@ -47,14 +47,14 @@ def load_adapter(model: nn.Module, folder: str | Path, freeze: bool = True) -> l
         checksums.verify(path)
         rest = load_file(path)
     pairs, pattern = {}, {}
-    ours = {place: target for target, place in TARGETS.items()}
+    ours = {weight: target for target, weight in TARGETS.items()}
     for name, block in swapped_blocks(model):
         stacks = stacks_of(block)
         targeted = _targeted(name.removeprefix(START), stacks, config.target_parameters or ())
-        for place, pair in _pairs(name.removeprefix(START), block.moe, stacks, targeted, rest):
-            pairs[name, place] = stacks[place], pair
+        for weight, pair in _pairs(name.removeprefix(START), block.moe, stacks, targeted, rest):
+            pairs[name, weight] = stacks[weight], pair
             r = pair[0].shape[0] // block.moe.config.num_experts
-            pattern[rf"{re.escape(name)}\.moe\.experts\.\d+\.{ours[place]}"] = r
+            pattern[rf"{re.escape(name)}\.moe\.experts\.\d+\.{ours[weight]}"] = r
     if not pairs:
         raise ValueError(f"{str(folder)!r} has no adapters for the experts of "
                          f"{type(model).__name__}. The adapters must target stacks of experts "
@@ -63,14 +63,14 @@ def load_adapter(model: nn.Module, folder: str | Path, freeze: bool = True) -> l
     _check_rest(model, rest, folder)
     adapted = add_lora(model, 1, config.lora_alpha, experts=(), rank_pattern=pattern,
                        use_rslora=config.use_rslora, freeze=freeze)
-    for (name, place), (stack, pair) in pairs.items():
+    for (name, weight), (stack, pair) in pairs.items():
         target = f"{name.removeprefix(START)}.experts.{stack.name}"
         layer = model.get_submodule(f"{name}.moe")
-        _fill(layer, place, stack, pair)
+        _fill(layer, weight, stack, pair)
         adapters = layer.experts.adapters
         layer.experts.adapters = replace(
             adapters, alphas={**adapters.alphas,
-                              place: by_pattern(config.alpha_pattern, target, config.lora_alpha)})
+                              weight: by_pattern(config.alpha_pattern, target, config.lora_alpha)})
     if rest:
         peft.set_peft_model_state_dict(model, rest)
     return adapted
@@ -103,11 +103,11 @@ def _check_rest(model: nn.Module, rest: Mapping[str, Tensor], folder: str | Path
 
 def _targeted(name: str, stacks: Mapping[str, PeftStack], targets: Collection[str]) -> list[str]:
     """Return the stacks of a block that `peft` adapts. The last entry is the outermost adapter."""
-    def full(place: str) -> str:
-        return f".{name}.experts.{stacks[place].name}"
+    def full(weight: str) -> str:
+        return f".{name}.experts.{stacks[weight].name}"
 
-    return [place for place in stacks
-            if any(full(place).endswith(f".{target}") for target in targets)]
+    return [weight for weight in stacks
+            if any(full(weight).endswith(f".{target}") for target in targets)]
 
 
 def _pairs(name: str, layer: MoELayer, stacks: Mapping[str, PeftStack], targeted: list[str],
@@ -120,29 +120,29 @@ def _pairs(name: str, layer: MoELayer, stacks: Mapping[str, PeftStack], targeted
     """
     config = layer.config
     widths = {"in": (config.row_dim, config.hidden_dim), "out": (config.hidden_dim, config.row_dim)}
-    sizes = {place: stack.shapes(*widths[place]) for place, stack in stacks.items()}
+    sizes = {weight: stack.shapes(*widths[weight]) for weight, stack in stacks.items()}
     left = list(targeted)
     for depth in range(len(stacks)):
         key = f"{START}{name}.experts{'.base_layer' * depth}.lora_"
         if f"{key}A.weight" not in rest:
             continue
         a, b = (rest.pop(f"{key}{which}.weight") for which in "AB")
-        place = next((each for each in reversed(left)
-                      if sizes[each] == (a.shape[1], b.shape[0])), None)
-        if place is None or a.shape[0] % config.num_experts:
+        weight = next((each for each in reversed(left)
+                       if sizes[each] == (a.shape[1], b.shape[0])), None)
+        if weight is None or a.shape[0] % config.num_experts:
             raise ValueError(f"{key}A.weight and {key}B.weight have the shapes {tuple(a.shape)} and"
                              f" {tuple(b.shape)}. They must be [r * {config.num_experts}, in] and "
                              f"[out, r * {config.num_experts}] for a stack with (in, out) = "
                              f"{' or '.join(map(str, sizes.values()))}. Load the adapter into the "
                              "model it was made for")
-        left.remove(place)
-        yield place, (a, b)
+        left.remove(weight)
+        yield weight, (a, b)
 
 
 @torch.no_grad()
-def _fill(layer: MoELayer, place: str, stack: PeftStack, pair: tuple[Tensor, Tensor]) -> None:
+def _fill(layer: MoELayer, weight: str, stack: PeftStack, pair: tuple[Tensor, Tensor]) -> None:
     """Copy the current rank's part of `lora_A` and `lora_B` to the layer."""
-    name, bs, _ = PLACES[place]
+    name, bs, _ = PLACES[weight]
     a_EIR, bs_ERO = stack.from_peft(*pair, layer.config.num_experts)
     for key, value in {name: a_EIR, **dict(zip(reversed(bs[:stack.parts]), bs_ERO, strict=True))
                        }.items():

@@ -82,8 +82,8 @@ def _sums(experts: FFNExperts, adapters: Mapping[str, LowRank]
     """Yield each weight [L, I, O], the matrix product to be added to it, and the factor by which
     the sum is multiplied.
     """
-    for place, (a_LIR, b_LRO, factor_LO) in adapters.items():
-        weights = experts.weights_of()[place]
+    for weight, (a_LIR, b_LRO, factor_LO) in adapters.items():
+        weights = experts.weights_of()[weight]
         for number, w_LIO in enumerate(weights):
             b = b_LRO.chunk(len(weights), -1)[number]
             factor = 1.0 if factor_LO is None else factor_LO.chunk(len(weights), -1)[number]

@@ -1,6 +1,4 @@
-"""Code with which a trainer sends micro-batches through the stages of a swarm, and code for
-trainers that join the leading trainer (`rounds`).
-"""
+"""Code that sends micro-batches through the stages of a swarm, and trainers that join a swarm."""
 
 from __future__ import annotations
 
@@ -55,7 +53,7 @@ class Driver:
         connections: open connections to peers.
         took: function that is called with (stage, micro-batch, peer, request) after a peer
             answered. A function that returns whether the leading trainer has counted a backward
-            pass. If this function returns False, another peer must repeat the pass.
+            pass. If this function returns False, a different peer must repeat the pass.
         lost: function that is called with (stage, peer, reason) for a peer that failed.
         run: settings of the run; see `Swarm`.
     """
@@ -128,15 +126,18 @@ class Driver:
 
 
 class JoinedTrainer:
-    """A trainer that helps the leading trainer of a swarm. A joined trainer reads the same data as
-    the leading trainer, and processes some of the micro-batches of each step.
+    """A trainer that helps the leading trainer of a swarm.
+
+    A joined trainer reads the same data as the leading trainer, and processes some of the
+    micro-batches of each step.
 
     A joined trainer can join, leave and fail at any time. The leading trainer then processes the
     micro-batches that are not completed.
 
     Args:
         address: address of the leading trainer, which is a `Swarm`.
-        in_flight: number of micro-batches that are processed at the same time; 0: two per peer.
+        in_flight: number of micro-batches that are processed at the same time. If `in_flight` is 0,
+            two per peer are processed.
         timeout_s: maximum time in seconds to wait for an answer of the leading trainer.
         secret: see `Swarm`.
         message_bytes: see `Swarm`.
@@ -146,7 +147,7 @@ class JoinedTrainer:
     Attributes:
         steps: number of steps that the swarm has completed. The next call of `step` must receive
             the data of the next step.
-        driven: number of micro-batches processed by this trainer.
+        driven: number of micro-batches that this trainer has processed.
     """
 
     def __init__(self, address: Address, *, in_flight: int = 0, timeout_s: float = 60.0,

@@ -42,13 +42,13 @@ class SwarmMembers:
 
     @property
     def stages(self) -> list[list[Address]]:
-        """Addresses of the peers of each stage, which are in the same order on all trainers."""
+        """Addresses of the peers of each stage. The order is the same on all trainers."""
         with self._changed:
             return [sorted(members) for members in self._of]
 
     @property
     def about(self) -> list[list[tuple[Address, float, float]]]:
-        """For each stage, the (address, bandwidth, throughput) of its peers."""
+        """For each stage, the tuples (address, bandwidth, throughput) of its peers."""
         with self._changed:
             return [[(address, member.bandwidth, self._wirings[stage].throughput(address))
                      for address, member in members.items()]
@@ -118,11 +118,10 @@ class SwarmMembers:
             self._wirings[stage].done(address, size, seconds)
 
     def best_move(self) -> tuple[Member, int, int] | None:
-        """Find the move of a peer to a different stage that speeds up the pipeline most.
+        """Find the peer whose move to a different stage increases the speed of the pipeline most.
 
-        Returns:
-            The tuple (peer with its measured throughput, its stage, slowest stage), or None if no
-                move speeds up the pipeline.
+        Returns: The tuple (peer with its measured throughput, stage of the peer, slowest stage), or
+            None if no move increases the speed of the pipeline.
         """
         with self._changed:
             speeds = [self._throughput(stage) for stage in range(len(self._of))]
@@ -146,7 +145,7 @@ class Alarm:
     """A timer that fires periodically.
 
     Args:
-        every_s: interval of the timer in seconds. If it is None, the timer never fires.
+        every_s: interval of the timer in seconds. If `every_s` is None, the timer never fires.
     """
 
     def __init__(self, every_s: float | None) -> None:

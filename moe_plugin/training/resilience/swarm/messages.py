@@ -45,7 +45,7 @@ SLOWEST = 1 << 16  # bytes per second, the lowest accepted rate within a message
 
 @dataclass(frozen=True)
 class Access:
-    """Rules about which connections and messages are accepted.
+    """Rules that determine which connections and messages are accepted.
 
     Attributes:
         secret: optional. A secret string that both sides must know. By default any machine may
@@ -62,7 +62,7 @@ class Access:
                              "must not be empty; leave secret out, or use a long random string")
 
     def proof(self, side: bytes, nonces: bytes) -> bytes:
-        """Return the proof for the random numbers of both sides, which only a side with the secret
+        """Return a proof, for the random numbers of both sides, that only a side with the secret
         can compute.
         """
         return hmac.digest((self.secret or "").encode(), side + nonces, "sha256")
@@ -72,11 +72,11 @@ OPEN = Access()
 
 
 class _Closed(ConnectionError):
-    """Raised if the other side closed the connection between two messages."""
+    """Error that is raised if the other side closed the connection between two messages."""
 
 
 class PeerError(RuntimeError):
-    """Raised if a peer reported that it failed; contains the reason."""
+    """Error that is raised if a peer reported a failure. The error contains the reason."""
 
 
 class Connection:
@@ -85,7 +85,7 @@ class Connection:
     Args:
         opened: the socket of this connection, already connected.
         timeout_s: maximum time in seconds to wait for a connection, and for data in either
-            direction. None: wait for the next message without a time limit.
+            direction. If `timeout_s` is None, the wait for the next message has no time limit.
         access: the secret that the other side must know, and the maximum size of a message.
         serves: whether this side accepted the connection.
     Raises:
@@ -241,7 +241,7 @@ class MessageServer:
 
     Args:
         host: address at which the server listens.
-        port: port at which the server listens; 0: any free port.
+        port: port at which the server listens. If `port` is 0, any free port is used.
         answer: function that computes the answer to a request, or returns None if the request has
             no answer. Exceptions are sent as errors to the other side.
         access: rules about which connections and messages are accepted.

@@ -2,8 +2,8 @@
 weights and optimizer, and sums gradients with the other peers of its stage.
 
 Backward passes recompute the stage from its input, so any peer of a stage can run the backward pass
-of any micro-batch. The gradient of a backward pass counts once the trainer confirms that it used
-the answer. Gradients of duplicate or late results are not added.
+of any micro-batch. The gradient of a backward pass is counted when the trainer confirms that it
+used the answer. Gradients of duplicate or late answers are not added.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ class StagePeer:
             clips gradients itself, it uses the norm of only one stage. See `Swarm` for clipping
             over all stages.
         loss: function that maps (output of the last stage, target) to the contribution of a
-            micro-batch to the loss of the step. It may also return this loss together with a
-            dictionary of additional values for the trainer.
+            micro-batch to the loss of the step. The function may also return this loss together
+            with a dictionary of additional values for the trainer.
         host: address of this machine at which the trainer and the other peers can reach it.
         device: device on which the stage is computed.
-        bandwidth: bandwidth of this machine's network, in any unit. It determines the fraction of
-            the gradient sums that this peer computes.
+        bandwidth: bandwidth of this machine's network, in any unit that all peers use. The
+            bandwidth determines the fraction of the gradient sums that this peer computes.
         throughput: number of tasks per second that the trainer assumes until it has measured the
             throughput. Defaults to the mean throughput of the stage.
         timeout_s: time in seconds without a trainer after which this peer ends. The trainer
@@ -160,8 +160,8 @@ class StagePeer:
             task[1], unpacked(x, *self._wire), target), strict=True)))
 
     def _timed(self, work: Callable[[], Message]) -> Message:
-        """Run tasks one at a time, and add the time in seconds spent waiting and working to the
-        answer.
+        """Run tasks one at a time. The answer also contains the waiting time and the working time
+        in seconds.
         """
         start = time.perf_counter()
         with self._compute:
@@ -233,7 +233,7 @@ class StagePeer:
 
     def _has(self, stage: ServedStage, wanted: set[int]) -> bool:
         """Wait until exactly the requested backward passes are counted, and return true if this
-        happened in time.
+        succeeds.
 
         The trainer confirms the gradients on other connections, which may be slower.
         """

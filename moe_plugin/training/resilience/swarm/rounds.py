@@ -3,9 +3,9 @@ trainer.
 
 Every trainer can process any micro-batch, because all trainers read the same data. The leading
 trainer (`Swarm`) distributes the indices of micro-batches to its own threads and to trainers that
-have joined (`JoinedTrainer`). Only the leading trainer decides which backward passes count: the
-gradients of a micro-batch are counted once per stage, no matter which trainers processed it and how
-often.
+have joined (`JoinedTrainer`). Only the leading trainer decides which backward passes are counted.
+The gradients of a micro-batch are counted once per stage, regardless of which trainers processed it
+and how often.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class SharedRound:
         serial: serial number of the round, which changes if a step is repeated.
         count: number of micro-batches in the round.
         changed: condition variable that is notified of every change.
-        found: results of the completed micro-batches, by index.
-        by: the trainer that processed each completed micro-batch; empty string for the leading
-            trainer.
+        found: mapping from the indices of completed micro-batches to their results.
+        by: the trainer that processed each completed micro-batch. The string is empty for the
+            leading trainer.
     """
 
     about: RoundId
@@ -57,8 +57,8 @@ class SharedRound:
         """Yield micro-batch indices for one thread of the leading trainer, until all micro-batches
         are done.
 
-        If a joined trainer is silent for `timeout_s` seconds, its micro-batches are taken away from
-        it.
+        If a joined trainer does not respond for `timeout_s` seconds, its micro-batches are assigned
+        to other trainers.
         """
         while True:
             with self.changed:
@@ -163,8 +163,8 @@ class SharedRounds:
 
         Args:
             about: identifier of the round.
-            result: result that is sent to the other trainers; None if the round is repeated.
-            by: the trainers that processed micro-batches.
+            result: result that is sent to the other trainers, or None if the round is repeated.
+            by: the trainer that processed each micro-batch.
         """
         with self._changed:
             self._now = None
@@ -202,8 +202,8 @@ class SharedRounds:
         return {}
 
     def _work(self, trainer: str, about: RoundId, count: int) -> Message:
-        """Return a micro-batch of a round or the result of the round. If neither is available after
-        a while, return neither.
+        """Return a micro-batch of a round, or the result of the round. If neither is available
+        after a certain time, return an answer without both.
         """
         about = tuple(about)
 

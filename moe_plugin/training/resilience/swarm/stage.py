@@ -1,6 +1,4 @@
-"""A stage of a pipeline as stored by one peer: weights, optimizer, and the gradients of each
-micro-batch.
-"""
+"""A stage of a pipeline with its weights, optimizer and gradients, as stored by one peer."""
 
 from __future__ import annotations
 
@@ -92,7 +90,7 @@ class ServedStage:
     Args:
         module: module that computes the stage.
         optimizer: function that creates the optimizer for a list of parameters.
-        loss: loss function of the last stage; None for all other stages.
+        loss: loss function of the last stage. The value is None for all other stages.
         seed: seed of the whole run.
         step: number of completed steps.
         takes_target: whether the module's second argument is a micro-batch's target.
@@ -177,9 +175,7 @@ class ServedStage:
         return x.grad, float(sum(loss.detach() for loss in losses)), logged
 
     def count(self, micro_batch: int) -> None:
-        """Add the gradients of a backward pass to the sum, after the trainer has used the answer of
-        that pass.
-        """
+        """Add the gradients of a backward pass, whose answer the trainer has used, to the sum."""
         with self._lock:
             if micro_batch in self._pending:
                 self._sum += self._pending.pop(micro_batch)
@@ -194,7 +190,7 @@ class ServedStage:
 
     @property
     def gradients(self) -> Tensor:
-        """The sum of all counted gradients as float32 [`size`]."""
+        """The sum of all counted gradients, as a float32 vector [`size`]."""
         return self._sum
 
     def norm(self, sum_S: Tensor) -> float:
@@ -205,13 +201,13 @@ class ServedStage:
         """Run the optimizer's step with the gradients summed over all peers of the stage, and start
         the next step.
 
-        A parameter without a gradient on any peer is treated as in a run of one process: it has no
-        gradient, so the optimizer does not change the parameter or its momentum, and applies no
-        decay.
+        If a parameter has no gradient on any peer, it also has no gradient in the optimizer, as in
+        a run with one process. The optimizer then does not change the parameter or its momentum,
+        and does not apply weight decay.
 
         Args:
             sum_S: sum of the gradients over all peers, with shape [`size`].
-            scale: factor by which the gradients are multiplied. If it is None, no weights are
+            scale: factor by which the gradients are multiplied. If `scale` is None, no weights are
                 changed.
             groups: see `Swarm.update`.
         """
@@ -244,8 +240,7 @@ class ServedStage:
 
     @contextlib.contextmanager
     def _no_state(self) -> Iterator[None]:
-        """Check in the first pass that the module has no state that would exist only on this
-        peer.
+        """In the first pass, check that the module has no state that would exist only on this peer.
         """
         if self._checked:
             yield

@@ -1,12 +1,12 @@
-"""`Swarm`, which trains a pipeline whose stages are computed by peers that differ in speed and may
-join or leave at any time (SWARM, Ryabinin and others, 2023).
+"""`Swarm`, which trains a pipeline on peers of unequal speed (SWARM, Ryabinin and others, 2023).
 
-Every micro-batch takes its own path: at each stage, it is computed by the peer that will be free
-first (`planner.peer_choice.Wiring`). A task without an answer is sent to a different peer. The
-trainer stores the inputs of every stage until the step ends, so other peers can recompute the
-gradients of a lost peer. Micro-batches that other trainers processed (`rounds`) are processed again
-for this purpose. At the end of a step the peers of a stage sum their gradients (a butterfly
-all-reduce, weighted by bandwidth) and update the weights.
+Peers compute the stages, and may join or leave at any time. At each stage, a micro-batch is
+computed by the peer that will be free first (`planner.peer_choice.Wiring`). A task that is not
+answered in time is sent to a different peer. The trainer stores the inputs of every stage until the
+step ends, so other peers can recompute the gradients of a lost peer. Micro-batches that other
+trainers processed (`rounds`) are processed again for this purpose. At the end of a step the peers
+of a stage sum their gradients (a butterfly all-reduce, weighted by bandwidth) and update the
+weights.
 """
 
 from __future__ import annotations
@@ -54,11 +54,12 @@ class SwarmStep:
         losses: loss of each micro-batch, including balance losses.
         norm: L2 norm of all gradients before clipping.
         logged: additional values returned by the loss function for each micro-batch.
-        by: the trainer that processed each micro-batch; empty string for this trainer.
+        by: address of the trainer that processed each micro-batch. The address is an empty string
+            for this trainer.
         resent: number of tasks that were sent more than once.
         redone: number of backward passes recomputed because their gradients were lost with a peer.
         gone: addresses of peers that were lost.
-        moved: the (address, old stage, new stage) of each peer that was moved.
+        moved: tuple (address, old stage, new stage) of each peer that was moved.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -82,12 +83,12 @@ class Swarm:
             the error bounds of `dispatch.wire`.
         dtype: dtype of these tensors after they are decoded.
         in_flight: number of micro-batches that are processed at the same time; 0: two per peer.
-        clip: maximum L2 norm of all gradients together, to which they are clipped. None: no limit.
+        clip: maximum L2 norm of all gradients together, or None if they are not clipped.
         timeout_s: time in seconds without an answer after which a task is sent to a different peer.
         rebalance_s: interval in seconds. After each interval, one peer may move to the slowest
             stage between two steps, if this speeds up the pipeline enough. None: never.
         seed: seed of the initial weights and of random numbers.
-        target_to_all: whether all stages receive the target, as second argument of their modules.
+        target_to_all: whether the modules of all stages receive the target as a second argument.
         resume: optional. A folder written by `save`.
         secret: optional. A secret string that peers must know. Without a secret, every machine that
             can reach `host` can join.
@@ -188,7 +189,7 @@ class Swarm:
     @contextlib.contextmanager
     def _round(self, about: RoundId, micro_batches: MicroBatches
                ) -> Iterator[Callable[[int], object]]:
-        """Process all micro-batches with all trainers, which receive the result after the block."""
+        """Process all micro-batches with all trainers, and send them the result at the end."""
         now, result, done = self._rounds.begin(about, len(micro_batches)), self._result, False
 
         def again(number: int) -> Driven:
@@ -217,7 +218,7 @@ class Swarm:
                                      "norm": result.norm} if done else None, result.by)
 
     def save(self, folder: str | os.PathLike[str]) -> Path:
-        """Write all weights and optimizer states, for `resume`, to a folder locked until `close`.
+        """Write all weights and optimizer states to a folder, which is locked until `close`.
 
         If the process is killed while saving, the previous files stay valid. A `ValueError` is
         raised if another run uses the folder.
@@ -252,8 +253,7 @@ class Swarm:
         return {}
 
     def _place(self) -> None:
-        """Assign each new peer to the slowest stage, and then move at most one peer to this stage.
-        """
+        """Assign new peers to the slowest stage, and then move at most one peer to it."""
         for member in self.members.newcomers:
             self._become(member, self.members.place(member))
         self._all_served()
@@ -339,7 +339,7 @@ class Swarm:
 
     def _missing(self, stages: Sequence[int], members: list[list[Address]]
                  ) -> list[tuple[int, int]]:
-        """Return the (stage, micro-batch) pairs whose gradients none of these members stores."""
+        """Return the pairs (stage, micro-batch) whose gradients none of these members stores."""
         with self._ledger:
             return [(stage, n) for (stage, n), (address, _) in self._taken.items()
                     if stage in stages and address not in members[stage]]
@@ -358,9 +358,9 @@ class Swarm:
     def _ask_members(self, what: str, values: Callable[[int, int], Message],
                      stages: Iterable[int] | None = None,
                      members: list[list[Address]] | None = None) -> dict[int, float]:
-        """Send a request to all members of these stages at once; remove members without an answer.
+        """Send a request to all members of these stages, and remove members without an answer.
 
-        The result contains, for each stage whose members all succeeded, the norm that they report.
+        The result contains the norms that stages report if all their members succeeded.
         """
         members = members or self.members.stages
         chosen = range(self.stages) if stages is None else stages

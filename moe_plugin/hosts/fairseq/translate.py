@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from enum import Enum
 from typing import Any
 
+from moe_plugin.checkpoint.formats.fairseq.entries import ACTIVATIONS, plain_value
 from moe_plugin.config import MoEConfig, RunConfig
 from moe_plugin.config.flags import (
     CONFIG_FLAG,
@@ -33,10 +33,6 @@ from moe_plugin.utils.messages import short
 
 logger = logging.getLogger(__name__)
 
-ACTIVATIONS = {
-    "relu": "relu", "gelu": "gelu", "gelu_fast": "gelu_tanh", "gelu_accurate": "gelu_tanh",
-    "swish": "silu", "relu_squared": "squared_relu",
-}
 # branch flag: (its default, the path of our setting)
 BRANCH_PATHS: dict[str, tuple[Any, str]] = {
     "moe_expert_count": (0, "num_experts"),
@@ -59,12 +55,6 @@ def setting(args: Any, name: str, default: Any = None) -> Any:
     returned as strings.
     """
     return plain_value(getattr(args, name, default))
-
-
-def plain_value(value: Any) -> Any:
-    """Convert a choice of fairseq's dataclasses to a string, and return any other value unchanged.
-    """
-    return value.value if isinstance(value, Enum) else value
 
 
 def layer_config(args: Any, *, model_dim: int, ffn_dim: int, activation: str) -> MoEConfig:
@@ -236,9 +226,9 @@ def _refuse_contradictions(args: Any, flags: Mapping[str, Any], base: Mapping[st
         if given is None or spec.path not in changed:
             continue
         name = by_path[spec.path]
-        mine = parse_value(spec, given)
+        by_flag = parse_value(spec, given)
         said = base.get(spec.path, setting(args, name))
-        if mine != said:
+        if by_flag != said:
             raise ValueError(
                 f"--{name.replace('_', '-')} ({spec.path}={short(said)}) contradicts {spec.flag} "
                 f"{short(given)}; use only one of the two flags"
