@@ -430,4 +430,4 @@ def _announce(plan: Translation) -> None:
         logger.info("MoE layers use Megatron's own router, because of %s",
                     ", ".join(plan.native_router))
     for notice in plan.notices:
-        logger.info("Megatron settings that %s" if notice.startswith("choose") else "%s", notice)
+        logger.info("%s", notice)

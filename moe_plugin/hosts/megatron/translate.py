@@ -379,6 +379,7 @@ def _followed(recipe: Mapping[str, Any]) -> Iterable[str]:
 
 def _notices(native: Any) -> Iterable[str]:
     if given := fields.without_effect(native):
-        yield f"choose a native implementation and have no effect on this layer: {', '.join(given)}"
+        yield ("Megatron settings that choose a native implementation and have no effect on this "
+               f"layer: {', '.join(given)}")
     if native.moe_router_dtype is None and not tuple(fields.router_reasons(native)):
         yield "moe_router_dtype is not set, but routing is computed in fp32 anyway"

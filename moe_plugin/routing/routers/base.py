@@ -21,10 +21,10 @@ from moe_plugin.routing.call import RoutingCall, check_integers, check_range
 from moe_plugin.routing.contract import BuffersKeepDtype, RouterModule, TopKSchedule
 from moe_plugin.routing.links import link_penalties
 from moe_plugin.routing.losses import losses
-from moe_plugin.routing.replay import counts, runs_once
+from moe_plugin.routing.replay import add_counts, runs_once
 from moe_plugin.routing.rollouts import balanced
 from moe_plugin.utils.dtensors import fill_
-from moe_plugin.utils.machine import capturing, inside_backward
+from moe_plugin.utils.machine import capturing
 
 # Settings (`RouterModule.reads`) of routers that score tokens (SCORED), choose several experts per
 # token (SEVERAL), weigh by a score function (BY_SCORE), and may drop a second expert (WITH_POLICY).
@@ -340,16 +340,13 @@ class Router(BuffersKeepDtype, RouterModule):
     def _count_step(self, call: RoutingCall) -> Tensor:
         rank_load_E = torch.cat([call.own_load_KE.sum(0), call.own_count()[None]])
         total_load_E = self.batch_comm.all_reduce(rank_load_E)
-        if self.training and inside_backward():
-            raise RuntimeError(
-                f"The loss global_batch of {type(self).__name__} cannot be recomputed, because the "
-                "load of the first pass was not recorded. Use torch.utils.checkpoint.checkpoint, "
-                "and with torch.compile call it inside the compiled function: "
-                "torch.compile(lambda x: checkpoint(block, x)).")
-        if not counts(self.training):
-            return total_load_E
-        self.step_load_E.add_(total_load_E)
-        return self.step_load_E.clone()  # a copy, because the next pass adds to the buffer
+        added_E = add_counts(
+            self.step_load_E, lambda: total_load_E, self.training,
+            f"The loss global_batch of {type(self).__name__} cannot be recomputed, because the "
+            "load of the first pass was not recorded. Use torch.utils.checkpoint.checkpoint, and "
+            "with torch.compile call it inside the compiled function: "
+            "torch.compile(lambda x: checkpoint(block, x)).")
+        return total_load_E if added_E is None else added_E
 
     def _finish(self, call: RoutingCall, ids_TK: Tensor, weights_TK: Tensor) -> Routing:
         """Remove the choices of padding tokens, scale weights, and compute losses and entropy."""

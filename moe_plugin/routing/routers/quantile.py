@@ -10,7 +10,7 @@ from torch import Tensor
 from moe_plugin.kernels import top_k_stable
 from moe_plugin.routing.call import RoutingCall
 from moe_plugin.routing.registry import routers
-from moe_plugin.routing.replay import counts
+from moe_plugin.routing.replay import add_counts
 from moe_plugin.routing.routers.base import BY_SCORE, FORCED, LINEAR, Router
 
 
@@ -54,11 +54,11 @@ class QuantileRouter(Router):
 
     def after_choice(self, call: RoutingCall, weights_TK: Tensor) -> Tensor:
         """Add the quantiles of a pass; see `Router.after_choice`."""
-        if call.k < self.num_experts and counts(self.training):
+        if self.training and call.k < self.num_experts:
             self.note_adapter()
             if call.ids_TK.shape[0]:
-                self.passes_E.add_(quantiles(
-                    call.logits_TE.detach(), self._biased(call), call.real_T, call.k))
+                add_counts(self.passes_E, lambda: quantiles(
+                    call.logits_TE.detach(), self._biased(call), call.real_T, call.k), True)
         return call.ids_TK
 
     def step_sums(self) -> list[Tensor]:

@@ -158,7 +158,7 @@ def test_a_score_function_of_the_users_is_ours(
 def test_what_has_no_effect_is_said() -> None:
     [line] = [text for text in translate(_config(
         moe_ncclep_zero_copy=True, moe_hybridep_num_sms_preprocessing=64), {}).notices
-        if text.startswith("choose a native implementation")]
+        if text.startswith("Megatron settings that choose a native implementation")]
     assert "moe_ncclep_zero_copy=True" in line
 
 
