@@ -15,9 +15,9 @@ The formats allow different choices of the scales. This module uses:
   the largest value is lost by saturation.
 * NVFP4: the tensor's scale is also a power of two. It is the smallest for which no block's scale
   saturates. The scale of a block is rounded to nearest. As a result, the rounding of a block does
-  not depend on the rest of the tensor, as long as the largest value in the block exceeds 2^-13 of
-  the largest value in the tensor. Below this limit, the precision of the scale decreases as the
-  largest value in the tensor increases, and below 2^-19 the block becomes 0.
+  not depend on the rest of the tensor if the largest value in the block exceeds 2^-13 of the
+  largest value in the tensor. Below this limit, the precision of the scale decreases as the largest
+  value in the tensor increases, and below 2^-19 the block becomes 0.
 
 Every value in each format can be represented exactly in bfloat16.
 """

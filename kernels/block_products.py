@@ -110,7 +110,7 @@ class BlockWeight(RoundedWeight):
 
 @dataclass(frozen=True)
 class BlockProducts(RoundedProducts):
-    """Matmuls in one of the formats in `FORMATS`, which is selected by name."""
+    """Matmuls in a format that is selected by its name in `FORMATS`."""
 
     name: str
 

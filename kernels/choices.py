@@ -28,15 +28,15 @@ def stable_order(key_N: Tensor, below: int) -> Tensor:
 
 def expert_load(ids_TK: Tensor, experts: int, mask_T: Tensor | None = None,
                 per_choice: bool = False, complete: bool = False) -> Tensor:
-    """Return the load of each expert, int64 [E]. With `per_choice`, return int64 [K, E], with one
-    row for each of the K choices.
+    """Return the load of each expert, int64 [E].
+
+    With `per_choice`, return int64 [K, E], with one row for each of the K choices.
 
     Args:
         ids_TK: int64 [T, K], the expert of each choice, in 0..E-1. Choices of -1 (no expert) are
             not counted.
         experts: number of experts, E.
-        mask_T: bool [T], False for padding tokens, which are not counted. By default all tokens are
-            real.
+        mask_T: bool [T], False for padding. Padding is not counted. By default all tokens are real.
         per_choice: whether to count first choices, second choices and so on separately.
         complete: True if `ids_TK` contains no -1. Special handling of -1 is then omitted. The host
             does not wait for the device.

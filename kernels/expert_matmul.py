@@ -140,8 +140,8 @@ def expert_matmul_act_backward(grad: Tensor, groups: RowGroups, w_LFD: Tensor, h
         token_R: index of the token of each row, or None if `grad` contains rows.
         activation: name of the activation function, a key of `ACTIVATIONS`.
         precision: precision of float32 matmuls, "ieee" or "tf32".
-    Returns: Three tensors [R, F], and `dots` [C, R] in the dtype of the scale, which must be summed
-        over the C parts (C may be any number). The values of filler rows are arbitrary.
+    Returns: Three tensors [R, F], and `dots` [C, R] in the dtype of the scale. The caller must sum
+        `dots` over the C parts (C may be any number). The values of filler rows are arbitrary.
     """
     u_RF = expert_matmul.implementation("torch")(grad, groups, w_LFD.transpose(1, 2), None,
                                                  token_R, precision)

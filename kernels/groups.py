@@ -111,7 +111,7 @@ def tile_table(lengths_L: Tensor, height: int, total: int,
             after another.
         height: number of rows in a tile.
         total: number of rows of all groups together, or an upper bound of it.
-        least: number of tiles of a group without rows, which is 0 or 1.
+        least: number (0 or 1) of tiles of a group without rows.
     """
     groups, device = lengths_L.numel(), lengths_L.device
     if groups == 0:

@@ -21,7 +21,7 @@ from torch import Tensor
 from moe_plugin.kernels.activations import first_derivative_only, transformed
 from moe_plugin.kernels.cpu.products import in_float32, multiply
 from moe_plugin.kernels.expert_ffn import from_matmul, strategies
-from moe_plugin.kernels.scores import ScoreFunction, Sigmoid, Softmax
+from moe_plugin.kernels.scores import ScoreFunction, Softmax, score_functions
 from moe_plugin.records import RowCounts
 from moe_plugin.utils.machine import exporting
 
@@ -121,20 +121,22 @@ def in_pieces(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor
 
 
 class ScoreInPieces(ScoreFunction):
-    """A score function other than sigmoid, computed in pieces. Routing then runs step by step.
+    """A score function, computed in pieces. Routing then runs step by step.
 
-    The sigmoid score function, computed in pieces. The softmax is computed by torch.
+    The softmax, which reads a whole row, is computed by torch.
 
     Raises:
-        ValueError: If the score function is user-defined, because it may read a whole row.
+        ValueError: If another score function reads a whole row.
     """
 
     def __init__(self, score: ScoreFunction) -> None:
         self.is_softmax = isinstance(score, Softmax)
-        if not isinstance(score, (Softmax, Sigmoid)):
+        if not self.is_softmax and not score.elementwise:
+            usable = ", ".join(name for name in score_functions.names()
+                               if name == "softmax" or score_functions.get(name).elementwise)
             raise ValueError(
-                f"batch_invariant=True cannot be used with the scores of {type(score).__name__}. "
-                "Set router.score to softmax or sigmoid.")
+                f"batch_invariant=True cannot be used with the scores of {type(score).__name__}, "
+                f"which does not declare elementwise=True. Set router.score to one of {usable}.")
         self._scores = functools.partial(torch.softmax, dim=1) if self.is_softmax else (
             in_pieces(score.scores))
 

@@ -148,7 +148,7 @@ class _Made:
 
 
 class RoundedWeights:
-    """The rounded weights of one module by name, which are stored from their first use in a step.
+    """The rounded weights of one module by name. A weight is stored from its first use in a step.
 
     A weight is rounded again if its version counter or its memory address has changed, or after a
     backward pass has used it. After a backward pass, an optimizer may change the parameters.
@@ -209,7 +209,7 @@ def rounded_call(products: RoundedProducts, kept: RoundedWeights | None,
         kept: the store of rounded weights that belongs to the module. If `kept` is None, no rounded
             weight is kept after the call.
         parameters: parameters by name. Only an `nn.Parameter` is looked up in `kept`.
-        values: the values that are multiplied, by name, which are the parameters or casts of them.
+        values: the values that are multiplied (parameters or casts of parameters), by name.
     """
     capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
     if capturing:  # a replayed CUDA graph must round the weights of its own step

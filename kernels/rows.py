@@ -159,7 +159,7 @@ def dot_rows(grad_TD: Tensor, rows_RD: Tensor, position_TK: Tensor,
 def _dots_in_one_pass(grad_TD: Tensor, rows_RD: Tensor, position_TK: Tensor) -> Tensor:
     """Compute `dot_rows` on a CPU for operands that have the same dtype.
 
-    The result is the gradient of the factors of an embedding bag, which is 0 for the index -1.
+    The result is the gradient of the factors of an embedding bag, with 0 for the index -1.
     """
     choices = position_TK.shape[1]
     choice_N = torch.arange(position_TK.numel(), device=position_TK.device)

@@ -35,14 +35,21 @@ class ScoreFunction:
             `kernels` is empty, routing is computed step by step.
         is_softmax: True if the scores of a token sum to 1 and each logit affects the scores of all
             experts.
+        elementwise: True if each score depends only on the logit of the same expert. Such scores
+            can be computed with `batch_invariant`.
     """
 
     kernels: frozenset[str] = frozenset()
     is_softmax: bool = False
+    elementwise: bool = False
 
     def scores(self, logits_TE: Tensor) -> Tensor:
         """Return the scores [T, E], which are nonnegative and differentiable."""
         raise NotImplementedError
+
+    def reference(self, logits_TE: Tensor) -> Tensor:
+        """Return the scores by the plainest formula, with which the exactness tests compare."""
+        return self.scores(logits_TE)
 
     def slope_(self, pull: Tensor, scores: Tensor) -> Tensor:
         """Multiply `pull` by `d log(score) / d logit` of the same expert in place. Both tensors may
@@ -92,6 +99,7 @@ class Sigmoid(ScoreFunction):
     """The sigmoid, `1 / (1 + exp(-logit))`, which is independent for each expert."""
 
     kernels = frozenset({"torch", "triton"})
+    elementwise = True
 
     def scores(self, logits_TE: Tensor) -> Tensor:
         """Return the scores; see `ScoreFunction.scores`."""

@@ -4,9 +4,9 @@ glibc maps memory anew for every large tensor, and the system clears each page w
 accessed. Clearing the pages takes about 60 us per MiB, more time than writing the values. A
 `Workspace` retains the memory of large tensors and reuses it as soon as there is no reference to
 the memory. No calls are needed to release memory, because the number of references is read from the
-storage. Memory of a saved activation, of a gradient that the user retains, or of a tensor that is
-used a second time in the same graph is therefore not reused, and the next request gets different
-memory.
+storage. Memory is therefore not reused if it contains a saved activation, a gradient that the user
+retains, or a tensor that is used a second time in the same graph. The next request then gets
+different memory.
 
 All modules of a process share one `MemoryPool`, so memory that one layer no longer needs is used by
 the next layer. Together, the layers of a model retain only as much memory as they use at the same

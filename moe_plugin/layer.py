@@ -37,7 +37,7 @@ from moe_plugin.records import KeptRouting, Routing, TokenInfo, Tokens
 from moe_plugin.routed_experts import RoutedExperts
 from moe_plugin.routing import HasFinishStep, layer_router
 from moe_plugin.routing.capacity import CapacityLimit
-from moe_plugin.routing.contract import RouterModule, float32_state, keep_counts, router_counts
+from moe_plugin.routing.contract import RouterModule, float32_state, watch_ddp
 from moe_plugin.routing.pregate import LinkableLayer
 from moe_plugin.routing.registry import Unlinked
 from moe_plugin.tuning.placement import place_experts
@@ -255,8 +255,8 @@ class MoELayer(LayerState):
                                       self.routed_experts.fixed_slots, host.own_capacity)
         self.shared_expert = SharedExpert.of(config, **where)
         self.latent = LatentProjection.of(config, **where)
-        self.ddp_check = DDPCheck(self.placement.comm, self.routed_experts.experts,
-                                  keep_counts if router_counts(self.router) else None)
+        self.ddp_check = DDPCheck(self.placement.comm, self.routed_experts.experts)
+        watch_ddp()
         self.follow_from_now_on()
 
     def forward(self, x: Tensor, token_mask: Tensor | None = None, *, info: TokenInfo | None = None,
@@ -284,12 +284,8 @@ class MoELayer(LayerState):
                 and the sizes.
         """
         built = self.routed_experts.experts  # `self.experts` may be an adapter that wraps them
-        check = self.ddp_check
-        # A compiled graph must not depend on `check.passed`: the first uncompiled call changes that
-        # value, and the graph would then be compiled again.
-        if built.reduced or not (
-                check.alone and torch.compiler.is_compiling() or check.passed):
-            check(built, self)
+        if built.reduced or not self.ddp_check.passed:
+            self.ddp_check(built, self)
         if self.token_entry.sharing is not None and not torch.compiler.is_compiling():
             self.follow_parameters()  # parameters may have become trainable since the last call
         traffic = TrafficMeter(self.comm.counters) if self.comm.size > 1 else None

@@ -5,6 +5,10 @@ The letters in tensor names are explained in `moe_plugin.records`.
 
 from __future__ import annotations
 
+import copy
+import dataclasses
+import math
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +16,13 @@ import torch
 from torch import Tensor
 
 from moe_plugin.utils.pytrees import as_pytree
+from moe_plugin.utils.statistics import Statistic, statistics
+
+# The number of LayerStats that are stored before they are summed. Summing many at once saves small
+# device operations; the limit bounds the memory.
+FOLD_AT = 64
+# a statistic, and a name if `Statistic.by_name` is true (otherwise an empty string)
+_Key = tuple[str, str]
 
 
 @as_pytree("layout", "decisions", "router", "collectives")
@@ -49,6 +60,7 @@ class LayerStats:
             the size of the cached experts as `resident_bytes`. Empty without such a store.
         self_balanced: whether the router balances the load without a loss
             (`RouterModule.balances`).
+        more: the values of the registered statistics that have a function `measure`, by name.
     """
 
     load_KE: Tensor
@@ -70,29 +82,186 @@ class LayerStats:
     store: dict[str, int] = field(default_factory=dict)
     collectives: str | None = None
     self_balanced: bool = False
+    more: dict[str, Any] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the statistics as plain numbers, including `max_over_mean` and `dropped`.
+        """Return the statistics as plain numbers, by the names of `moe_plugin/utils/statistics.py`.
 
         The host waits for the device.
         """
-        load_E = self.load_KE.sum(0).tolist()
-        routed, kept = sum(load_E), int(self.kept_KE.sum())
-        mean = routed / len(load_E)
-        return {
-            "tokens": int(self.tokens), "load": load_E,
-            "max_over_mean": max(load_E) / mean if mean else 0.0, "dropped": routed - kept,
-            "drop_fraction": (routed - kept) / routed if routed else 0.0,
-            "unused_experts": sum(n == 0 for n in load_E), "entropy": float(self.entropy),
-            "losses": {name: float(value) for name, value in self.losses.items()},
-            "bytes_sent": self.bytes_sent, "rows": int(self.rows),
-            "rows_sent": self.rows_sent, "rows_between": self.rows_between,
-            "capacity": self.capacity,
-            "layouts": {self.layout: 1} if self.layout else {}, "decisions": list(self.decisions),
-            "exchanges": dict(self.exchanges), "routers": {self.router: 1} if self.router else {},
-            "store": dict(self.store),
-            "collectives": {self.collectives: 1} if self.collectives else {},
-        }
+        sums = StatsSums()
+        sums.add(dataclasses.replace(self, copies=1))
+        return sums.record(sums.vector())
+
+
+@dataclass
+class StatsSums:
+    """The statistics of several calls of a layer, reduced as the table of statistics says.
+
+    Attributes:
+        pending: the statistics of calls that are not reduced yet.
+        device: float64 sums and maxima of tensors.
+        host: sums and maxima of numbers that are known on the host.
+        counts: the numbers of calls that had a value.
+        names: the numbers of calls by name, for reduction `names`.
+        lists: pairs (statistic, value), for reduction `list`.
+    """
+
+    pending: list[LayerStats] = field(default_factory=list)
+    device: dict[_Key, Tensor] = field(default_factory=dict)
+    host: dict[_Key, Any] = field(default_factory=dict)
+    counts: Counter[_Key] = field(default_factory=Counter)
+    names: Counter[_Key] = field(default_factory=Counter)
+    lists: list[tuple[str, Any]] = field(default_factory=list)
+
+    def add(self, stats: LayerStats) -> None:
+        """Add the statistics of one call, without a copy to the host or communication."""
+        self.pending.append(stats)
+        if len(self.pending) >= FOLD_AT:
+            self.fold()
+
+    def copied(self) -> StatsSums:
+        """Return an independent copy."""
+        return dataclasses.replace(self, **{
+            f.name: copy.copy(getattr(self, f.name)) for f in dataclasses.fields(self)})
+
+    def fold(self) -> None:
+        """Reduce the pending calls."""
+        calls, self.pending = self.pending, []
+        if not calls:
+            return
+        copies_N = calls[0].load_KE.new_tensor([s.copies for s in calls], dtype=torch.float64)
+        columns: dict[str, Tensor] = {}  # values by statistic, stacked over calls
+        for statistic in statistics.values():
+            name = statistic.name
+            if statistic.of_calls is not None:
+                self._add_tensors(statistic, "", statistic.of_calls(columns))
+                continue
+            if statistic.reduce == "derived":
+                continue
+            values = [value for s in calls if (value := statistic.value_of(s)) is not None]
+            if statistic.reduce == "list":
+                self.lists += [(name, entry) for value in values for entry in value]
+            elif statistic.reduce == "names":
+                for value in values:
+                    by_name = {value: 1} if isinstance(value, str) else value
+                    self.names.update({(name, key): n for key, n in by_name.items()})
+            elif not statistic.on_device:
+                for key, known in _by_key(statistic, values).items():
+                    self._add_numbers(statistic, key, known)
+            else:
+                for key, known in _by_key(statistic, values).items():
+                    x = torch.stack(known).double() if known else copies_N.new_zeros(0)
+                    if statistic.shared:
+                        # ranks with the same tokens each report a fraction of the counts
+                        x = x / copies_N.view(-1, *[1] * (x.dim() - 1))
+                    columns[name] = x
+                    if statistic.reduce == "mean per token":
+                        x = x * columns["tokens"]
+                    self._add_tensors(statistic, key, x)
+
+    def _add_tensors(self, statistic: Statistic, key: str, x: Tensor) -> None:
+        """Add the values of several calls, float64 [N] or [N, E]."""
+        at = (statistic.name, key)
+        before = self.device.get(at)
+        if statistic.reduce == "max":
+            start = x.new_full((1,), -math.inf) if before is None else before[None]
+            self.device[at] = torch.cat([start, x]).amax(0)
+        else:
+            self.device[at] = x.sum(0) if before is None else before + x.sum(0)
+        self.counts[at] += len(x)
+
+    def _add_numbers(self, statistic: Statistic, key: str, known: list[Any]) -> None:
+        at = (statistic.name, key)
+        if statistic.reduce == "max":
+            self.host[at] = max([self.host.get(at, -math.inf), *known])
+        else:
+            self.host[at] = self.host.get(at, 0) + sum(known)
+        self.counts[at] += len(known)
+
+    def _lengths(self, ranks: int) -> dict[_Key, int]:
+        """Return the number of elements of each statistic in `vector`, in their order."""
+        lengths = {at: self.device[at].numel() for at in sorted(self.device)}
+        lengths |= dict.fromkeys(sorted(self.host), 1)
+        return {at: ranks if statistics.get(at[0]).reduce == "max" else length
+                for at, length in lengths.items()}
+
+    def vector(self, rank: int = 0, ranks: int = 1) -> Tensor:
+        """Return the numbers of this rank as a float64 vector, to be summed over ranks.
+
+        Each rank has a separate slot for a maximum, so that one sum reduces all statistics.
+        """
+        self.fold()
+        known = [self.host[at] for at in sorted(self.host)]
+        host = torch.tensor([*known, *(self.counts[at] for at in sorted(self.counts))],
+                            dtype=torch.float64, device=next(iter(self.device.values())).device)
+        values = [*(self.device[at] for at in sorted(self.device)), *host[:len(known)]]
+        parts = []
+        for at, x in zip(self._lengths(ranks), values, strict=True):
+            if statistics.get(at[0]).reduce == "max":
+                slots = x.new_zeros(ranks)
+                slots[rank] = x
+                x = slots
+            parts.append(x.reshape(-1))
+        return torch.cat([*parts, host[len(known):]])
+
+    def record(self, sums: Tensor, ranks: int = 1) -> dict[str, Any]:
+        """Return the record, as docs/observability.md describes it.
+
+        sums: the sum of `vector` over all ranks. All ranks have the same names.
+        """
+        numbers, totals, start = sums.tolist(), dict[_Key, list[float]](), 0
+        for at, length in self._lengths(ranks).items():
+            totals[at] = numbers[start : start + length]
+            start += length
+        counts = dict(zip(sorted(self.counts), numbers[start:], strict=True))
+        record: dict[str, Any] = {}
+        for statistic in statistics.values():
+            record[statistic.name] = self._field(statistic, record, totals, counts)
+        return record
+
+    def _field(self, statistic: Statistic, record: dict[str, Any],
+               totals: dict[_Key, list[float]], counts: dict[_Key, float]) -> Any:
+        """Return the value of one statistic. record: the fields that were computed before."""
+        name, reduce = statistic.name, statistic.reduce
+        if statistic.derive is not None:
+            return statistic.derive(record)
+        if reduce == "list":
+            return [value for of, value in self.lists if of == name]
+        if reduce == "names":
+            return {key: n for (of, key), n in self.names.items() if of == name}
+        found: dict[str, Any] = {}
+        for at, values in totals.items():
+            if at[0] == name:
+                # counts are integers only up to rounding, because of `shared`
+                values = list(map(round, values)) if reduce == "count" else values
+                tensor = self.device.get(at)
+                found[at[1]] = (values if tensor is not None and tensor.dim() and reduce != "max"
+                                else _reduced(reduce, values, counts[at], record))
+        if not statistic.by_name:
+            return found[""]
+        return {key: value for key, value in found.items() if value or reduce != "count"}
+
+
+def _by_key(statistic: Statistic, values: list[Any]) -> dict[str, list[Any]]:
+    """Return the values of several calls by name, or by an empty string."""
+    if not statistic.by_name:
+        return {"": values}
+    names = sorted({*statistic.names, *(key for value in values for key in value)})
+    return {key: [value[key] for value in values if key in value] for key in names}
+
+
+def _reduced(reduce: str, values: list[float], count: float, record: dict[str, Any]) -> Any:
+    """Return a number from its sum, or from the maxima of all ranks."""
+    if reduce == "max":
+        return max(values) if count else None
+    [total] = values
+    if reduce == "mean":
+        return total / count if count else None
+    if reduce == "mean per token":
+        # routers of other frameworks report NaN
+        return None if math.isnan(total) else total / record["tokens"] if record["tokens"] else 0.0
+    return total
 
 
 @as_pytree()

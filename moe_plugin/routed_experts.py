@@ -6,8 +6,10 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -36,6 +38,7 @@ from moe_plugin.tuning.layouts import Layouts
 from moe_plugin.tuning.placement import place_experts
 from moe_plugin.tuning.predicted import PredictedLayout, PrefillPieces
 from moe_plugin.tuning.timer import Timed
+from moe_plugin.utils.statistics import statistics
 
 STATE_VERSION = 1
 
@@ -67,6 +70,25 @@ def check_routed(config: MoEConfig, ranks: int) -> None:
     for path in _UNREAD:
         check(given[path] == default[path], path, given[path],
               f"{default[path]} in a model that has its own router", "leave it out")
+
+
+@dataclass(frozen=True)
+class RoutedCall:
+    """A call of a layer, for `Statistic.measure`.
+
+    Attributes:
+        layout: the layout of the call.
+        kept: the routing of the call.
+        rows: the number of rows that the experts of this rank computed.
+        sent: the traffic of this rank.
+        experts: the experts of this rank.
+    """
+
+    layout: LayerLayout
+    kept: KeptRouting
+    rows: int | Tensor
+    sent: Counters
+    experts: Experts
 
 
 class RoutedExperts:
@@ -104,6 +126,7 @@ class RoutedExperts:
         self.tuner = self._make_tuner(host)
         traits, comm = self.layouts.traits, placement.comm
         self.fixed_slots, self.load_comm = traits.fixed_slots, comm
+        self._measured = list(filter(operator.attrgetter("measure"), statistics.values()))
         self._copies = placement.replicas.size if placement.replicas is not None else 1
         if traits.shares_tokens:
             # All ranks have the same tokens and the same loads. They need no agreement on a
@@ -294,7 +317,14 @@ class RoutedExperts:
             copies=self._copies, router=routing.router, chosen_KE=chosen_KE,
             store=self.experts.taken_counts() if self.experts.stored else {},
             collectives=None if comm.size == 1 or traced else comm.collectives.active(comm),
-            self_balanced=self.self_balanced)
+            self_balanced=self.self_balanced,
+            more={} if not self._measured else self._more(
+                RoutedCall(layout, kept, rows, sent, self.experts)))
+
+    def _more(self, call: RoutedCall) -> dict[str, Any]:
+        """Return the values of the statistics with a function `measure`, detached."""
+        found = {s.name: s.measure(call) for s in self._measured if s.measure is not None}
+        return {name: x.detach() if isinstance(x, Tensor) else x for name, x in found.items()}
 
     def finish_step(self) -> None:
         """Update the replicated experts after an optimizer step. Collective."""

@@ -15,6 +15,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -47,17 +48,24 @@ class Failed(Exception):
 
 @dataclass(frozen=True)
 class Run:
-    """One training run, with its host, folder, command and number of steps."""
+    """One training run, with its host, folder, command and number of steps. later: the number of
+    steps of the runs that follow.
+    """
 
     host: str
     folder: Path
     command: list[str]
     steps: int
+    later: int = 0
 
     @property
     def log(self) -> Path:
         """The file with the standard output and error of the command."""
         return self.folder / "train.log"
+
+    def seconds_left(self, step: int, seconds: float) -> float:
+        """Return the time until all runs end, if `step` steps took `seconds`, start included."""
+        return seconds / step * (self.steps - step + self.later)
 
     def losses(self) -> list[StepRecord]:
         """Return the logged steps that have a training loss."""
@@ -202,8 +210,8 @@ def _follow(run: Run, begin: float) -> None:
                 losses = run.losses()
                 if losses and losses[-1].step > seen:
                     bar.update(losses[-1].step - seen)
-                    bar.set_postfix_str(
-                        f"loss {losses[-1].loss:.3f}, {losses[-1].tokens_per_s:,.0f} tokens/s")
+                    left = run.seconds_left(losses[-1].step, time.monotonic() - begin)
+                    bar.set_postfix_str(f"loss {losses[-1].loss:.3f}, all ends in {left:.0f} s")
                     _print_quarter(run, seen, losses[-1], begin)
                     seen = losses[-1].step
         finally:
@@ -218,8 +226,9 @@ def _follow(run: Run, begin: float) -> None:
 def _print_quarter(run: Run, before: int, record: StepRecord, begin: float) -> None:
     """Print a line for each quarter of the run, if there is no terminal for the progress bar."""
     if not sys.stderr.isatty() and record.step * 4 // run.steps > before * 4 // run.steps:
-        print(f"  {run.host}: step {record.step} of {run.steps}, loss {record.loss:.3f}, "
-              f"{time.monotonic() - begin:.0f} s", flush=True)
+        left = run.seconds_left(record.step, time.monotonic() - begin)
+        print(f"  {run.host}: step {record.step} of {run.steps}, loss {record.loss:.3f}; all ends "
+              f"in about {left:.0f} s", flush=True)
 
 
 def _tail(path: Path) -> str:
@@ -266,13 +275,13 @@ def prepare_megatron(corpus: Path) -> Path:
     return prefix
 
 
-def table(results: list[dict[str, Any]], entropy: float) -> str:
+def table(results: list[dict[str, Any]]) -> str:
     """Return a table of the results with one line per host."""
-    head = ("host", "tokens/s", "first loss", "last loss", "valid loss", "unigram entropy",
-            "busiest expert / mean", "seconds")
+    head = ("host", "first loss", "last loss", "valid loss", "tokens/s", "busiest expert / mean",
+            "seconds")
     return figures.table(head, [
-        (r["host"], f"{r['tokens_per_s']:,.0f}", _number(r["first_loss"]), _number(r["last_loss"]),
-         _number(r["valid_loss"]), f"{entropy:.3f}", _number(r["balance"], 2), str(r["seconds"]))
+        (r["host"], _number(r["first_loss"]), _number(r["last_loss"]), _number(r["valid_loss"]),
+         f"{r['tokens_per_s']:,.0f}", _number(r["balance"], 2), str(r["seconds"]))
         for r in results])
 
 
@@ -281,33 +290,21 @@ def _number(value: float | None, digits: int = 3) -> str:
 
 
 def summary(out: Path, results: list[dict[str, Any]], info: CorpusInfo) -> str:
-    """Return the table, the paths of the files, and suggestions for the next steps."""
-    lines = [
-        "",
-        table(results, info.unigram_entropy), "",
-        "Losses are in nats per byte, without the balance loss. The unigram entropy is the loss of",
-        "a model that knows only the frequency of each byte. A lower loss was learned.", ""
-    ]
-    for r in results:
-        files = {"report": "report.html", "log": "train.log", "experts": "stats.jsonl",
-                 "command": "command.sh"}
-        lines += [f"{r['host']}:", f"  checkpoints  {r['checkpoints']}"]
-        lines += [
-            f"  {what:<12} {out / r['host'] / name}" for what, name in files.items()
-            if (out / r["host"] / name).exists()
-        ]
-    lines += [
+    """Return the table, the paths of the reports, and suggestions for the next steps."""
+    hosts = [r["host"] for r in results]
+    return "\n".join([
+        "", table(results), "",
+        "Losses are in nats per byte, without the balance loss. A model that knows only the",
+        f"frequency of each byte has a loss of {info.unigram_entropy:.3f}.", "",
+        "Reports with curves of the loss and of each expert's load, to open in a browser:",
+        *(f"  {out / host / 'report.html'}" for host in hosts),
         "", "Next steps:",
-        "  - change a setting: copy a command.sh, edit the copy and run it. The run gets a new "
-        "folder. docs/config.md lists all settings and flags.",
-        "  - train on your own text:",
-        "      bash scripts/train_fairseq.sh DATA SAVE      (DATA: from fairseq-preprocess)",
-        "      bash scripts/train_megatron.sh TEXT OUT      (TEXT: any text file)",
-        "  - watch a run: moe-plugin watch DIR",
-        "  - write a run's report as a page: moe-plugin report DIR",
-        "  - see what this machine supports: moe-plugin doctor"
-    ]
-    return "\n".join(lines)
+        f"  - change a setting: copy {out / hosts[0] / 'command.sh'}, edit the copy and run it",
+        "    with bash (docs/config.md lists all settings and flags)",
+        "  - train on your own text: bash scripts/train_megatron.sh TEXT OUT, where TEXT is any "
+        "text file",
+        "  - run the tests: bash scripts/test.sh"
+    ])
 
 
 def settings(path: Path, steps: int | None) -> dict[str, Any]:
@@ -359,14 +356,16 @@ def quickstart(args: argparse.Namespace) -> int:
     corpus = out / "corpus"
     info = make_corpus(corpus, s["corpus_bytes"])
     results = []
-    for host in args.hosts:
-        prepare_data, make = HOST_STEPS[host]
-        run = Run(host, out / host, make(s, prepare_data(corpus), out / host, gpu), s["steps"])
-        result, reused = train(run)
-        print(f"  {host}: " + ("already finished (--fresh trains again)"
-                               if reused else f"trained in {result['seconds']} s"), flush=True)
-        write_report(read_run(out / host), out / host / "report.html")
-        results.append(result)
+    with ThreadPoolExecutor() as pool:  # data of the second host is made while the first trains
+        data = {host: pool.submit(HOST_STEPS[host][0], corpus) for host in args.hosts}
+        for number, host in enumerate(args.hosts, 1):
+            folder, later = out / host, s["steps"] * (len(args.hosts) - number)
+            command = HOST_STEPS[host][1](s, data[host].result(), folder, gpu)
+            result, reused = train(Run(host, folder, command, s["steps"], later))
+            print(f"  {host}: " + ("already finished (--fresh trains again)"
+                                   if reused else f"trained in {result['seconds']} s"), flush=True)
+            write_report(read_run(folder), folder / "report.html")
+            results.append(result)
     print(summary(out, results, info))
     return 0
 

@@ -7,11 +7,12 @@
 #   --python EXE    interpreter for the environment (default: the first of python3, python3.13 ... python3.10 that is 3.10 or newer)
 #   --torch SPEC    requirement for torch (default: torch==2.13.0; a torch that is installed for EXE is used unchanged)
 #   --hosts LIST    fairseq,megatron (default), one of them, or none
+#   --training      only what training needs, without the packages for the tests and the documentation
 #   --fresh         repeat all steps
 set -euo pipefail
 . "$(dirname -- "${BASH_SOURCE[0]}")/lib.sh"
 
-VENV="$ROOT/.venv" PYTHON="" TORCH="" HOSTS="fairseq,megatron" FRESH=0
+VENV="$ROOT/.venv" PYTHON="" TORCH="" HOSTS="fairseq,megatron" FRESH=0 NEEDS=everything
 FAIRSEQ="fairseq==0.12.2"
 MEGATRON="megatron-core==0.19.2"
 while [ $# -gt 0 ]; do
@@ -20,6 +21,7 @@ while [ $# -gt 0 ]; do
         --python) PYTHON=$2; shift 2 ;;
         --torch) TORCH=$2; shift 2 ;;
         --hosts) HOSTS=$2; shift 2 ;;
+        --training) NEEDS=training; shift ;;
         --fresh) FRESH=1; shift ;;
         -h | --help) usage "$0"; exit 0 ;;
         *) die "unknown option $1; see bash scripts/setup.sh --help" ;;
@@ -51,11 +53,54 @@ make_venv() {
         die "cannot make a virtual environment in $VENV; on Debian or Ubuntu: sudo apt-get install python3-venv"
 }
 
+# Without --no-compile pip compiles every module of every package, which takes longer than to unpack
+# them. Python compiles the modules that are imported.
 pip_step() { # LABEL ARGUMENTS...
     local label=$1
     shift
-    (cd "$ROOT" && step "$label" "$LOG" "$VENV/bin/python" -m pip install "$@") ||
+    (cd "$ROOT" && step "$label" "$LOG" "$VENV/bin/python" -m pip install --no-compile "$@") ||
         die "pip could not install this. Check the network and the message above, then run the same command again: it continues where it stopped"
+}
+
+# uv installs several packages at a time. It does not see packages outside of the environment.
+find_uv() {
+    UV=$(command -v uv || true)
+    if grep -q '^include-system-site-packages = true' "$VENV/pyvenv.cfg"; then UV=""; return; fi
+    [ -n "$UV" ] || if "$VENV/bin/python" -m pip install -q --only-binary :all: uv >>"$LOG" 2>&1; then UV="$VENV/bin/uv"; fi
+}
+
+# Print the variables by which uv finds packages where pip finds them: uv does not read pip's settings.
+sources_of_pip() {
+    local option values
+    "$VENV/bin/python" -m pip config list |
+        sed -nE "s/^.*\.(index-url|extra-index-url|find-links)='(.*)'$/\1 \2/p" | sort -u |
+        while read -r option values; do
+            read -r values <<<"${values//\\n/ }"
+            case "$option" in
+                index-url) echo "UV_INDEX_URL=$values" ;;
+                extra-index-url) echo "UV_EXTRA_INDEX_URL=$values" ;;
+                find-links) echo "UV_FIND_LINKS=${values// /,}" ;;
+            esac
+        done
+}
+
+# install_most LABEL REQUIREMENTS...: with uv, or with pip if uv is missing or fails. The torch that
+# is installed stays.
+install_most() {
+    local label=$1 torch sources
+    shift
+    torch=$("$VENV/bin/python" -c "from importlib.metadata import version; print('torch==' + version('torch'))")
+    find_uv
+    if [ -n "$UV" ]; then
+        mapfile -t sources < <(sources_of_pip)
+        # a megatron-core that is installed asks for another Python (see install_megatron)
+        echo 'megatron-core; python_version < "3.11"' >"$VENV/overrides.txt"
+        if (cd "$ROOT" && step "$label" "$LOG" env ${sources[@]+"${sources[@]}"} "$UV" pip install \
+            --python "$VENV/bin/python" --index-strategy unsafe-best-match \
+            --overrides "$VENV/overrides.txt" "$torch" "$@"); then return; fi
+        say "  uv could not install this, so pip does"
+    fi
+    pip_step "$label" "$torch" "$@"
 }
 
 check_compiler() {
@@ -103,28 +148,36 @@ install_vision() {
     rm -rf "$wheels"
 }
 
-stamp() {
+stamp() { # NEEDS
     # the compat module is copied into the environment, so a change of this module also needs an installation
-    { cat "$ROOT/pyproject.toml" "$ROOT/scripts/setup.sh" "$ROOT"/moe_plugin/hosts/fairseq/compat/startup.*; printf '%s\n' "$ROOT" "$TORCH" "$HOSTS"; "$VENV/bin/python" -VV; } | cksum
+    { cat "$ROOT/pyproject.toml" "$ROOT/scripts/setup.sh" "$ROOT"/moe_plugin/hosts/fairseq/compat/startup.*; printf '%s\n' "$ROOT" "$TORCH" "$HOSTS" "$1"; "$VENV/bin/python" -VV; } | cksum
 }
 
 STAMP="$VENV/.moe-plugin-setup"
-if [ "$FRESH" -eq 0 ] && [ -f "$STAMP" ] && [ "$(stamp 2>/dev/null)" = "$(cat "$STAMP")" ]; then
-    say "environment $VENV is up to date (--fresh sets it up again)"
-    exit 0
+if [ "$FRESH" -eq 0 ] && [ -f "$STAMP" ]; then
+    # an environment with everything also has what training needs
+    for needs in everything "$NEEDS"; do
+        if [ "$(stamp "$needs" 2>/dev/null)" = "$(cat "$STAMP")" ]; then
+            say "environment $VENV is up to date (--fresh sets it up again)"
+            exit 0
+        fi
+    done
 fi
 find_python
 : >"$LOG"
 say "setting up $VENV with $("$PYTHON" -V); log: $LOG"
 make_venv
 rm -f "$STAMP"
-EXTRAS=dev
-case ",$HOSTS," in *,megatron,*) EXTRAS="dev,megatron" ;; esac
 pip_step "pip" --upgrade pip
 if [ -n "$TORCH" ] || ! has_module "$VENV/bin/python" torch; then pip_step "torch (${TORCH:-torch==2.13.0})" "${TORCH:-torch==2.13.0}"; fi
-case ",$HOSTS," in *,megatron,*) install_megatron ;; esac
-pip_step "moe-plugin with its extras ($EXTRAS)" -e ".[$EXTRAS]"
-install_vision
+EXTRAS=dev
+[ "$NEEDS" = everything ] || EXTRAS=fairseq
+case ",$HOSTS," in *,megatron,*)
+    EXTRAS="$EXTRAS,megatron"
+    install_megatron ;;
+esac
+install_most "moe-plugin with its extras ($EXTRAS)" -e ".[$EXTRAS]"
+[ "$NEEDS" = training ] || install_vision
 case ",$HOSTS," in *,fairseq,*) install_fairseq ;; esac
-stamp >"$STAMP"
+stamp "$NEEDS" >"$STAMP"
 say "done. Activate it with: . '$VENV/bin/activate'; then look around with: moe-plugin doctor"

@@ -95,12 +95,24 @@ def every_value(cells: Sequence[Cell], along: str | None = "dispatch") -> list[i
     """
     shows = [{(str(cell.get(along)), name, str(value)) for name, value in cell.items()}
              for cell in cells]
-    left, found = set[tuple[str, str, str]]().union(*shows), []
+    draw = random.Random(0)
+    tries = (_few(shows, draw) for _ in range(20 if len(cells) < 50 else 1))
+    return sorted(min(tries, key=len))
+
+
+def _few(shows: Sequence[set[tuple[str, str, str]]], draw: random.Random) -> list[int]:
+    """Places of sets that together have all elements; none of them is superfluous."""
+    left, found = set[tuple[str, str, str]]().union(*shows), list[int]()
+    places = draw.sample(range(len(shows)), len(shows))
     while left:
-        best = max(range(len(cells)), key=lambda place: len(shows[place] & left))
+        best = max(places, key=lambda place: len(shows[place] & left))
         left -= shows[best]
         found.append(best)
-    return sorted(found)
+    for place in tuple(found):
+        others = set[tuple[str, str, str]]().union(*(shows[n] for n in found if n != place))
+        if shows[place] <= others:
+            found.remove(place)
+    return found
 
 
 def name_of(cell: Cell) -> str:

@@ -21,13 +21,22 @@ from moe_plugin.utils.registry import KINDS
 # The same examples in every run, however busy the machine; `HYPOTHESIS_PROFILE=random` looks
 # for new ones.
 settings.register_profile("repeatable", deadline=None, derandomize=True, database=None,
-                          max_examples=40)
+                          max_examples=25)
 settings.register_profile("random", deadline=None)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
 FAST_MARK = "pytest.mark.fast"
 ALL_FAST = re.compile(rf"^pytestmark = .*{re.escape(FAST_MARK)}\b", re.M)
-LONGER = Path(__file__).with_name("longer.txt")
+# by mark: the file that lists further tests with it
+LISTS = {mark: Path(__file__).with_name(f"{name}.txt")
+         for mark, name in (("fast", "fast"), ("slow", "longer"))}
+
+
+def listed(mark: str) -> set[str]:
+    """Files, tests and cases (`file`, `file::test`, `file::test[case]`) that have a mark."""
+    lines = LISTS[mark].read_text(encoding="utf-8").splitlines()
+    return {line for line in lines if line and line[0] != "#"}
+
 
 # A forked rank must not collect what is garbage in the process of the tests: the end of a process
 # group joins threads that no fork has, and hangs.
@@ -45,20 +54,24 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """A lane imports no file without tests of its own: to import all takes every worker 20 s."""
-    fast, rest = config.getoption("--fast"), "not fast and" in config.option.markexpr
-    if not (fast or rest) or not collection_path.name.startswith("test_"):
+    """With `--fast` no file without fast tests is imported: to import all takes every worker 20 s.
+    """
+    if not config.getoption("--fast") or not collection_path.name.startswith("test_"):
         return None
-    text = collection_path.read_text(encoding="utf-8")
-    return (FAST_MARK not in text if fast else bool(ALL_FAST.search(text))) or None
+    path = collection_path.relative_to(config.rootpath).as_posix()
+    some = FAST_MARK in collection_path.read_text(encoding="utf-8") or any(
+        line.split("::")[0] == path for line in listed("fast"))
+    return None if some else True
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest chooses by marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    longer = {line for line in LONGER.read_text(encoding="utf-8").splitlines() if line[:1] != "#"}
+    lists = {mark: listed(mark) for mark in LISTS}
     for item in items:
-        if longer & {item.nodeid, item.nodeid.split("[")[0]}:
-            item.add_marker(pytest.mark.slow)
+        names = {item.nodeid, item.nodeid.split("[")[0], item.nodeid.split("::")[0]}
+        for mark, lines in lists.items():
+            if lines & names:
+                item.add_marker(mark)
 
 
 @pytest.fixture(autouse=True)
@@ -82,7 +95,7 @@ def _loggers_are_as_before() -> Iterator[None]:
     """A test that turns our lines off hides them from all later ones of its process."""
     yield
     off = [name for name in [*logging.root.manager.loggerDict, "moe_plugin.any"]
-           if name.split(".")[0] == "moe_plugin"
+           if name.startswith("moe_plugin.")
            and not logging.getLogger(name).isEnabledFor(logging.WARNING)]
     assert not off, f"turned off: {off}"
 

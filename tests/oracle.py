@@ -1,8 +1,9 @@
 """The dense reference: one process, every token through its experts one at a time. Slow and obvious
 on purpose.
 
-It shares no code with the package. A case is the tokens of every rank; routing, capacity and losses
-are computed for each rank on its own tokens, experts are whole.
+It shares no code with the package, except for references that registered names declare. A case is
+the tokens of every rank; routing, capacity and losses are computed for each rank on its own tokens,
+experts are whole.
 """
 
 from __future__ import annotations
@@ -15,11 +16,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from moe_plugin.kernels.scores import score_functions
+
 ACTIVATIONS = {
     "gelu": F.gelu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"), "relu": F.relu,
     "quick_gelu": lambda x: x * (1.702 * x).sigmoid(),
     "silu": F.silu, "squared_relu": lambda x: F.relu(x)**2,
 }
+SCORES = {"softmax": lambda x: x.softmax(1), "sigmoid": lambda x: x.sigmoid()}
+
+
+def scores_of(name: str, logits: Tensor) -> Tensor:
+    """Scores [T, E]; of a score function without a formula here by the one that it declares."""
+    if name in SCORES:
+        return SCORES[name](logits)
+    return score_functions.get(name)().reference(logits)
 
 
 @dataclass
@@ -97,7 +108,7 @@ def route(case: Case, p: dict[str, Tensor], x: Tensor,
           mask: Tensor) -> tuple[list, list, Tensor, Tensor]:
     """For each token: experts by decreasing score (ties to the lower index) and their weights."""
     logits = x @ p["router"].T
-    scores = logits.softmax(1) if case.score == "softmax" else logits.sigmoid()
+    scores = scores_of(case.score, logits)
     chosen, weights = [], []
     for t in range(x.shape[0]):
         if not mask[t]:

@@ -33,7 +33,7 @@ class Unit(NamedTuple):
     Attributes:
         first: index of the first expert.
         experts: number B of experts in the unit.
-        rows: number M of rows of each expert in memory. If there are several experts, they are
+        rows: number M of rows of each expert in memory. If there are several experts, all are
             padded to the number of rows of the longest expert (see `Padding`).
         computed: number of rows on which the matmul is computed. The number includes all rows in
             memory and, for a single expert, a few of the following rows if this takes less time

@@ -3,8 +3,8 @@
 16-bit matmuls use the processor's own instructions, or are computed in float32. Several float32
 matmuls run at the same time.
 
-Without AVX-512 (x86) or bf16 instructions (Arm), torch multiplies 16-bit matrices one element at
-a time, which takes up to a hundred times as long as the same matmul in float32. In that case the
+Without AVX-512 (x86) or bf16 instructions (Arm), torch multiplies 16-bit matrices one element at a
+time. This takes up to a hundred times as long as the same matmul in float32. In that case the
 operands are converted to float32, multiplied, and rounded once. The result is at least as accurate,
 because 16-bit matmuls also use 32-bit sums.
 

@@ -1,4 +1,4 @@
-"""The operations write_pages and read_pages in Triton, which access only runs that have a slot.
+"""The operations write_pages and read_pages in Triton. Both access only runs that have a slot.
 
 The pages in host memory are pinned, and the kernels access them over the bus. The device decides
 which runs of values are stored on the host, and the host does not wait.

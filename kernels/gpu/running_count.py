@@ -1,5 +1,5 @@
-"""The operations running_count, sorted_choices and choice_load in Triton, which make passes over
-blocks of choices.
+"""The operations running_count, sorted_choices and choice_load in Triton, as passes over blocks of
+choices.
 
 No tensor of size [N, E] is needed, because each choice is compared only with the earlier choices in
 its block.

@@ -1,4 +1,4 @@
-"""Tile sizes of the grouped matmuls and of the router, which are chosen by a rule.
+"""A rule that chooses the tile sizes of the grouped matmuls and of the router.
 
 On one model of GPU, the same load always gives bitwise equal results. On a different model, tile
 sizes may differ, and the sums of weight gradients may be split into a different number of parts

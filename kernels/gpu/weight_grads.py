@@ -1,5 +1,5 @@
-"""Weight and bias gradients of grouped rows in Triton, which are computed as `rows^T @ grad_rows`
-for each group.
+"""Weight and bias gradients of grouped rows in Triton, computed as `rows^T @ grad_rows` for each
+group.
 
 The tiles of the matrices of all groups form one list, which is processed by the programs that run
 at once. If one group has most of the rows, its sum is split into parts for several programs. A
@@ -247,8 +247,9 @@ def join_kernel(parts, also_parts, out, also_out, ends, lengths, height, size, g
 @triton.jit
 def bias_grad_kernel(grad, token, scale, out, ends, lengths, wide, GATHER: tl.constexpr,
                      SCALED: tl.constexpr, BR: tl.constexpr, BO: tl.constexpr):
-    """Compute `out[group]`, the sum of the gradient rows of the group, which are multiplied by
-    their scales if there are any.
+    """Compute `out[group]`, the sum of the gradient rows of the group.
+
+    If there are scales, each row is first multiplied by its scale.
     """
     group = tl.program_id(1)
     o = tl.program_id(0) * BO + tl.arange(0, BO)

@@ -46,7 +46,8 @@ def calibrate(args: argparse.Namespace) -> int:
     check_output(args.out)
     rows, about = measure_rows(
         args,
-        Plan(tuple(NAMES.split(",")), tuple(map(parse_size, args.sizes.split(","))), args.repeats))
+        Plan(tuple(NAMES.split(",")), tuple(map(parse_size, args.sizes.split(","))), args.repeats),
+        "calibrate")
     if not rows:
         return 0  # only rank 0 gets rows
     last = rows[-1]

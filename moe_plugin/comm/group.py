@@ -132,8 +132,9 @@ class RankGroup(ABC):
         return topology
 
     def detect_topology(self) -> Topology:
-        """Detect which ranks share a node; collective. This base class assumes that all ranks are
-        on one node.
+        """Detect which ranks share a node.
+
+        All ranks must call this method. This base class assumes that all ranks are on one node.
         """
         return Topology.one_node(self.size)
 

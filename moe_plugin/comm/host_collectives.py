@@ -62,19 +62,25 @@ def collectives_named(what: str, group: Any = None) -> Iterator[None]:
 
 @contextmanager
 def refused_together(what: str, group: Any = None) -> Iterator[None]:
-    """If any rank raises a `ValueError` inside the block, raise it on all ranks. Collective.
+    """If any rank raises a `ValueError` or a `FloatingPointError` inside the block, raise it on all
+    ranks. Collective.
+
+    A `FloatingPointError` usually happens on one rank only, so its message names the rank.
 
     Args:
         what: description of the check, which is used in the message if the collective fails.
         group: optional. The process group. Defaults to the default group.
     """
-    own_refusal = ""
+    kinds = ValueError, FloatingPointError
+    own: tuple[int, str] | None = None
     try:
         yield
-    except ValueError as error:
-        own_refusal = str(error)
-    for refusal in filter(None, gather_objects(own_refusal, what, group)):
-        raise ValueError(refusal)
+    except kinds as error:
+        own = isinstance(error, FloatingPointError), str(error)
+    for rank, refusal in enumerate(gather_objects(own, what, group)):
+        if refusal is not None:
+            at, text = refusal
+            raise kinds[at](f"rank {rank}: {text}" if at else text)
 
 
 def gather_objects(value: Any, what: str, group: Any = None) -> list[Any]:

@@ -4,9 +4,9 @@ job.
 `torch.distributed.new_group` offers two ways to create groups, and neither is suitable here. By
 default, the call is collective over the whole job, but ranks outside the group may never call it.
 With `use_local_synchronization`, the group's name is derived from the number of groups that the
-rank has created, so ranks that created different numbers of groups would wait for one another under
+rank has created. Ranks that created different numbers of groups would wait for one another under
 different names. This module derives the name from the ranks of the group and from the number of
-groups created for exactly these ranks, which is the same on all of them.
+groups created for exactly these ranks. This number is the same on all of them.
 """
 
 from __future__ import annotations

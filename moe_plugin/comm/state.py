@@ -221,9 +221,9 @@ class PostedMessages:
     """A set of messages in progress on gloo. Calling the object waits for the messages.
 
     If a pass raises an error, no code waits for its messages. If the tensors and work objects of
-    these messages were then freed, gloo would never read or send the bytes of such a message, and
-    all later messages on the connection would be blocked. Therefore the group's state keeps them
-    alive for a while.
+    these messages were then freed, gloo would never read or send the bytes of such a message. All
+    later messages on the connection would be blocked. Therefore the group's state keeps them alive
+    for a while.
 
     Args:
         state: the state of the group.

@@ -120,8 +120,9 @@ class Topology:
 
     @cached_property
     def two_steps(self) -> bool:
-        """True if collectives in two steps can be faster. This requires several nodes that have the
-        same number of ranks, which must be above 1.
+        """True if collectives in two steps can be faster.
+
+        This requires several nodes with equally many ranks, at least two per node.
         """
         return self.uniform_nodes and self.why_flat() is None
 

@@ -129,8 +129,8 @@ class TorchComm(Comm):
 
     @property
     def by_nodes(self) -> bool:
-        """See `RankGroup.by_nodes`. The result is true on gloo if there are several nodes that all
-        have the same number of ranks, which is above 1.
+        """See `RankGroup.by_nodes`. The result is true on gloo if there are several nodes with
+        equally many ranks, at least two per node.
         """
         topology = self.state.topology
         return self.receive_first and topology is not None and topology.two_steps

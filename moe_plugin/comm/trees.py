@@ -207,8 +207,8 @@ class Trees:
 
 
 def all_gather(comm: Comm, trees: Trees, x: Tensor) -> Tensor:
-    """Concatenate the tensors `x` [n, ...] of all ranks, which have equal shapes, along dimension 0
-    to [size * n, ...].
+    """Concatenate the equally shaped tensors `x` [n, ...] of all ranks along dimension 0 to [size *
+    n, ...].
 
     Raises:
         CommError: If a peer failed, or if a message exceeded the timeout.

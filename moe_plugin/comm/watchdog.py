@@ -113,8 +113,7 @@ def reason() -> str:
 
 
 def is_of_another_rank(error: BaseException) -> bool:
-    """Return true if the error message contains the error of a different rank, which is the cause.
-    """
+    """Return true if the error message names the error of a different rank as the cause."""
     return _GAVE_UP in str(error)
 
 

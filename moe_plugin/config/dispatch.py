@@ -70,9 +70,9 @@ class DispatchConfig(SettingsSection):
         "k*int(f*ceil(T/E)) slots per expert and source rank, at least 1. 0: the largest load, so "
         "that no token is dropped. f < 0: the largest load, but at most the slots of factor -f",
         flag="capacity-factor")
-    eval_capacity_factor: float | None = option(None, "capacity factor outside training. Default "
-                                                "(none): the training capacity factor",
-                                                flag="eval-capacity-factor")
+    eval_capacity_factor: float | None = option(None, "capacity factor outside training. 0: no "
+                                                "token is dropped. Default (none): the training "
+                                                "capacity factor", flag="eval-capacity-factor")
     eval_token_fraction: float = option(0.0, "if > 0, the capacity outside training is "
                                         "ceil(fraction * T), whatever the capacity factor",
                                         flag="eval-token-fraction")

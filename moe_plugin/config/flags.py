@@ -304,4 +304,9 @@ def settings_from_flags(values: Mapping[str, Any],
     """
     given = {spec.path: parse_value(spec, values[spec.dest]) for spec in setting_specs()
              if values.get(spec.dest) is not None and spec.path not in skip}
+    if [given.get(name, 0) is None for name in _OF_CAPACITY[:2]] == [False, True]:
+        raise ValueError(
+            "--moe-eval-capacity-factor none is ambiguous: it would be the training capacity "
+            "factor, with which evaluation may drop tokens. Leave the flag out for that, or use 0, "
+            "with which evaluation drops no token")
     return canonical(given, aliases(MoEConfig))

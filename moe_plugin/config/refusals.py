@@ -6,11 +6,11 @@ built, are listed by `moe-plugin doctor --all`, and are written to docs/refusals
 
 from __future__ import annotations
 
+import functools
+import operator
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
-from operator import itemgetter
 from typing import Any
 
 from moe_plugin.utils.messages import short
@@ -118,18 +118,16 @@ def off(remedy: str, *names: str, shown: str = "{flag}", given: Any = True) -> t
         shown: how messages name the setting, with the same replacements.
         given: value in the examples.
     """
-    return tuple(Refusal(_named(shown, name), itemgetter(name),
-                         _named(remedy, name), {name: given}) for name in names)
-
-
-def _above_one(name: str, values: Mapping[str, Any]) -> bool:
-    return (values[name] or 1) > 1
+    return tuple(Refusal(_named(shown, name), operator.itemgetter(name), _named(remedy, name),
+                         {name: given}) for name in names)
 
 
 def at_most_one(remedy: str, *names: str, shown: str = "{flag}") -> tuple[Refusal, ...]:
     """Return rows for sizes that must be 1, 0 or not set. See `off` for the arguments."""
-    return tuple(Refusal(_named(shown, name),
-                         partial(_above_one, name),
+    def several(name: str, values: Values) -> bool:
+        return (values[name] or 1) > 1
+
+    return tuple(Refusal(_named(shown, name), functools.partial(several, name),
                          _named(remedy, name), {name: 2}) for name in names)
 
 

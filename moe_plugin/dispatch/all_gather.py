@@ -101,7 +101,7 @@ class AllGatherDispatcher(Dispatcher[GatheredPlan]):
 
 
 def _longest(comm: Comm, ids_TK: Tensor) -> int:
-    """Return the largest number of tokens of any rank, which the hosts determine together.
+    """Determine the largest number of tokens of any rank by an exchange between hosts.
 
     On several nodes, `agree_max` needs fewer rounds than an all-reduce.
     """

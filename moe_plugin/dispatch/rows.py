@@ -153,7 +153,7 @@ def slot_rows(ids_TK: Tensor, weights_TK: Tensor, slots_TK: Tensor, capacity: in
 def rows_of_this_rank(routing: Routing, place: Placement) -> RowPlan:
     """Return the rows of this rank's experts, or expert shards, for all tokens of a routing."""
     ids_TK = routing.ids_TK - place.first_expert
-    mine_TK = (ids_TK >= 0) & (ids_TK < place.local) & (routing.ids_TK >= 0)
+    mine_TK = (ids_TK >= 0) & (ids_TK < place.local)
     return exact_rows(torch.where(mine_TK, ids_TK, -1), routing.weights_TK, place.local)
 
 
@@ -170,8 +170,9 @@ class TokenPlan(DispatchPlan):
 
 
 class LocalDispatcher(Dispatcher[TokenPlan]):
-    """A dispatcher for a rank that has all experts, which may be stored or gathered. Tokens stay on
-    the rank.
+    """A dispatcher for a rank that has all experts, either stored or gathered.
+
+    Tokens stay on the rank.
 
     Rows have the same form as with the configured dispatcher: exact rows, fixed slots or bounded
     rows.

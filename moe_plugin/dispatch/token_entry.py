@@ -1,4 +1,4 @@
-"""The first and the last step of a call, which flatten the input and restore its shape.
+"""The first step of a call flattens the input, and the last step restores the shape.
 
 Several ranks of the expert group may have the same tokens, for example with tensor parallelism but
 without sequence parallelism. Parm's schedule S1 then divides the tokens before the router: each of

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -23,21 +21,15 @@ class DDPCheck:
     (`OverwriteCheck`), and parameters that were replaced after `reduce_experts`. Wrappers are no
     longer checked after a wrapper was found that excludes the experts.
 
-    If the expert-parallel group has one rank, experts may be averaged. In this case, only the first
-    training call checks for DDP, because DDP must not overwrite the counters of the router.
+    If the expert-parallel group has one rank, experts may be averaged, and nothing is checked.
 
     Args:
         comm: the expert-parallel group.
         experts: the experts of this rank.
-        keep_counts: the function `moe_plugin.routing.contract.keep_counts`, if the router of the
-            layer has counters. None otherwise.
     """
 
-    def __init__(self, comm: Comm, experts: Experts,
-                 keep_counts: Callable[[DistributedDataParallel], None] | None) -> None:
-        self.alone, self._wrapped = comm.size == 1, False
-        self.keep_counts = keep_counts
-        self.passed = self.alone and keep_counts is None
+    def __init__(self, comm: Comm, experts: Experts) -> None:
+        self.passed, self._wrapped = comm.size == 1, False
         # the parameters of experts that are stored outside the device do not contain their values
         self.overwrites = None
         if comm.size > 1 and not experts.stored:
@@ -50,7 +42,7 @@ class DDPCheck:
 
     def expect_wrapper(self) -> None:
         """Check for a wrapper again, because the model is about to be wrapped."""
-        self.alone = self.passed = self._wrapped = False
+        self.passed = self._wrapped = False
 
     def compare_replicas(self, world: Comm | None) -> None:
         """Also compare shared parameters and replicas over these ranks (`OverwriteCheck`)."""
@@ -71,12 +63,6 @@ class DDPCheck:
         if built.reduced and trains:
             _refuse_new(experts)
         if self.passed:
-            return
-        if self.alone:
-            self.passed = trains
-            ddp = getattr(DistributedDataParallel, "_active_ddp_module", None)
-            if ddp is not None and trains and self.keep_counts is not None:
-                self.keep_counts(ddp)
             return
         if not self._wrapped:
             # torch (>= 2.1) sets this attribute on all modules that FSDP1 or FSDP2 manages. It is

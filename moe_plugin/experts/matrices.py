@@ -22,7 +22,7 @@ MARK = "expert_matrix"  # the attribute of a parameter that contains its `Matrix
 
 
 class Stack:
-    """The matrices of the experts of a module, which are stored in one or more weights.
+    """The matrices of the experts of a module, stored in one or more weights.
 
     Args:
         parts: the number of weights that form one matrix per expert.

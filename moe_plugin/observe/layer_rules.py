@@ -2,26 +2,30 @@
 
 Each rule computes a number for every record, determines for which values of this number a problem
 is reported, and describes the problem.
-
-If the load is even, the largest load divided by the mean load is 1. If a router sends all tokens to
-the same `k` of `E` experts, this ratio is `E / k`. Because `E / k` may be less than 2, the rules
-consider where a ratio lies between these two values.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from moe_plugin.observe.history.records import LayerRecord
+from moe_plugin.observe.layer_measures import (
+    COLLAPSED_WAY,
+    bound,
+    concentration,
+    is_over_bound,
+    may_be_concentrated,
+    ratio_of_same_experts,
+    sureness,
+    unchosen,
+    with_loss,
+    without_loss,
+)
 
 DROPPED = 0.10
-UNEVEN_WAY, COLLAPSED_WAY = 0.5, 0.75
-UNEVEN = 2.0  # times the mean load, used if UNEVEN_WAY allows a larger value
-FEW = 2  # choices per expert; a record with fewer choices does not show a collapse
-PART = 0.05  # experts per token; smaller differences are rounding
 SURE = 0.02  # the share of the entropy of an even choice
 WAITS = 0.5  # the share of the calls
 LASTED = 0.25  # share of a layer's records; shorter problems are normal at the beginning of a run
@@ -54,17 +58,21 @@ class Episode:
     value: float
 
 
-def episodes(records: Sequence[LayerRecord], measure: Measure, judge: Judge, *,
+def episodes(records: Sequence[LayerRecord], rule: LayerRule, *,
              past: bool = True) -> list[Episode]:
     """Return the episodes in which a rule applies to all groups of `RECENT` consecutive records.
 
     past: whether to examine all records rather than only the last `RECENT` records.
     """
-    start = 0 if past else max(0, len(records) - RECENT)
-    values = [measure(record) for record in records[start:]]
+    records = records if past else records[-RECENT:]
+    values: list[Any] = [None] * len(records)
     found: list[tuple[int, int, int, float]] = []  # begin, end, begin of the worst, its value
-    for at in range(len(values) - RECENT + 1):
-        value = judge(values[at:at + RECENT])
+    measured = 0
+    for at in _groups(records, rule.suspect):
+        for i in range(max(measured, at), at + RECENT):
+            values[i] = rule.measure(records[i])
+        measured = at + RECENT
+        value = rule.judge(values[at:at + RECENT])
         if value is None:
             continue
         begin, worst, most = at, at, value
@@ -73,7 +81,17 @@ def episodes(records: Sequence[LayerRecord], measure: Measure, judge: Judge, *,
             if value > most or at + RECENT == len(values):
                 worst, most = at, value
         found.append((begin, at + RECENT, worst, most))
-    return [_episode(records[start:], values, judge, *one) for one in found]
+    return [_episode(records, values, rule.judge, *one) for one in found]
+
+
+def _groups(records: Sequence[LayerRecord], suspect: Callable[[LayerRecord], Any]
+            ) -> Iterator[int]:
+    """Yield the begin of each group of `RECENT` records that contains a suspect."""
+    begin, last = 0, len(records) - RECENT
+    for at, record in enumerate(records):
+        if suspect(record):
+            yield from range(max(begin, at - RECENT + 1), min(at, last) + 1)
+            begin = at + 1
 
 
 def _episode(records: Sequence[LayerRecord], values: Sequence[Any], judge: Judge, begin: int,
@@ -100,6 +118,8 @@ class LayerRule:
 
     Attributes:
         name: the name of the rule.
+        suspect: a fast function that returns a true value for every record that is a problem if it
+            is judged alone. Groups of records without a suspect are never judged.
         measure: the function that computes a number for one record.
         judge: the function that decides whether consecutive records are reported as a problem.
         title: the function that returns the title of a finding. The title is in the past tense if
@@ -111,6 +131,7 @@ class LayerRule:
     """
 
     name: str
+    suspect: Callable[[LayerRecord], Any]
     measure: Measure
     judge: Judge
     title: Callable[[Found, bool], str]
@@ -126,7 +147,7 @@ class LayerRule:
         now: dict[str, Sequence[Episode]] = {}
         over: dict[str, Sequence[Episode]] = {}
         for name, records in layers.items():
-            found = episodes(records, self.measure, self.judge, past=past)
+            found = episodes(records, self, past=past)
             if found and found[-1].ends:
                 now[name] = found[-1:]
             elif kept := [e for e in found if e.records >= self.lasted * len(records)]:
@@ -174,82 +195,6 @@ def _mean_is(bad: Callable[[float], bool]) -> Judge:
     return judge
 
 
-# -- measures of balance
-
-
-def _per_token(record: LayerRecord) -> float | None:
-    """Return the number of experts per token, or None if it is unknown."""
-    k = record.choices / record.tokens if record.tokens else 0.0
-    return k if k > 0 and math.isfinite(k) else None
-
-
-def _top(record: LayerRecord) -> float | None:
-    """Return `E / k`, which is the value of `max_over_mean` if every token chose the same experts.
-    """
-    k = _per_token(record)
-    return None if k is None else len(record.load) / k
-
-
-def _concentration(record: LayerRecord) -> float | None:
-    """Return 0 for an even load, 1 if all tokens choose the same `k` experts, or a value in
-    between.
-
-    The value is linear in the fraction of choices of the `k` busiest experts. The result is None if
-    it is unknown, or if every token chooses all experts.
-    """
-    k, experts, total = _per_token(record), len(record.load), record.choices
-    if k is None or total < FEW * experts:
-        return None
-    busiest = max(1, math.ceil(k - PART))
-    even = busiest / experts
-    if even >= 1:
-        return None
-    return (sum(sorted(record.load)[-busiest:]) / total - even) / (1 - even)
-
-
-def _bound(record: LayerRecord) -> float:
-    """Return the value of `max_over_mean` above which a load is considered uneven.
-
-    The value is infinite if every token chooses every expert.
-    """
-    top = _top(record)
-    if top is None:
-        return UNEVEN
-    return min(UNEVEN, 1 + UNEVEN_WAY * (top - 1)) if top > 1 + PART else math.inf
-
-
-def _over_bound(record: LayerRecord) -> float | None:
-    """Return `max_over_mean` divided by the value above which a load is considered uneven."""
-    return None if record.max_over_mean is None else record.max_over_mean / _bound(record)
-
-
-def _without_loss(record: LayerRecord) -> float | None:
-    """Return `_over_bound` for a layer without any balancing, and 0 for all other layers."""
-    return _over_bound(record) if _has_no_loss(record) else 0.0
-
-
-def _has_no_loss(record: LayerRecord) -> bool:
-    """Return whether a layer is known to have no balancing.
-
-    A record without an entropy is from a router of a different framework, whose losses are unknown.
-    The z-loss, named `z_loss` in Megatron, does not balance the load. A router may declare that it
-    balances without a loss.
-    """
-    balance = record.losses.keys() - {"z", "z_loss"} or record.self_balanced_calls
-    return bool(record.load) and not balance and record.entropy is not None
-
-
-def _with_loss(record: LayerRecord) -> float | None:
-    """Return `_over_bound` for a layer with balancing, and 0 for all other layers.
-
-    The result is also 0 for a collapsed layer, because the rule `collapse` reports such layers.
-    """
-    if _has_no_loss(record):
-        return 0.0
-    collapsed = (_concentration(record) or 0.0) >= COLLAPSED_WAY
-    return 0.0 if collapsed else _over_bound(record)
-
-
 def _peak(records: Sequence[LayerRecord]) -> float:
     return _mean(r.max_over_mean for r in records) or 0.0
 
@@ -258,7 +203,7 @@ def _against(records: Sequence[LayerRecord]) -> str:
     """Return a string that compares the load with that of tokens which all choose the same experts,
     or an empty string.
     """
-    top = _mean(_top(r) for r in records)
+    top = _mean(ratio_of_same_experts(r) for r in records)
     return "" if top is None else f"{top:.1f} would be all tokens on the same experts"
 
 
@@ -273,21 +218,10 @@ def _uneven_title(found: Found, past: bool) -> str:
     where, worst = _at(found, past)
     others = f", uneven in {len(found)} layers" if len(found) > 1 else ""
     against = _against(worst.worst)
-    bound = f"uneven from {_bound(worst.worst[-1]):.2g} on"
+    limit = f"uneven from {bound(worst.worst[-1]):.2g} on"
     has = "had" if past else "has"
     return (f"the busiest expert {has} {_peak(worst.worst):.1f} times the mean load "
-            f"({bound}{against and f', {against}'}) in {where}{others}")
-
-
-# -- other measures
-
-
-def _unchosen(record: LayerRecord) -> tuple[int, int] | None:
-    """Return the number of experts, and a bit mask of the experts that received no token."""
-    if not record.load:
-        return None
-    bits = 0 if all(record.load) else sum(1 << i for i, n in enumerate(record.load) if not n)
-    return len(record.load), bits
+            f"({limit}{against and f', {against}'}) in {where}{others}")
 
 
 def _dead(values: Sequence[tuple[int, int] | None]) -> float | None:
@@ -319,15 +253,6 @@ def _drops_title(found: Found, past: bool) -> str:
             f"{where}{others}")
 
 
-def _sureness(record: LayerRecord) -> float | None:
-    """Return the entropy divided by the entropy of a uniform distribution if a token has several
-    experts.
-    """
-    k, experts = _per_token(record) or 0.0, len(record.load)
-    known = record.entropy is not None and experts > 1 and k > 1 + PART
-    return (record.entropy or 0.0) / math.log(experts) if known else None
-
-
 def _stalled(values: Sequence[tuple[float, float]]) -> float | None:
     stalls = sum([stalled for _, stalled in values])
     calls = sum([called for called, _ in values]) if stalls else 0.0
@@ -344,35 +269,38 @@ BALANCE_WEIGHT = "{weight of the balance loss}"  # replaced by the host's flag o
 
 LAYER_RULES = (
     LayerRule(
-        "collapse", _concentration, _mean_is(lambda way: way >= COLLAPSED_WAY), _collapse_title,
+        "collapse", may_be_concentrated, concentration, _mean_is(lambda way: way >= COLLAPSED_WAY),
+        _collapse_title,
         "The other experts learn nothing, and all ranks wait for the rank with the busy experts.",
         f"set or raise a balance loss ({BALANCE_WEIGHT}), or use --moe-router sigmoid_bias; "
         "a collapsed router seldom recovers: go back to an earlier checkpoint", lasted=0.0),
     LayerRule(
-        "dead_experts", _unchosen, _dead, _dead_title,
+        "dead_experts", lambda r: 0 in r.load, unchosen, _dead, _dead_title,
         "Their weights get no gradient and occupy memory for nothing.",
         f"raise the balance loss ({BALANCE_WEIGHT}), add --moe-router-noise 1.0 or "
         "--moe-router-jitter 0.01 while training begins, or use fewer experts"),
     LayerRule(
-        "drops", lambda r: r.drop_fraction, _mean_is(lambda share: share > DROPPED), _drops_title,
+        "drops", lambda r: (r.drop_fraction or 0) > DROPPED, lambda r: r.drop_fraction,
+        _mean_is(lambda share: share > DROPPED), _drops_title,
         "A dropped choice contributes zeros, so that tokens at the end of a batch learn less.",
         "--moe-capacity-factor none drops nothing; or raise --moe-capacity-factor, or the balance "
         f"loss ({BALANCE_WEIGHT})"),
     LayerRule(
-        "no_balance", _without_loss, _mean_is(lambda over: over >= 1),
+        "no_balance", is_over_bound, without_loss, _mean_is(lambda over: over >= 1),
         lambda found, past: f"the load {'was' if past else 'is'} uneven in {_where(found, past)}, "
                             "and no balance loss is set",
         "Nothing prevents all tokens from choosing the same experts.",
         f"set a balance loss ({BALANCE_WEIGHT}), or use a router that balances without a loss, "
         "--moe-router sigmoid_bias"),
     LayerRule(
-        "uneven", _with_loss, _mean_is(lambda over: over >= 1), _uneven_title,
+        "uneven", is_over_bound, with_loss, _mean_is(lambda over: over >= 1), _uneven_title,
         "With experts on several ranks, the other ranks wait for this expert. With a capacity, its "
         "tokens are dropped.",
         f"raise the balance loss ({BALANCE_WEIGHT}), or let other ranks compute its rows: "
         "--moe-spill least_loaded"),
     LayerRule(
-        "sure_router", _sureness, _mean_is(lambda share: 0 <= share < SURE),
+        "sure_router", lambda r: r.entropy is not None and r.entropy < SURE * len(r.load),
+        sureness, _mean_is(lambda share: 0 <= share < SURE),
         lambda found, past: f"the router's entropy {'was' if past else 'is'} nearly 0 in "
                             f"{_where(found, past)}",
         "The scores are 1 for one expert and 0 for all others, so that the other chosen experts "
@@ -380,7 +308,8 @@ LAYER_RULES = (
         "add a z-loss (--moe-losses ...,z=0.001), a lower learning rate, or "
         "--moe-router-fp32 true in a 16-bit model"),
     LayerRule(
-        "waits_for_experts", lambda r: (r.calls or 0.0, r.store.get("stalls", 0.0)), _stalled,
+        "waits_for_experts", lambda r: r.store.get("stalls"),
+        lambda r: (r.calls or 0.0, r.store.get("stalls", 0.0)), _stalled,
         _waits_title,
         "The experts are copied while no computation runs.",
         "raise --moe-experts-cache, or fetch the next block's experts during the computation of "

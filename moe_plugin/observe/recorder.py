@@ -12,16 +12,12 @@ one all-reduce and one copy to the host. The files are set in `ObserveConfig`.
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import functools
-import math
 import threading
 import time
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -36,17 +32,9 @@ from moe_plugin.observe.history.json_lines import TRAINING, training_record
 from moe_plugin.observe.history.records import StepRecord
 from moe_plugin.observe.model_layers import differing, listen_to
 from moe_plugin.observe.sinks import JsonlSink, Sink, TensorBoardSink, WandbSink
-from moe_plugin.output import LayerStats
+from moe_plugin.output import LayerStats, StatsSums
+from moe_plugin.utils.statistics import statistics
 
-# The number of LayerStats that are stored before they are summed. Summing many at once saves small
-# device operations; the limit bounds the memory.
-FOLD_AT = 64
-# the counts of a store of experts, see `StoredExperts.taken_counts`
-_STORE = ("hits", "misses", "prefetched", "wasted", "stalls", "bytes", "resident_bytes")
-# The counts of each call that are known on the host. `capped` counts calls with a capacity, and
-# `balanced` counts calls whose router balances without a loss.
-_HOST = ("calls", "bytes_sent", "rows", "rows_sent", "rows_between", "capacity", "capped",
-         "balanced", *_STORE)
 _THREAD = threading.local()
 
 
@@ -76,114 +64,6 @@ def _copy_record(sums: Tensor, ranks: int) -> dict[str, Any]:
                                 sums.tolist(), strict=True)}}
 
 
-@dataclass
-class _Collected:
-    """The statistics of one layer since the last record.
-
-    Attributes:
-        experts: the number of experts (E).
-        pending: the statistics of calls that are not summed yet.
-        sums_V: float64 [E + 4], the result of `_device_sums` for all earlier calls.
-        losses: float64 [2] by the name of a loss, with the sum of the loss and the number of calls
-            that had this loss.
-        host: the sums of the counts in `_HOST`, by name.
-    """
-
-    experts: int
-    pending: list[LayerStats] = field(default_factory=list)
-    sums_V: Tensor | None = None
-    losses: dict[str, Tensor] = field(default_factory=dict)
-    host: Counter[str] = field(default_factory=Counter)
-    layouts: Counter[str] = field(default_factory=Counter)
-    exchanges: Counter[str] = field(default_factory=Counter)
-    routers: Counter[str] = field(default_factory=Counter)
-    collectives: Counter[str] = field(default_factory=Counter)
-    decisions: list[dict[str, Any]] = field(default_factory=list)
-
-    def add(self, stats: LayerStats) -> None:
-        self.pending.append(stats)
-        rows: Any = stats.rows  # a tensor, if only the device knows it
-        self.host.update(stats.store, calls=1, bytes_sent=stats.bytes_sent, rows=rows,
-                         rows_sent=stats.rows_sent, rows_between=stats.rows_between,
-                         capacity=stats.capacity or 0, capped=stats.capacity is not None,
-                         balanced=stats.self_balanced)
-        self.layouts.update([stats.layout] if stats.layout is not None else [])
-        self.routers.update([stats.router] if stats.router is not None else [])
-        self.collectives.update([stats.collectives] if stats.collectives is not None else [])
-        self.exchanges.update(stats.exchanges)
-        self.decisions += stats.decisions
-        if len(self.pending) >= FOLD_AT:
-            self.fold()
-
-    def fold(self) -> None:
-        if not self.pending:
-            return
-        sums_V = _device_sums(self.pending)
-        self.sums_V = sums_V if self.sums_V is None else self.sums_V + sums_V
-        for name in sorted({name for stats in self.pending for name in stats.losses}):
-            values_N = torch.stack([s.losses[name] for s in self.pending if name in s.losses])
-            values_N = values_N.double()
-            sum_2 = torch.stack([values_N.sum(), torch.full_like(values_N[0], len(values_N))])
-            self.losses[name] = self.losses[name] + sum_2 if name in self.losses else sum_2
-        self.pending.clear()
-
-    def copied(self) -> _Collected:
-        """Return an independent copy."""
-        return dataclasses.replace(self, **{
-            f.name: copy.copy(getattr(self, f.name)) for f in dataclasses.fields(self)
-        })
-
-    def vector(self) -> Tensor:
-        """Return all numbers that are summed over ranks as float64 [E + 4 + 15 + 2 * losses]."""
-        self.fold()
-        assert self.sums_V is not None
-        host_N = torch.tensor([self.host[name] for name in _HOST], dtype=torch.float64,
-                              device=self.sums_V.device)
-        losses = [self.losses[name] for name in sorted(self.losses)]
-        return torch.cat([self.sums_V, host_N, *losses])
-
-    def record(self, sums: Tensor) -> dict[str, Any]:
-        """Return one record for JSON, as docs/observability.md describes.
-
-        sums: the sum of `vector` over all ranks.
-        """
-        e = self.experts
-        # Ranks with the same tokens each report a fraction of the counts, so that the sums are
-        # integers only up to rounding.
-        *load, kept, tokens = map(int, sums[: e + 2].round().tolist())
-        entropy, peak, *counts = sums[e + 2 : e + 4 + len(_HOST)].tolist()
-        host = dict(zip(_HOST, counts, strict=True))
-        losses = zip(sorted(self.losses), sums[e + 4 + len(_HOST) :].view(-1, 2).tolist(),
-                     strict=True)
-        routed = sum(load)
-        return {
-            "calls": int(host["calls"]),
-            "tokens": tokens,
-            "load": load,
-            "max_over_mean": max(load) / (routed / e) if routed else 0.0,
-            "max_over_mean_call": peak / host["calls"],
-            "dropped": routed - kept,
-            "drop_fraction": (routed - kept) / routed if routed else 0.0,
-            "unused_experts": load.count(0),
-            # the entropy is NaN for routers of other frameworks
-            "entropy": None if math.isnan(entropy) else entropy / tokens if tokens else 0.0,
-            "losses": {name: total / max(count, 1) for name, (total, count) in losses},
-            "bytes_sent": int(host["bytes_sent"]),
-            "rows": int(host["rows"]),
-            "rows_sent": int(host["rows_sent"]),
-            "rows_between": int(host["rows_between"]),
-            "capacity": host["capacity"] / host["capped"] if host["capped"] else None,
-            "self_balanced_calls": int(host["balanced"]),
-            # all ranks use the same layouts, so that rank 0's counts are enough
-            "layouts": dict(self.layouts),
-            "decisions": self.decisions,
-            "exchanges": dict(self.exchanges),
-            "routers": dict(self.routers),
-            "collectives": dict(self.collectives),
-            "store": {name: count for name in _STORE if (count := int(host[name]))},
-        }
-
-
 class StatsRecorder:
     """A recorder that writes statistics as one record per layer every `config.interval` steps.
 
@@ -203,7 +83,7 @@ class StatsRecorder:
                  skip: Iterable[str] = (), host: str = "pytorch") -> None:
         self.config, self.comm = config, comm if comm is not None else LocalComm()
         self.host = host
-        self._layers: dict[str, _Collected] = {}
+        self._layers: dict[str, StatsSums] = {}
         self._copiers: dict[str, _Copies] = {}
         self._copied: dict[str, dict[str, Any]] = {}  # records that wait to be written
         self.health = HealthLog(skip, tell=self._alert, host=host)
@@ -217,7 +97,7 @@ class StatsRecorder:
     def add(self, layer: str, stats: LayerStats) -> None:
         """Add the statistics of one forward pass, without a copy to the host or communication."""
         if layer not in self._layers:
-            self._layers[layer] = _Collected(stats.load_KE.shape[1])
+            self._layers[layer] = StatsSums()
         self._layers[layer].add(stats)
 
     def add_model(self, model: nn.Module) -> list[str]:
@@ -348,14 +228,15 @@ class StatsRecorder:
             return {}
         layers = dict(sorted(self._layers.items()))
         self._layers = {}
-        vectors = [collected.vector() for collected in layers.values()]
+        rank, ranks = self.comm.rank, self.comm.size
+        vectors = [sums.vector(rank, ranks) for sums in layers.values()]
         device = vectors[0].device if vectors else self.comm.device
         vectors += [copies.vector().to(device) for _, copies in sorted(self._copiers.items())]
         parts = self.comm.all_reduce(torch.cat(vectors)).cpu().split([v.numel() for v in vectors])
         self._copied = {name: _copy_record(sums, self.comm.size) for name, sums in
                         zip(sorted(self._copiers), parts[len(layers):], strict=True)}
         parts = parts[:len(layers)]
-        return {name: collected.record(sums)
+        return {name: collected.record(sums, ranks)
                 for (name, collected), sums in zip(layers.items(), parts, strict=True)}
 
     def close(self) -> None:
@@ -395,19 +276,18 @@ def summary(records: dict[str, dict[str, Any]]) -> dict[str, float]:
     """
     if not records:
         return {}
-    rows = list(records.values())
-    logs = {
-        f"moe_{key}": sum(row[key] for row in rows) / len(rows)
-        for key in ("max_over_mean", "drop_fraction", "entropy")
-        if all(row[key] is not None for row in rows)
-    }
-    logs["moe_worst_max_over_mean"] = max(row["max_over_mean"] for row in rows)
-    logs["moe_unused_experts"] = float(sum(row["unused_experts"] for row in rows))
-    logs["moe_bytes_sent"] = float(sum(row["bytes_sent"] for row in rows))
-    logs |= _rows_sent([row for row in rows if row["rows_sent"] and row["tokens"]])
-    for name in rows[0]["losses"]:
-        logs[f"moe_loss_{name}"] = sum(row["losses"].get(name, 0.0) for row in rows) / len(rows)
-    return logs
+    rows, logs = list(records.values()), {}
+    for statistic in statistics.values():
+        for metric, over_layers in statistic.logged.items():
+            names = rows[0][statistic.name] if statistic.by_name else [None]
+            for name in names:
+                values = [row[statistic.name] if name is None
+                          else row[statistic.name].get(name, 0.0) for row in rows]
+                if None not in values:
+                    logs[metric if name is None else f"{metric}_{name}"] = float(
+                        max(values) if over_layers == "max"
+                        else sum(values) / (len(rows) if over_layers == "mean" else 1))
+    return logs | _rows_sent([row for row in rows if row["rows_sent"] and row["tokens"]])
 
 
 def _rows_sent(rows: list[dict[str, Any]]) -> dict[str, float]:
@@ -420,19 +300,3 @@ def _rows_sent(rows: list[dict[str, Any]]) -> dict[str, float]:
     return {"moe_rows_sent_per_token": sent / tokens,
             "moe_rows_between_nodes_per_token": between / tokens,
             "moe_rows_saved_by_sending_once": max(0.0, 1 - sent / kept) if kept else 0.0}
-
-
-def _device_sums(pending: list[LayerStats]) -> Tensor:
-    """Return sums over calls as float64 [E + 4].
-
-    The order is: the load of each expert, the kept choices, the tokens, entropy times tokens, and
-    the largest load divided by the mean load.
-    """
-    copies_N = pending[0].load_KE.new_tensor([s.copies for s in pending], dtype=torch.float64)
-    load_NE = torch.stack([s.load_KE.sum(0) for s in pending]) / copies_N[:, None]
-    kept = (torch.stack([s.kept_KE.sum() for s in pending]) / copies_N).sum()
-    tokens_N = torch.stack([s.tokens for s in pending]) / copies_N
-    entropy_N = torch.stack([s.entropy for s in pending]).double()
-    peak_N = load_NE.amax(1) / load_NE.mean(1).clamp(min=1e-9)
-    scalars_4 = torch.stack([kept, tokens_N.sum(), (entropy_N * tokens_N).sum(), peak_N.sum()])
-    return torch.cat([load_NE.sum(0), scalars_4])

@@ -189,7 +189,9 @@ def legal_choices(experts: int, ranks: int, *, degrees: Iterable[int] = DEGREES,
 
 
 def combinations(values: Mapping[str, Sequence[Any]], ranks: int) -> Iterator[LayoutChoice]:
-    """Yield every sensible layout that combines the given values, which are listed by field name.
+    """Yield every sensible layout that combines the given values.
+
+    The values are listed by field name.
 
     Layouts without an all-to-all (r = 0, gathered tokens, or a single rank) cannot overlap an
     exchange. Such layouts use the first algorithm and d = 1, and their rows never spill. Layouts

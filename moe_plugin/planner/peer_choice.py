@@ -141,8 +141,8 @@ def butterfly_weights(bandwidths: Sequence[float]) -> list[float]:
     With bandwidths b, the fractions minimize the largest `(1 + (n - 2) w_i) / b_i`, under the
     conditions that they sum to 1 and that w >= 0. Within time T, peer i can sum the fraction `(T
     b_i - 1) / (n - 2)`. The smallest T for which these fractions sum to 1 has a closed form over
-    the peers with `T b_i > 1`, which are the fastest peers. A peer with `b_i < 1 / T` sums nothing,
-    but it still has to send its own vector. With two peers, the fractions are proportional to b.
+    the fastest peers, those with `T b_i > 1`. A peer with `b_i < 1 / T` sums nothing, but it still
+    has to send its own vector. With two peers, the fractions are proportional to b.
     """
     count = len(bandwidths)
     if count == 0 or min(bandwidths) <= 0:

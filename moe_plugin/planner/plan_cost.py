@@ -3,7 +3,7 @@
 The prediction combines a roofline model, alpha-beta costs, event timelines and the 1F1B schedule.
 The time of the stage with the most layers is used for all stages. With m micro-batches and pp
 stages, a step takes `m + pp - 1` times as long as a stage's forward and backward passes (1F1B
-without interleaving), plus the time to reduce gradients. In 16 bits, the activations of a dense
+without interleaving). The time to reduce gradients is added. In 16 bits, the activations of a dense
 layer without recomputation and attention scores need 34 bytes per token and model dimension
 (Korthikanti et al., 2022), divided by the tensor-parallel size. In 32 bits, host frameworks also
 store attention scores, because fused attention kernels accept only 16 bits. Logits and their

@@ -36,7 +36,7 @@ Box = tuple[tuple[int, int], ...]  # (start, stop) along each axis of the tensor
 
 @dataclass(frozen=True)
 class TensorLayout:
-    """Layout of a tensor, which defines the box of the tensor that each device stores.
+    """Layout of a tensor. The layout defines the box of the tensor that each device stores.
 
     Attributes:
         shape: shape of the tensor.
@@ -281,7 +281,7 @@ def _crossings(slices: Sequence[Slice], nodes: Sequence[int], chunks: int) -> li
 
 def best_order(slices: Sequence[Slice], nodes: Sequence[int], chunks: int = CHUNKS,
                rounds: int = ROUNDS) -> SliceOrder:
-    """Return a sender for each slice and a fast order, which are the same on all devices.
+    """Return a sender for each slice and a fast order. Both are the same on all devices.
 
     The result is the best of `rounds` randomized greedy orders. In each round, a maximal set of
     slices that use different nodes is sent, each from the sender with the least data to send. With

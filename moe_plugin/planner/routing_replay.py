@@ -1,7 +1,7 @@
 """Simulation of a routing trace in the planner, to select a policy for overloaded experts.
 
 The policy can be selected before a cluster is rented. The trace contains the expert loads of each
-forward call of a layer, which determine the load of the busiest rank under each policy of
+forward call of a layer. These loads determine the load of the busiest rank under each policy of
 `parallel.spill`. The modelled time of the busiest rank includes matmuls, sent rows and lent weights
 in the forward and backward passes (`planner.spill.SpillCosts`). This time is compared with the time
 of the same number of rows under forced balance, in which every expert receives equally many rows

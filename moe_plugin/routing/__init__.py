@@ -11,7 +11,7 @@ from moe_plugin.routing.contract import (
     forget_step,
     needs_of,
 )
-from moe_plugin.routing.losses import losses
+from moe_plugin.routing.losses import declares, losses
 from moe_plugin.routing.registry import build_router, layer_router, only_read
 from moe_plugin.routing.routers.balanced import ExpertChoiceRouter, SinkhornRouter
 from moe_plugin.routing.routers.base import Router
@@ -47,7 +47,7 @@ __all__ = [
     "QuantileRouter", "Router", "RouterModule", "RouterSelector", "RoutingCall", "SAMRouter",
     "ScoreFunction", "SelectionCall", "SigmoidBiasRouter", "SinkhornRouter", "SoftmaxBiasRouter",
     "SparseMixerRouter", "SwitchRouter", "TAMoERouter", "TopKRouter", "TopologyQuotaRouter",
-    "build_router", "finish_step", "finish_step_of_any", "forget_step",
+    "build_router", "declares", "finish_step", "finish_step_of_any", "forget_step",
     "layer_router", "losses", "needs_of", "number_layers", "only_read", "router_selections",
     "routers", "score_functions",
 ]

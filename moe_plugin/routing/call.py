@@ -212,8 +212,9 @@ class RoutingCall:
         return self.routed.ids_TK
 
     def weights_of(self, ids_TK: Tensor) -> Tensor:
-        """Return the weights [T, K] of the chosen experts, which are their scores, divided by the
-        sum of these scores if `divides` is true.
+        """Return the weights [T, K] of the chosen experts.
+
+        The weights are the scores, divided by their sum if `divides` is true.
 
         ids_TK: int64, the choices. The choices may be the result of `choose`, a recording, or the
             router's own choices.

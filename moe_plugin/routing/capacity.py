@@ -12,7 +12,7 @@ Source: Tutel (`fast_dispatch`).
 | f < 0 | min(the f = 0 value, max(1, k * int(-f * s))) |
 
 Tutel does not guarantee a minimum of one slot. With Tutel's formula and f < 1, every choice is
-dropped if a rank has at most E tokens, which is common in generation.
+dropped if a rank has at most E tokens. This is common in generation.
 
 For example, T = 10, E = 4 and k = 2 give s = 3. For f = 1, C = 6. For f = 1.25, C = 2 * int(3.75) =
 6. For f = 0.3, C = max(1, 2 * int(0.9)) = 1. For f = -1 and a largest load of 5, C = 5.

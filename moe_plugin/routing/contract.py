@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from moe_plugin.comm.base import Comm
@@ -34,6 +35,7 @@ def keeps_init(parameter: Tensor) -> bool:
 
 
 T = TypeVar("T")
+_watched: list[object] = []  # the hook on all modules, registered once
 
 
 class HasFinishStep:
@@ -180,6 +182,16 @@ class RouterModule(HasFinishStep, nn.Module):
         return {name: value for name, value in vars(self).items() if name != "all_ranks"}
 
 
+def changed_by_others(buffer: Tensor, version: int) -> bool:
+    """Return true if a buffer was changed in place since it had this version (`Tensor._version`).
+
+    An average of weights (EMA) and a checkpoint that is read in place change buffers without
+    `load_state_dict`.
+    """
+    return (not torch.compiler.is_compiling() and not buffer.is_inference()
+            and buffer._version != version)
+
+
 class TopKSchedule(HasFinishStep, BuffersKeepDtype):
     """Number of experts per token as a function of the optimizer step (`router.top_k_at`).
 
@@ -195,7 +207,7 @@ class TopKSchedule(HasFinishStep, BuffersKeepDtype):
         device: device of the buffers that are saved with the weights.
     Attributes:
         k: number of experts per token in the current step. Outside training, it is the number for
-            the next step.
+            the next step. Read from the buffer only if something else has changed the buffer.
         steps: number of completed steps.
         total: number of steps of the whole run. None if unknown.
     """
@@ -205,8 +217,20 @@ class TopKSchedule(HasFinishStep, BuffersKeepDtype):
     def __init__(self, first: int, changes: Mapping[float, int], device: Any = None) -> None:
         super().__init__()
         self.first, self.changes = first, dict(changes)
-        self.steps, self.k, self.total = 0, first, None  # type: int, int, int | None
+        self.steps, self._k, self.total = 0, first, None  # type: int, int, int | None
         self.register_buffer("now", torch.tensor([0, first], device=device))
+        self._version = self.now._version
+
+    @property
+    def k(self) -> int:
+        """The number of experts per token in the current step."""
+        self._follow_buffer()
+        return self._k
+
+    def _follow_buffer(self) -> None:
+        if changed_by_others(self.now, self._version):
+            self._version = self.now._version
+            self.steps, self._k = self.now.tolist()
 
     def begin_step(self, number: int, total: int | None) -> None:
         """Set the index of the step that begins.
@@ -225,9 +249,11 @@ class TopKSchedule(HasFinishStep, BuffersKeepDtype):
             ValueError: If the schedule uses fractions of the run and the total number of steps is
                 unknown.
         """
+        self._follow_buffer()
         self._go_to(self.steps + 1)
 
     def _go_to(self, steps: int) -> None:
+        self._follow_buffer()
         # The last change that has been reached wins, so `changes` must be in ascending order.
         k = self.first
         for start, experts in self.changes.items():
@@ -237,16 +263,17 @@ class TopKSchedule(HasFinishStep, BuffersKeepDtype):
                     "steps is unknown. Use step numbers such as 1000=1, or set the number of "
                     "steps (--max-update, --train-iters, TrainingSteps(..., total=...)).")
             k = experts if steps >= (start * (self.total or 0) if start < 1 else start - 1) else k
-        if (steps, k) != (self.steps, self.k):
-            self.steps, self.k = steps, k
+        if (steps, k) != (self.steps, self._k):
+            self.steps, self._k = steps, k
             self.now.copy_(torch.tensor([steps, k]))
+            self._version = self.now._version
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         saved = state_dict.get(f"{prefix}now")
         if saved is None:  # the checkpoint was written without a schedule
             state_dict[f"{prefix}now"] = self.now
         elif not saved.is_meta:
-            self.steps, self.k = saved.tolist()
+            self.steps, self._k = saved.tolist()
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
@@ -344,18 +371,24 @@ def router_counts(model: nn.Module) -> list[str]:
             if isinstance(module, RouterModule) for name in module._non_persistent_buffers_set]
 
 
-def keep_counts(ddp: DistributedDataParallel) -> None:
-    """Exclude the counters of routers from a DDP wrapper that was built without `ddp_model`.
+def watch_ddp() -> None:
+    """Exclude the counters of routers from all DDP wrappers that are built from now on.
 
-    Before a forward pass, DDP overwrites the buffers of each rank with those of rank 0, which would
-    destroy the counts of earlier micro-batches. After this call, the routers use the loads of all
-    ranks of the wrapper.
+    Before a forward pass, DDP overwrites the buffers of each rank with those of rank 0. This would
+    destroy the counts of earlier micro-batches. The routers in a wrapper use the loads of all its
+    ranks. The hook runs only while modules are built, so it also works with compiled models.
     """
-    ddp.parameters_to_ignore = {*ddp.parameters_to_ignore, *router_counts(ddp.module)}
-    ddp._assign_modules_buffers()  # recompute which buffers DDP sends
-    for router in ddp.module.modules():
-        if isinstance(router, RouterModule) and router.all_ranks is None:
-            router.all_ranks = TorchComm(ddp.process_group)
+    if not _watched:
+        _watched.append(register_module_module_registration_hook(_keep_counts))
+
+
+def _keep_counts(ddp: nn.Module, name: str, module: nn.Module) -> None:
+    # DDP registers its module after it has read the names to ignore, and before it uses them
+    if isinstance(ddp, DistributedDataParallel) and name == "module":
+        ddp.parameters_to_ignore = {*ddp.parameters_to_ignore, *router_counts(module)}
+        for router in module.modules():
+            if isinstance(router, RouterModule) and router.all_ranks is None:
+                router.all_ranks = TorchComm(ddp.process_group)
 
 
 def at_least_float32(dtype: torch.dtype) -> torch.dtype:

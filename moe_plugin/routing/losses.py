@@ -14,6 +14,7 @@ choices. If there are no real tokens, every loss is 0.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,8 +24,22 @@ from moe_plugin.routing.call import RoutingCall, check_integers, check_range
 from moe_plugin.utils.registry import Registry
 
 LossFn = Callable[[RoutingCall], Tensor]
-NEEDS_OF_LOSSES = {"sequence": "sequences"}
 losses: Registry[LossFn] = Registry("loss")
+
+
+def declares(*, balances: bool = True, needs: frozenset[str] = frozenset()) -> Callable[[Any], Any]:
+    """Return a decorator that declares properties of a loss, below `losses.register`.
+
+    Args:
+        balances: whether the loss increases with an uneven load.
+        needs: the fields of `TokenInfo` that the loss reads (`RouterModule.needs`).
+    """
+
+    def add(loss: Any) -> Any:
+        loss.balances, loss.needs = balances, needs
+        return loss
+
+    return add
 
 
 @losses.register("gshard")
@@ -60,6 +75,7 @@ def _switch(x: RoutingCall, load_E: Tensor, penalty_E: Tensor | float = 1.0) -> 
 
 
 @losses.register("sequence")
+@declares(needs=frozenset({"sequences"}))
 def sequence(x: RoutingCall) -> Tensor:
     """Mean of the `switch` loss over sequences q: `mean_q E / (S_q N_q) sum_e P_qe N_qe`.
 
@@ -119,6 +135,7 @@ def ta_moe(x: RoutingCall) -> Tensor:
 
 
 @losses.register("sam_alignment")
+@declares(balances=False)
 def sam_alignment(x: RoutingCall) -> Tensor:
     """Alignment of choices with a group, `mean_s sum_{e outside the group} max(0, p(s,e) - p(s,
     k-th choice))`.
@@ -195,6 +212,7 @@ def noisy_load(x: RoutingCall) -> Tensor:
 
 
 @losses.register("z")
+@declares(balances=False)
 def router_z(x: RoutingCall) -> Tensor:
     """mean_s logsumexp_e(logits(s,e))^2. Source: ST-MoE (Zoph et al., 2022), equation 5."""
     return x.squared_z() / x.count

@@ -124,8 +124,6 @@ def check_losses(router: nn.Module, weights: Mapping[str, float]) -> None:
             losses.get(name)
 
 
-# losses that do not depend on the number of tokens per expert
-_OTHER_LOSSES = frozenset({"z", "sam_alignment"})
 _REMEDY = ("most tokens will visit few experts. Use a balance loss, losses={'gshard': 0.01} "
            "(--moe-losses gshard=0.01; in Megatron also --moe-aux-loss-coeff 0.01), or a router "
            "that needs no balance loss, e.g. router.name=sigmoid_bias (--moe-router sigmoid_bias)")
@@ -156,11 +154,14 @@ def check_balance(router: nn.Module, config: MoEConfig, comm: Comm, host: HostCo
         warn_unbalanced(f"router.name={config.router.name!r} with losses={dict(config.losses)!r}")
 
 
-def has_balance_loss(losses: Mapping[str, float]) -> bool:
+def has_balance_loss(weights: Mapping[str, float]) -> bool:
     """Return true if one of these losses (a mapping from name to weight) increases with an uneven
     load.
     """
-    return any(weight > 0 and name not in _OTHER_LOSSES for name, weight in losses.items())
+    for name, weight in weights.items():
+        if weight > 0 and getattr(losses.find(name), "balances", True):
+            return True
+    return False
 
 
 routers: Registry[Callable[..., nn.Module]] = Registry("router")

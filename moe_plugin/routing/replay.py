@@ -30,6 +30,7 @@ from types import FrameType
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
 from moe_plugin.utils.determinism import Recorded
@@ -361,6 +362,44 @@ def counts(training: bool) -> bool:
     if torch.is_grad_enabled():
         return torch.compiler.is_compiling() or runs_once(training) or enclosing()[0] is None
     return _is_first_pass()
+
+
+def add_counts(sums: Tensor, added: Callable[[], Tensor], training: bool,
+               refusal: str = "") -> Tensor | None:
+    """Add `added()` to `sums` in place if the pass counts (`counts`).
+
+    Under a compiler this is an operation in the graph, because only the running pass, and not the
+    traced one, knows whether it is a recomputation.
+
+    Args:
+        sums: the tensor that is changed.
+        added: function that computes the values to add. Called only if they may be needed.
+        training: whether the layer is in training mode.
+        refusal: optional. The message of the `RuntimeError` that a recomputation raises. By default
+            a recomputation adds nothing.
+    Returns: A copy of the new sums, or None if nothing was added. Under a compiler the result is
+        never None in training: if nothing was added, the operation returns a copy of `added()`.
+    """
+    if training and torch.compiler.is_compiling():
+        return _add_counts(sums, added(), torch.is_grad_enabled(), refusal)
+    if training and refusal and inside_backward():
+        raise RuntimeError(refusal)
+    return sums.add_(added()).clone() if counts(training) else None
+
+
+@torch.library.custom_op("moe_plugin::add_counts", mutates_args=("sums",))
+def _add_counts(sums: Tensor, added: Tensor, has_grad: bool, refusal: str) -> Tensor:
+    if inside_backward():
+        if refusal:
+            raise RuntimeError(refusal)
+    elif has_grad or _is_first_pass():
+        return sums.add_(added).clone()
+    return added.clone()
+
+
+@_add_counts.register_fake
+def _(sums: Tensor, added: Tensor, has_grad: bool, refusal: str) -> Tensor:
+    return torch.empty_like(sums)
 
 
 def _is_first_pass() -> bool:

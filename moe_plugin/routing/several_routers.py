@@ -23,6 +23,7 @@ from moe_plugin.routing.contract import (
     BuffersKeepDtype,
     RouterModule,
     balances_by_itself,
+    changed_by_others,
     needs_of,
 )
 from moe_plugin.utils.registry import Registry
@@ -143,6 +144,7 @@ class RouterSelector(BuffersKeepDtype, RouterModule):
         # Not on the meta device, where the number of steps would be lost.
         self.register_buffer("step", torch.zeros(
             1, dtype=torch.int64, device="cpu" if where.type == "meta" else where))
+        self._version = self.step._version
         # Ranks that select different routers would wait in different collectives.
         if comm is not None:
             agree(comm, {"router.name": self.config.names,
@@ -175,6 +177,7 @@ class RouterSelector(BuffersKeepDtype, RouterModule):
 
     def _choose(self, info: TokenInfo | None) -> int:
         count, settings = len(self.routers), self.config.selection
+        self._follow_buffer()
         if info is not None and info.router_index is not None:
             index, source = info.router_index, "router_index"
         else:
@@ -187,8 +190,14 @@ class RouterSelector(BuffersKeepDtype, RouterModule):
 
     def finish_step(self) -> None:
         """Count the step. `moe_plugin.routing.finish_step` calls the routers separately."""
+        self._follow_buffer()
         self.steps += 1
         self.step.fill_(self.steps)
+        self._version = self.step._version
+
+    def _follow_buffer(self) -> None:
+        if changed_by_others(self.step, self._version):
+            self._version, self.steps = self.step._version, int(self.step)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         super()._load_from_state_dict(state_dict, prefix, *args)

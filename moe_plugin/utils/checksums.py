@@ -238,7 +238,7 @@ def verified(paths: Iterable[Path]) -> Iterator[None]:
 
 
 class FirstRead:
-    """Verification of a file, which runs once, before the first tensor of the file is read.
+    """Verification of a file. It runs once, before the first tensor of the file is read.
 
     Args:
         path: path of the file.

@@ -324,8 +324,9 @@ def _exists(holder: Holder) -> bool:
 
 
 def _now_in(folder: Path) -> float:
-    """Return the current time according to the clock of a folder's file system, which may be on a
-    different machine.
+    """Return the time of the clock of a folder's file system.
+
+    This clock may be on a different machine.
     """
     try:
         with tempfile.NamedTemporaryFile(dir=folder, prefix=LOCK) as file:

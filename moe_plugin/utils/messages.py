@@ -174,9 +174,7 @@ class Parser(argparse.ArgumentParser):
         return [name for name in flag_names(self.given) if name not in known]
 
     def remedies(self, message: str) -> list[str]:
-        """Return suggestions of similar known flags or choices, which are added to an error
-        message.
-        """
+        """Return suggestions of similar known flags or choices for an error message."""
         known = self.flags()
         wrong = {name: similar_names(name, known) for name in self.unknown()}
         if match := _CHOICE.match(message):
@@ -193,10 +191,9 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Print the message, preceded by the usage if it is short, and exit with status 2.
 
-        Only the first rank of each node prints the message, because a launcher starts all ranks of
-        a node with the same arguments, but may use different arguments on different nodes. All
-        remaining ranks wait until the launcher terminates them, which it does when the first rank
-        has exited.
+        Only the first rank of each node prints the message. A launcher starts all ranks of a node
+        with the same arguments, but may use different arguments on different nodes. All remaining
+        ranks wait until the launcher terminates them, which it does when the first rank has exited.
         """
         if os.environ.get("LOCAL_RANK", "0") != "0":
             time.sleep(_WAIT_S)

@@ -17,9 +17,9 @@ def as_pytree(*static: str) -> Callable[[type[T]], type[T]]:
     """Register a data class as a pytree whose leaves are the values of the fields in order.
 
     Args:
-        static: names of fields with plain values instead of tensors, which belong to the structure
-            and not to the leaves. This is needed because `torch.export` cannot load a program that
-            returns a string.
+        static: names of fields with plain values instead of tensors. These fields belong to the
+            structure and not to the leaves. This is needed because `torch.export` cannot load a
+            program that returns a string.
     """
     def register(cls: type[T]) -> type[T]:
         names = [field.name for field in dataclasses.fields(cls)  # type: ignore[arg-type]

@@ -8,6 +8,7 @@ exactness tests.
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -133,6 +134,10 @@ class Registry(Generic[T]):
     def names(self) -> list[str]:
         """Return a sorted list of the names that can be selected on this machine."""
         return sorted(name for name, entry in self._entries.items() if entry.offered)
+
+    def values(self) -> list[T]:
+        """Return all implementations in the order of their registration."""
+        return list(map(operator.attrgetter("value"), self._entries.values()))
 
     def __contains__(self, name: object) -> bool:
         return name in self._entries

@@ -140,7 +140,7 @@ def move_into_place(scratch: Path, target: Path, keep_old: bool = False) -> None
     may then be called `NAME.old`.
 
     Args:
-        scratch: path of the new folder, which is complete.
+        scratch: path of the complete new folder.
         target: final path of the new folder.
         keep_old: whether to keep the old folder as `NAME.old`.
     """

@@ -12,6 +12,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 from moe_plugin.planner.all_to_all_cost import predict
 from moe_plugin.planner.choice import LayoutChoice
@@ -121,10 +122,9 @@ def pipeline_moe() -> tuple[Range, Range, Range]:
 
     The three ranges are the gain over experts on all ranks of eight nodes, the same gain if every
     tensor-parallel rank sends all of its rows, and the share of the backbone's throughput. The
-    model has
-    dense layers of GPT-3's 6.7B width and layers of 64 experts, which makes it 22 times as large as
-    its
-    backbone. The ranges cover 1 to 8 sequences of 2,048 tokens, and one or two experts per token.
+    model has dense layers of GPT-3's 6.7B width and layers of 64 experts, which makes it 22 times
+    as large as its backbone. The ranges cover 1 to 8 sequences of 2,048 tokens, and one or two
+    experts per token.
     """
     node, found = DGX1.resized(1), []
     for k, sequences in itertools.product((1, 2), (1, 2, 4, 8)):
@@ -250,3 +250,28 @@ def spoiled_files() -> float:
     squares, groups = mols(5, 3), repetition(5, 3)
     pairs = zip(squares.worst(7)[2:], groups.worst(7)[2:], strict=True)
     return statistics.fmean(1 - a / squares.count / (b / groups.count) for a, b in pairs)
+
+
+def split_to_whole() -> Range:
+    """Return the range of PPMoE's gain over both ways to use ranks of other layouts."""
+    split, whole, _ = pipeline_moe()
+    return split[0], whole[1]
+
+
+def backbone_share() -> Range:
+    """Return the range of PPMoE's share of the backbone's throughput."""
+    return pipeline_moe()[2]
+
+
+def shared_tokens_end(which: int) -> float:
+    """Return the smallest (0) or the largest (1) gain of Parm."""
+    return shared_tokens()[which]
+
+
+def stated() -> dict[str, Any]:
+    """Return the numbers that texts of `pages/headlines.yaml` state."""
+    split, whole, _ = pipeline_moe()
+    return {"MASK_BYTES": MASK_BYTES, "UNTUNED": UNTUNED, "slow": sparse_layer(512, UNTUNED),
+            "masks": whole_model(8, MASK_BYTES), "split": split, "whole": whole,
+            "two_sequences": token_slices((2,))[0], "spoiled": 100 * spoiled_files(),
+            "near": near_links()}

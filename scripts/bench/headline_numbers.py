@@ -1,25 +1,61 @@
-"""Ratios of committed measurements that the page of published results shows."""
+"""Ratios of committed measurements that the page of published results shows.
+
+Every function receives the numbers of a page; `pages/headlines.yaml` names the functions.
+"""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable
+from fnmatch import fnmatchcase
 from typing import Any
 
-from scripts.bench.train.host_sides import OURS
 from scripts.bench.train.results import median_ms, newest, reports
-from scripts.bench.train.sides import PIECES
+from scripts.bench.train.sides import OURS, PIECES
 
 
-def steps(found: Any, host: str, place: str, over: str, under: str,
-          shape: str = "") -> list[float]:
-    """Return the median step of one side divided by that of another, for each shape."""
-    return [median_ms(cell.side(over)) / median_ms(cell.side(under))
-            for cell in newest(reports(found)) if cell.host == host
-            and cell.place.startswith(place) and shape in cell.shape.name]
+def ratios(found: Any, text: str) -> list[float]:
+    """Return numbers, or quotients of numbers.
+
+    Args:
+        found: numbers of a page.
+        text: a path of keys, such as "rows.*.factor", or two of them, such as "plain / parm.s?".
+            A pattern selects all keys that match, or with `*` all entries of a list. Values
+            without a key of the path are left out.
+    """
+    top, *bottom = (_at(found, path) for path in text.split(" / "))
+    if not bottom:
+        return top
+    top = top * len(bottom[0]) if len(top) == 1 else top
+    return [a / b for a, b in zip(top, bottom[0], strict=True)]
 
 
-def pieces(found: Any, kinds: Iterable[str]) -> list[float]:
+def _at(found: Any, path: str) -> list[Any]:
+    values = [found]
+    for pattern in path.split("."):
+        parts: list[Any] = []
+        for value in values:
+            if isinstance(value, list):
+                parts += value if pattern == "*" else []
+            elif isinstance(value, dict):
+                parts += [one for key, one in value.items() if fnmatchcase(key, pattern)]
+        values = parts
+    return values
+
+
+def faster_policy(found: Any) -> float:
+    """Return the faster one of recomputing and swapping everything, relative to the plan."""
+    seconds = found["seconds"]
+    return min(seconds["recompute"], seconds["swap"]) / seconds["auto"]
+
+
+def steps(found: Any, of: dict[str, str]) -> list[float]:
+    """Return the median step of side `over` divided by that of side `under`, for each shape."""
+    return [median_ms(cell.side(of["over"])) / median_ms(cell.side(of["under"]))
+            for cell in newest(reports(found)) if cell.host == of["host"]
+            and cell.place.startswith(of["place"]) and of.get("shape", "") in cell.shape.name]
+
+
+def pieces(found: Any, *kinds: str) -> list[float]:
     """Return the time with one piece divided by that with the best number of pieces."""
     totals = [cell[way]["total"] for kind in kinds for cell in found["cells"][kind]
               for way in ("forward", "backward")]
@@ -59,8 +95,3 @@ def top1_change(found: Any) -> float:
     alone, ours = (statistics.mean(run["top1_error"] for run in found["results"][name])
                    for name in ("independent (k = 5)", "CMCL, features shared"))
     return ours / alone - 1
-
-
-def of_rows(found: Any, over: str, under: str) -> list[float]:
-    """Return the quotients of two columns."""
-    return [row[over] / row[under] for row in found["rows"]]

@@ -14,16 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_plugin.cli.figures import columns
 from moe_plugin.dispatch.rows import exact_rows
 from moe_plugin.kernels import RowGroups, kernels, quantize_fp8
 from moe_plugin.kernels.fp8 import BLOCK, quantize_weights_fp8
 from moe_plugin.kernels.router import Rule
 from moe_plugin.kernels.scores import SOFTMAX
-from moe_plugin.planner.units import show_time
 from moe_plugin.utils.messages import short
 from scripts.bench.measure import Times, interleaved, versions
 from scripts.bench.problem import Data, Problem, make_data
+from scripts.bench.report import page
 
 
 @dataclass(frozen=True)
@@ -36,84 +35,27 @@ class Work:
     flops: int = 0
 
 
-@dataclass(frozen=True)
-class KernelResult:
-    """The result of one implementation of an operation.
-
-    Attributes:
-        operation: name of the operation.
-        implementation: name of the implementation.
-        chosen: whether the layer chooses this implementation on this device.
-        median_ms: median time in milliseconds.
-        min_ms: shortest time in milliseconds.
-        bound_ms: bound of the time in milliseconds.
-        share_of_bound: bound divided by the median time, at best 1.
-        gbytes_per_s: GB/s of the least memory traffic.
-        tflops: TFLOP/s.
-    """
-
-    operation: str
-    implementation: str
-    chosen: bool
-    median_ms: float
-    min_ms: float
-    bound_ms: float
-    share_of_bound: float
-    gbytes_per_s: float
-    tflops: float
-
-
-@dataclass(frozen=True)
-class KernelReport:
-    """Results of all operations at the sizes of one layer.
-
-    Attributes:
-        problem: sizes of the layer.
-        copy_gbytes_per_s: copy bandwidth in GB/s, counting bytes read and bytes written.
-        gemm_tflops: rate of one large matmul in TFLOP/s.
-        results: results of the implementations.
-        refused: for each operation that was not measured, or whose Triton implementation was not
-            measured on a GPU, the reason.
-    """
-
-    problem: Problem
-    copy_gbytes_per_s: float
-    gemm_tflops: float
-    results: list[KernelResult]
-    refused: dict[str, str]
-
-    def as_dict(self) -> dict[str, Any]:
-        return {
-            **asdict(self), "threads": torch.get_num_threads(),
-            "versions": versions(self.problem.device)
-        }
-
-
 def parts(found: Mapping[str, Any]) -> list[str]:
-    """Return the parts of a page from the values of `KernelReport.as_dict`.
+    """Return the parts of a page from a result of `run`.
 
     A row shows one implementation of an operation; * marks the chosen one.
     """
-    problem = Problem(**found["problem"])
+    rows = [{**r, **{name: r[f"{name}_ms"] / 1e3 for name in ("median", "min", "bound")},
+             "marked": r["implementation"] + " *" * r["chosen"]} for r in found["results"]]
     return [
-        f"{problem.label()}, {problem.device}: a copy reaches {found['copy_gbytes_per_s']:.1f} "
-        f"GB/s (bytes read plus bytes written), and a large matmul {found['gemm_tflops']:.3f} "
-        "TFLOP/s.",
-        columns(found["results"], {
-            "operation": "{operation}",
-            "implementation": lambda r: r["implementation"] + " *" * r["chosen"],
-            **{head: lambda r, of=of: show_time(r[of] / 1e3) for head, of in (
-                ("median", "median_ms"), ("minimum", "min_ms"), ("bound", "bound_ms"))},
-            "share of bound": "{share_of_bound:.0%}", "GB/s": "{gbytes_per_s:.1f}",
-            "TFLOP/s": "{tflops:.3f}"}),
+        *page(__name__, found, label=Problem(**found["problem"]).label(), rows=rows),
         *(f"* {name} was not measured: {why}" for name, why in found.get("refused", {}).items())]
 
 
-def run(problem: Problem, rounds: int = 15) -> KernelReport:
-    """Measure all implementations of every operation that can run on this machine."""
+def run(problem: Problem, rounds: int = 15) -> dict[str, Any]:
+    """Measure all implementations of every operation that can run on this machine.
+
+    `refused` has the reason for each operation that was not measured, or whose Triton
+    implementation was not measured on a GPU.
+    """
     device = torch.device(problem.device)
     copy_s, gemm_flops = _ceilings(problem, device, rounds)
-    results: list[KernelResult] = []
+    results: list[dict[str, Any]] = []
     refused: dict[str, str] = {}
     works = work_list(problem)
     name = "all"
@@ -129,11 +71,13 @@ def run(problem: Problem, rounds: int = 15) -> KernelReport:
             if device.type == "cpu":
                 raise
             refused[name] = short(f"{type(error).__name__}: {error}", 200)
-    return KernelReport(problem, 1e-9 / copy_s, gemm_flops / 1e12, results, refused)
+    return {"problem": asdict(problem), "copy_gbytes_per_s": 1e-9 / copy_s,
+            "gemm_tflops": gemm_flops / 1e12, "results": results, "refused": refused,
+            "threads": torch.get_num_threads(), "versions": versions(problem.device)}
 
 
 def _measured(work: Work, device: torch.device, rounds: int, bound: float,
-              refused: dict[str, str]) -> list[KernelResult]:
+              refused: dict[str, str]) -> list[dict[str, Any]]:
     kernel = kernels.get(work.operation)
     why = {name: kernel.why_not(name, *work.args) for name in kernel.names()}
     if device.type != "cpu" and why.get("triton"):
@@ -144,10 +88,12 @@ def _measured(work: Work, device: torch.device, rounds: int, bound: float,
             for name, times in zip(names, interleaved(calls, device, rounds), strict=True)]
 
 
-def _result(work: Work, name: str, chosen: bool, times: Times, bound: float) -> KernelResult:
-    return KernelResult(work.operation, name, chosen, times.median * 1e3, times.best * 1e3,
-                        bound * 1e3, bound / times.median, work.bytes / times.median / 1e9,
-                        work.flops / times.median / 1e12)
+def _result(work: Work, name: str, chosen: bool, times: Times, bound: float) -> dict[str, Any]:
+    return {
+        "operation": work.operation, "implementation": name, "chosen": chosen,
+        "median_ms": times.median * 1e3, "min_ms": times.best * 1e3, "bound_ms": bound * 1e3,
+        "share_of_bound": bound / times.median, "gbytes_per_s": work.bytes / times.median / 1e9,
+        "tflops": work.flops / times.median / 1e12}
 
 
 def _ceilings(problem: Problem, device: torch.device, rounds: int) -> tuple[float, float]:

@@ -1,8 +1,7 @@
 """Record the Triton launches of a layer without a GPU: the kernels to compile, and their work.
 
 Tensors are on torch's `meta` device, which has shapes but no values. While launches are recorded,
-the
-layer treats this device like a GPU. A layer of any size runs in milliseconds.
+the layer treats this device like a GPU. A layer of any size runs in milliseconds.
 """
 
 from __future__ import annotations
@@ -101,8 +100,7 @@ class Recorded:
     Attributes:
         calls: launches of Triton kernels.
         operations: operations of torch that compute, each as (name, bytes). Views and allocations
-            are
-            not included.
+            are not included.
     """
 
     calls: list[Call] = field(default_factory=list)

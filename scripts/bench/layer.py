@@ -6,17 +6,15 @@ import contextlib
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from moe_plugin.cli.figures import table
-from moe_plugin.planner.units import show_size, show_time
+from moe_plugin.planner.units import show_size
 from moe_plugin.utils.messages import short
-from scripts.bench.bound import GemmBound
 from scripts.bench.measure import (
     Times,
     interleaved,
@@ -28,6 +26,7 @@ from scripts.bench.peers import Candidate, UnsupportedProblem, ours, peers
 from scripts.bench.peers.base import expert_group
 from scripts.bench.problem import Data, Problem, make_data
 from scripts.bench.ranks import on_processes
+from scripts.bench.report import columns
 
 logger = logging.getLogger(__name__)
 SLOW = 3.0  # a candidate slower than this multiple of the bound is measured less often
@@ -35,122 +34,47 @@ SLOW = 3.0  # a candidate slower than this multiple of the bound is measured les
 TOLERANCE = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 3e-2}
 
 
-@dataclass(frozen=True)
-class Result:
-    """The result of one candidate.
-
-    Attributes:
-        name: name of the candidate.
-        median_ms: median time in milliseconds.
-        min_ms: shortest time in milliseconds.
-        ratio_to_bound: median time divided by the bound's median time.
-        ratio_of_minima: shortest time divided by the bound's shortest time.
-        peak_extra_mib: peak memory in MiB above weights and inputs, or None if unknown.
-        tflops: TFLOP/s of the experts' matmuls.
-        gbytes_per_s: GB/s of the least memory traffic.
-        error: distance of the output from ours, relative to its norm. None if it is not compared.
-        note: difference from the other candidates.
-    """
-
-    name: str
-    median_ms: float
-    min_ms: float
-    ratio_to_bound: float
-    ratio_of_minima: float
-    peak_extra_mib: float | None
-    tflops: float
-    gbytes_per_s: float
-    error: float | None
-    note: str
-
-
-@dataclass(frozen=True)
-class LayerReport:
-    """Results of all candidates on one problem. The first result is that of our layer.
-
-    Attributes:
-        problem: the sizes of the layer.
-        bound_ms: median time of the bound in milliseconds.
-        bound_min_ms: shortest time of the bound in milliseconds.
-        results: results of the candidates.
-        refused: for each peer that could not run, the reason.
-        threads: number of threads of each rank.
-        ranks: number of expert-parallel ranks. Each rank has the problem's tokens, and the results
-            are
-            those of rank 0.
-        forward_only: whether there is no backward pass, as in text generation.
-    """
-
-    problem: Problem
-    bound_ms: float
-    bound_min_ms: float
-    results: list[Result]
-    refused: dict[str, str]
-    threads: int
-    ranks: int = 1
-    forward_only: bool = False
-
-    @property
-    def noise(self) -> float:
-        """Median of the bound divided by its minimum."""
-        return self.bound_ms / self.bound_min_ms
-
-    def as_dict(self) -> dict[str, object]:
-        """Return plain values: our numbers at the top level, and those of the peers in a list."""
-        mine = asdict(self.results[0])
-        return {
-            **mine, "bound_ms": self.bound_ms, "bound_min_ms": self.bound_min_ms,
-            **asdict(self.problem), "threads": self.threads, "ranks": self.ranks,
-            "forward_only": self.forward_only, "peers": [asdict(r) for r in self.results[1:]],
-            "refused": self.refused, "versions": versions(self.problem.device)}
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> LayerReport:
-        """Return the report that `as_dict` wrote, without the versions."""
-        def part(kind: type, of: Mapping[str, Any]) -> Any:
-            return kind(**{f.name: of[f.name] for f in fields(kind)})
-
-        return cls(part(Problem, values), values["bound_ms"], values["bound_min_ms"],
-                   [part(Result, one) for one in (values, *values["peers"])], values["refused"],
-                   values["threads"], values.get("ranks", 1), values.get("forward_only", False))
-
-    def parts(self) -> list[str]:
-        """Return the parts of a page: a row for each candidate, and the peers that were not
-        measured.
-        """
-        problem, lines = self.problem, [["GEMM bound", _ms(self.bound_ms), _ms(self.bound_min_ms),
-                                         "1.00", "1.00", "", "", "", "", ""]]
-        for r in self.results:
-            memory = "?" if r.peak_extra_mib is None else show_size(r.peak_extra_mib * 2**20)
-            lines.append([
-                r.name, _ms(r.median_ms), _ms(r.min_ms), f"{r.ratio_to_bound:.2f}",
-                f"{r.ratio_of_minima:.2f}", memory, f"{r.tflops:.3f}", f"{r.gbytes_per_s:.1f}",
-                "" if r.error is None else f"{r.error:.0e}", r.note])
-        head = ["forward" if self.forward_only else "forward + backward", "median", "minimum",
-                "ratio", "ratio of minima", "peak memory", "TFLOP/s", "GB/s", "error", "note"]
-        ranks = f"{self.ranks} ranks, each " if self.ranks > 1 else ""
-        threads = f"{self.threads} thread{'s' * (self.threads > 1)}"
-        return [f"{problem.label()}, {problem.device}, {ranks}{threads}",
-                table(head, lines),
-                not_measured(self.refused)]
-
-
 def parts(found: Mapping[str, Any]) -> list[str]:
-    """Return the parts of a page from the values of `LayerReport.as_dict`."""
-    return LayerReport.from_dict(found).parts()
+    """Return the parts of a page: the label of the layer, a row for each candidate, and the peers
+    that were not measured.
+    """
+    bound = {"name": "GEMM bound", "median_ms": found["bound_ms"], "min_ms": found["bound_min_ms"],
+             "ratio_to_bound": 1.0, "ratio_of_minima": 1.0}
+    empty = dict.fromkeys(("tflops", "gbytes_per_s", "error", "note"))
+    rows = [{
+        **empty, **row, "median": row["median_ms"] / 1e3, "min": row["min_ms"] / 1e3,
+        "memory": "" if row is bound else "?" if row["peak_extra_mib"] is None else show_size(
+            row["peak_extra_mib"] * 2**20)} for row in (bound, *results(found))]
+    ranks = f"{found.get('ranks', 1)} ranks, each " * (found.get("ranks", 1) > 1)
+    threads = f"{found['threads']} thread{'s' * (found['threads'] > 1)}"
+    return [
+        f"{Problem.of(found).label()}, {found['device']}, {ranks}{threads}",
+        columns(rows, {
+            "forward" if found.get("forward_only") else "forward + backward": "{name}",
+            "median": "{median:time}", "minimum": "{min:time}", "ratio": "{ratio_to_bound:.2f}",
+            "ratio of minima": "{ratio_of_minima:.2f}", "peak memory": "{memory}",
+            "TFLOP/s": "{tflops:.3f}", "GB/s": "{gbytes_per_s:.1f}", "error": "{error:.0e}",
+            "note": "{note}"}),
+        not_measured(found["refused"])]
 
 
-def _ms(value: float) -> str:
-    return show_time(value / 1e3)
+def results(found: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return the results of all candidates, ours first."""
+    return [found, *found["peers"]]
 
 
-def not_measured(peers: Mapping[str, str]) -> str:
-    """Return a paragraph about the peers that could not run."""
+def noise(found: Mapping[str, Any]) -> float:
+    """Return the median of the bound divided by its minimum."""
+    return found["bound_ms"] / found["bound_min_ms"]
+
+
+def not_measured(refused: Mapping[str, str]) -> str:
+    """Return a paragraph about the peers that could not run, without those that no longer exist."""
     by_reason: dict[str, list[str]] = {}
-    for name, reason in peers.items():
-        by_reason.setdefault(reason, []).append(name)
+    for name in [name for name in refused if name in peers.names()]:
+        by_reason.setdefault(refused[name], []).append(name)
     why = "; ".join(f"{', '.join(names)} ({reason})" for reason, names in by_reason.items())
-    return f"These layers were not measured: {why}." if peers else ""
+    return f"These layers were not measured: {why}." if why else ""
 
 
 def enter_candidates(stack: contextlib.ExitStack, problem: Problem, data: Data,
@@ -207,7 +131,7 @@ def checked(candidates: dict[str, Candidate], refused: dict[str, str], data: Dat
 
 
 def run(problem: Problem, names: Sequence[str], rounds: int = 15, *,
-        forward_only: bool = False) -> LayerReport:
+        forward_only: bool = False) -> dict[str, Any]:
     """Measure our layer and the named peers on the ranks of `expert_group`.
 
     Args:
@@ -215,6 +139,13 @@ def run(problem: Problem, names: Sequence[str], rounds: int = 15, *,
         names: names of the peers.
         rounds: number of timed rounds.
         forward_only: whether to leave out the backward pass.
+
+    Returns:
+        The result of our layer, the sizes of the problem, the time of the bound (`bound_ms`,
+        `bound_min_ms`), the results of the peers, and the reason for each peer that could not run
+        (`refused`). A result has times, the peak memory above weights and inputs
+        (`peak_extra_mib`), rates of the experts' least work, and the distance of the output from
+        ours relative to its norm (`error`).
 
     Raises:
         ValueError: if a peer is unknown, has a different output, or computes no balance loss.
@@ -236,13 +167,66 @@ def run(problem: Problem, names: Sequence[str], rounds: int = 15, *,
         # slow candidates are skipped only on one rank.
         times = interleaved([bound, *steps.values()], device, rounds,
                             slow=SLOW if group.size == 1 else math.inf)
-    results = [
+    ours_, *others = [
         _result(problem.work(forward_only), name, candidates[name].note, mine, times[0],
                 memory[name], errors[name])
-        for name, mine in zip(steps, times[1:], strict=True)
-    ]
-    return LayerReport(problem, times[0].median * 1e3, times[0].best * 1e3, results, refused,
-                       torch.get_num_threads(), group.size, forward_only)
+        for name, mine in zip(steps, times[1:], strict=True)]
+    return {
+        **ours_, "bound_ms": times[0].median * 1e3, "bound_min_ms": times[0].best * 1e3,
+        **asdict(problem), "threads": torch.get_num_threads(), "ranks": group.size,
+        "forward_only": forward_only, "peers": others, "refused": refused,
+        "versions": versions(problem.device)}
+
+
+class GemmBound:
+    """The matmuls of forward and backward alone, into preallocated memory.
+
+    On CPU, the bound is one dense matmul per expert with the expert's true number of rows. On GPU,
+    it is one dense matmul of the same FLOPs over all rows.
+
+    Args:
+        problem: sizes of the layer.
+        data: weights and inputs.
+        counts: number of rows of each expert.
+        forward_only: whether to run only the matmuls of a forward pass.
+    """
+
+    def __init__(self, problem: Problem, data: Data, counts: list[int],
+                 forward_only: bool = False) -> None:
+        self.forward_only = forward_only
+        rows = sum(counts)
+        self.rows_RD = data.x_TD.repeat(-(-rows // problem.tokens), 1)[:rows].clone()
+        self.inner_RF = torch.randn(rows, problem.hidden_dim,
+                                    device=problem.device).to(problem.torch_dtype)
+        self.counts = counts if problem.device == "cpu" else [rows]
+        used = len(self.counts)
+        self.first = [w[:used] for w in (data.w_in_LDF, data.w_gate_LDF) if w is not None]
+        self.second = data.w_out_LFD[:used]
+        self.out_RD, self.out_RF = torch.empty_like(self.rows_RD), torch.empty_like(self.inner_RF)
+        self.grads = [torch.empty_like(w) for w in (*self.first, self.second)]
+
+    def __call__(self) -> None:
+        """Run the matmuls of one forward and backward pass."""
+        start = 0
+        for expert, count in enumerate(self.counts):
+            if count:
+                self._expert(expert, slice(start, start + count))
+            start += count
+
+    def _expert(self, expert: int, span: slice) -> None:
+        x, h = self.rows_RD[span], self.inner_RF[span]
+        out_x, out_h = self.out_RD[span], self.out_RF[span]
+        for w, grad in zip(self.first, self.grads, strict=False):
+            self._linear(x, w[expert], h, out_h, out_x, grad[expert])
+        self._linear(h, self.second[expert], x, out_x, out_h, self.grads[-1][expert])
+
+    def _linear(self, x: Tensor, w: Tensor, grad: Tensor, y: Tensor, grad_x: Tensor,
+                grad_w: Tensor) -> None:
+        """Run the three matmuls of a linear map: y = x w, grad_x = grad w^T, grad_w = x^T grad."""
+        torch.mm(x, w, out=y)
+        if not self.forward_only:
+            torch.mm(grad, w.t(), out=grad_x)
+            torch.mm(x.t(), grad, out=grad_w)
 
 
 def own_loads(problem: Problem, data: Data, rank: int, ranks: int) -> list[int]:
@@ -252,10 +236,9 @@ def own_loads(problem: Problem, data: Data, rank: int, ranks: int) -> list[int]:
 
 
 def on_ranks(problem: Problem, names: Sequence[str], rounds: int, ranks: int,
-             threads: int) -> LayerReport:
+             threads: int) -> dict[str, Any]:
     """Run `run` on this number of new processes, with this number of threads each."""
-    found: LayerReport = on_processes(ranks, run, problem, names, rounds, threads=threads)
-    return found
+    return on_processes(ranks, run, problem, names, rounds, threads=threads)
 
 
 def loads(problem: Problem, data: Data) -> list[int]:
@@ -269,8 +252,7 @@ def _warm_up(problem: Problem, data: Data) -> None:
     """Run everything that happens only once, before memory is measured.
 
     A step of a small layer lets libraries allocate their buffers. A forward pass of a layer like
-    ours
-    lets `experts.compute=auto` choose.
+    ours lets `experts.compute=auto` choose.
     """
     small = Problem(tokens=64, model_dim=64, hidden_dim=64, experts=2, top_k=1, dtype=problem.dtype,
                     device=problem.device)
@@ -329,9 +311,10 @@ def check_losses(candidates: dict[str, Candidate], data: Data, problem: Problem)
 
 
 def _result(work: tuple[float, float], name: str, note: str, mine: Times, bound: Times,
-            memory: float | None, error: float | None) -> Result:
+            memory: float | None, error: float | None) -> dict[str, Any]:
     flops, moved = work
-    return Result(name=name, median_ms=mine.median * 1e3, min_ms=mine.best * 1e3,
-                  ratio_to_bound=mine.median / bound.median, ratio_of_minima=mine.best / bound.best,
-                  peak_extra_mib=memory, tflops=flops / mine.median / 1e12,
-                  gbytes_per_s=moved / mine.median / 1e9, error=error, note=note)
+    return {
+        "name": name, "median_ms": mine.median * 1e3, "min_ms": mine.best * 1e3,
+        "ratio_to_bound": mine.median / bound.median, "ratio_of_minima": mine.best / bound.best,
+        "peak_extra_mib": memory, "tflops": flops / mine.median / 1e12,
+        "gbytes_per_s": moved / mine.median / 1e9, "error": error, "note": note}

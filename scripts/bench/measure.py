@@ -79,8 +79,7 @@ def _cuda_seconds(fn: Callable[[], object]) -> float:
     """Return the seconds of one call on the GPU.
 
     As in training, the host is ahead of the GPU: it launches kernels while the GPU is still busy.
-    The
-    host's work is part of the measured time only where the host waits for the GPU.
+    The host's work is part of the measured time only where the host waits for the GPU.
     """
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
@@ -97,8 +96,7 @@ def peak_extra_mib(fn: Callable[[], object], device: torch.device, calls: int = 
     unknown.
 
     On CPU the peak is resident memory of the process: tensors, reused workspaces and the
-    allocator's
-    cache. On GPU the peak is the number of allocated bytes.
+    allocator's cache. On GPU the peak is the number of allocated bytes.
     """
     gc.collect()
     if device.type == "cuda":
@@ -163,5 +161,3 @@ def versions(device: str) -> dict[str, str]:
         except PackageNotFoundError:
             continue
     return found
-
-

@@ -140,8 +140,7 @@ def call_limited(limit: int | None, function: Callable[..., Any],
 
     Returns:
         The function's result with `cgroup_peak_bytes`, or None if the process was killed because of
-        its
-        memory.
+        its memory.
     """
     done = run_limited(command(function, args), limit)
     return None if done is None else {"cgroup_peak_bytes": done.peak_bytes, **result(done.output)}

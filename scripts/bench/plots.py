@@ -3,45 +3,43 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from moe_plugin.cli.figures import log_scale, log_ticks, pyplot, save_figure
 from moe_plugin.planner.units import show_size, show_time
-
-if TYPE_CHECKING:
-    from scripts.bench.layer import LayerReport
+from scripts.bench.report import filled
 
 OURS, OTHERS, BOUND = "#0969da", "#8c959f", "#1f2328"
 NAMES = {"dense": "dense, no routing", "einsum": "one-hot einsum"}
 TITLES = {"tokens": "tokens", "experts": "experts", "top_k": "experts per token (k)"}
 
 
-def layer_plot(report: LayerReport, path: str) -> None:
+def layer_plot(found: Mapping[str, Any], path: str) -> None:
     """Draw time next to its bound and peak memory, with a bar per candidate, ours first and in
     colour.
     """
-    ours, *others = report.results
-    results = [ours, *sorted(others, key=lambda r: r.median_ms)]
+    results = [found, *sorted(found["peers"], key=lambda r: r["median_ms"])]
     figure, (time, memory) = pyplot().subplots(
         1, 2, figsize=(10, 0.45 * len(results) + 1.6), sharey=True, layout="constrained")
-    names = [NAMES.get(r.name, r.name) for r in results]
-    _bars(time, names, [r.median_ms for r in results],
-          [f"{show_time(r.median_ms / 1e3)}, {r.ratio_to_bound:.2f}x" for r in results])
-    time.axvline(report.bound_ms, color=BOUND, linestyle="--",
-                 label=f"1x: matmuls alone, {show_time(report.bound_ms / 1e3)}")
+    names = [NAMES.get(r["name"], r["name"]) for r in results]
+    _bars(time, names, [r["median_ms"] for r in results],
+          [filled("{seconds:time}, {ratio_to_bound:.2f}x", {**r, "seconds": r["median_ms"] / 1e3})
+           for r in results])
+    time.axvline(found["bound_ms"], color=BOUND, linestyle="--",
+                 label=f"1x: matmuls alone, {show_time(found['bound_ms'] / 1e3)}")
     time.set_xlabel("forward + backward, ms")
     figure.legend(loc="outside upper right", frameon=False)
-    _bars(memory, names, [r.peak_extra_mib or 0.0 for r in results], [
-        "?" if r.peak_extra_mib is None else show_size(r.peak_extra_mib * 2**20) for r in results])
+    sizes = [r["peak_extra_mib"] for r in results]
+    _bars(memory, names, [mib or 0.0 for mib in sizes],
+          ["?" if mib is None else show_size(mib * 2**20) for mib in sizes])
     memory.set_xlabel("peak extra memory, MiB")
     time.invert_yaxis()
     time.get_yticklabels()[0].set_fontweight("bold")
-    p = report.problem
-    gated = "gated " * p.gated
-    figure.suptitle(
-        f"{p.tokens:,} tokens, width {p.model_dim:,}, inner width {p.hidden_dim:,}, {p.experts} "
-        f"{gated}experts, k = {p.top_k}, {p.dtype}", x=0.01, ha="left", fontsize="medium")
+    gated = "gated " * found["gated"]
+    figure.suptitle(filled(
+        "{tokens:,} tokens, width {model_dim:,}, inner width {hidden_dim:,}, {experts} " + gated
+        + "experts, k = {top_k}, {dtype}", found), x=0.01, ha="left", fontsize="medium")
     save_figure(figure, path)
 
 
@@ -62,21 +60,19 @@ def _bars(axis: Any, names: Sequence[str], values: Sequence[float], texts: Seque
     _tidy(axis)
 
 
-def scaling_plot(found: Sequence[tuple[str, LayerReport]], path: str) -> None:
+def scaling_plot(found: Sequence[Mapping[str, Any]], path: str) -> None:
     """Draw time, bound and memory along each axis in log-log scale, so that linear growth has slope
     one.
     """
-    names = list(dict.fromkeys(axis for axis, _ in found))
+    names = list(dict.fromkeys(one["axis"] for one in found))
     figure, grid = pyplot().subplots(2, len(names), figsize=(4 * len(names), 6), squeeze=False,
                                      sharex="col", layout="constrained")
     for column, name in enumerate(names):
-        mine = [(getattr(r.problem, name), r) for axis, r in found if axis == name]
-        at, (time, memory) = [value for value, _ in mine], (grid[0][column], grid[1][column])
-        time.plot(at, [r.results[0].median_ms for _, r in mine], "o-", color=OURS,
-                  label="moe-plugin")
-        time.plot(at, [r.bound_ms for _, r in mine], "--", color=BOUND, label="matmuls alone")
-        memory.plot(at, [max(0.1, r.results[0].peak_extra_mib or 0.1) for _, r in mine], "o-",
-                    color=OURS)
+        mine = [one for one in found if one["axis"] == name]
+        at, (time, memory) = [one[name] for one in mine], (grid[0][column], grid[1][column])
+        time.plot(at, [one["median_ms"] for one in mine], "o-", color=OURS, label="moe-plugin")
+        time.plot(at, [one["bound_ms"] for one in mine], "--", color=BOUND, label="matmuls alone")
+        memory.plot(at, [max(0.1, one["peak_extra_mib"] or 0.1) for one in mine], "o-", color=OURS)
         memory.set_xlabel(TITLES[name])
         for axis in (time, memory):
             log_ticks(axis, at)

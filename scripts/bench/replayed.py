@@ -41,8 +41,8 @@ from moe_plugin.planner.spill import POLICIES
 from moe_plugin.planner.units import show_time
 from moe_plugin.routing.rollouts import replay_choices
 from moe_plugin.utils.messages import aligned
-from scripts.bench.layouts import slowest, timed_end, timed_step
 from scripts.bench.report import paragraph
+from scripts.bench.sweep import clean_step, slowest, timed_end
 from scripts.emulate import EmulatedCluster
 
 BALANCE, STANDING = "balance", "standing"
@@ -95,10 +95,8 @@ def excerpt(traces: Sequence[Trace], experts: int, ranks: int, steps: int,
         steps: approximate number of steps, a third from each place. A shorter trace is used
             completely.
         tokens: mean number of tokens per rank and call. Recorded tokens are repeated or left out
-            evenly
-            to reach it. None (default) keeps the recorded number. Tokens without an expert
-            (padding)
-            and empty calls are always left out.
+            evenly to reach it. None (default) keeps the recorded number. Tokens without an expert
+            (padding) and empty calls are always left out.
 
     Raises:
         ValueError: if the ranks do not fit, or a token has only some of its choices.
@@ -187,8 +185,7 @@ class Replayed:
         """
         layer, x_TD = self.layers[side], self.tokens(len(ids_TK))
         with self.routed(side, ids_TK):
-            seconds, stats = timed_step(layer, x_TD, None)
-        layer.zero_grad(set_to_none=True)
+            seconds, stats = clean_step(layer, x_TD)
         return seconds, int(stats.rows)
 
     def begin(self, first_TK: Tensor) -> None:
@@ -229,8 +226,7 @@ def emulate(traces: Sequence[Trace], where: Emulation) -> dict[str, Any]:
     """Predict and measure every call in traces from `excerpt`; return plain values for `times_of`.
 
     The result has the seconds by policy and under forced balance, and the third of the trace to
-    which
-    each call belongs.
+    which each call belongs.
     """
     predicted = replay(traces, where.shape, load_cluster(where.cluster).resized(*where.grid),
                        load_device(where.device), where.guests, where.replan, where.ranks)

@@ -1,13 +1,42 @@
-"""Helpers that write pages in Markdown."""
+"""Write pages in Markdown: prose and tables from the templates in `pages`, with measured values.
+
+`page` fills in a template. Its fields are those of `str.format`, with further formats after the
+colon:
+
+* a unit, which divides the value and rounds it: `{rate:Mbit}`, or with digits `{seconds:ms.1}` and
+  with thousands separated by commas `{size:MiB,}`; see `UNITS`;
+* a notation, such as `{bytes:size}`, `{seconds:time}` or `{names:list}`; see `NOTATIONS`.
+
+A field may be a quotient (`{theirs/ours:.2f}`) or a relative difference
+(`{measured/predicted-1:.0%}`). A field without a value (None) is empty.
+
+A template consists of paragraphs, which are separated by empty lines:
+
+* A paragraph that is one field, such as `{cells}`, is replaced by the value: a text, or several
+  parts of a page.
+* A paragraph that begins with `for each of NAME:` is a table. The next two lines are its header and
+  the row that is repeated for each record of the value NAME.
+* A line `<!-- NAME -->` begins a section of the template.
+"""
 
 from __future__ import annotations
 
 import re
+import string
+import sys
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections import ChainMap
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
+from moe_plugin.cli.figures import table
 from moe_plugin.planner.choice import LayoutChoice
+from moe_plugin.planner.units import show_size, show_time
 
+PAGES = Path(__file__).resolve().parent / "pages"
+UNITS = {"ms": 1e-3, "Mbit": 1e6, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "MB": 1e6, "GB": 1e9,
+         "tera": 1e12}
 NOT_PROSE = ("#", "|", "!", "```", "* ")  # parts of a page that start like this are not wrapped
 
 
@@ -70,3 +99,85 @@ def layout_in_words(label: str) -> str:
         words = LayoutChoice.from_label(text).words
         shown.append(f"{count.rstrip(')')} layers: {words}" if count else words)
     return "; ".join(shown)
+
+
+NOTATIONS: dict[str, Callable[[Any], str]] = {
+    "size": show_size, "time": show_time, "layout": layout_in_words,
+    "versions": versions_in_words, "load": load_in_words,
+    "capital": lambda text: f"{text[:1].upper()}{text[1:]}",
+    "count": lambda values: str(len(values)),
+    "list": lambda values: ", ".join(map(str, values))}
+_UNIT = re.compile(rf"({'|'.join(UNITS)})(,?)(?:\.(\d+))?")
+
+
+class _Fields(string.Formatter):
+    """`str.format` with the formats and quotients of this module."""
+
+    def get_field(self, field_name: str, args: Any, kwargs: Any) -> Any:
+        if match := re.fullmatch(r"([^/]+)/([^/]+?)(-1)?", field_name):
+            top, bottom = (super(_Fields, self).get_field(name, args, kwargs)[0]
+                           for name in match.groups()[:2])
+            return top / bottom - bool(match[3]), field_name
+        return super().get_field(field_name, args, kwargs)
+
+    def format_field(self, value: Any, spec: str) -> str:
+        if value is None:
+            return ""
+        if spec in NOTATIONS:
+            return NOTATIONS[spec](value)
+        if match := _UNIT.fullmatch(spec):
+            unit, comma, digits = match.groups()
+            return f"{value / UNITS[unit]:{comma}.{digits or 0}f}"
+        return format(value, spec)
+
+
+def filled(text: str, values: Any) -> str:
+    """Return a text with its fields filled in.
+
+    Args:
+        text: the text.
+        values: a mapping of the fields' names, or a record, whose attributes are `{0.name}`.
+    """
+    return _Fields().vformat(text, (values,), values if isinstance(values, Mapping) else {})
+
+
+def columns(records: Iterable[Any], cells: Mapping[str, str | Callable[[Any], str]]) -> str:
+    """Return a Markdown table with a row for each record.
+
+    Args:
+        records: one record for each row.
+        cells: for each header a function of the record, or a text for `filled`.
+    """
+    return table(list(cells), [[cell(one) if callable(cell) else filled(cell, one)
+                                for cell in cells.values()] for one in records])
+
+
+def page(of: str, found: Mapping[str, Any], section: str = "", **values: Any) -> list[str]:
+    """Return the parts of a page, from the template of a study.
+
+    Args:
+        of: `__name__` of the study's module, whose constants the template may use.
+        found: measured numbers.
+        section: a section of the template. The default is the text before the first section.
+        values: further values.
+    """
+    name = of.rpartition(".")[2]
+    text = (PAGES / f"{name}.md").read_text(encoding="utf-8")
+    sections = dict(zip(*[iter(["", *re.split(r"^<!-- (.*) -->$", text, flags=re.M)])] * 2,
+                        strict=True))
+    fields = ChainMap(values, dict(found), vars(sys.modules[of]))
+    return [part for one in re.split(r"\n\s*\n", sections[section].strip())
+            for part in _part(one, fields) if part]
+
+
+def _part(text: str, fields: Mapping[str, Any]) -> Sequence[str]:
+    if match := re.fullmatch(r"\{(\w+)\}", text):
+        value = fields[match[1]]
+        return [value] if isinstance(value, str) else list(value)
+    if match := re.match(r"for each of (\w+):\n(.*)\n(.*)", text):
+        header, row = ([cell.strip() for cell in line.strip("|").split("|")]
+                       for line in match.groups()[1:])
+        cells = dict(zip((filled(head, fields) for head in header), row, strict=True))
+        return [columns(fields[match[1]], cells)]
+    said = filled(text, fields)
+    return [bullets(*re.split(r"^\* ", said, flags=re.M)[1:])] if text.startswith("* ") else [said]

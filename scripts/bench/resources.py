@@ -36,12 +36,10 @@ class Resources:
         stages: number of stages of its pipeline that was requested.
         buffers: number of tiles of one operand in shared memory. 0 if no operand has several.
         through_registers: (number of wgmma instructions that read their left operand from
-            registers,
-            number of all wgmma instructions).
+            registers, number of all wgmma instructions).
         gathers: whether rows of an operand are looked up in the pipelined loop.
         turns: whether an operand may have to be transposed. This is the case for tf32, because
-            wgmma
-            reads only tf32 operands whose summed axis is contiguous in memory.
+            wgmma reads only tf32 operands whose summed axis is contiguous in memory.
     """
 
     label: str

@@ -1,8 +1,9 @@
 """Measure, write and redraw the pages of docs/benchmarks: one class runs every study.
 
 The module of a study defines `TITLE`, `measure(args)`, which returns its numbers as plain values,
-and `body(found)`, which returns the parts of its page below the title (see `report.document`). A
-study with several parts defines `PARTS` instead: a pair of these two functions for each part's
+and `body(found)`, which returns the parts of its page below the title, usually by `report.page`
+from a template in `pages`. A study on emulated clusters measures with `sweep.Sweep`. A study with
+several parts defines `PARTS` instead: a pair of these two functions for each part's
 name. A run may measure only some parts; the numbers of the other parts are kept. With `--out`,
 every part is written as soon as it is measured, and `--resume` skips the parts that exist already.
 
@@ -45,8 +46,7 @@ class Option:
 
     Attributes:
         default: default value, which also determines the option's type. A tuple makes an option
-            that
-            accepts several values.
+            that accepts several values.
         help: help text of one line.
         quick: value used with `--quick`. None (default) uses the normal default.
         choices: allowed values. None (default) allows every value.
@@ -79,8 +79,7 @@ class Study:
     Attributes:
         name: name of the command, as in `moe-plugin bench NAME`.
         about: one line that describes what is measured. "(computed)" in this line marks a study
-            that
-            measures nothing on this machine.
+            that measures nothing on this machine.
         needs: requirements of the study, keys of `NEEDS`.
         module: module in `scripts.bench.studies`, followed by a class name if the module defines
             several studies. Defaults to the study's name.
@@ -247,8 +246,7 @@ def with_machine(measure: Callable[..., Any], *args: Any) -> Any:
     """Call `measure(*args)` and return its result.
 
     If the result is a mapping, this function adds the versions of the packages, the device, the
-    date,
-    the load average before and after, and the number of cores.
+    date, the load average before and after, and the number of cores.
     """
     from scripts.bench.measure import versions  # imports torch
 

@@ -14,8 +14,8 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
-from moe_plugin.cli.figures import columns
 from moe_plugin.training.resilience.swarm.members import Member, SwarmMembers
+from scripts.bench.report import columns, page
 
 
 @dataclass(frozen=True)
@@ -149,24 +149,7 @@ def rebalance(args: argparse.Namespace) -> list[Any]:
 
 def rebalancing_body(found: list[Any]) -> list[str]:
     about, rows = found
-    table = [{"places": name, **{life: row["share"] for row in rows if row["places"] == name
-                                 for life in [row["life"]]}} for name in PLACES]
-    return [
-        "## Rebalancing, simulated",
-        "These numbers are computed by `moe-plugin bench swarm --parts rebalancing`, not measured. "
-        f"The simulation has {about['peers']} peers of equal speed and {about['stages']} stages, "
-        f"and lasts {about['lives']:g} mean times of presence. A peer is present for a time with "
-        "an exponential distribution, and then absent for a quarter of this time on average, so "
-        "that four fifths of the peers are present on average. A new peer, and a peer that moves, "
-        f"loads weights for {about['load_s']:g} seconds. The decisions are made by the code that a "
-        "trainer runs. Each number is the throughput of the slowest stage, divided by that of the "
-        "best placement of the peers present at each moment.",
-        columns(table, {"placement of new peers": "{places}", **{
-            f"mean presence {life / 60:g} min": lambda row, life=life: f"{row[life]:.1%}"
-            for life in LIVES_S}}),
-        "The paper's numbers, quoted from memory, are 82.7 % without rebalancing, 95.8 % with a "
-        "move every 300 s and 97.6 % with a move every 60 s. They were measured on a trace of "
-        "preemptible T4 GPUs, which is not available here. We assume that the paper's baseline "
-        "places new peers at random. Placing new peers at the slowest stage, as our trainer does, "
-        "already yields most of the gain.",
-    ]
+    shares = {(row["places"], row["life"]): row["share"] for row in rows}
+    return page(__name__, about, table=columns(PLACES, {"placement of new peers": str, **{
+        f"mean presence {life / 60:g} min": lambda name, life=life: f"{shares[name, life]:.1%}"
+        for life in LIVES_S}}))

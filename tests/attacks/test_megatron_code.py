@@ -5,6 +5,7 @@ the checkpoint is named, and the run ends with an error that names the class and
 from __future__ import annotations
 
 import io
+import json
 import pickle
 import shutil
 import sys
@@ -183,3 +184,69 @@ def test_a_trusted_checkpoint_loads_as_ever(data: str, saved: Path, tmp_path: Pa
 def _refusal_in(folder: str, argv: list[str]) -> str:
     sys.path.insert(0, folder)
     return refusal(argv)
+
+
+def _read_as(name: str, function: str, content: bytes) -> tuple[object, str]:
+    """What `function(content)` gives where a module of this name calls it, and its refusal."""
+    from moe_plugin.checkpoint.trust import UntrustedFile
+    from moe_plugin.hosts.megatron import restricted
+
+    restricted.restrict_loads()
+    module = {"__name__": name, "content": content}
+    try:
+        exec(f"import io, pickle, torch\nread = {function}", module)
+    except UntrustedFile as error:
+        return None, str(error)
+    return module["read"], ""
+
+
+# modules that are not installed here, as they read extra states of fp8 layers, local checkpoints
+# and the objects in zarr arrays
+READERS = {
+    "transformer_engine.pytorch.module.base": "pickle.loads(content)",
+    "megatron.core.extensions.kitchen": "pickle.loads(content)",
+    "nvidia_resiliency_ext.checkpointing.local.ckpt_managers.local_manager":
+        "torch.load(io.BytesIO(content), weights_only=False)",
+    "numcodecs.pickles": "pickle.loads(content)",
+}
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_readers_of_other_packages_run_no_code(name: str, tmp_path: Path) -> None:
+    marker, values = tmp_path / "code has run", {"scale": [1.0, 2.0], "size": 3}
+
+    def content(value: object) -> bytes:
+        stream = io.BytesIO()
+        (torch.save if "torch" in READERS[name] else pickle.dump)(value, stream)
+        return stream.getvalue()
+
+    assert on_ranks(1, _read_as, name, READERS[name], content(values)) == [(values, "")]
+    [(_, said)] = on_ranks(1, _read_as, name, READERS[name], content({"x": Payload(marker)}))
+    assert not marker.exists()
+    assert "makedirs" in said and "--trust-checkpoint" in said
+
+
+def _tokenizer(path: str, metadata: str | None) -> str:
+    from megatron.core.tokenizers.megatron_tokenizer import MegatronTokenizer
+
+    from moe_plugin.hosts.megatron import restricted
+
+    restricted.restrict_loads()
+    sys.path.insert(0, path)
+    try:
+        MegatronTokenizer.from_pretrained(path, metadata)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_a_tokenizer_cannot_name_a_module_to_import(given: bool, tmp_path: Path) -> None:
+    pytest.importorskip("megatron.core.tokenizers.megatron_tokenizer")
+    marker, metadata = tmp_path / "code has run", tmp_path / "tokenizer_metadata.json"
+    (tmp_path / "stranger.py").write_text(f"import os; os.mkdir({str(marker)!r})")
+    metadata.write_text(json.dumps({"library": "huggingface", "class_name": "Tokenizer",
+                                    "class_path": "stranger"}))
+    [said] = on_ranks(1, _tokenizer, str(tmp_path), str(metadata) if given else None)
+    assert not marker.exists()
+    assert "tokenizer metadata" in said and "stranger" in said and "--trust-checkpoint" in said

@@ -74,11 +74,15 @@ def test_links_without_an_emulated_cluster_are_refused(
     assert f"{flag} '1' " in said and "Add --emulate" in said
 
 
-def test_bench_without_ranks_says_how_to_start_it(capsys: pytest.CaptureFixture[str],
-                                                  monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("command", ["bench all-to-all", "calibrate"])
+def test_without_ranks_the_error_says_how_to_start_the_command(
+        command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+        tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("RANK", raising=False)
-    assert main(["bench", "all-to-all"]) == 2
-    assert "torchrun" in capsys.readouterr().err
+    assert main(command.split()) == 2
+    said = capsys.readouterr().err
+    assert "`torchrun --nproc-per-node 2 -m moe_plugin.cli.main " + command + "`" in said
 
 
 @emulated

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from moe_plugin.checkpoint.formats import all as checkpoint_formats  # noqa: F401 - registers
+from moe_plugin.checkpoint.formats.base import formats
 from moe_plugin.cli.main import COMMANDS, Command, main
 from scripts.bench.studies import STUDIES
 
@@ -139,8 +141,7 @@ WRONG = {
     "inspect": ["inspect", "inspect NONE", "inspect FILE", "inspect EMPTY", "inspect PIPE",
                 "inspect BAD", "inspect FILE --from nobody", *(
                     f"inspect {what} --from {name}" for what in ("FILE", "DIR", "PIPE", "NONE")
-                    for name in ("plain", "fairseq", "fairseq_branch", "hf", "megatron",
-                                 "megatron_native", "tutel"))],
+                    for name in formats.names())],
     "reshard": ["reshard", "reshard FILE", "reshard NONE OUT", "reshard FILE OUT",
                 "reshard DIR OUT --from plain", "reshard EMPTY OUT --ep 0",
                 f"reshard FILE OUT --from plain --ep {HUGE}", "reshard DIR DIR --from hf",

@@ -10,7 +10,7 @@ import math
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
@@ -152,8 +152,19 @@ def test_the_table_is_aligned(quickstart: ModuleType) -> None:
         "host": "fairseq", "tokens_per_s": 12345.6, "first_loss": 5.0, "last_loss": 2.0,
         "valid_loss": None, "balance": 1.234, "seconds": 60
     }
-    lines = quickstart.table([row, {**row, "host": "megatron"}], 3.17).splitlines()
+    rows = [row, {**row, "host": "megatron"}]
+    lines = quickstart.table(rows).splitlines()
     assert len(set(map(len, lines))) == 1 and "12,346" in lines[2] and "1.23" in lines[2]
+    info = SimpleNamespace(unigram_entropy=3.17)
+    text = quickstart.summary(Path("a folder"), rows, info)
+    assert all(f"  a folder/{host}/report.html" in text for host in ("fairseq", "megatron"))
+    assert "3.170" in text and text.split("Next steps:")[1].count("\n  - ") == 3
+
+
+def test_the_time_left_counts_the_runs_that_follow(quickstart: ModuleType, tmp_path: Path) -> None:
+    run = quickstart.Run("fake", tmp_path, [], steps=200, later=200)
+    assert run.seconds_left(50, 10.0) == 70.0
+    assert quickstart.Run("fake", tmp_path, [], steps=200).seconds_left(200, 40.0) == 0.0
 
 
 def test_settings(quickstart: ModuleType) -> None:

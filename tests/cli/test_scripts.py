@@ -46,6 +46,22 @@ def test_setup_refuses_a_python_that_is_none(tmp_path: Path) -> None:
     assert not (tmp_path / "v").exists()
 
 
+def test_uv_finds_packages_where_pip_does(tmp_path: Path) -> None:
+    """Sources of pip's settings, each once; values may be separated by new lines."""
+    (tmp_path / "bin").mkdir()
+    python = tmp_path / "bin" / "python"
+    python.write_text("#!/usr/bin/env bash\ncat <<'END'\n:env:.cert='/x'\n"
+                      ":env:.find-links='/opt/wheels'\nglobal.find-links='/opt/wheels'\n"
+                      "global.extra-index-url='\\nfile:///a\\nfile:///b c'\nEND\n")
+    python.chmod(0o755)
+    text = (SCRIPTS / "setup.sh").read_text()
+    begin = text.index("sources_of_pip() {")
+    function = text[begin:text.index("\n}\n", begin) + 3]
+    done = bash("-c", f'VENV="{tmp_path}"\n{function}sources_of_pip')
+    assert done.stdout.splitlines() == ["UV_EXTRA_INDEX_URL=file:///a file:///b c",
+                                        "UV_FIND_LINKS=/opt/wheels"], done
+
+
 def test_a_failing_step_shows_the_end_of_its_log(tmp_path: Path) -> None:
     code = (f'. "{SCRIPTS}/lib.sh"; step "the step" "{tmp_path}/log" bash -c "echo no space left; '
             'exit 7" || echo "status $?"')

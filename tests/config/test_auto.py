@@ -31,7 +31,6 @@ from moe_plugin.tuning.exchange_tuner import ExchangeTuner
 from moe_plugin.tuning.placement import with_schedule
 from moe_plugin.tuning.prepare_group import prepare
 
-pytestmark = pytest.mark.fast
 FAST_INSIDE = Cluster(nodes=4, ranks_per_node=4, nics=1, intra=Link(alpha_s=1e-6, beta_s=1e-11),
                       inter=Link(alpha_s=2e-5, beta_s=1e-9))
 EQUAL = dataclasses.replace(FAST_INSIDE, nics=4, intra=Link(beta_s=1e-9),

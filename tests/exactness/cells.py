@@ -1,7 +1,7 @@
 """The cells of the exactness matrix, made from what is registered and the traits of dispatchers.
 
-Whatever registers joins: nothing here names a dispatcher, an exchange, a compute strategy or an
-expert kind.
+Whatever registers joins: nothing here names a dispatcher, an exchange, a compute strategy, an
+expert kind or a score function.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ from typing import Any
 
 from moe_plugin.comm import algorithms
 from moe_plugin.comm.base import collective_kinds as collectives
-from moe_plugin.config import MoEConfig
+from moe_plugin.config import MoEConfig, RouterConfig
 from moe_plugin.dispatch import dispatchers
 from moe_plugin.dispatch.base import DispatchTraits
 from moe_plugin.dispatch.once import OnceDispatcher
 from moe_plugin.experts import expert_kinds, strategies
 from moe_plugin.kernels.expert_ffn import KEEPS_ROWS
+from moe_plugin.kernels.scores import score_functions
 from moe_plugin.memory.experts.cache import policies
 from moe_plugin.planner.choice import SENDS, legal_r
 from tests.combinations import Cell, all_pairs, name_of
@@ -63,6 +64,12 @@ SIZES = [
     (4, 8, None), (4, 4, 2), (4, 2, 4), (8, 2, None), (8, 8, None), (8, 4, 4)
 ]
 PARM_SIZES = [(2, 1, None), (2, 8, None), (4, 2, None), (4, 4, 2), (8, 2, None), (8, 8, 2)]
+
+
+def scores() -> list[str]:
+    """Registered score functions, the default first."""
+    names = score_functions.names()
+    return sorted(names, key=lambda name: (name != RouterConfig.score, name))
 
 
 def own_tokens() -> list[str]:
@@ -251,7 +258,7 @@ def _settings(dispatch: str, sizes: Sequence[Size]) -> dict[str, Sequence[Any]]:
         "collectives": collectives.names(),
         "bias": [True, False],
         "activation": list(ACTIVATIONS),
-        "score": ["softmax", "sigmoid"],
+        "score": scores(),
         "normalize": ["none", "before_drop", "after_drop"],
         "prioritized": [False, True],
         "weights_first": [False, True],

@@ -167,7 +167,8 @@ def reference(case: Case, dtype: torch.dtype = torch.float64) -> Answer:
 
 
 def compare(case: Case, results: list[RankResult], answer: Answer, rtol: float = 1e-9,
-            atol: float = 1e-10, of_norm: float | None = None, router: bool = True) -> None:
+            atol: float = 1e-10, of_norm: float | None = None, router: bool = True,
+            of_router: float | None = None) -> None:
     """Outputs, losses and their names, input gradients, router and expert gradients, drops.
 
     More results than the case has ranks: see `run_rank`. All ranks with the same tokens must have
@@ -175,10 +176,10 @@ def compare(case: Case, results: list[RankResult], answer: Answer, rtol: float =
     atol is relative to the largest element of what is compared: rounding in a sum is of the size of
     its largest terms.
     of_norm: in their place, the norm of what may be off, relative to that of the whole.
-    router: the router's gradient, too.
+    router: the router's gradient, too; of_router: of its norm.
     """
 
-    def same(got: Tensor, want: Tensor, what: str) -> None:
+    def same(got: Tensor, want: Tensor, what: str, of_norm: float | None = of_norm) -> None:
         if of_norm is not None:
             off = float((got.double() - want).norm())
             assert off <= of_norm * float(want.norm()) + atol, f"{what}: {off} of {want.norm()}"
@@ -205,4 +206,4 @@ def compare(case: Case, results: list[RankResult], answer: Answer, rtol: float =
                      f"{name} gradient of rank {rank}, next to a rank with the same tokens")
     for name in results[0].grads.keys() - NAMES.keys() - (set() if router else {"router"}):
         same(sum(r.grads[name].double() for r in results[::copies]), answer.grads[name],
-             f"{name} gradient")
+             f"{name} gradient", of_router if name == "router" and of_router else of_norm)

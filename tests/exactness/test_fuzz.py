@@ -16,6 +16,7 @@ from moe_plugin.dispatch import dispatchers
 from moe_plugin.experts import expert_kinds, strategies
 from moe_plugin.records import TokenInfo
 from moe_plugin.routing import build_router, routers
+from tests.exactness.cells import scores
 from tests.exactness.harness import compare, config_of, reference, run_rank
 from tests.oracle import ACTIVATIONS, Case
 
@@ -46,7 +47,7 @@ def cases(draw: st.DrawFn) -> tuple[Case, dict[str, str]]:
         world, experts, draw(st.integers(1, min(3, experts))), tokens,
         draw(st.sampled_from([None, [n // 2 for n in tokens]])), draw(st.sampled_from(factors)),
         draw(st.sampled_from(expert_kinds.names())), draw(st.sampled_from(sorted(ACTIVATIONS))),
-        draw(st.booleans()), draw(st.sampled_from(["softmax", "sigmoid"])),
+        draw(st.booleans()), draw(st.sampled_from(scores())),
         draw(st.sampled_from(["none", "before_drop", "after_drop"])),
         draw(st.sampled_from([1.0, 1.7])), draw(st.booleans()),
         # an expert that is split over two ranks has an even width

@@ -121,7 +121,7 @@ def _kept(world: int) -> dict[str, list[int]]:
     return found
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_nothing_is_kept_of_a_call(world: int) -> None:
     """A tensor that reaches its own autograd node is never given back: Python does not look into
     such circles.

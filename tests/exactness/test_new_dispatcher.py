@@ -17,6 +17,7 @@ from moe_plugin.dispatch.base import expand
 from moe_plugin.dispatch.pieces import ExchangePlan, ragged_plan
 from moe_plugin.dispatch.rows import TokenPlan, positions
 from moe_plugin.records import ExpertRows, KeptRouting, RowCounts, RowPlan
+from tests.combinations import every_value
 from tests.exactness import cells
 from tests.exactness.test_matrix import run_cell
 
@@ -86,5 +87,5 @@ def test_it_runs_in_every_layout_that_it_declares(dispatcher: type[Dispatcher],
     assert {cell["size"].r for cell in joined} == {0, 1, 2, 4}
     pieces = dispatcher.traits.supports_pieces
     assert {cell["pieces"] for cell in joined} == set(cells.PIECES if pieces else cells.PIECES[:1])
-    for cell in joined:
-        run_cell(cell)
+    for place in every_value(joined, along="size"):
+        run_cell(joined[place])

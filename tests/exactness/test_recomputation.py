@@ -33,8 +33,6 @@ from tests.exactness.recomputed import (
     step,
 )
 
-pytestmark = pytest.mark.fast
-
 
 @pytest.mark.parametrize("name,kind", [
     pytest.param(name, kind, marks=[pytest.mark.slow] * bool((router + number) % 3),

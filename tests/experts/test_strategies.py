@@ -35,11 +35,12 @@ def test_gradcheck(cell: Cell) -> None:
     given = parameters(p, cell["activation"])
     if cell["tokens"]:
         assert torch.autograd.gradcheck(
-            lambda x, gates, *_: strategy(x, with_gates(plan, gates), given), (x, gates, *inputs))
+            lambda x, gates, *_: strategy(x, with_gates(plan, gates), given), (x, gates, *inputs),
+            fast_mode=True)
     else:
         rows = torch.randn(plan.counts.total, SMALL.width, dtype=torch.float64, requires_grad=True)
         assert torch.autograd.gradcheck(lambda rows, *_: strategy(rows, plan.counts, given),
-                                        (rows, *inputs))
+                                        (rows, *inputs), fast_mode=True)
 
 
 @pytest.mark.parametrize("name", strategies.names())

@@ -39,8 +39,8 @@ _PLAIN: dict[str, Any] = {
     "prioritized": False, "kind": "gated_ffn", "compute": "kernels", "dropout": 0.0,
     "weights_first": False, "rows_computed": "own", "collectives": "native"
 }
-# by number of ranks: each dispatcher, pages, spilled rows
-FEW = {2: (0, 2, 6, 7), 4: (0, 2, 3, 4)}
+# by number of ranks: each dispatcher, pages, spilled rows; exchanges over two nodes
+FEW = {2: (0, 2, 6, 7), 4: (0, 3)}
 
 
 @functools.cache

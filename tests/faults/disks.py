@@ -21,7 +21,7 @@ from pathlib import Path
 
 from scripts.bench.report import paragraph
 from tests.faults.hosts import HOSTS, Host, Ran
-from tests.faults.long_runs import soaks, streaming
+from tests.faults.long_runs import changing, soak, streaming, streaming_alone
 from tests.faults.seen import NAMES, ROOT, Seen, last_line, other_losses
 
 PAGE = ROOT / "docs" / "benchmarks" / "disks.md"
@@ -182,17 +182,24 @@ def shared_memory(home: Path) -> Iterator[Seen]:
                "" if done.returncode == 0 else f"status {done.returncode}")
 
 
-def loaders(home: Path) -> Iterator[Seen]:
-    """The same with workers that read batches, which travel through it."""
-    host = HOSTS["fairseq"](home / "fairseq")
-    words = [*host.arguments(home / "run" / "loaders", 3), "--num-workers", "2"]
-    command = ("mount -t tmpfs -o size=64k tmpfs /dev/shm && exec fairseq-train " + " ".join(words))
+def loaders(name: str, home: Path) -> Iterator[Seen]:
+    """The same with workers that read batches, which travel through it: one cannot wait for ever.
+    """
+    host = HOSTS[name](home / name)
+    words = [word for word in host.arguments(home / "run" / "loaders", 3) if word != "--cpu"]
+    program = {"fairseq": "fairseq-train --cpu", "megatron": f"{sys.executable} -m "
+               "torch.distributed.run --standalone --nproc_per_node 2 -m "
+               "moe_plugin.hosts.megatron.launch --moe-cpu pretrain_gpt_moe"}[name]
+    command = (f"mount -t tmpfs -o size=64k tmpfs /dev/shm && exec timeout -k 5 200 {program} "
+               + " ".join([*words, "--num-workers", "2"]))
     done = subprocess.run(["unshare", "-m", "bash", "-c", command], capture_output=True, text=True,
                           check=False, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    log = done.stdout + done.stderr
-    yield Seen("`/dev/shm` of 64 KiB, two workers that read (`--num-workers 2`)", "fairseq",
-               last_line(log, home), "the run ended well" if done.returncode == 0 else
-               "nothing was trained", "pages of output" if "Traceback" in log else "")
+    said = [line for line in done.stderr.splitlines()
+            if ": error: " in line and "/dev/shm" in line and "--num-workers 0" in line]
+    yield Seen("`/dev/shm` of 64 KiB, two workers that read (`--num-workers 2`)", NAMES[name],
+               last_line(said[0] if said else done.stdout + done.stderr, home),
+               "nothing was trained", "" if said and done.returncode not in (0, 124)
+               else f"status {done.returncode}")
 
 
 def slow_disk(home: Path) -> Iterator[Seen]:
@@ -307,15 +314,18 @@ def cases(home: Path, minutes: float) -> dict[str, Callable[[], Iterator[Seen]]]
     found: dict[str, Callable[[], Iterator[Seen]]] = {}
     for name in NAMES:
         found[f"full-{name}"] = lambda name=name: full_disk(name, home)
+        found[f"soak-{name}"] = lambda name=name: iter([soak(name, home, minutes)])
     for name in ("fairseq", "megatron"):
         found[f"read-only-{name}"] = lambda name=name: read_only(name, home)
         found[f"statistics-{name}"] = lambda name=name: statistics(name, home)
+        found[f"loaders-{name}"] = lambda name=name: loaders(name, home)
+    for name, long in {"changing": changing, "streaming": streaming,
+                       "streaming-alone": streaming_alone}.items():
+        found[name] = lambda long=long: iter([long(home, minutes)])
     return {**found, "programs": lambda: programs(home), "shm": lambda: shared_memory(home),
-            "loaders": lambda: loaders(home), "slow": lambda: slow_disk(home),
-            "other-user": lambda: others_folder(home),
+            "slow": lambda: slow_disk(home), "other-user": lambda: others_folder(home),
             "starts": lambda: starts(home), "files": lambda: descriptors(home),
-            "ports": lambda: ports(home), "soaks": lambda: soaks(home, minutes),
-            "streams": lambda: streaming(home, minutes)}
+            "ports": lambda: ports(home)}
 
 
 def page(rows: Sequence[Seen]) -> str:
@@ -334,19 +344,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     p.add_argument("--only", default="", help="names of cases, comma-separated (default: all)")
     p.add_argument("--minutes", type=float, default=20.0, help="of each long run")
     args = p.parse_args(argv)
-    rows = [Seen(**json.loads(line)) for line in DATA.read_text().splitlines()
-            ] if DATA.exists() else []
+    wrong = False
     with tempfile.TemporaryDirectory() as home:
         for name, case in cases(Path(home), args.minutes).items():
             if args.only and name not in args.only.split(","):
                 continue
             for row in case():
                 print(f"{name}: {row}", flush=True)
-                rows = [one for one in rows if (one.what, one.host) != (row.what, row.host)]
-                rows.append(row)
-                DATA.write_text("".join(json.dumps(asdict(one)) + "\n" for one in rows))
+                _enter(row)
+                wrong |= bool(row.wrong)
+    return int(wrong)
+
+
+def _enter(row: Seen) -> None:
+    """Write a row, also while other cases run, which write theirs."""
+    rows = [Seen(**json.loads(line)) for line in DATA.read_text().splitlines()
+            ] if DATA.exists() else []
+    rows = [*(one for one in rows if (one.what, one.host) != (row.what, row.host)), row]
+    DATA.write_text("".join(json.dumps(asdict(one)) + "\n" for one in rows))
     PAGE.write_text(page(rows))
-    return int(any(row.wrong for row in rows))
 
 
 if __name__ == "__main__":

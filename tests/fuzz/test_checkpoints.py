@@ -17,8 +17,6 @@ from moe_plugin.checkpoint import CheckpointError, load, save
 from moe_plugin.config import from_dict
 from tests.fuzz.hostile import VALUES, bounded, is_named
 
-pytestmark = pytest.mark.fast
-
 TENSORS = st.sampled_from([torch.zeros(0), torch.zeros(3, 3), torch.ones(8, dtype=torch.int64),
                            torch.zeros(()), torch.zeros(4, 8, 16, dtype=torch.bfloat16)])
 ANYTHING = st.one_of(VALUES, TENSORS)

@@ -23,8 +23,6 @@ from scripts.emulate.damage import WAYS, damage, files_of
 from tests.fuzz.hostile import bounded, is_named, replaced
 from tests.fuzz.samples import TARGETS, damage_content, format_of, sample
 
-pytestmark = pytest.mark.fast
-
 LARGE = 1 << 24  # bytes of a tensor that is not read
 
 

@@ -7,7 +7,6 @@ import math
 from pathlib import Path
 from typing import Any
 
-import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
@@ -19,8 +18,6 @@ from moe_plugin.planner.forest.source import find_network
 from moe_plugin.planner.model import load_model
 from moe_plugin.planner.model_search import search
 from tests.fuzz.hostile import bounded, is_named, replaced
-
-pytestmark = pytest.mark.fast
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 

@@ -7,7 +7,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -15,8 +14,6 @@ from moe_plugin.observe.history import read_run
 from moe_plugin.observe.report.page import render
 from moe_plugin.observe.watch import Watch
 from tests.fuzz.hostile import VALUES, bounded, is_named, replaced
-
-pytestmark = pytest.mark.fast
 
 DATA = Path(__file__).parents[1] / "observe" / "data"
 SPANS = [["layers", "layer1 forward", 0.0, 0.5], ["exchange", "all_to_all", 0.1, 0.2]]

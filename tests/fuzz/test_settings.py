@@ -29,6 +29,7 @@ from moe_plugin.config import (
 from moe_plugin.config.declared import built_in, fixed_k_of, readers_of
 from moe_plugin.config.flags import config_from_flags, flag_specs, run_from_flags, setting_specs
 from moe_plugin.config.router import RouterConfig
+from moe_plugin.kernels import score_functions
 from moe_plugin.records import TokenInfo
 from moe_plugin.tuning.prepare_group import read_topology
 from tests.distributed import run_gloo
@@ -86,7 +87,7 @@ def test_trees(leaves: dict[str, Any]) -> None:
 
 ROUTER_VALUES: dict[str, list[Any]] = {
     "top_k": [1, 2, 3, 4], "normalize": ["auto", "none", "before_drop", "after_drop"],
-    "second_expert_policy": ["all", "sampling", "random"], "score": ["softmax", "sigmoid"],
+    "second_expert_policy": ["all", "sampling", "random"], "score": score_functions.names(),
     "noise": [0.0, 1.0], "input_jitter": [0.0, 0.5], "batch_prioritized": [False, True],
     "groups": [0, 2], "group_top_k": [1, 2], "group_scores": [0, 1], "bias_rate": [0.001, 0.1],
     "cosine_dim": [256, 8], "sinkhorn_rounds": [20, 3], "fp32": [False, True],

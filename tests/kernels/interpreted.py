@@ -3,7 +3,7 @@ reference, on CPU tensors.
 
     TRITON_INTERPRET=1 python -m tests.kernels.interpreted [--all] [operation ...]
 
-Without `--all` an operation that has many lists of arguments meets each of them in one dtype a
+Without `--all` an operation that has several lists of arguments meets each of them in one dtype a
 shape, so that every two of list, dtype and shape meet; products in a third of the shapes, since
 their interpretation takes minutes; those of `PARTS` each list in every dtype.
 """
@@ -99,7 +99,7 @@ def problems(name: str, whole: bool) -> Iterator[tuple[str, torch.dtype, int, li
                                                  "take_values", "tile_table")
     lists = {(label, dtype): list(arguments(name, shape, dtype))
              for label, shape in SHAPES.items() for dtype in (DTYPES[:1] if fixed else DTYPES)}
-    whole = whole or name not in PARTS and min(map(len, lists.values())) < (20 if fixed else 3)
+    whole = whole or name not in PARTS and min(map(len, lists.values())) < (6 if fixed else 2)
     for number in range(max(map(len, lists.values()))):
         having = [key for key, some in lists.items() if number < len(some)]
         labels = list(dict(having))

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from moe_plugin.kernels import RowGroups
 from moe_plugin.kernels.router import Rule
-from moe_plugin.kernels.scores import SOFTMAX, Sigmoid, Softmax
+from moe_plugin.kernels.scores import SOFTMAX, Sigmoid, score_functions
 from moe_plugin.records import RowCounts
 
 CPU = torch.device("cpu")
@@ -172,7 +172,8 @@ def _top(s: Shape, plan: Plan, slotted: Plan, draw: Callable[..., Tensor],
     bias_E = torch.randn(s.experts, generator=g)
     spoiled_TE = logits_TE.clone()
     spoiled_TE[::3], spoiled_TE[1::3, 0] = float("nan"), float("nan")  # still experts, and others
-    for normalize, score in itertools.product((False, True), (Softmax(), Sigmoid())):
+    scores = [score() for score in score_functions.values() if "torch" in score.kernels]
+    for normalize, score in itertools.product((False, True), scores):
         rule = Rule(s.top_k, normalize, score)
         yield logits_TE, mask_T, None, None, rule
         yield logits_TE.round(), None, None, None, rule  # many ties

@@ -28,8 +28,6 @@ from moe_plugin.memory.weights.streamed import StreamedTrainer
 from moe_plugin.routing import finish_step_of_any
 from moe_plugin.training.gradients.sync import PartedClip, clip_grad_norm_
 
-pytestmark = pytest.mark.fast
-
 VOCABULARY, WIDTH, LENGTH = 11, 8, 5
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 ADAM = partial(torch.optim.Adam, lr=0.01, fused=True)

@@ -279,7 +279,7 @@ def test_a_finding_that_comes_back_is_said_again_after_a_rest(
     assert len(log.run.steps) <= KEPT
 
 
-@given(st.lists(st.sampled_from([100.0, 90.0, 60.0, 40.0]), min_size=1, max_size=12))
+@given(st.lists(st.sampled_from([100.0, 90.0, 60.0, 40.0]), min_size=1, max_size=6))
 def test_the_log_remembers_the_fastest_stretch(speeds: list[float]) -> None:
     made = [StepRecord(step=40 * i + j, loss=3.0, tokens_per_s=speed)
             for i, speed in enumerate([100.0, *speeds]) for j in range(40)]

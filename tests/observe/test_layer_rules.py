@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import io
 import math
+import random
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +15,7 @@ from rich.console import Console
 
 from moe_plugin.observe.findings import findings
 from moe_plugin.observe.history import LayerRecord, RunRecord
-from moe_plugin.observe.layer_rules import RECENT
+from moe_plugin.observe.layer_rules import LAYER_RULES, RECENT, LayerRule
 from moe_plugin.observe.report.page import render
 from moe_plugin.observe.watch import view
 
@@ -177,3 +178,35 @@ def test_a_few_tokens_say_nothing_of_collapse() -> None:
     assert "collapse" not in rules(one)
     many = LayerRecord(step=0, layer="a", load=(8.0, 8.0, *[0.0] * 6), tokens=8.0)
     assert "collapse" in rules(many)
+
+
+def _drawn(draw: random.Random) -> LayerRecord:
+    """A record that may be fine or not, with numbers that may be absent."""
+    experts, k = draw.choice(SIZES)
+    peak = draw.choice([1.0, draw.random() ** 3])
+    busy = draw.sample(range(experts), k)
+    load = [TOKENS * k / experts * (1 - peak) + TOKENS * peak * (i in busy)
+            for i in range(experts)]
+    return LayerRecord(
+        step=0, layer="a", load=draw.choice([tuple(load), tuple(load), ()]),
+        tokens=draw.choice([TOKENS, TOKENS, None]),
+        max_over_mean=draw.choice([max(load) * experts / sum(load), None]),
+        drop_fraction=draw.choice([None, 0.0, 0.3 * draw.random()]),
+        entropy=draw.choice([None, math.nan, draw.random() ** 4 * math.log(experts)]),
+        losses=draw.choice([{}, {"z": 1.0}, {"switch": 1.0}]), calls=10.0,
+        store=draw.choice([{}, {"stalls": 10 * draw.random(), "hits": 1.0}]))
+
+
+@pytest.mark.parametrize("rule", LAYER_RULES, ids=lambda rule: rule.name)
+def test_groups_without_a_suspect_are_not_a_problem(rule: LayerRule) -> None:
+    """Such groups of a long run are skipped; here, each is judged."""
+    draw = random.Random(0)
+    seen = set[tuple[bool, bool]]()
+    for _ in range(3000):
+        fine = [_drawn(draw) for _ in range(RECENT)]
+        group = [draw.choice(fine[:draw.randint(1, RECENT)]) for _ in range(RECENT)]
+        suspects = any(rule.suspect(one) for one in group)
+        bad = rule.judge([rule.measure(one) for one in group]) is not None
+        assert suspects or not bad, group
+        seen.add((suspects, bad))
+    assert {(False, False), (True, True)} <= seen

@@ -25,10 +25,10 @@ from moe_plugin.memory.tiers import DiskTier
 from moe_plugin.memory.weights.streamed import StreamedTrainer
 from moe_plugin.observe import StatsRecorder, sinks
 from moe_plugin.observe.history import read_run
-from moe_plugin.observe.recorder import FOLD_AT, summary
+from moe_plugin.observe.recorder import summary
 from moe_plugin.observe.report.page import render
 from moe_plugin.observe.sinks import JsonlSink
-from moe_plugin.output import LayerStats
+from moe_plugin.output import FOLD_AT, LayerStats
 from moe_plugin.records import TokenInfo
 from moe_plugin.routing import routers
 from moe_plugin.routing.contract import balances_by_itself

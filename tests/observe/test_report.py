@@ -30,7 +30,14 @@ from moe_plugin.observe.history import (
 )
 from moe_plugin.observe.report.content import sections
 from moe_plugin.observe.report.draw_svg import LEVELS, level, short_names, top_of
-from moe_plugin.observe.report.figure_records import Bands, HeatMap, LineChart, line, thinned
+from moe_plugin.observe.report.figure_records import (
+    Bands,
+    HeatMap,
+    LineChart,
+    experts_map,
+    line,
+    thinned,
+)
 from moe_plugin.observe.report.page import (
     comparison,
     history,
@@ -302,6 +309,16 @@ def test_long_curves_keep_ends_and_extremes() -> None:
                                 } <= set(few) and [x for x, _ in few] == sorted(x for x, _ in few)
     assert any(math.isnan(y) for _, y in few) and [
         (x, y) for x, y, _ in thinned(points[:100])] == points[:100]
+
+
+def test_a_column_of_a_heat_map_is_the_mean_of_its_records() -> None:
+    """A record without a token, and one of another number of experts, do not count."""
+    loads = [(1, 3), (2, 2), (0, 0), (5, 0), (1, 2, 3), (0, 4)]
+    records = [LayerRecord(step=step, layer="a", load=load) for step, load in enumerate(loads)]
+    found = experts_map("id", "a", records, 2)
+    assert found.steps == (1, 5) and found.values == ((0.75, 1.0), (1.25, 1.0))
+    assert experts_map("id", "a", records[2:3], 2).values == ((pytest.approx(
+        math.nan, nan_ok=True),), ) * 2
 
 
 def test_long_curves_keep_the_means_of_their_stretches() -> None:

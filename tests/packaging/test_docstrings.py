@@ -10,8 +10,6 @@ import pytest
 
 from tests.packaging.definitions import DEFINITION, sources
 
-pytestmark = pytest.mark.fast
-
 # Modules with chains that are left; the list only becomes shorter.
 LEFT = {
     "moe_plugin.hosts.megatron.replicas", "moe_plugin.hosts.plain.run",

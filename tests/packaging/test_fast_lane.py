@@ -1,4 +1,4 @@
-"""The lanes of tests: the fast ones, some of every room, each in one process; the longer ones."""
+"""The lanes of tests: the fast tests, some of every folder, and the slow tests."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import ALL_FAST, FAST_MARK, LONGER
+from tests.conftest import ALL_FAST, FAST_MARK, LISTS, listed
 
 pytestmark = pytest.mark.fast
 
@@ -41,8 +41,28 @@ def test_they_start_no_processes() -> None:
     assert found and not {path: words for path, words in found.items() if words}
 
 
-def test_tests_that_only_the_longest_run_has_are_there() -> None:
-    lines = [line for line in LONGER.read_text(encoding="utf-8").splitlines() if line[:1] != "#"]
-    gone = [line for line in lines if f"def {line.split('::')[1].split('[')[0]}(" not in (
-        TESTS.parent / line.split("::")[0]).read_text(encoding="utf-8")]
-    assert not gone and len(lines) == len(set(lines))
+@pytest.mark.parametrize("mark", LISTS)
+def test_listed_tests_exist(mark: str) -> None:
+    lines = listed(mark)
+    gone = []
+    for line in lines:
+        file, _, test = line.partition("::")
+        path = TESTS.parent / file
+        if not path.is_file() or test and f"def {test.split('[')[0]}(" not in path.read_text(
+                encoding="utf-8"):
+            gone.append(line)
+    text = LISTS[mark].read_text(encoding="utf-8").splitlines()
+    assert not gone and len([line for line in text if line in lines]) == len(lines)
+
+
+def test_no_test_is_both_fast_and_slow() -> None:
+    assert not listed("fast") & listed("slow")
+
+
+@pytest.mark.skipif(not (TESTS / "systems").is_dir(), reason="a part of the tests")
+def test_every_published_system_has_a_fast_test() -> None:
+    files = {line.split("::")[0] for line in listed("fast")}
+    without = [path.name for path in (TESTS / "systems").glob("test_*.py")
+               if FAST_MARK not in path.read_text(encoding="utf-8")
+               and path.relative_to(TESTS.parent).as_posix() not in files]
+    assert not without

@@ -10,8 +10,6 @@ import pytest
 
 from tests.packaging.definitions import DEFINITION, imports, sources, trees_of_tests
 
-pytestmark = pytest.mark.fast
-
 # Whole files: they change the lines of functions, by name.
 WHITE_BOX = {"fake_gpu/mutants.py"}
 # Of other libraries, by names that ours have, too.

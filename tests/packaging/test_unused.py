@@ -19,14 +19,12 @@ import moe_plugin
 from moe_plugin.config import MoEConfig
 from tests.packaging.definitions import PACKAGE, ROOT, registers, sources, trees_of_tests
 
-pytestmark = pytest.mark.fast
-
 # Overridden: hosts, torch and other libraries call them.
 OVERRIDDEN = {
     "always_call_state_dict_during_save_checkpoint", "broadcast_global_state_dict", "extra_repr",
     "get_data_parallel_rank", "get_loss_scale", "get_normalized_probs", "is_fsdp",
     "multiply_grads", "on_save", "on_train_begin", "on_train_end", "postprocess", "preprocess",
-    "routed_experts_compute", "set_extra_state", "smoothed_value",
+    "reraise", "routed_experts_compute", "set_extra_state", "smoothed_value",
 }
 
 

@@ -14,8 +14,6 @@ from moe_plugin.planner.forest.flow import LARGEST, check_exact
 from moe_plugin.planner.forest.presets import preset
 from tests.planner.networks import least_of_partitions, networks, slowest_cuts, verify
 
-pytestmark = pytest.mark.fast
-
 # 1/x*, k, and N * x* with k trees, with 1 and with 2
 TABLE = {
     "ring:4": ("3/2", 2, "8/3", "2", "8/3"),

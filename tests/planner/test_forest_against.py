@@ -16,8 +16,6 @@ from moe_plugin.planner.forest.presets import preset
 from moe_plugin.planner.forest.simulate import program_of, run
 from tests.planner.msccl import check_result
 
-pytestmark = pytest.mark.fast
-
 SIZE, CHUNKS = 10**9, 64
 PRESETS = ["ring:4", "ring:8", "star:8", "clusters:2x4", "mesh:2x3", "mesh:3x3", "hypercube:3",
            "torus:3x3", "dgx-a100:1", "dgx-a100:2", "dgx-h100:2", "mi250:1", "fat-tree:4",

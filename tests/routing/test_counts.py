@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch._dynamo
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 
 from moe_plugin.config import from_dict
@@ -117,16 +118,31 @@ def test_a_step_that_is_not_made_moves_nothing_and_leaves_nothing(name: str) -> 
     assert name == "topk" or not torch.equal(layer.router.bias_E, saved["bias_E"])
 
 
-def test_a_compiled_pass_without_gradients_does_not_count() -> None:
+@pytest.mark.parametrize("name", COUNTING)
+def test_a_compiled_layer_counts_in_its_graph(name: str) -> None:
+    """One graph, with counts and gradients as without the compiler; passes without gradients do
+    not count.
+    """
     torch._dynamo.reset()
-    layer = layer_of(COUNTING["sigmoid_bias"])
-    compiled = torch.compile(layer, backend="aot_eager")
-    for passes in (1, 2):
+    dispatch = {"name": "padded", "capacity_factor": 1.25, "equal_tokens": True}
+    layer, twin = (layer_of(COUNTING[name], dispatch=dispatch) for _ in range(2))
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    for passes in (1, 2, 1, 2):
+        x = torch.randn(TOKENS, 6)
         with torch.no_grad():
-            compiled(torch.randn(TOKENS, 6))
-        compiled(torch.randn(TOKENS, 6)).output.sum().backward()
-        assert layer.router.load_E.sum() == 2 * passes * TOKENS
+            compiled(x)
+        for call in (compiled, twin):
+            out = call(x)
+            (out.output.square().sum() + sum(out.losses.values())).backward()
         assert layer.router.step_load_E[-1] == passes * TOKENS
+        for key, value in counted(twin).items():
+            torch.testing.assert_close(counted(layer)[key], value, msg=key)
+        if passes == 2:
+            for model in (layer, twin):
+                finish_step(model)
+    for key, value in twin.named_parameters():
+        torch.testing.assert_close(layer.get_parameter(key).grad, value.grad, msg=key)
+    assert name == "topk" or twin.router.bias_E.any()
 
 
 def tensors_of(model: nn.Module) -> dict[str, tuple[int, int]]:
@@ -207,3 +223,26 @@ def test_a_graph_outlives_the_step(name: str) -> None:
     forward(blocks, None, x).backward()
     for loss, gradient in zip(losses, want, strict=True):
         assert torch.equal(torch.autograd.grad(loss, x)[0], gradient)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("router", [
+    {"name": "topk", "top_k": 2, "top_k_at": {3: 1}},
+    {"name": "gshard,topk", "selection": {"rule": "cycle", "every": 1}}])
+def test_a_step_that_is_written_in_place_is_followed(router: dict[str, Any]) -> None:
+    """As an average of weights does, and a checkpoint that is read in place."""
+    layer = layer_of({"router": router})
+    average = AveragedModel(layer)
+    for _ in range(3):
+        layer(torch.randn(TOKENS, 6)).output.sum().backward()
+        finish_step(layer)
+        average.update_parameters(layer)
+    x_TD = torch.randn(TOKENS, 6)
+    for _ in range(2):
+        stats, wanted = (model(x_TD).stats for model in (average, layer))
+        assert stats.router == wanted.router and stats.load_KE.shape == wanted.load_KE.shape
+        for model in (average, layer):
+            finish_step(model)
+    steps = [next(b for n, b in m.named_buffers() if n.endswith(("router.step", "now")))
+             for m in (average, layer)]
+    assert torch.equal(*steps)

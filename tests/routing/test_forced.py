@@ -11,12 +11,13 @@ from torch import Tensor
 
 from moe_plugin import MoELayer
 from moe_plugin.config import from_dict
+from moe_plugin.config.router import readers_of
 from moe_plugin.routing import build_router
 from moe_plugin.routing.replay import checkpoint
 from moe_plugin.utils.messages import warn_once
 
 pytestmark = pytest.mark.fast
-ROUTERS = ["topk", "switch", "cosine", "group_limited", "sigmoid_bias"]
+ROUTERS = readers_of("force", "balance")
 
 
 def config(name: str = "topk", experts: int = 8, k: int = 2, **more: Any) -> Any:

@@ -230,9 +230,12 @@ def measurements_of(rows: Sequence[ExchangeRow]) -> list[Measurement]:
     ]
 
 
-def measure_rows(args: argparse.Namespace, plan: Plan) -> tuple[list[ExchangeRow], dict[str, Any]]:
+def measure_rows(args: argparse.Namespace, plan: Plan, command: str
+                 ) -> tuple[list[ExchangeRow], dict[str, Any]]:
     """Return the measurements and a description of the ranks. Only rank 0 receives the
     measurements.
+
+    command: name of the command for error messages, such as `bench all-to-all`.
     """
     if args.repeats < 1:
         raise ValueError(f"--repeats {short(args.repeats)} must be >= 1, e.g. 7")
@@ -243,14 +246,14 @@ def measure_rows(args: argparse.Namespace, plan: Plan) -> tuple[list[ExchangeRow
     if args.emulate:
         return laboratory("bench.all_to_all").emulated(args, plan)
     refuse_links(args)
-    return _own_ranks(plan)
+    return _own_ranks(plan, command)
 
 
-def _own_ranks(plan: Plan) -> tuple[list[ExchangeRow], dict[str, Any]]:
+def _own_ranks(plan: Plan, command: str) -> tuple[list[ExchangeRow], dict[str, Any]]:
     if not {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= set(os.environ):
         raise ValueError("there are no ranks to measure. Start the command with `torchrun "
-                         "--nproc-per-node 2 -m moe_plugin.cli.main bench all-to-all` on each "
-                         "node, or emulate a cluster with --emulate 4x4")
+                         f"--nproc-per-node 2 -m moe_plugin.cli.main {command}` on each node, or "
+                         "emulate a cluster with --emulate 4x4")
     cuda = torch.cuda.is_available()
     if cuda:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))

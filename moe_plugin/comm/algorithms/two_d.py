@@ -5,8 +5,8 @@ Consider n ranks, m ranks per node and S bytes per rank. In phase 1, local rank 
 that its node sends to local rank l of any node, using messages of S/m bytes within the node. In
 phase 2, each of these collections is sent to its destination node, with n/m - 1 messages of S*m/n
 bytes instead of n - m messages of S/n bytes. These numbers apply to nodes of equal size. If nodes
-have different sizes, rows for local rank j of a different node are sent through local rank j mod m,
-so every rank still sends at most one message to each rank for which it collects.
+have different sizes, rows for local rank j of a different node are sent through local rank j mod m.
+Every rank therefore still sends at most one message to each rank for which it collects.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def linear(comm: Comm, x: Tensor, send: Sequence[int] | None = None,
 
     On gloo, point-to-point messages are used, and all receives are posted first.
 
-    In gloo's own all-to-all, the ready signal of a peer waits behind bulk data, which is slow if
+    In gloo's own all-to-all, the ready signal of a peer waits behind bulk data. This is slow if
     pieces differ in size. Posting all receives first avoids this problem. This order also supports
     any dtype, and error messages can name the peer. NCCL's own all-to-all is already a single
     grouped call.

@@ -164,7 +164,7 @@ class FairseqMoELayer(TakesTokenIds, nn.Module):
 
     def _compute(self, x_BTD: Tensor, mask_BT: Tensor | None,
                  info: TokenInfo | None) -> MoEOutput:
-        """Call the layer. Call the layer. In evaluation, repeat the call until no rows exceed their
+        """Call the layer. In evaluation, repeat the call until no rows exceed their
         buffer.
 
         In training the whole step is repeated instead.

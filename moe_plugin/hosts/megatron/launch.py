@@ -46,6 +46,7 @@ from moe_plugin.hosts.megatron.endings import end_process, status_of
 from moe_plugin.hosts.megatron.file_arguments import file_arguments, reads_file
 from moe_plugin.hosts.megatron.script import observe_script
 from moe_plugin.hosts.megatron.translate import NATIVE_ARGUMENTS
+from moe_plugin.utils.data_workers import report_lost_batches
 from moe_plugin.utils.messages import Parser, first_process, removed, short
 
 logger = logging.getLogger("moe_plugin.megatron")
@@ -65,6 +66,10 @@ def extra_args_provider(parser: argparse.ArgumentParser) -> argparse.ArgumentPar
     for name, options in (*own_flags.ALL, *ensemble.FLAGS, *replicas.FLAGS):
         parser.add_argument("--" + name, **options)
     add_arguments(parser, NATIVE_ARGUMENTS)
+    for action in parser._actions:
+        if action.dest == "moe_router_score_function":
+            # a user's module may register more names after parsing, see `refuse_unknown_score`
+            action.choices, action.metavar = None, "NAME"
     return reads_file(parser)
 
 
@@ -158,6 +163,7 @@ def run(script: str, arguments: list[str], on_cpu: bool) -> None:
     extend_parse_args(chained)
     mend_loading_of_all_optimizers()
     refuse_empty_splits()
+    report_lost_batches()
     # imported late: these modules import Megatron, which may be located next to the script
     from moe_plugin.hosts.megatron import restricted
     from moe_plugin.hosts.megatron.compat.checkpointing import wrap

@@ -12,6 +12,8 @@ import contextlib
 import functools
 import inspect
 import io
+import json
+import os
 import pickle
 import sys
 from collections.abc import Callable, Iterator
@@ -60,6 +62,10 @@ def restrict_loads() -> None:
     pickle.load, pickle.loads = _limited(pickle.load), _limited(pickle.loads)
     numpy.load = _numpy_load(numpy.load)
     replace_training("load_args_from_checkpoint", _same_spec)
+    with contextlib.suppress(ImportError):  # Megatron 0.15 has no such tokenizers
+        from megatron.core.tokenizers.megatron_tokenizer import MegatronTokenizer
+
+        MegatronTokenizer.from_pretrained = _known_tokenizer(MegatronTokenizer.from_pretrained)
 
 
 @contextlib.contextmanager
@@ -139,5 +145,26 @@ def _same_spec(read: Callable[..., Any]) -> Callable[..., Any]:
             raise trust.UntrustedFile("the checkpoint, in its arguments,",
                                       [f"--spec {short(args.spec)}"])
         return done
+
+    return call
+
+
+def _known_tokenizer(build: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap Megatron's function that builds a tokenizer from the metadata in a JSON file.
+
+    Newer versions than Megatron 0.19 import the module that the metadata name. A module is accepted
+    only if it belongs to Megatron or to this package. Metadata that a script passes are not
+    checked.
+    """
+    @functools.wraps(build)
+    def call(tokenizer_path: Any = None, metadata_path: Any = None, **options: Any) -> Any:
+        path = metadata_path or vars(sys.modules[build.__module__])["_get_metadata_path"](
+            tokenizer_path)
+        if isinstance(path, str) and os.path.isfile(path) and not trusts_files():
+            with open(path, encoding="utf-8") as stream, _noted():
+                module = str(json.load(stream).get("class_path") or "megatron.core")
+                if not module.startswith(_OURS):
+                    raise trust.UntrustedFile(f"tokenizer metadata {short(path)}", [module])
+        return build(tokenizer_path, metadata_path, **options)
 
     return call

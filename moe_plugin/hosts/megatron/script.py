@@ -151,7 +151,7 @@ class Script:
         return pretrain()
 
     def around_setup(self, given: Mapping[str, Any], setup: Callable[[], Any]) -> Any:
-        _refuse_unfit()
+        _check_arguments()
         self._hold_folder()
         settings = run_config(settings_from_flags(script_arguments()))
         if settings.swarm.role != "none":
@@ -339,7 +339,7 @@ def _named(what: str) -> Iterator[None]:
         yield
 
 
-def _refuse_unfit() -> None:
+def _check_arguments() -> None:
     """Check the arguments before the model is built, because building takes minutes."""
     # imported late: these modules import Megatron, which may be located next to the script
     from moe_plugin.hosts.megatron import resizing

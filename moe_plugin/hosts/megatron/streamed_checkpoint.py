@@ -7,6 +7,7 @@ model, and the progress of the run.
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
@@ -40,15 +41,22 @@ def save(root: str, model: StreamedModel, optimizer: StreamedOptimizer,
         progress: dict of JSON values by name. It must contain "iteration" and "consumed_samples".
     Raises:
         ValueError: If the checkpoint cannot be written. Older checkpoints are not changed.
-        FloatingPointError: If a weight or an optimizer state is not finite. Nothing is written.
+        FloatingPointError: If a weight or an optimizer state is not finite on any rank. All ranks
+            raise the error, and the checkpoint does not become the newest one.
     """
     folder = files.folder(root, progress["iteration"])
     if (scaler := model.scaler) is not None:
         progress = {**progress, _SCALER: {name: float(x) for name, x in
                                           scaler.state_dict().items()}}
-    with refused_together("a checkpoint") if dist.get_world_size() > 1 else nullcontext():
-        outer = None if model.peers is None else model.peers.outer_state
-        save_weights(model.trainer, _own(folder), outer, finite=True)
+    outer = None if model.peers is None else model.peers.outer_state
+    several = dist.get_world_size() > 1
+    try:
+        with refused_together("a checkpoint") if several else nullcontext():
+            save_weights(model.trainer, _own(folder), outer, finite=True)
+    except (ValueError, FloatingPointError):
+        if several:  # the parts of the other ranks are useless without the part that is missing
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
     if dist.get_rank() > 0:
         return folder
     write_whole(Path(folder, META), checksums.seal_json(

@@ -34,6 +34,7 @@ from moe_plugin.config import (
 from moe_plugin.config.refusals import Values
 from moe_plugin.config.router import router_names
 from moe_plugin.config.tree import describes_layers
+from moe_plugin.config.user_modules import import_user_modules
 from moe_plugin.hosts.megatron import balance
 from moe_plugin.hosts.megatron.compat import fields, recipes
 from moe_plugin.hosts.megatron.compat.settings import (
@@ -46,6 +47,7 @@ from moe_plugin.hosts.megatron.compat.settings import (
     with_known_names,
 )
 from moe_plugin.hosts.megatron.refusals import MESSAGES
+from moe_plugin.kernels.scores import score_functions
 from moe_plugin.memory.weights.refusal import refuse_streamed_weights
 from moe_plugin.routing import only_read
 from moe_plugin.utils.messages import short
@@ -131,6 +133,7 @@ def translate(native: Any, settings: Mapping[str, Any], *,
         ValueError: If this package's layer does not support a Megatron setting, if a setting of
             this package contradicts a Megatron setting, or if a value is invalid.
     """
+    import_user_modules(settings.get("imports"))  # may register the score function
     refuse_unsupported(with_known_names(native))
     if not injected_router:
         balance.refuse_unknown(native)
@@ -173,8 +176,6 @@ def native_arguments(settings: Mapping[str, Any]) -> dict[str, Any]:
         arguments["swiglu"] = True
     if (experts_kind, activation) in ((None, "squared_relu"), ("ffn", "squared_relu")):
         arguments["squared_relu"] = True
-    if settings.get("router.score") in ("softmax", "sigmoid"):
-        arguments["moe_router_score_function"] = settings["router.score"]
     of_one = describes_layers(settings) and settings.get("router.top_k") == 1
     if settings.get("router.normalize", "none" if of_one else "") == "none":
         arguments["moe_router_pre_softmax"] = True
@@ -187,6 +188,7 @@ _ATTRIBUTES = {
     "num_experts": "num_experts",
     "deterministic": "deterministic_mode",
     "router.top_k": "moe_router_topk",
+    "router.score": "moe_router_score_function",
     "router.scaling": "moe_router_topk_scaling_factor",
     "router.input_jitter": "moe_input_jitter_eps",
     "experts.hidden_dim": "moe_ffn_hidden_size",
@@ -234,14 +236,14 @@ def _agreed(native: Any, settings: Mapping[str, Any], whole: bool) -> dict[str, 
 
 
 def _native_values(native: Any) -> dict[str, Any]:
-    sigmoid = native.moe_router_score_function == "sigmoid"
-    post_softmax = sigmoid or not native.moe_router_pre_softmax
+    score = native.moe_router_score_function
+    post_softmax = score != "softmax" or not native.moe_router_pre_softmax
     return {
         "model_dim": native.hidden_size,
         "num_experts": native.num_moe_experts,
         "deterministic": bool(setting(native, "deterministic_mode", False)),
         "router.top_k": native.moe_router_topk,
-        "router.score": "sigmoid" if sigmoid else "softmax",
+        "router.score": score if score in score_functions else "softmax",
         "router.normalize": "before_drop" if post_softmax else "none",
         "router.scaling": float(native.moe_router_topk_scaling_factor or 1.0),
         "router.input_jitter": float(native.moe_input_jitter_eps or 0.0),
@@ -335,6 +337,7 @@ def refuse_unsupported(native: Any) -> None:
             "--num-experts."
         )
     fields.refuse_by_row(native)
+    fields.refuse_unknown_score(native)
     fields.refuse_unknown(native)
     _refuse_lists(native)
     MESSAGES.refuse(Values({"batch_p2p_comm": setting(native, "batch_p2p_comm", True)},
@@ -380,7 +383,8 @@ def _followed(recipe: Mapping[str, Any]) -> Iterable[str]:
 
 def _notices(native: Any) -> Iterable[str]:
     if given := fields.without_effect(native):
-        yield f"choose a native implementation and have no effect on this layer: {', '.join(given)}"
+        yield ("Megatron settings that choose a native implementation and have no effect on this "
+               f"layer: {', '.join(given)}")
     if native.moe_router_dtype is None and not tuple(fields.router_reasons(native)):
         yield "moe_router_dtype is not set, but routing is computed in fp32 anyway"
 
@@ -393,4 +397,4 @@ def announce(plan: Translation) -> None:
         logger.info("MoE layers use Megatron's own router, because of %s",
                     ", ".join(plan.native_router))
     for notice in plan.notices:
-        logger.info("Megatron settings that %s" if notice.startswith("choose") else "%s", notice)
+        logger.info("%s", notice)

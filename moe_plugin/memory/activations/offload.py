@@ -1,7 +1,7 @@
 """Policies for the activations of a model's blocks: keep, recompute or swap.
 
 With the policy `keep`, autograd stores all tensors as usual. With the policy `recompute`, only the
-input of a block is stored, and the block is computed again before its backward pass, with the same
+input of a block is stored. The block is computed again before its backward pass, with the same
 random numbers and the same routing. With the policy `swap`, tensors that autograd saves are copied
 to a slower tier, and are copied back before they are needed. The results of all three policies are
 bitwise equal.

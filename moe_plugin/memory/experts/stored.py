@@ -118,8 +118,7 @@ class StoredExperts(Experts):
 
     @torch.no_grad()
     def compute(self, work: ExpertRows) -> Tensor:
-        """Compute the result without gradients, in parts if the cache is too small.
-        """
+        """Compute the result without gradients, in parts if the cache is too small."""
         counts = counts_of(work.rows)
         active = [expert for expert, rows in enumerate(counts) if rows]
         room = self.store.room(len(active))

@@ -1,4 +1,4 @@
-"""Checkpoints of models with streamed weights, which consist of one safetensors file per block.
+"""Checkpoints of models with streamed weights. A checkpoint has one safetensors file per block.
 
 Blocks are written and read one at a time.
 """
@@ -28,8 +28,7 @@ from moe_plugin.utils.regular_files import check_input, make_folder, move_into_p
 
 # Segments of a model with streamed weights, planned from measurements of its blocks.
 def measured_layers(trainer: StreamedTrainer, micro_batches: int) -> list[Layer]:
-    """Return a description of the blocks for the planner, which is based on measurements of the
-    last step.
+    """Describe the blocks for the planner by measurements of the last step.
 
     Gradients and optimizer state are not part of a segment, because they exist for only one block
     at a time.

@@ -74,7 +74,7 @@ class OptimizerStateBuffer:
 
 
 class StateInFiles:
-    """Optimizer state in files, which is loaded into a shared buffer for the optimizer step.
+    """Optimizer state in files. For an optimizer step, the state is loaded into a shared buffer.
 
     The files also contain the parameters whose values are not stored elsewhere.
     """

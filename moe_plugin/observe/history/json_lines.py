@@ -23,6 +23,7 @@ from moe_plugin.observe.history.records import (
     StepRecord,
 )
 from moe_plugin.utils.messages import short
+from moe_plugin.utils.statistics import statistics
 
 Record = TypeVar("Record")
 LARGEST, MOST_STEPS = 1e30, 1e15  # larger values would overflow when figures are computed
@@ -35,8 +36,19 @@ def layer_record(row: Mapping[str, Any]) -> LayerRecord:
     # interned, because a long log would otherwise keep the same string a hundred thousand times
     step, layer = _step(row, "step"), sys.intern(str(row["layer"]))
     return _filled(LayerRecord, row, step=step, layer=layer,
-                   load=_loads(_list(row, "load")),
+                   load=_loads(_list(row, "load")), more=_more(row),
                    decisions=tuple(_decision(step, layer, d) for d in _list(row, "decisions")))
+
+
+def _more(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the statistics with a chart that are not attributes of `LayerRecord`, by name."""
+    known, found = _fields(LayerRecord), _NONE
+    for name, value in row.items():
+        statistic = None if name in known or value is None else statistics.find(name)
+        if statistic is not None and statistic.charts:
+            numbers = _numbers(row, name) if isinstance(value, dict) else _number(value, name)
+            found = {**found, name: numbers}
+    return found
 
 
 def _loads(values: list[Any]) -> Sequence[float]:
@@ -160,22 +172,33 @@ def _absent(kind: Any) -> dict[str, Any]:
     return {name: _NONE for name, by_name in _fields(kind).items() if by_name}
 
 
+@functools.lru_cache(maxsize=1 << 8)  # the lines of a log have few different sets of names
+def _read_fields(kind: Any, names: tuple[str, ...], given: tuple[str, ...]
+                 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the names in a line that are numbers of a record, and those that are dicts of numbers.
+    """
+    fields = {name: by_name for name, by_name in _fields(kind).items()
+              if name in names and name not in given}
+    return (tuple(name for name, by_name in fields.items() if not by_name),
+            tuple(name for name, by_name in fields.items() if by_name))
+
+
 def _filled(kind: Callable[..., Record], row: Mapping[str, Any], **given: Any) -> Record:
     """Build the record of a line from the given fields and from the numbers in the line."""
-    fields = _fields(kind)
-    for name, value in row.items():
-        by_name = fields.get(name)
-        if by_name is None or name in given or value is None:
-            continue
-        if by_name:
-            given[name] = _numbers(row, name) if value else _NONE
-        else:
+    numbers, dicts = _read_fields(kind, tuple(row), tuple(given))
+    found = {**_absent(kind), **given}
+    for name in dicts:
+        if row[name]:
+            found[name] = _numbers(row, name)
+    for name in numbers:
+        value = row[name]
+        if value is not None:
             plain = type(value) in _PLAIN and -LARGEST <= value <= LARGEST
-            given[name] = value if plain else _number(value, name)
-    return kind(**{**_absent(kind), **given})
+            found[name] = value if plain else _number(value, name)
+    return kind(**found)
 
 
-_NONE: dict[str, float] = {}  # shared by all records that lack a dict of numbers
+_NONE: dict[str, Any] = {}  # shared by all records that lack a dict of numbers
 _PLAIN = {int, float}  # without bool
 
 
@@ -234,10 +257,11 @@ def _dict(row: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 def _numbers(row: Mapping[str, Any], name: str) -> dict[str, float]:
     found = _dict(row, name)
-    kinds, numbers = {*map(type, found.values())}, found.values()
-    if not kinds <= _PLAIN or not (-LARGEST <= min(numbers) and max(numbers) <= LARGEST):
-        return {str(key): _number(value, name)
-                for key, value in found.items() if value is not None}
-    if float not in kinds:
-        return _shared(*found.items())
-    return {sys.intern(key): value for key, value in found.items()}
+    whole = True
+    for value in found.values():
+        if type(value) not in _PLAIN or not -LARGEST <= value <= LARGEST:
+            return {str(key): _number(value, name)
+                    for key, value in found.items() if value is not None}
+        whole = whole and type(value) is int
+    return _shared(*found.items()) if whole else {
+        sys.intern(key): value for key, value in found.items()}

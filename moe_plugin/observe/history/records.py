@@ -158,8 +158,9 @@ class DecisionRecord:
 # frozen instances take five times as long to create.
 @dataclass(kw_only=True, slots=True)
 class LayerRecord:
-    """The statistics of one layer over one interval. See docs/observability.md.
+    """The statistics of one layer over one interval. See `moe_plugin/utils/statistics.py`.
 
+    more: the statistics with a chart that are not attributes, by name.
     load: how often each expert was chosen, or an empty sequence if this is unknown. It is an
         `array` if it was read from a log.
     choices: the number of choices of all experts, which is the sum of `load`.
@@ -185,11 +186,16 @@ class LayerRecord:
     routers: dict[str, float] = field(default_factory=dict)
     collectives: dict[str, float] = field(default_factory=dict)
     store: dict[str, float] = field(default_factory=dict)
+    more: dict[str, Any] = field(default_factory=dict)
     decisions: tuple[DecisionRecord, ...] = ()
     choices: float = field(init=False)
 
     def __post_init__(self) -> None:
         self.choices = sum(self.load)
+
+    def value(self, name: str) -> Any:
+        """Return a statistic by name, or None if it is unknown."""
+        return getattr(self, name) if name in self.__slots__ else self.more.get(name)
 
     @property
     def hit_rate(self) -> float | None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import functools
 import math
-from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any
+
+import numpy as np
 
 from moe_plugin.observe.history import CopyRecord, LayerRecord, RunRecord, SpanRecord
 from moe_plugin.observe.history.records import DROPS
@@ -21,11 +22,21 @@ from moe_plugin.observe.report.figure_records import (
     Table,
     chart,
     ensemble,
+    experts_map,
     heat_map,
     line,
     settled,
 )
 from moe_plugin.observe.report.text import NAME, layout_words, number, shortened
+from moe_plugin.utils.statistics import (
+    BALANCE,
+    EXCHANGE,
+    ROUTER,
+    STORE,
+    Chart,
+    Statistic,
+    statistics,
+)
 
 LINES = 6  # with more layers, only the highest, the middle and the lowest value are drawn
 COLUMNS, CELLS = 120, 200_000  # the largest number of columns of a heat map, and of cells in total
@@ -43,100 +54,37 @@ STEP_CHARTS: tuple[tuple[str, str, str, str, str, Options], ...] = (
 )
 
 
-def _bytes_per_call(r: LayerRecord) -> float | None:
-    return None if r.bytes_sent is None or not r.calls else r.bytes_sent / r.calls
-
-
-def _rows_per_token(r: LayerRecord) -> float | None:
-    """Return the rows per token, or None if unknown or if no row was sent."""
-    return r.rows_sent / r.tokens if r.rows_sent and r.tokens else None
-
-
-def _rows_between(r: LayerRecord) -> float | None:
-    """Return the rows to other nodes per token, or None if unknown or if no row left a node."""
-    return r.rows_between / r.tokens if r.rows_between and r.tokens else None
-
-
-def _saved_rows(r: LayerRecord) -> float | None:
-    """Return the fraction of kept choices that needed no separate row, or None if it is 0."""
-    kept = r.choices * (1 - (r.drop_fraction or 0.0))
-    return 1 - r.rows_sent / kept if r.rows_sent and r.rows_sent < kept else None
-
-
-def _of_store(name: str) -> Callable[[LayerRecord], float | None]:
-    """Return a function that returns a counter of the store of experts per call."""
-    return lambda r: r.store.get(name, 0.0) / r.calls if r.store and r.calls else None
-
-
-# The charts of the layers by id: title, explanation, value, options.
-LAYER_CHARTS: dict[str, tuple[str, str, Callable[[LayerRecord], float | None], Options]] = {
-    "max-mean": ("Busiest expert over mean load",
-                 "The largest load over the mean load of each record; 1 is perfect balance.",
-                 lambda r: r.max_over_mean, {"floor": 1.0}),
-    "drops": ("Dropped choices", "The share of the choices that exceed the capacity.",
-              lambda r: r.drop_fraction, {"unit": "%"}),
-    "unused": ("Unused experts", "Experts without any token in the whole record.",
-               lambda r: r.unused_experts, {"unit": "count"}),
-    "entropy": ("Router entropy", "The mean over tokens, in nats. A low value means that the "
-                "router strongly prefers some experts for each token.", lambda r: r.entropy, {}),
-    "bytes": ("Bytes sent to other ranks",
-              "One forward pass on one rank, mean over each record.",
-              _bytes_per_call, {"unit": "B"}),
-    "rows-sent": ("Rows sent, per token",
-                  "One row for each expert, rank or node that a token visits (`dispatch.send`), "
-                  "including the token's own. With `bounded`, all slots count, filled or not.",
-                  _rows_per_token, {}),
-    "rows-between": ("Rows sent to other nodes, per token", "The rows that leave their node. Each "
-                     "row also returns, and the backward pass sends as many.", _rows_between, {}),
-    "rows-saved": ("Rows saved by sending once",
-                   "The share of rows that is saved, compared with one row for each choice.",
-                   _saved_rows, {"unit": "%"}),
-    "store-hits": ("Experts found on the device",
-                   "The share of the experts that a call needed and found on the device, "
-                   "including experts that were fetched ahead.",
-                   lambda r: r.hit_rate, {"unit": "%"}),
-    "store-stalls": ("Calls that waited for experts", "The share of the calls on one rank.",
-                     _of_store("stalls"), {"unit": "%"}),
-    "store-bytes": ("Experts copied to the device", "The bytes of one call on one rank.",
-                    _of_store("bytes"), {"unit": "B"}),
-    "store-resident": ("Experts on the device", "The bytes of the experts in the slots of a rank, "
-                       "which all layers share. Mean over calls.",
-                       _of_store("resident_bytes"), {"unit": "B"}),
-    "store-wasted": ("Experts fetched in vain",
-                     "Experts that a call fetched ahead and that were removed before they were "
-                     "used.", _of_store("wasted"), {}),
-}
 # The curves of the training log that replace missing layer statistics: name, key, factor.
 FROM_LOG = {"drops": [(f"choice {i}", key, 0.01) for i, key in enumerate(DROPS, 1)],
             "entropy": [("mean over layers", "entropy_gating", 1.0)]}
-# The fields of `LayerRecord` whose most frequent name is drawn: title, explanation.
-MOST_FREQUENT = {
-    "layouts": ("Layout of each layer", "The most frequent layout of each record."),
-    "exchanges": ("All-to-all of each layer", "The most frequent algorithm of each record."),
-    "routers": ("Router of each layer",
-                "With several routers, the most frequent router of each record."),
-    "collectives": ("Collectives of each layer",
-                    "The implementation that gathers and sums data (`comm.collectives`)."),
-}
 
 
 def sections(run: RunRecord) -> list[ReportSection]:
     """Return all figures for which the run has data."""
-    stored = any(record.store for records in run.layers.values() for record in records)
-    found = [
-        ReportSection("Training", training(run)),
-        ReportSection("Ensemble", ensemble(run)),
-        ReportSection("Load balance", balance(run)),
-        ReportSection("Load by layer and by expert", [*heat_maps(run)]),
-        ReportSection("Router", router(run)),
-        ReportSection("Exchange and layouts", [*exchange(run), *layouts(run)]),
-        ReportSection("Experts outside the device", [
-            figure for id in LAYER_CHARTS if stored and id.startswith("store-")
-            for figure in of_layers(run, id)]),
-        ReportSection("Activations and weights outside the device", copies(run)),
-        ReportSection("Time of a step", timelines(run)),
-    ]
-    return [settled(section) for section in found if section.figures]
+    by_title: dict[str, list[Figure]] = {
+        "Training": training(run),
+        "Ensemble": ensemble(run),
+        BALANCE: balance(run),
+        "Load by layer and by expert": [*heat_maps(run)],
+        ROUTER: [*charts_of(run, ROUTER), *_losses(run)],
+        EXCHANGE: exchange(run),
+        STORE: charts_of(run, STORE),
+    }
+    for _, shown in statistic_charts():
+        if shown.section not in by_title:
+            by_title[shown.section] = charts_of(run, shown.section)
+    by_title |= {
+        "Activations and weights outside the device": copies(run),
+        "Time of a step": timelines(run),
+    }
+    return [settled(ReportSection(title, figures))
+            for title, figures in by_title.items() if figures]
+
+
+def statistic_charts() -> list[tuple[Statistic, Chart]]:
+    """Return the charts of all statistics that are curves."""
+    return [(statistic, shown) for statistic in statistics.values()
+            if statistic.reduce != "names" for shown in statistic.charts]
 
 
 def over_steps(run: RunRecord, field: str, name: str, **style: bool) -> Line | None:
@@ -152,13 +100,25 @@ def training(run: RunRecord) -> list[Figure]:
         id, title, about, [over_steps(run, field, name), *more.get(id, ())], **options)]
 
 
-def of_layers(run: RunRecord, id: str, *more: Line | None) -> list[LineChart]:
-    """Return a chart of `LAYER_CHARTS` with additional curves."""
-    title, about, value, options = LAYER_CHARTS[id]
-    lines = by_layer(run, value)
+def charts_of(run: RunRecord, section: str) -> list[Figure]:
+    """Return the charts of the statistics in a section, with one curve per layer."""
+    return [figure for statistic, shown in statistic_charts() if shown.section == section
+            for figure in _of_layers(run, statistic, shown)]
+
+
+def value_of(statistic: Statistic, shown: Chart) -> Callable[[LayerRecord], float | None]:
+    """Return the function that computes the value of a chart from a record."""
+    return shown.value or (lambda record: record.value(statistic.name))
+
+
+def _of_layers(run: RunRecord, statistic: Statistic, shown: Chart) -> list[LineChart]:
+    lines = by_layer(run, value_of(statistic, shown))
     if not any(lines):
-        lines = [_extra(run, *one) for one in FROM_LOG.get(id, ())]
-    return chart(id, title, about, [*lines, *more], **options)
+        lines = [_extra(run, *one) for one in FROM_LOG.get(shown.id, ())]
+    reference = shown.reference(run.experts)
+    dashed = [] if reference is None else [_reference(run, *reference)]
+    return chart(shown.id, shown.title, shown.about, [*lines, *dashed], unit=shown.unit,
+                 floor=shown.floor)
 
 
 def by_layer(run: RunRecord, value: Callable[[LayerRecord], float | None]) -> list[Line | None]:
@@ -169,16 +129,23 @@ def by_layer(run: RunRecord, value: Callable[[LayerRecord], float | None]) -> li
     if len(run.layers) <= LINES:
         return [line(name, [(r.step, value(r)) for r in records])
                 for name, records in zip(_names(run), run.layers.values(), strict=True)]
-    at = defaultdict[int, list[float]](list)
-    for records in run.layers.values():
-        for record in records:
-            if (v := value(record)) is not None and math.isfinite(v):
-                at[record.step].append(v)
-    ordered = [(step, sorted(at[step])) for step in sorted(at)]
-    return [line("highest layer", [(step, values[-1]) for step, values in ordered]),
-            line("middle layer", [(step, (values[len(values) // 2] + values[~(len(values) // 2)])
-                                   / 2) for step, values in ordered]),
-            line("lowest layer", [(step, values[0]) for step, values in ordered])]
+    # NumPy, because a long log has hundreds of thousands of records
+    steps = sorted({r.step for records in run.layers.values() for r in records})
+    column = {step: i for i, step in enumerate(steps)}
+    values_LS = np.full((len(run.layers), len(steps)), np.nan)
+    for row, records in enumerate(run.layers.values()):
+        values_LS[row, [column[r.step] for r in records]] = np.array(
+            [value(r) for r in records], float)
+    values_LS[~np.isfinite(values_LS)] = np.nan
+    values_LS.sort(0)  # unknown values come last
+    known_S = (~np.isnan(values_LS)).sum(0)
+    [seen_K] = known_S.nonzero()
+    known_K, at = known_S[seen_K], [steps[i] for i in seen_K.tolist()]
+    low_K, high_K = (values_LS[row_K, seen_K] for row_K in ((known_K - 1) // 2, known_K // 2))
+    of_lines = {"highest layer": values_LS[known_K - 1, seen_K], "middle layer":
+                (low_K + high_K) / 2, "lowest layer": values_LS[0, seen_K]}
+    return [line(name, list(zip(at, of_line.tolist(), strict=True)))
+            for name, of_line in of_lines.items()]
 
 
 def _names(run: RunRecord) -> list[str]:
@@ -199,11 +166,9 @@ def balance(run: RunRecord) -> list[Figure]:
     """Return the charts of load imbalance and dropped choices by layer."""
     valid = [(r.step, v) for r in run.steps if (v := r.dropped("valid ")) is not None]
     return [
-        *of_layers(run, "max-mean", _reference(run, "perfect balance", 1.0)),
-        *of_layers(run, "drops"),
+        *charts_of(run, BALANCE),
         *chart("drops-valid", "Dropped choices in validation", "Mean over layers, from the "
                "training log.", [line("validation", valid, marks=True)], unit="%"),
-        *of_layers(run, "unused"),
     ]
 
 
@@ -215,7 +180,7 @@ def heat_maps(run: RunRecord) -> list[HeatMap]:
     rows = sum(len(records[-1].load) for records in known.values())
     columns = max(20, min(COLUMNS, CELLS // rows)) if rows else COLUMNS
     return [*_layers_map(run, columns),
-            *(_experts_map(f"experts-{i}", names[name], records, columns)
+            *(experts_map(f"experts-{i}", names[name], records, columns)
               for i, (name, records) in enumerate(known.items()))]
 
 
@@ -228,23 +193,6 @@ def _layers_map(run: RunRecord, columns: int) -> list[HeatMap]:
     cells = {name: [row.get(s, math.nan) for s in steps] for name, row in at.items()}
     return [heat_map("layers", "Busiest expert over mean load, by layer",
                      "One row per layer, time to the right.", "layer", cells, steps, columns)]
-
-
-def _experts_map(id: str, name: str, records: list[LayerRecord], columns: int) -> HeatMap:
-    experts = len(records[-1].load)
-    records = [r for r in records if len(r.load) == experts]
-    cells = dict(zip(map(str, range(experts)), zip(*(r.shares for r in records), strict=True),
-                     strict=True))
-    return heat_map(id, f"Load of each expert: {name}",
-                    "One row per expert, time to the right; load over the mean load.", "expert",
-                    cells, [r.step for r in records], columns)
-
-
-def router(run: RunRecord) -> list[Figure]:
-    """Return the charts of the router's entropy and losses."""
-    even = _reference(run, f"uniform over {run.experts}", math.log(run.experts)
-                      ) if run.experts > 1 else None
-    return [*of_layers(run, "entropy", even), *_losses(run)]
 
 
 def _loss(name: str, r: LayerRecord) -> float | None:
@@ -268,16 +216,16 @@ def _losses(run: RunRecord) -> list[Figure]:
 
 
 def exchange(run: RunRecord) -> list[Figure]:
-    """Return the charts of the bytes and the time of exchanges."""
+    """Return the charts of exchanges and layouts."""
     times = [_extra(run, "on the host", "all_to_all_cpu_time_ms")]
     if any(r.extra.get("all_to_all_cuda_time_ms") for r in run.steps):  # without a GPU all are 0
         times.append(_extra(run, "on the GPU", "all_to_all_cuda_time_ms"))
     return [
-        *(figure for id in ("bytes", "rows-sent", "rows-between", "rows-saved")
-          for figure in of_layers(run, id)),
+        *charts_of(run, EXCHANGE),
         *chart("exchange-time", "Time in exchanges",
                "All-to-all of one layer, forward and backward, from the training log.",
                times, unit="ms"),
+        *layouts(run),
     ]
 
 
@@ -318,11 +266,14 @@ def layouts(run: RunRecord) -> list[Figure]:
     A figure is left out if its value never changes.
     """
     found: list[Figure] = []
-    for id, (title, about) in MOST_FREQUENT.items():
+    named = [(s.name, shown) for s in statistics.values() if s.reduce == "names"
+             for shown in s.charts]
+    for name, shown in named:
         bands = [band for i, records in enumerate(run.layers.values())
-                 for band in _most_frequent(i, records, id)]
+                 for band in _most_frequent(i, records, name)]
         if len({b.kind for b in bands}) > 1:
-            found.append(Bands(id, title, about, tuple(run.layers), tuple(bands)))
+            found.append(Bands(shown.id, shown.title, shown.about, tuple(run.layers),
+                               tuple(bands)))
     return [*found, *_decisions(run)]
 
 
@@ -331,7 +282,7 @@ def _most_frequent(row: int, records: Iterable[LayerRecord], field: str) -> list
     before: float = 0
     known, kind = None, ""
     for r in records:
-        found = getattr(r, field)
+        found = r.value(field)
         if found:
             if found is not known:  # equal counts in a log are the same object, which saves time
                 kind, known = layout_words(field, max(found, key=lambda name: found[name])), found

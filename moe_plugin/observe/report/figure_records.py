@@ -7,7 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from moe_plugin.observe.history import RunRecord
+import numpy as np
+
+from moe_plugin.observe.history import LayerRecord, RunRecord
 from moe_plugin.observe.report.text import number
 
 # The number of points per curve. Longer curves keep the extremes of each stretch, so that no spike
@@ -203,12 +205,40 @@ def heat_map(id: str, title: str, about: str, row: str, cells: Mapping[str, Sequ
 
     cells: the values of each row, one per step.
     """
-    count = min(columns, len(steps))
-    ends = [i * len(steps) // count for i in range(count + 1)]
-    values = tuple(tuple(mean_known(of_row[a:b]) for a, b in pairwise(ends))
+    columns_of = stretches(len(steps), columns)
+    values = tuple(tuple(mean_known(of_row[a:b]) for a, b in columns_of)
                    for of_row in cells.values())
-    return HeatMap(id, title, about, row, tuple(cells), tuple(steps[b - 1] for b in ends[1:]),
+    return HeatMap(id, title, about, row, tuple(cells), tuple(steps[b - 1] for _, b in columns_of),
                    values)
+
+
+def stretches(steps: int, columns: int) -> list[tuple[int, int]]:
+    """Divide steps evenly among at most `columns` columns. Return the begin and end of each."""
+    count = min(columns, steps)
+    return list(pairwise(i * steps // count for i in range(count + 1)))
+
+
+def experts_map(id: str, name: str, records: Sequence[LayerRecord], columns: int) -> HeatMap:
+    """Build a heat map of the load of each expert of a layer. See `heat_map`."""
+    experts = len(records[-1].load)
+    records = [r for r in records if len(r.load) == experts]
+    columns_of = stretches(len(records), columns)
+    values = zip(*(_mean_shares(records[a:b], experts) for a, b in columns_of), strict=True)
+    return HeatMap(id, f"Load of each expert: {name}",
+                   "One row per expert, time to the right; load over the mean load.", "expert",
+                   tuple(map(str, range(experts))), tuple(records[b - 1].step
+                                                          for _, b in columns_of), tuple(values))
+
+
+def _mean_shares(records: Sequence[LayerRecord], experts: int) -> list[float]:
+    """Return the mean of `LayerRecord.shares` for each expert."""
+    routed = [r for r in records if r.choices and math.isfinite(r.choices)]  # others have none
+    if not routed:
+        return [math.nan] * experts
+    # NumPy, because a long log has tens of millions of loads
+    means_R = np.array([r.choices / experts for r in routed])
+    loads_RE = np.array([r.load for r in routed], np.float64)
+    return (loads_RE / means_R[:, None]).mean(0).tolist()
 
 
 def mean_known(values: Sequence[float]) -> float:

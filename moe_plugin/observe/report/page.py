@@ -24,7 +24,14 @@ from moe_plugin import __version__
 from moe_plugin.observe.findings import Finding, findings, too_few
 from moe_plugin.observe.history import LayerRecord, RunRecord
 from moe_plugin.observe.history.records import comparable
-from moe_plugin.observe.report.content import LAYER_CHARTS, STEP_CHARTS, over_steps, sections
+from moe_plugin.observe.report.content import (
+    STEP_CHARTS,
+    Options,
+    over_steps,
+    sections,
+    statistic_charts,
+    value_of,
+)
 from moe_plugin.observe.report.draw_svg import drawing, top_of
 from moe_plugin.observe.report.figure_records import (
     Figure,
@@ -41,14 +48,6 @@ from moe_plugin.utils.regular_files import write_regular
 
 MOST_RUNS = 8  # the number of colours that readers can distinguish
 LAST = 5  # runs without validation are ordered by the mean of so many last losses
-# the charts of `LAYER_CHARTS` that a comparison shows, with their explanations
-EXPERTS = {
-    "max-mean": "Mean over layers. 1 is perfect balance.",
-    "drops": "The share of the choices, mean over layers.",
-    "unused": "Mean over layers.",
-    "entropy": "Mean over tokens and layers, in nats.",
-    "bytes": "One forward pass of one layer on one rank, mean over layers.",
-}
 
 
 def named_apart(runs: Sequence[RunRecord]) -> list[RunRecord]:
@@ -181,12 +180,14 @@ def _training(runs: Sequence[RunRecord]) -> list[Figure]:
 
 def _experts(runs: Sequence[RunRecord]) -> list[Figure]:
     found: list[Figure] = []
-    for id, about in EXPERTS.items():
-        title, _, value, options = LAYER_CHARTS[id]
-        if options.get("unit") == "count":  # a mean is not an integer
-            options = {}
-        found += chart(id, title, about, [line(run.name, _over_layers(run, value))
-                                          for run in runs], **options)
+    for statistic, shown in statistic_charts():
+        if shown.compared is not None:
+            options: Options = {"unit": shown.unit, "floor": shown.floor}
+            if shown.unit == "count":  # a mean is not an integer
+                options = {}
+            value = value_of(statistic, shown)
+            found += chart(shown.id, shown.title, shown.compared,
+                           [line(run.name, _over_layers(run, value)) for run in runs], **options)
     return found
 
 

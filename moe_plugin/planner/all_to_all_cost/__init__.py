@@ -1,4 +1,4 @@
-"""Closed-form cost models of all-to-all algorithms, which predict messages, bytes and times.
+"""Closed-form cost models that predict messages, bytes and times of all-to-all algorithms.
 
 In the formulas, there are N nodes of P ranks, so W = N P ranks, and each rank sends S bytes in W
 equal pieces. The ranks of a node share `nics` network cards, so one card sends the messages of s =

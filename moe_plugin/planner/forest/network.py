@@ -151,7 +151,7 @@ class Network:
         network card with the bandwidth of `cluster.inter`. If a node has fewer cards than ranks,
         ranks share a card. If a node has more cards than ranks, a rank has several cards.
         Bandwidths are rounded to 3 significant digits. Alpha and the fixed time of a round are
-        charged on the wire on which a message leaves a rank.
+        added on the wire on which a message leaves a rank.
         """
         ranks: list[str] = []
         switches: list[str] = []

@@ -1,4 +1,4 @@
-"""Minimum time of a collective, which is determined by the network's slowest cut.
+"""Minimum time of a collective, as determined by the network's slowest cut.
 
 For each set S of nodes that does not contain all ranks, the shards of all ranks in S must leave S,
 and B(S) is the bandwidth of the wires out of S. Hence the minimum time in seconds per GB of a shard

@@ -84,7 +84,7 @@ class Schedule:
     Attributes:
         collective: name of the collective, which is one of `COLLECTIVES`.
         network: the network.
-        inverse_rate: minimum time 1/x* in seconds per GB of a shard, which has M/N bytes for N
+        inverse_rate: minimum time 1/x* in seconds per GB of a shard. A shard has M/N bytes for N
             ranks. No schedule of this kind takes less time. For all_reduce, the value applies to
             each of the two phases separately or, with `overlap`, to both phases together.
         cut: names of the nodes of the set S that proves the bound `1/x* = (ranks in S) / (bandwidth

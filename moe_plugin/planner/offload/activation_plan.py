@@ -65,9 +65,10 @@ class SwapPlan:
 def plan(blocks: Sequence[SwapBlock], limit: int, base: int = 0, duplex: bool = True) -> SwapPlan:
     """Return the decisions that give the shortest step within the memory limit.
 
-    With up to 10 blocks, the result is the best of all `3 ** n` combinations. With more blocks, it
-    is the best combination found, with a lower bound of the time (`SwapPlan.bound_s`) and a flag
-    that is True if the search proved that the combination is optimal.
+    With up to 10 blocks, the result is the best of all `3 ** n` combinations. With more blocks, the
+    plan is the best combination found. A plan contains a lower bound of the time
+    (`SwapPlan.bound_s`) and a flag that is True if the search proved that the combination is
+    optimal.
 
     Args:
         blocks: blocks in the order of the forward pass.
@@ -207,8 +208,9 @@ class _Prefix:
 
 
 class _Proof:
-    """Depth-first search over decisions, block by block, which skips branches that cannot be
-    better.
+    """Depth-first search over the decisions of one block after another.
+
+    Branches that cannot be better are skipped.
 
     Attributes:
         best: best decisions that have been found so far.

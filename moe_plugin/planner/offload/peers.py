@@ -72,7 +72,7 @@ def versus_pipeline(plan: StreamPlan, peers: Peers) -> Versus:
     per step. The assumptions favour the pipeline. The pipeline's weights and activations fit into
     memory, and all stages take equally long. The model is divided where the least data is sent.
     Activations are stored instead of recomputed, and no weights are averaged. The streaming time
-    includes a fraction of the time of an average, which does not overlap with anything.
+    includes a fraction of the time of an average. This fraction does not overlap with anything.
 
     Raises:
         ValueError: If the model has fewer layers than there are peers.

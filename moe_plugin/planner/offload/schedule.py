@@ -36,8 +36,8 @@ class BlockProfile:
             backward pass without recomputation.
         activation_bytes: number of bytes that the forward pass stores for the backward pass,
             including the block's input.
-        kept_bytes: size in bytes of the block's input, which remains stored if the forward pass is
-            recomputed. If a model is divided before this block, the same number of bytes is sent
+        kept_bytes: size in bytes of the block's input. The input remains stored if the forward pass
+            is recomputed. If a model is divided before this block, the same number of bytes is sent
             between the two parts.
         parameter_bytes: size of the block's weights in bytes.
         gradient_bytes: size of the weights' gradients in bytes.

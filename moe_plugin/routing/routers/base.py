@@ -26,11 +26,11 @@ from moe_plugin.routing.contract import (
     keep_float32,
 )
 from moe_plugin.routing.links import link_penalties
-from moe_plugin.routing.losses import NEEDS_OF_LOSSES, check_sequences, losses
-from moe_plugin.routing.replay import counts, runs_once
+from moe_plugin.routing.losses import check_sequences, losses
+from moe_plugin.routing.replay import add_counts, runs_once
 from moe_plugin.routing.rollouts import balanced
 from moe_plugin.utils.dtensors import xavier_
-from moe_plugin.utils.machine import capturing, inside_backward
+from moe_plugin.utils.machine import capturing
 
 
 class Router(BuffersKeepDtype, RouterModule):
@@ -101,9 +101,10 @@ class Router(BuffersKeepDtype, RouterModule):
         self.losses = {name: losses.get(name)
                        for name, weight in config.losses.items() if weight > 0}
         self._check_losses()
-        self.needs = self.needs | {
-            NEEDS_OF_LOSSES[name] for name in self.losses if name in NEEDS_OF_LOSSES
-        }
+        needs = self.needs
+        for loss in self.losses.values():
+            needs = needs.union(getattr(loss, "needs", ()))
+        self.needs = needs
         self.register_parameter("weight_ED", None)
         self.register_parameter("logit_bias_E", None)
         if self.config.fp32:
@@ -338,16 +339,13 @@ class Router(BuffersKeepDtype, RouterModule):
     def _count_step(self, call: RoutingCall) -> Tensor:
         rank_load_E = torch.cat([call.own_load_KE.sum(0), call.own_count()[None]])
         total_load_E = self.batch_comm.all_reduce(rank_load_E)
-        if self.training and inside_backward():
-            raise RuntimeError(
-                f"The loss global_batch of {type(self).__name__} cannot be recomputed, because the "
-                "load of the first pass was not recorded. Use torch.utils.checkpoint.checkpoint, "
-                "and with torch.compile call it inside the compiled function: "
-                "torch.compile(lambda x: checkpoint(block, x)).")
-        if not counts(self.training):
-            return total_load_E
-        self.step_load_E.add_(total_load_E)
-        return self.step_load_E.clone()  # a copy, because the next pass adds to the buffer
+        added_E = add_counts(
+            self.step_load_E, lambda: total_load_E, self.training,
+            f"The loss global_batch of {type(self).__name__} cannot be recomputed, because the "
+            "load of the first pass was not recorded. Use torch.utils.checkpoint.checkpoint, and "
+            "with torch.compile call it inside the compiled function: "
+            "torch.compile(lambda x: checkpoint(block, x)).")
+        return total_load_E if added_E is None else added_E
 
     def _finish(self, call: RoutingCall, ids_TK: Tensor, weights_TK: Tensor) -> Routing:
         """Remove the choices of padding tokens, scale weights, and compute losses and entropy."""

@@ -6,7 +6,7 @@ second best value. An expert with n slots keeps the n highest bids, and its pric
 of these bids (Bertsekas and Castanon 1989: auction for similar objects). All tokens bid at the same
 time, on the device of the scores. When every slot is occupied, the sum of the chosen scores is at
 most epsilon per token below the largest possible sum. This bound holds for any initial prices. The
-auction starts with prices at which the soft demand for all experts is equal, which reduces the
+auction starts with prices at which the soft demand for all experts is equal. This reduces the
 number of rounds. All functions in this module are pure, have no gradient, and compute in float32
 (float64 for float64 scores).
 

@@ -14,7 +14,7 @@ from moe_plugin.kernels.router import group_members
 from moe_plugin.routing.call import RoutingCall
 from moe_plugin.routing.contract import BY_SCORE, FORCED, LINEAR
 from moe_plugin.routing.registry import routers
-from moe_plugin.routing.replay import counts
+from moe_plugin.routing.replay import add_counts
 from moe_plugin.routing.routers.base import Router
 
 
@@ -153,10 +153,9 @@ class SigmoidBiasRouter(GroupLimitedRouter):
 
     def after_choice(self, call: RoutingCall, weights_TK: Tensor) -> Tensor:
         """Count the choices of a step; see `Router.after_choice`."""
-        # A recomputation repeats a choice that has already been counted.
-        if counts(self.training):
+        if self.training:
             self.note_adapter()
-            self.load_E.add_(call.own_load_KE.sum(0))
+            add_counts(self.load_E, lambda: call.own_load_KE.sum(0), True)
         return call.ids_TK
 
     def step_sums(self) -> list[Tensor]:

@@ -11,15 +11,16 @@ from moe_plugin.kernels import top_k_stable
 from moe_plugin.routing.call import RoutingCall
 from moe_plugin.routing.contract import BY_SCORE, FORCED, LINEAR
 from moe_plugin.routing.registry import routers
-from moe_plugin.routing.replay import counts
+from moe_plugin.routing.replay import add_counts
 from moe_plugin.routing.routers.base import Router
 
 
 @routers.register("quantile")
 class QuantileRouter(Router):
-    """A router that chooses the k largest values of l + b, where l are the logits. The choices are
-    weighted by their scores without b, and b is computed from quantiles of l, which is one dual
-    step towards a balanced plan.
+    """A router that chooses the k largest values of l + b, where l are the logits.
+
+    The choices are weighted by their scores without b, and b is computed from quantiles of l. This
+    is one dual step towards a balanced plan.
 
     In a training pass of n real tokens, `a_t` is the (k + 1)-th largest value of `l_te + b_e` for a
     token, and `q_e` is the (floor(n k / E) + 1)-th largest value of `l_te - a_t` for an expert.
@@ -56,11 +57,11 @@ class QuantileRouter(Router):
 
     def after_choice(self, call: RoutingCall, weights_TK: Tensor) -> Tensor:
         """Add the quantiles of a pass; see `Router.after_choice`."""
-        if call.k < self.num_experts and counts(self.training):
+        if self.training and call.k < self.num_experts:
             self.note_adapter()
             if call.ids_TK.shape[0]:
-                self.passes_E.add_(quantiles(
-                    call.logits_TE.detach(), self._biased(call), call.real_T, call.k))
+                add_counts(self.passes_E, lambda: quantiles(
+                    call.logits_TE.detach(), self._biased(call), call.real_T, call.k), True)
         return call.ids_TK
 
     def step_sums(self) -> list[Tensor]:

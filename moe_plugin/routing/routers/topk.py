@@ -23,7 +23,7 @@ class TopKRouter(Router):
 
     The router is described in the section "router" of Tutel (Hwang et al., 2022). Noise with
     standard deviation `noise / E` is added to the logits. Before capacity drops choices, scores are
-    divided by their sum over the chosen experts, which has a lower bound above zero.
+    divided by their sum over the chosen experts. This sum has a lower bound above zero.
 
     Attributes:
         second_expert_policy: how the second expert is treated in training. If it is an empty

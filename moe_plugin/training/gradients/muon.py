@@ -1,8 +1,8 @@
 """Muon for experts: each expert's matrix is orthogonalized separately.
 
 Muon (Jordan and others 2024) replaces the momentum of a matrix with a nearly orthogonal matrix.
-`torch.optim.Muon` does not accept experts, which are stacks of matrices: one parameter contains the
-matrices of many experts, the gate and up matrices of a gated expert may share one tensor, and each
+`torch.optim.Muon` does not accept experts, which are stacks of matrices. One parameter contains the
+matrices of many experts, and the gate and up matrices of a gated expert may share one tensor. Each
 rank may have only a part of each matrix.
 """
 

@@ -1,5 +1,6 @@
-"""Gradient reduction and clipping for plain PyTorch training loops. The hosts have their own
-gradient reduction.
+"""Gradient reduction and clipping for plain PyTorch training loops.
+
+The hosts use their own functions to reduce gradients.
 """
 
 from __future__ import annotations
@@ -330,8 +331,8 @@ def _leave_meta(model: nn.Module, device: torch.device) -> None:
 
 
 def _refuse_twice(model: nn.Module) -> None:
-    """Raise a `ValueError` on a second call, which would register the hooks again and divide each
-    gradient twice.
+    """Raise a `ValueError` on a second call, because this would register the hooks again and divide
+    each gradient twice.
     """
     for name, parameter in expert_parameters(model).items():
         if getattr(parameter, "reduced", False):

@@ -81,8 +81,8 @@ class TwinCheck(RunFeature):
     check requires one forward pass and one backward pass, and is made once every `every` steps.
 
     Args:
-        model: model that is neither compiled nor uses reentrant checkpointing, which does not
-            support `autograd.grad`. Collective.
+        model: model that is not compiled and does not use reentrant checkpointing (`autograd.grad`
+            does not support it). Collective.
         world: optional. All data-parallel ranks. Defaults to the ranks of the default group.
         every: number of steps from one check to the next.
         start: function that creates, for a list of models, an object that saves the state which the
@@ -267,8 +267,9 @@ class _Recorder:
         self.sums.append(checksum(x))
 
     def _before(self, name: str) -> Callable[..., None]:
-        """Return a hook for experts that records the gradients of the rows, which are sent to other
-        ranks.
+        """Return a hook for experts that records the gradients of the rows.
+
+        These gradients are sent to other ranks.
         """
         def hook(module: nn.Module, args: tuple[ExpertRows]) -> None:
             self._backward(f"the gradient of rows of {name!r}", args[0].x)

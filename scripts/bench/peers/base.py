@@ -72,8 +72,7 @@ def register_peer(
         name: name of the peer.
         modules: modules that the peer requires.
         refuses: a function that returns why the peer cannot run a problem, or None if it can.
-            Building
-            a refused peer raises `UnsupportedProblem`.
+            Building a refused peer raises `UnsupportedProblem`.
         alone: whether the peer supports only one rank.
     """
     def add(make: Callable[[Problem, Data], Iterator[Candidate]]) -> Build:

@@ -36,8 +36,7 @@ class BranchMoE(nn.Module):
 
     Attributes:
         choose: a function from logits [S, E] to experts [S, K] that replaces the gate's choices.
-            None
-            (default) uses the gate's choices.
+            None (default) uses the gate's choices.
 
     Raises:
         ValueError: if top_k is neither 1 nor 2.

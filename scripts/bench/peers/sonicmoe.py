@@ -56,8 +56,7 @@ def weights(data: Data) -> tuple[nn.Parameter, nn.Parameter]:
     """Return the weights ([E, I, D], [E, D, F]).
 
     I is F for plain experts. For gated experts I is 2 F, and rows of the gate alternate with rows
-    of the
-    other half.
+    of the other half.
     """
     first_EFD = data.w_in_LDF.transpose(1, 2)
     if data.w_gate_LDF is not None:

@@ -1,6 +1,5 @@
 """Measure time and memory of a training step that keeps, recomputes or swaps activations, or
-chooses
-one of these for each block.
+chooses one of these for each block.
 
 The policies run alternately, so that all of them run under the same conditions. Memory is measured
 in a separate process for each policy, because the resident set of a process rarely shrinks.
@@ -24,22 +23,20 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_plugin import MoELayer
-from moe_plugin.cli.figures import columns
 from moe_plugin.config import from_dict
 from moe_plugin.memory.activations.auto import MEASURING, manage
 from moe_plugin.planner.trials import Steady
-from moe_plugin.planner.units import show_size, show_time
 from moe_plugin.utils.machine import cpu_name
 from scripts.bench.child import call
 from scripts.bench.memory_limit import status_bytes
-from scripts.bench.report import bullets
+from scripts.bench.report import page
 from scripts.bench.study import Option
 from scripts.bench.toy import ToyBlock
 
 TITLE = "Activations kept, recomputed or swapped"
 DIM, HIDDEN, EXPERTS, TOKENS = 256, 1024, 4, 512
 WAYS = ("keep", "recompute", "swap", "auto")
-MIB, WARM_UP = 1 << 20, len(MEASURING) + Steady.most
+WARM_UP = len(MEASURING) + Steady.most
 # lets malloc return freed tensors to the system, so that the resident set contains only used memory
 RETURNS = {"MALLOC_MMAP_THRESHOLD_": "65536"}
 OPTIONS = {
@@ -169,40 +166,14 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 def body(result: dict[str, Any]) -> list[str]:
     seconds, memory = result["seconds"], result["memory"]
-    others = sorted((seconds["recompute"], seconds["swap"]))
-    chosen = Counter(result["policies"])
+    faster, slower = sorted((seconds["recompute"], seconds["swap"]))
+    chosen = sorted(Counter(result["policies"]).items())
     names = {"keep": "keep all", "recompute": "recompute all", "swap": "swap all",
-             "auto": "auto: " + ", ".join(f"{n} {name}" for name, n in sorted(chosen.items()))}
+             "auto": "auto: " + ", ".join(f"{n} {name}" for name, n in chosen)}
     # The ledger counts only swapped activations and those of auto. The bytes of `keep` come from
     # the profile of auto, and for `recompute` there is no number.
     ledger = {"keep": result["keep_bytes"], "recompute": None,
               **{way: memory[way]["ledger_bytes"] for way in ("swap", "auto")}}
-    return [
-        "This page compares training steps that keep all activations in memory, recompute them, "
-        "swap them to a file, or choose one of these ways for each block (`auto`). The model has "
-        f"{result['blocks']} blocks of attention and {result['experts']} experts with width "
-        f"{result['model_dim']}, inner width {result['hidden_dim']} and k = 2. A step has "
-        f"{result['tokens']:,} tokens in float32 and runs on one thread of {result['machine']} "
-        f"with torch {result['torch']}. The bandwidth of the file is limited to "
-        f"{result['throttle_MB_s']:g} MB/s. Times are medians of {result['steps']} steps; the "
-        "policies run alternately. The losses of all policies are equal, bit for bit.",
-        columns(WAYS, {
-            "policy": names.get, "step, ms": lambda way: f"{1e3 * seconds[way]:.0f}",
-            "activations, MiB": lambda way: (
-                "" if ledger[way] is None else f"{ledger[way] / MIB:.1f}"),
-            "tensors alive, MiB": lambda way: f"{memory[way]['alive_bytes'] / MIB:.0f}",
-            "resident, MiB": lambda way: f"{memory[way]['resident_bytes'] / MIB:.0f}"}),
-        bullets(
-            "*Activations*: the peak of the activations that the policy counted.",
-            """*Tensors alive*: the peak of all tensors that forward and backward create, including
-            temporary ones and gradients, without the weights and their accumulated gradients.""",
-            """*Resident*: the peak of the process's resident set over all steps, including the
-            steps in which `auto` measures, minus the resident set before the first step. This
-            number includes the gradients of the weights.""",
-            """Both of the last numbers include buffers that the expert layers keep on a CPU for the
-            next call. All layers share one set of these buffers."""),
-        f"`auto` may use {show_size(result['limit_bytes'])}, which is half of the memory of "
-        f"keeping all. Its step was predicted to take {show_time(result['predicted_s'])}. It takes "
-        f"{seconds['auto'] / others[0]:.2f} times as long as the faster one of recomputing all and "
-        f"swapping all. The slower one takes {others[1] / seconds['auto']:.2f} times as long as "
-        "`auto`."]
+    return page(__name__, result, auto=seconds["auto"], faster=faster, slower=slower, ways=[
+        {**memory[way], "policy": names[way], "seconds": seconds[way], "ledger": ledger[way]}
+        for way in WAYS])

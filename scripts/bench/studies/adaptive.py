@@ -7,16 +7,14 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Iterator
 from typing import Any
 
 from moe_plugin import MoELayer, TorchComm
-from moe_plugin.cli.figures import columns
 from moe_plugin.config import from_dict
-from moe_plugin.planner.choice import LayoutChoice, legal_choices
-from scripts.bench.layouts import one_step, slowest
-from scripts.bench.report import bullets, layout_in_words
+from moe_plugin.planner.choice import legal_choices
+from scripts.bench.report import bullets, layout_in_words, page
 from scripts.bench.study import Option
+from scripts.bench.sweep import Ranks, Sweep, one_step, slowest
 from scripts.emulate import EmulatedCluster
 
 TITLE = "Adaptive layouts on an emulated cluster"
@@ -28,11 +26,18 @@ REGIMES: dict[str, dict[str, Any]] = {
     "load drifts": {"hidden": 256, "tokens": [64, 2048]},
     "load drifts, 2,000 steps": {"hidden": 256, "tokens": [64, 2048], "steps": 2000, "every": 100},
 }
+CHOICES = list(legal_choices(EXPERTS, NODES, degrees=(1, 2)))
 OPTIONS = {
     "steps": Option(120, "number of steps of each run with auto", quick=30),
     "most-steps": Option(2000, "leave out runs with more steps than this", quick=100),
     "rate": Option(200e6, "rate of a node's link in bit/s", quick=1e9),
 }
+
+
+def steps_of(at: argparse.Namespace) -> tuple[int, int]:
+    """Return a regime's number of steps, and that between two measurements of the fixed layouts."""
+    regime = REGIMES[at.regime]
+    return regime.get("steps", at.steps), regime.get("every", EVERY)
 
 
 def tokens_at(regime: dict[str, Any], step: int, steps: int) -> int:
@@ -41,32 +46,30 @@ def tokens_at(regime: dict[str, Any], step: int, steps: int) -> int:
     return loads[step * 2 * len(loads) // steps % len(loads)]
 
 
-def run_regime(hidden: int, loads: list[int], steps: int, every: int,
-               choices: list[dict[str, Any]]) -> dict[str, Any]:
+def run_regime(at: argparse.Namespace) -> dict[str, Any]:
     """Run forward and backward with `auto` on one rank, and at intervals also in each fixed layout.
 
     A fixed layout runs two steps, of which only the second is timed. The first step warms up the
-    buffers
-    and connections, which are always warm for `auto`. No fixed layout is measured in the first step
-    of
-    a load.
+    buffers and connections, which are always warm for `auto`. No fixed layout is measured in the
+    first step of a load.
     """
+    regime = REGIMES[at.regime]
     tree: dict[str, Any] = {
         "model_dim": WIDTH, "num_experts": EXPERTS, "router": {"top_k": 1},
-        "experts": {"hidden_dim": hidden}, "losses": {"switch": 0.01}
+        "experts": {"hidden_dim": regime["hidden"]}, "losses": {"switch": 0.01}
     }
     comm = TorchComm()
     fixed, auto = MoELayer(from_dict(tree), comm), MoELayer(
         from_dict({**tree, "parallel": "auto", "tuner": {"max_d": 2}}), comm)
-    seconds: dict[str, list[float]] = {}
+    steps, every = steps_of(at)
+    seconds: dict[str, list[float]] = {"auto": []}
     labels = []
     for step in range(steps):
-        tokens = tokens_at({"tokens": loads}, step, steps)
+        tokens = tokens_at(regime, step, steps)
         found, label = one_step(auto, tokens, None)
-        seconds.setdefault("auto", []).append(found)
+        seconds["auto"].append(found)
         labels.append(label)
-        for values in choices if step % every == every // 2 else ():
-            choice = LayoutChoice.from_dict(values)
+        for choice in CHOICES if step % every == every // 2 else ():
             one_step(fixed, tokens, choice)
             seconds.setdefault(choice.label, []).append(one_step(fixed, tokens, choice)[0])
     return {
@@ -76,46 +79,45 @@ def run_regime(hidden: int, loads: list[int], steps: int, every: int,
 
 
 def mean_over_loads(seconds: list[float], loads: list[int],
-                    counted: list[bool] | None = None) -> float:
-    """Return the mean over the loads of the mean time at each load."""
+                    counted: list[bool] | None = None) -> float | None:
+    """Return the mean over the loads of the mean time at each load. None if no step is counted."""
     counted = counted or [True] * len(seconds)
     by_load: dict[int, list[float]] = {}
     for found, load, ok in zip(seconds, loads, counted, strict=True):
         if ok:
             by_load.setdefault(load, []).append(found)
-    return statistics.fmean(statistics.fmean(found) for found in by_load.values())
+    means = list(map(statistics.fmean, by_load.values()))
+    return statistics.fmean(means) if means else None
 
 
-def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """Measure every fixed layout and `auto`: the mean over the steps of each load, with equal
-    weights.
+def row(at: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
+    """Return the mean over the steps of each load, with equal weights, of each layout and `auto`.
 
     For `auto`, the mean is computed over all steps, and over the steps outside exploration.
     """
-    report: dict[str, Any] = {"rate": args.rate}
-    choices = [c.as_dict() for c in legal_choices(EXPERTS, NODES, degrees=(1, 2))]
-    for name, regime in REGIMES.items():
-        steps, every = regime.get("steps", args.steps), regime.get("every", EVERY)
-        if steps > args.most_steps:
-            continue
-        with EmulatedCluster(NODES, 1, rate_bit_s=args.rate) as cluster:
-            ranks = cluster.run(run_regime, regime["hidden"], regime["tokens"], steps, every,
-                                choices, timeout_s=3000)
-        loads = [tokens_at(regime, step, steps) for step in range(steps)]
-        rows = {
-            label: mean_over_loads(slowest(ranks, label), loads[every // 2::every])
-            for label in ranks[0]["seconds"] if label != "auto"
-        }
-        seconds, settled = slowest(ranks, "auto"), _settled(ranks[0], steps)
-        report[name] = {
-            "fixed": rows, "best": min(rows, key=rows.get), "auto": mean_over_loads(
-                seconds[1:], loads[1:]), "auto_settled": mean_over_loads(
-                    seconds[1:], loads[1:], settled[1:]), "explored": ranks[0]["explored"],
-            "steps": steps, "decisions": ranks[0]["decisions"], "layouts": {
-                label: ranks[0]["labels"].count(label) for label in sorted(set(ranks[0]["labels"]))
-            }
-        }
-    return report
+    (steps, every), first = steps_of(at), ranks[0]
+    loads = [tokens_at(REGIMES[at.regime], step, steps) for step in range(steps)]
+    fixed = {label: mean_over_loads(slowest(ranks, label), loads[every // 2::every])
+             for label in first["seconds"] if label != "auto"}
+    seconds, settled = slowest(ranks, "auto"), _settled(first, steps)
+    return {
+        "fixed": fixed, "best": min(fixed, key=fixed.get),
+        "auto": mean_over_loads(seconds[1:], loads[1:]),
+        "auto_settled": mean_over_loads(seconds[1:], loads[1:], settled[1:]),
+        "explored": first["explored"], "steps": steps, "decisions": first["decisions"],
+        "layouts": {label: first["labels"].count(label) for label in sorted(set(first["labels"]))}}
+
+
+SWEEP = Sweep(
+    axes=lambda args: {"regime": [name for name in REGIMES if steps_of(argparse.Namespace(
+        **vars(args), regime=name))[0] <= args.most_steps]},
+    cluster=lambda at: EmulatedCluster(NODES, 1, rate_bit_s=at.rate),
+    rank=run_regime, row=row, timeout_s=3000)
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    cells = SWEEP.measure(args)
+    return {"rate": args.rate, **{cell.pop("regime"): cell for cell in cells}}
 
 
 def _settled(rank: dict[str, Any], steps: int) -> list[bool]:
@@ -129,28 +131,20 @@ def _settled(rank: dict[str, Any], steps: int) -> list[bool]:
     return settled
 
 
-def body(report: dict[str, Any]) -> Iterator[str]:
-    yield ("This page compares `parallel: auto`, which chooses the layout of a layer during "
-           "training, with every fixed layout. All of them run alternately in the same processes, "
-           "so that they run under the same conditions. Times are those of the slowest rank, "
-           f"forward and backward. The machine emulates {NODES} nodes with one rank each and links "
-           f"of {report['rate'] / 1e6:.0f} Mbit/s.")
-    yield (f"The layer has width {WIDTH} and {EXPERTS} experts, and selects one expert per token. "
-           "Inner width and tokens differ between the sections:")
-    yield bullets(*(
-        f"*{name}*: inner width {regime['hidden']:,}; "
-        f"{' and '.join(f'{tokens:,}' for tokens in regime['tokens'])} tokens per rank"
-        + (", which alternate twice during the run." if len(regime["tokens"]) > 1 else ".")
-        for name, regime in REGIMES.items() if name in report))
-    for name in [n for n in REGIMES if n in report]:
-        found = report[name]
-        times = [*sorted(found["fixed"].items(), key=lambda item: item[1]),
-                 ("auto, exploring included", found["auto"]),
-                 ("auto, after exploring", found["auto_settled"])]
-        yield f"## {name[0].upper()}{name[1:]}"
-        yield columns(times, {
-            "layout": lambda item: (layout_in_words(item[0]) if item[0] in found["fixed"]
-                                    else item[0]),
-            "ms per step": lambda item: f"{1e3 * item[1]:.1f}"})
-        yield (f"`auto` used {found['explored']} of {found['steps']} steps "
-               f"({found['explored'] / found['steps']:.1%}) to explore layouts.")
+def body(report: dict[str, Any]) -> list[str]:
+    shown = {name: regime for name, regime in REGIMES.items() if name in report}
+    return page(
+        __name__, report, tables=[part for name in shown for part in _table(name, report[name])],
+        regimes=bullets(*(
+            f"*{name}*: inner width {regime['hidden']:,}; "
+            f"{' and '.join(f'{tokens:,}' for tokens in regime['tokens'])} tokens per rank"
+            + (", which alternate twice during the run." if len(regime["tokens"]) > 1 else ".")
+            for name, regime in shown.items())))
+
+
+def _table(name: str, found: dict[str, Any]) -> list[str]:
+    fixed = sorted(found["fixed"].items(), key=lambda item: item[1])
+    return page(__name__, found, "regime", name=name, times=[
+        *((layout_in_words(label), seconds) for label, seconds in fixed),
+        ("auto, exploring included", found["auto"]),
+        ("auto, after exploring", found["auto_settled"])])

@@ -1,6 +1,5 @@
 """Measure each all-to-all algorithm by message size. To measure your own ranks, start the command
-with
-torchrun (or Slurm) on each node. With --emulate, the command measures a cluster of network
+with torchrun (or Slurm) on each node. With --emulate, the command measures a cluster of network
 namespaces on this machine.
 """
 
@@ -20,8 +19,7 @@ from moe_plugin.cli.measure.all_to_all import (
 from moe_plugin.comm import algorithms
 from moe_plugin.config import CommConfig
 from moe_plugin.planner.units import parse_size
-from scripts.bench.all_to_all import as_dicts
-from scripts.bench.all_to_all_report import parts, plot
+from scripts.bench.all_to_all import as_dicts, parts, plot
 from scripts.bench.report import versions_in_words
 
 TITLE = "All-to-all by size"
@@ -49,7 +47,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any] | None:
         algorithms.get(name)
     plan = Plan(names, tuple(map(parse_size, args.sizes.split(","))), args.repeats,
                 CommConfig(topology=args.topology, cluster=args.cluster))
-    rows, about = measure_rows(args, plan)
+    rows, about = measure_rows(args, plan, "bench all-to-all")
     if rows and args.plot:
         plot(rows, args.plot)
     return {**about, "rows": as_dicts(rows)} if rows else None

@@ -1,6 +1,5 @@
 """Measure every all-to-all algorithm by size on an emulated cluster, and fit a model to a part of
-the
-measurements.
+the measurements.
 
 Needs Linux and root, and takes about 15 minutes on an idle machine.
 """
@@ -22,16 +21,14 @@ from typing import Any
 
 import torch
 
-from moe_plugin.cli.figures import columns
 from moe_plugin.cli.measure.all_to_all import ExchangeRow, Plan, measurements_of
 from moe_plugin.cli.planning.explain import plot_model, predicted_parts
 from moe_plugin.planner import Cluster, dump_cluster, load_cluster, predict, predict_table
 from moe_plugin.planner.fit import Fit, fit
 from moe_plugin.planner.units import show_size, show_time
 from moe_plugin.utils.regular_files import write_regular
-from scripts.bench.all_to_all import as_dicts, measure_emulated
-from scripts.bench.all_to_all_report import parts, plot
-from scripts.bench.report import bullets
+from scripts.bench.all_to_all import as_dicts, measure_emulated, parts, plot
+from scripts.bench.report import columns, page
 from scripts.bench.study import ROOT, Option
 from scripts.emulate import EmulatedCluster
 
@@ -87,8 +84,7 @@ def in_rounds(quiet: Quiet, sizes: Sequence[int], rounds: int) -> list[ExchangeR
     """Measure the grids of the fit and the grid that tests the fit.
 
     All grids and sizes are measured in several rounds, because the speed of a machine varies over
-    time.
-    A row has the median of the medians and the minimum of the minima.
+    time. A row has the median of the medians and the minimum of the minima.
     """
     found = [quiet.measure((*SMALL_GRIDS, GRIDS[1]), MODELLED, sizes, REPEATS_PER_ROUND)
              for _ in range(rounds)]
@@ -175,50 +171,13 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 def body(about: dict[str, Any]) -> list[str]:
     rows, costly = (rows_of(about, name) for name in ("rows", "rows_with_message_cost"))
-    errors, others = about["prediction_8x4"], about["share_of_other_programs_by_cell"]
-    mean = statistics.mean(abs(e["error"]) for e in errors)
-    return [
-        "This page compares the all-to-all algorithms by message size. It then compares the times "
-        "with a cost model that was fitted to smaller clusters. The machine emulates a cluster on "
-        f"{about['cores']} cores: every node is a network namespace with a link of {RATE / 1e6:g} "
-        f"Mbit/s and {show_time(DELAY)} delay in each direction. The exchanges use gloo of torch "
-        f"{about['torch']}. Other programs used {statistics.mean(others):.0%} of the CPU on "
-        f"average over the measurements, and {max(others):.0%} in the worst one. All numbers are "
-        "in `docs/benchmarks/data/all_to_all.json`.",
-        bullets(
-            """*Time*: the median of several repeats, each from the start of the first rank to the
-            end of the last rank.""",
-            "*Wire floor*: the least time that the bytes need on the link of one node.",
-            """*CPU time*: the CPU time of the exchange, divided by the number of cores. If it is
-            close to the measured time, the exchange is limited by the machine and not by the
-            link."""),
-        *parts(rows), "![Time of an exchange by message size](all_to_all.png)",
-        "The next table compares `auto` with the best of the other algorithms, and the best "
-        "algorithm with the wire floor:",
-        auto_table(rows),
-        "## With a cost per message",
-        "Here every message that leaves a node also occupies the network card of the node for "
-        f"{show_time(MESSAGE)}:",
-        *parts(costly),
-        "The next table shows the time of the faster one of linear and native all-to-all, divided "
-        "by that of each hierarchical algorithm, on 8 nodes of 4 ranks. Above 1, the hierarchical "
-        "algorithm is faster.",
-        gain_table(rows, costly),
-        "## The fitted model",
-        "The model was fitted to grids of 2x2, 2x4, 4x2 and 4x4 nodes x ranks, with a mean error "
-        f"of {about['model_mean_error']:.1%}. It was tested on 8x4, with a mean error of "
-        f"{mean:.1%} and a largest error of {max(abs(e['error']) for e in errors):.1%}. All these "
-        f"grids were measured in {ROUNDS} rounds; the fit and this comparison use medians.",
-        columns(errors, {
-            "algorithm (8x4)": "{algorithm}", "bytes per rank": lambda e: show_size(e["bytes"]),
-            "measured ms": "{measured_ms:.1f}", "predicted ms": "{predicted_ms:.1f}",
-            "error": "{error:+.0%}"}),
-        "## A cluster of GPUs, predicted",
-        "These times were not measured. They are predicted from `configs/clusters/a100_ib.yaml`, "
-        "which has 8 GPUs per node with a network card each, 5 us and 22 GB/s between nodes, 3 us "
-        "and 250 GB/s inside a node, and copies at 1.3 TB/s.",
-        *predicted_parts(predicted_cluster()),
-        "![Predicted time by number of ranks](all_to_all_model.png)"]
+    others = about["share_of_other_programs_by_cell"]
+    apart = [abs(e["error"]) for e in about["prediction_8x4"]]
+    return page(
+        __name__, about, tables=parts(rows), costly=parts(costly), auto_table=auto_table(rows),
+        gain_table=gain_table(rows, costly), errors=about["prediction_8x4"],
+        mean=statistics.mean(apart), most=max(apart), others=statistics.mean(others),
+        most_others=max(others), predicted=predicted_parts(predicted_cluster()))
 
 
 def auto_table(rows: Sequence[ExchangeRow]) -> str:
@@ -227,13 +186,13 @@ def auto_table(rows: Sequence[ExchangeRow]) -> str:
     for key in dict.fromkeys((r.nodes, r.ranks_per_node, r.bytes) for r in rows):
         times = {r.algorithm: r for r in rows if (r.nodes, r.ranks_per_node, r.bytes) == key}
         auto = times.pop("auto")
-        cells.append((auto, min(times.values(), key=lambda r: r.median_ms)))
+        best = min(times.values(), key=lambda r: r.median_ms)
+        cells.append({"auto": auto, "best": best, "floor_ms": best.floor_ms or 1})
     return columns(cells, {
-        "grid": "{0[0].nodes}x{0[0].ranks_per_node}",
-        "bytes per rank": lambda cell: show_size(cell[0].bytes), "best": "{0[1].algorithm}",
-        "auto chose": lambda cell: cell[0].chosen or "",
-        "auto / best": lambda cell: f"{cell[0].median_ms / cell[1].median_ms:.2f}",
-        "best / floor": lambda cell: f"{cell[1].median_ms / (cell[1].floor_ms or 1):.2f}"})
+        "grid": "{auto.nodes}x{auto.ranks_per_node}", "bytes per rank": "{auto.bytes:size}",
+        "best": "{best.algorithm}", "auto chose": "{auto.chosen}",
+        "auto / best": "{auto.median_ms/best.median_ms:.2f}",
+        "best / floor": "{best.median_ms/floor_ms:.2f}"})
 
 
 def gain_table(rows: Sequence[ExchangeRow], costly: Sequence[ExchangeRow]) -> str:

@@ -10,27 +10,36 @@ Needs Linux and root, and takes about 25 minutes on an idle machine.
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import statistics
 import tempfile
-from collections.abc import Iterator
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
 import yaml
+from torch import Tensor
 
-from moe_plugin.cli.figures import columns
-from moe_plugin.comm.forest import plan_few
-from moe_plugin.planner.units import show_size
+from moe_plugin.comm import Comm, TorchComm
+from moe_plugin.comm.base import Collectives
+from moe_plugin.comm.chunks import ring_reduce_scatter
+from moe_plugin.comm.forest import Forest, plan_few
+from moe_plugin.planner.forest.network import Network, shortest_paths
+from moe_plugin.tuning.collectives import AutoCollectives, Choices
+from moe_plugin.tuning.exchange_tuner import RULES
 from moe_plugin.utils.messages import tracked
 from scripts.bench.child import call
-from scripts.bench.collectives import WIRE, ring_bound_s
-from scripts.bench.collectives import measure as measure_network
-from scripts.bench.report import bullets
+from scripts.bench.report import page
 from scripts.bench.study import Option
-from scripts.bench.train.host_sides import TrainShape
-from scripts.bench.train.host_steps import write_text
 from scripts.bench.train.run import TrainPlan, sides_on_emulated
+from scripts.bench.train.sides import TrainShape, write_text
 from scripts.emulate import EmulatedCluster
 from scripts.emulate.networks import SHAPES
 
@@ -44,6 +53,126 @@ HOSTS, HOST_NODES, HOST_RATE, WARM_UP = ("fairseq", "megatron"), 4, 80e6, 3
 MODEL = TrainShape(name="gathered", width=64, inner=1024, experts=8, top_k=2, length=64,
                    tokens=64 * 4 * HOST_NODES)
 GATHERED = {"parallel.mode": "fixed", "parallel.r": 0, "comm.all_to_all": "linear"}
+KINDS = ("all_gather", "reduce_scatter", "all_reduce")
+WIRE = 1448 / 1538  # share of a frame's bytes on the wire that are data
+
+
+class Ring(Collectives):
+    """Collectives that send pieces from rank to rank in the order of ranks."""
+
+    def all_gather(self, comm: Comm, x: Tensor) -> Tensor:
+        out = x.new_empty((comm.size, *x.shape))
+        out[comm.rank] = x
+        me, size = comm.rank, comm.size
+        for step in range(size - 1):
+            comm.send_receive([((me + 1) % size, out[(me - step) % size])],
+                              [((me - 1) % size, out[(me - step - 1) % size])])
+        return out.flatten(0, 1)
+
+    def reduce_scatter(self, comm: Comm, x: Tensor) -> Tensor:
+        return ring_reduce_scatter(comm, x)
+
+    def all_reduce(self, comm: Comm, x: Tensor) -> Tensor:
+        """Reduce x, [n]; n is a multiple of the number of ranks. See `Collectives`."""
+        return self.all_gather(comm, self.reduce_scatter(comm, x))
+
+
+class Gloo(Collectives):
+    def all_gather(self, comm: Comm, x: Tensor) -> Tensor:
+        out = x.new_empty((comm.size * x.shape[0], *x.shape[1:]))
+        dist.all_gather_into_tensor(out, x)
+        return out
+
+    def reduce_scatter(self, comm: Comm, x: Tensor) -> Tensor:
+        out = x.new_empty((x.shape[0] // comm.size, *x.shape[1:]))
+        dist.reduce_scatter_tensor(out, x)
+        return out
+
+    def all_reduce(self, comm: Comm, x: Tensor) -> Tensor:
+        dist.all_reduce(x)
+        return x
+
+
+def ring_bound_s(network: Network, size: float) -> float:
+    """Return the seconds of an all-gather around the ranks in their order, by the links alone.
+
+    Each message uses a path with the fewest wires.
+
+    Args:
+        network: the network.
+        size: size of the whole tensor in bytes.
+    """
+    ranks, load = network.ranks, Counter()
+    for rank, name in enumerate(ranks):
+        path = shortest_paths(network, name)[ranks[(rank + 1) % len(ranks)]]
+        load.update(pairwise(path))
+    slowest = max(load[wire.ends] / wire.bandwidth for wire in network.wires)
+    return (len(ranks) - 1) * float(slowest) * size / len(ranks) / 1e9
+
+
+def measure_rank(network: Network, sizes: tuple[int, ...], repeats: int) -> list[dict[str, Any]]:
+    """Measure each collective and size. Every rank calls this and returns medians of the slowest
+    rank in seconds: of torch's own collective (`gloo_s`), of a ring, of both choices of `auto`, and
+    by the links alone (`bound_s`, `ring_bound_s`); see `with_ratios`.
+    """
+    comm = TorchComm()
+    comm.prepare()
+    rules = replace(RULES, allowance=math.inf, contest=replace(
+        RULES.contest, least=repeats, most=max(repeats, RULES.contest.most), behind=math.inf))
+    comm.state.get(Choices, lambda: Choices(rules))
+    auto = AutoCollectives(Forest(network, "the emulated network"), None)
+    trees = auto.forest.trees(comm)
+    bounds = {"all_gather": (trees.gather,), "reduce_scatter": (trees.reduce,),
+              "all_reduce": (trees.reduce, trees.gather)}
+    cells = []
+    for size in sizes:
+        for kind in KINDS:
+            whole = torch.ones(max(size // 4 // comm.size, 1) * comm.size)
+            x = whole.chunk(comm.size)[comm.rank].clone() if kind == "all_gather" else whole
+            plain = {type(each).__name__.lower(): _median(comm, each, kind, x, repeats)
+                     for each in (Gloo(), Ring())}
+            while auto.chosen(comm, kind, whole.nbytes) is None:
+                getattr(auto, kind)(comm, x)
+            found = auto.measured(comm, kind, whole.nbytes)
+            data = whole.nbytes / WIRE
+            cells.append(with_ratios({
+                "network": network.name, "ranks": comm.size, "kind": kind, "bytes": whole.nbytes,
+                **{f"{name}_s": seconds for name, seconds in (*plain.items(), *found.items())},
+                "chosen": auto.chosen(comm, kind, whole.nbytes).name,
+                "bound_s": sum(each.seconds(data) for each in bounds[kind]),
+                "ring_bound_s": len(bounds[kind]) * ring_bound_s(network, data)}))
+    return cells
+
+
+def with_ratios(cell: dict[str, Any]) -> dict[str, Any]:
+    """Add two ratios: `predicted`, a ring over the trees by the links alone, and `ratio`, the
+    faster one of gloo and ring over the trees as measured.
+    """
+    return {**cell, "predicted": cell["ring_bound_s"] / cell["bound_s"],
+            "ratio": min(cell["gloo_s"], cell["ring_s"]) / cell["forest_s"]}
+
+
+def _median(comm: Comm, how: Collectives, kind: str, x: Tensor, repeats: int) -> float:
+    """Return the median seconds of the slowest rank, without the first call."""
+    run: Callable[[Comm, Tensor], Tensor] = getattr(how, kind)
+    seconds = []
+    for _ in range(1 + repeats):
+        mine = x.clone()
+        comm.barrier()
+        begun = time.perf_counter()
+        run(comm, mine)
+        seconds.append(comm.agree_max([time.perf_counter() - begun])[0])
+    return statistics.median(seconds[1:])
+
+
+def measure_network(network: Network, sizes: tuple[int, ...], repeats: int, delay_s: float = 5e-4,
+            timeout_s: float = 1800.0) -> list[dict[str, Any]]:
+    """Measure an emulated network with one rank per node. Needs root (`EmulatedCluster`)."""
+    with EmulatedCluster(len(network.ranks), 1, 1e9, delay_s) as cluster:
+        cluster.set_network(network)
+        ranks = cluster.run(measure_rank, network, sizes, repeats, timeout_s=timeout_s,
+                            group_timeout_s=timeout_s)
+    return ranks[0]
 
 
 def train(host: str, steps: int) -> dict[str, Any]:
@@ -81,53 +210,16 @@ def saved_s(host: str) -> float:
     return 2 * MODEL.layers * one
 
 
-def body(report: dict[str, Any]) -> Iterator[str]:
+def body(report: dict[str, Any]) -> list[str]:
     cells = report["cells"]
     large = [c for c in cells if c["bytes"] == max(each["bytes"] for each in cells)]
-    near = [c for c in large if abs(c["ratio"] / c["predicted"] - 1) <= NEAR]
-    right = [c for c in cells if c["chosen"] == min(("native", "forest"),
-                                                    key=lambda name: c[f"{name}_s"])
-             or abs(c["native_s"] / c["forest_s"] - 1) < 0.05]
-
-    def ms(key: str) -> Any:
-        return lambda cell: f"{1e3 * cell[key]:.0f}"
-
-    yield (
-        "This page compares collectives along planned trees with other collectives, on networks "
-        f"with unequal links. The machine has {report['cpus']} processors and emulates {NODES} "
-        f"nodes with one rank each. An ordinary link has {RATE / 1e6:.0f} Mbit/s in each "
-        "direction. Times are milliseconds, medians of the slowest rank.")
-    yield bullets(
-        "*gloo*: torch's own collective on gloo.",
-        "*ring*: messages that travel around all ranks.",
-        """*native* and *forest*: the two choices of `comm.collectives`, as `auto` measured them.
-        `forest` uses planned trees.""",
-        "*bound*: the time of the trees that the links alone allow.",
-        """*predicted*: the time of a ring divided by that of the trees, predicted from the links
-        alone.""",
-        """*measured*: the time of the faster one of gloo and ring divided by that of the trees.""",
-        "*auto*: the choice of `auto`.")
-    yield columns(cells, {
-        "network": "{network}", "collective": "{kind}", "bytes": lambda c: show_size(c["bytes"]),
-        **{name: ms(f"{name}_s") for name in ("gloo", "ring", "native", "forest", "bound")},
-        "predicted": "{predicted:.2f}", "measured": "{ratio:.2f}", "auto": "{chosen}"})
-    yield (
-        f"For {len(near)} of the {len(large)} collectives of the largest size, the measured ratio "
-        f"is within {NEAR:.0%} of the predicted one. In {len(right)} of {len(cells)} rows, `auto` "
-        "chose the faster one, or one that is less than 5 % slower.")
-    if report["hosts"]:
-        yield "## Training with gathered parameters"
-        yield (
-            f"fairseq and Megatron train on a ring of {HOST_NODES} nodes with "
-            f"{HOST_RATE / 1e6:.0f} Mbit/s. The models have {MODEL.experts} experts in each of "
-            f"{MODEL.layers} layers, and every rank gathers all experts (r = 0). Times are medians "
-            "of a step in milliseconds. The predicted saving comes from the links alone. The last "
-            "column is the largest difference between the losses of any step.")
-        yield columns(report["hosts"], {
-            "host": "{host}", "native": ms("native_s"), "forest": ms("forest_s"),
-            "predicted saving": ms("predicted_saved_s"),
-            "measured saving": lambda h: f"{1e3 * (h['native_s'] - h['forest_s']):.0f}",
-            "difference of losses": "{apart:.1g}"})
+    hosts = [{**host, "saved_s": host["native_s"] - host["forest_s"]} for host in report["hosts"]]
+    return page(
+        __name__, report, large=large,
+        near=sum(abs(c["ratio"] / c["predicted"] - 1) <= NEAR for c in large),
+        right=sum(c["chosen"] == min(("native", "forest"), key=lambda name: c[f"{name}_s"])
+                  or abs(c["native_s"] / c["forest_s"] - 1) < 0.05 for c in cells),
+        training=page(__name__, {}, "training", hosts=hosts) if hosts else [])
 
 
 OPTIONS = {
@@ -142,7 +234,6 @@ OPTIONS = {
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     cells: list[dict[str, Any]] = []
     for name in tracked(args.networks, "bench collectives", "network"):
-        cells += [cell.as_dict() for cell in measure_network(
-            SHAPES[name](NODES, RATE), tuple(args.sizes), args.repeats)]
+        cells += measure_network(SHAPES[name](NODES, RATE), tuple(args.sizes), args.repeats)
     return {"cells": cells, "hosts": [call(train, host, args.steps) for host in args.hosts],
             "cpus": os.cpu_count()}

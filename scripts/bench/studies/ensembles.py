@@ -1,7 +1,6 @@
 """Compare an ensemble of five members under the confident oracle loss (CMCL) with independent
-members,
-and optionally with multiple choice learning (MCL), in which a member learns nothing from images of
-the other members.
+members, and optionally with multiple choice learning (MCL), in which a member learns nothing from
+images of the other members.
 
 On noisy digits, every member is a SwinV2-MoE. With `--data cifar10`, every member is a dense SwinV2
 on all 50,000 images, similar to the experiment of Lee et al. 2017. All rows have the same images,
@@ -20,7 +19,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from moe_plugin.cli.figures import columns
 from scripts.bench.images import (
     CIFAR,
     CIFAR_OPTIONS,
@@ -30,7 +28,7 @@ from scripts.bench.images import (
     spread,
     train_images,
 )
-from scripts.bench.report import bullets
+from scripts.bench.report import columns, page
 from scripts.bench.study import Option
 
 log = logging.getLogger(__name__)
@@ -98,39 +96,24 @@ def verdict(results: dict[str, list[dict[str, Any]]]) -> str:
 
 def body(found: dict[str, Any]) -> list[str]:
     results = found["results"]
-    images = sum(results[INDEPENDENT][0]["confidence"]["ensemble"])
-    seeds, cifar = len(results[INDEPENDENT]), found.get("data") == CIFAR
+    valid = sum(results[INDEPENDENT][0]["confidence"]["ensemble"])
     count = f"{found.get('images') or 50_000:,} images to train on"
-    network = "dense SwinV2 (`cifar`)" if cifar else "SwinV2-MoE (`tiny`)"
-    return [
-        f"This page compares ensembles of {MEMBERS} members that are trained in different ways. "
-        f"Each member is a separate {network}. The images are " +
-        (f"those of CIFAR-10 (`--example {CIFAR}`, {count}, 32 by 32 pixels)" if cifar else
-         f"noisy digits (`--example {EXAMPLE}`, 8 by 8 pixels)") +
-        f". A run has {found['epochs']} epochs. The table shows means over {seeds} seeds, with the "
-        f"smallest and the largest value in parentheses. There are {images} validation images, so "
-        f"that one image is {100 / images:.2f} %. All trained rows are shown. Confident multiple "
-        "choice learning (CMCL) uses the settings of its published code: k = 4 of 5, beta = 0.75, "
-        "and sharing with probability 0.7 after a low layer. No setting was searched for.",
-        bullets(
-            "*Top-1 error*: the share of images for which the mean of the members is wrong.",
-            "*Oracle error*: the share of images for which all members are wrong.",
-            """*Confident*: the share of predictions with a largest probability above 0.9. The
-            responsible members of an image are the k members with the smallest losses."""),
-        columns(results, {
+    words = {"network": "SwinV2-MoE (`tiny`)",
+             "copies": ", which are noisy copies of the same digits",
+             "data_words": f"noisy digits (`--example {EXAMPLE}`, 8 by 8 pixels)"}
+    if found.get("data") == CIFAR:
+        words = {"network": "dense SwinV2 (`cifar`)", "copies": "", "data_words":
+                 f"those of CIFAR-10 (`--example {CIFAR}`, {count}, 32 by 32 pixels)"}
+    return page(
+        __name__, found, valid=valid, percent=100 / valid, seeds=len(results[INDEPENDENT]), **words,
+        verdict=verdict(results), uncertainty=100 * uncertainty(results, valid),
+        table=columns(results, {
             "training": str,
             **{text: lambda row, name=name: spread([r[name] for r in results[row]], 100)
                for name, text in ERRORS.items()},
             "confident, responsible members": lambda row: sure(results[row], "responsible"),
             "confident, other members": lambda row: (
-                "-" if "independent" in row else sure(results[row], "other"))}),
-        "Relative to independent members:", verdict(results),
-        "The seeds differ in weights, order and crops. All runs are evaluated on the same images" +
-        ("" if cifar else ", which are noisy copies of the same digits") +
-        ". An error rate e on N independent images has a standard error of sqrt(e (1 - e) / N). "
-        "For the top-1 error of the first row, this is at least "
-        f"{100 * uncertainty(results, images):.2f} percentage points. Smaller differences between "
-        "rows may be due to the choice of images."]
+                "-" if "independent" in row else sure(results[row], "other"))}))
 
 
 OPTIONS = {

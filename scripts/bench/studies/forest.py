@@ -1,8 +1,7 @@
 """Measure time and memory of planning trees (ForestColl), by network and number of GPUs.
 
 Needs Linux and takes about three minutes. Each network is planned in a separate process on one
-core.
-The exit status is 1 if a time is above its limit.
+core. The exit status is 1 if a time is above its limit.
 """
 
 from __future__ import annotations
@@ -14,9 +13,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from moe_plugin.cli.figures import columns, pyplot, save_figure
+from moe_plugin.cli.figures import pyplot, save_figure
 from scripts.bench.child import call
 from scripts.bench.memory_limit import status_bytes
+from scripts.bench.report import page
 from scripts.bench.study import Option
 
 log = logging.getLogger(__name__)
@@ -76,30 +76,12 @@ def body(found: dict[str, Any]) -> list[str]:
     cells = [{"series": series, **cell} for series, cells in found["series"].items()
              for cell in cells]
     imports = [c["import_s"] for c in cells]
-    return [
-        "This page shows the time and the memory that `plan(network)` of "
-        "`moe_plugin.planner.forest` needs for an all-gather. Each network is planned in a "
-        "separate process on one core. Times are seconds of processor time, because the machine "
-        "also ran other programs. They include the check of every wire, but not the import of "
-        f"igraph and the package, which takes {min(imports):.1f} to {max(imports):.1f} s. Memory "
-        "is the peak of the process, including about "
-        f"{statistics.median(c['before_mib'] for c in cells):.0f} MiB before planning starts.",
-        "Every schedule reaches the lower bound 1/x* of its network, in seconds per GB of a shard. "
-        "The planner returns the cut that proves this bound.",
-        "Some networks have a time limit: " + "; ".join(
+    return page(
+        __name__, found, cells=cells, least=min(imports), most=max(imports),
+        before=statistics.median(c["before_mib"] for c in cells), limits="; ".join(
             f"{cell['network']} ({cell['gpus']} GPUs) took {cell['seconds']:.3f} s of at most "
             f"{LIMITS[cell['network']]:g} s" for cell in found["series"].get("DGX A100", [])
-            if cell["network"] in LIMITS) + ".",
-        columns(cells, {
-            "series": "{series}", "network": "{network}", "GPUs": "{gpus}",
-            "1/x*": "{inverse_rate}", "k": "{k}", "trees": "{trees}", "seconds": "{seconds:.3f}",
-            "peak MiB": "{peak_mib:.0f}"}),
-        "In a cluster of equal parts, the planner plans only one part if the trees of the part "
-        "reach the bound. The series \"all parts\" uses the general algorithm on the same "
-        "networks. The torus also uses the general algorithm, because it has no switches between "
-        "parts. The time of the general algorithm grows with the third to fifth power of the "
-        "number of GPUs.",
-        "![Seconds and peak memory over the number of GPUs](forest.png)"]
+            if cell["network"] in LIMITS))
 
 
 def draw(found: dict[str, Any], path: Path) -> None:

@@ -11,15 +11,15 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from moe_plugin.cli.figures import columns
 from moe_plugin.utils.regular_files import make_folder, write_regular
 from scripts.bench.quickstart import HOSTS, begin, quickstart, settings
+from scripts.bench.report import page
 from scripts.bench.study import Option
 
 log = logging.getLogger(__name__)
@@ -77,43 +77,14 @@ GATES = {
 }
 
 
-@dataclass(frozen=True)
-class GateRow:
-    """The result of one run. Losses are in nats per byte.
-
-    Attributes:
-        gate: name of the router.
-        host: name of the host.
-        steps: number of steps.
-        first_loss: loss of the first step.
-        last_loss: loss of the last step.
-        valid_loss: validation loss, or None.
-        busiest: largest expert load relative to the mean, in the worst layer of the last record.
-        most: bound of `busiest`.
-        drops: share of choices without a slot, in the worst layer of the last record.
-        step_ms: median time of a step in milliseconds.
-    """
-
-    gate: str
-    host: str
-    steps: int
-    first_loss: float
-    last_loss: float
-    valid_loss: float | None
-    busiest: float
-    most: float
-    drops: float
-    step_ms: float
-
-    @property
-    def faults(self) -> list[str]:
-        """The bounds that the run exceeds, in words."""
-        found = [] if self.last_loss < 0.8 * self.first_loss else [
-            f"the loss changed only from {self.first_loss:.3f} to {self.last_loss:.3f}"]
-        if self.steps >= BALANCED_AFTER and self.busiest > self.most:
-            found.append(f"the busiest expert has {self.busiest:.2f} times the mean load; the "
-                         f"bound is {self.most}")
-        return found
+def faults(row: dict[str, Any]) -> list[str]:
+    """Return the bounds that a run exceeds, in words."""
+    found = [] if row["last_loss"] < 0.8 * row["first_loss"] else [
+        "the loss changed only from {first_loss:.3f} to {last_loss:.3f}".format(**row)]
+    if row["steps"] >= BALANCED_AFTER and row["busiest"] > row["most"]:
+        found.append("the busiest expert has {busiest:.2f} times the mean load; the bound is {most}"
+                     .format(**row))
+    return found
 
 
 def counts(host: str, corpus: Path) -> list[int]:
@@ -147,7 +118,11 @@ def settings_file(name: str, host: str, corpus: Path, folder: Path) -> Path:
     return write_regular(path, yaml.safe_dump(tree))
 
 
-def run(name: str, host: str, s: dict[str, Any], data: Path, corpus: Path, folder: Path) -> GateRow:
+def run(name: str, host: str, s: dict[str, Any], data: Path, corpus: Path,
+        folder: Path) -> dict[str, Any]:
+    """Return the result of one run. Losses are in nats per byte; `busiest` (the largest expert load
+    relative to the mean) and `drops` are those of the worst layer of the last record.
+    """
     extra = ["--moe-config", str(settings_file(name, host, corpus, folder))]
     if host == "fairseq":
         command = quickstart().fairseq_command(s, data, folder, False)
@@ -166,11 +141,12 @@ def run(name: str, host: str, s: dict[str, Any], data: Path, corpus: Path, folde
             command += ["--moe-router-pre-softmax"]  # Megatron requires this flag for k = 1
     result, _ = quickstart().train(quickstart().Run(host, folder, command, s["steps"]))
     last = last_records(folder)
-    return GateRow(gate=name, host=host, steps=result["steps"], first_loss=result["first_loss"],
-               last_loss=result["last_loss"], valid_loss=result["valid_loss"],
-               busiest=max(row["max_over_mean"] for row in last), most=GATES[name].most, drops=max(
-                   row["drop_fraction"] for row in last),
-               step_ms=1e3 * s["ranks"] * s["batch"] * s["length"] / result["tokens_per_s"])
+    return {
+        "gate": name, "host": host,
+        **{key: result[key] for key in ("steps", "first_loss", "last_loss", "valid_loss")},
+        "busiest": max(row["max_over_mean"] for row in last), "most": GATES[name].most,
+        "drops": max(row["drop_fraction"] for row in last),
+        "step_ms": 1e3 * s["ranks"] * s["batch"] * s["length"] / result["tokens_per_s"]}
 
 
 def last_records(folder: Path) -> list[dict[str, Any]]:
@@ -184,34 +160,15 @@ def last_records(folder: Path) -> list[dict[str, Any]]:
 
 
 def body(found: dict[str, Any]) -> list[str]:
-    rows = [GateRow(**row) for row in found["rows"]]
-    s = settings(rows[0].steps)
-    return [
-        "This page shows that a model learns with every router in both hosts, and that the load of "
-        f"its experts stays balanced. The model of the quick start trains {s['steps']} steps on "
-        f"its corpus. It has {s['layers']} layers of width {s['width']}, and every second layer "
-        f"has {s['experts']} experts. It trains on {s['ranks']} ranks on CPU with torch "
-        f"{found['torch']}. All numbers are in `docs/benchmarks/data/gates.json`.",
-        "Losses are nats per byte without the balance loss. The unigram entropy of the corpus is "
-        f"{found['unigram_entropy']:.3f}. The load of the busiest expert and the share of dropped "
-        "choices are those of the worst layer in the last record, which covers two steps. *Bound* "
-        "is the limit of the busiest expert's load relative to the mean. These runs are too short "
-        f"to rank the routers.{found.get('note', '')}",
-        columns(rows, {
-            "router": "{0.gate}", "host": "{0.host}", "first loss": "{0.first_loss:.3f}",
-            "last loss": "{0.last_loss:.3f}",
-            "validation loss": lambda r: "-" if r.valid_loss is None else f"{r.valid_loss:.3f}",
-            "busiest expert / mean": "{0.busiest:.2f}", "bound": "{0.most:g}",
-            "dropped choices": "{0.drops:.1%}", "ms per step": "{0.step_ms:.0f}"}),
-        "The next table shows the settings of each router.",
-        columns(GATES, {
-            "router": str, "top_k": lambda name: str(GATES[name].top_k),
-            "capacity factor": lambda name: (
-                "dropless" if GATES[name].capacity is None else f"{GATES[name].capacity:g}"),
-            "losses": lambda name: ", ".join(
-                f"{loss} {weight:g}" for loss, weight in GATES[name].losses.items()) or "-",
-            "other settings": lambda name: (
-                json.dumps(GATES[name].router) if GATES[name].router else "-")})]
+    rows = [{**row, "valid": "-" if row["valid_loss"] is None else f"{row['valid_loss']:.3f}"}
+            for row in found["rows"]]
+    gates = [{
+        "name": name, "gate": gate,
+        "capacity": "dropless" if gate.capacity is None else f"{gate.capacity:g}",
+        "losses": ", ".join(f"{loss} {weight:g}" for loss, weight in gate.losses.items()) or "-",
+        "router": json.dumps(gate.router) if gate.router else "-"} for name, gate in GATES.items()]
+    return page(__name__, found, results=rows, gates=gates, s=settings(rows[0]["steps"]),
+                note=found.get("note", ""))
 
 
 OPTIONS = {
@@ -231,14 +188,13 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         for name in args.gates:
             rows.append(run(name, host, settings(args.steps), data, corpus,
                             place / f"{name}-{host}"))
-            log.info("%s in %s: %s", name, host, rows[-1].faults or "within its bounds")
+            log.info("%s in %s: %s", name, host, faults(rows[-1]) or "within its bounds")
     if args.steps < BALANCED_AFTER:
         log.info("The balance is not checked, because its bounds apply after %d steps.",
                  BALANCED_AFTER)
-    rows.sort(key=lambda r: list(GATES).index(r.gate))
-    return {**about, "rows": [asdict(r) for r in rows]}
+    return {**about, "rows": sorted(rows, key=lambda row: list(GATES).index(row["gate"]))}
 
 
 def failures(found: dict[str, Any]) -> list[str]:
-    rows = [GateRow(**row) for row in found["rows"]]
-    return [f"{r.gate} in {r.host}: {fault}" for r in rows for fault in r.faults]
+    return [f"{row['gate']} in {row['host']}: {fault}" for row in found["rows"]
+            for fault in faults(row)]

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from importlib.metadata import version
 from typing import Any
 
-from moe_plugin.cli import figures
-from moe_plugin.planner.units import show_time
 from scripts.bench.chips import GPU, GPUS
 from scripts.bench.launches import Call, recorded, step
+from scripts.bench.report import columns, page
 from scripts.bench.resources import compile_for
 from scripts.bench.studies.layers import LAYERS
 from scripts.bench.study import Option
@@ -27,17 +26,6 @@ OPTIONS = {"state": Option("after", "name of this state of the code, a heading o
            "problems": Option(len(LAYERS["cuda"]), "number of the benchmark's layers to predict",
                               quick=1)}
 AIM = (0.85, 0.70, 0.70)
-READ = (
-    "These numbers are predicted, not measured. The prediction computes a lower bound of the time "
-    "of each kernel. The bound is the larger of two times. The first one is the kernel's FLOPs at "
-    "the dense rate, divided by the share of the last wave and of the tiles that does useful work. "
-    "The second one is the kernel's bytes at the memory bandwidth, with each argument counted "
-    "once. Kernels run one after the other without overlap, and all experts have equal loads. The "
-    "*bound of the dense rate* is the time of all matmuls at the dense rate divided by the sum of "
-    "these times. A measurement cannot exceed this bound. A measurement will be lower, because the "
-    "prediction leaves out the launches, latencies, clocks under load, bank conflicts and gathered "
-    "rows that are read again. *Code* is the identifier of the compiled source tree in git."
-)
 
 
 def flops(call: Call) -> int:
@@ -118,42 +106,31 @@ def _moved(layer: Mapping[str, Any]) -> int:
     return layer["operation_bytes"] + sum(row["bytes"] for row in layer["rows"])
 
 
-def body(found: dict[str, Any]) -> Iterator[str]:
+def body(found: dict[str, Any]) -> list[str]:
     states = found["states"]
     gpu = GPUS[next(iter(states.values()))["target"]]
-    yield (f"This page predicts how fast the layers of the benchmark can be on an {gpu.name}. Its "
-           f"data sheet states {gpu.tflops:g} TFLOP/s for dense bf16 matmuls, {gpu.tbytes:g} TB/s "
-           f"of memory bandwidth and {gpu.processors} multiprocessors. The kernels were compiled "
-           f"by Triton {', '.join(sorted({one['triton'] for one in states.values()}))}.")
-    yield READ
     labels = list(dict.fromkeys(one["label"] for state in states.values()
                                 for one in state["layers"]))
-    cells = [(label, name, next(one for one in state["layers"] if one["label"] == label))
-             for label in labels for name, state in states.items()
-             if any(one["label"] == label for one in state["layers"])]
-    yield figures.columns(cells, {
-        "layer": lambda c: c[0], "state": lambda c: c[1],
-        "code": lambda c: states[c[1]].get("code", ""),
-        "Triton launches": lambda c: str(len(c[2]["rows"])),
-        "operations of torch": lambda c: str(c[2]["operations"]),
-        "TFLOP": lambda c: f"{sum(row['flops'] for row in c[2]['rows']) / 1e12:.2f}",
-        "GB": lambda c: f"{_moved(c[2]) / 1e9:.1f}",
-        "predicted bound of the dense rate": lambda c: f"{bound(c[2], gpu):.0%}",
-        "aim": lambda c: f"{AIM[labels.index(c[0])]:.0%}"})
-    yield ("The following tables list the kernels of each layer. *Useful* is the share of a "
-           "matmul's tiles and last wave that does useful work. *At least* is the lower bound of "
-           "the time.")
-    for label, name, layer in cells:
-        yield f"## {label}, {name}"
-        yield figures.columns([*layer["rows"], {
-            "label": f"{layer['operations']} operations of torch", "flops": 0,
-            "bytes": layer["operation_bytes"], "seconds": layer["operation_seconds"]}], {
-                "launch": "{label}",
-                "TFLOP": lambda r: f"{r['flops'] / 1e12:.2f}" if r["flops"] else "",
-                "MB": lambda r: f"{r['bytes'] / 1e6:,.1f}",
-                **{head: lambda r, of=of: str(r.get(of, "")) for head, of in (
-                    ("programs", "programs"), ("registers", "registers"),
-                    ("shared bytes", "shared"))},
-                "occupancy": lambda r: f"{r['occupancy']:.0%}" if "occupancy" in r else "",
-                "useful": lambda r: f"{r['used']:.0%}" if r["flops"] else "",
-                "at least": lambda r: show_time(r["seconds"])})
+    cells = [{
+        **one, "state": name, "code": state.get("code"), "bytes": _moved(one),
+        "flops": sum(row["flops"] for row in one["rows"]), "bound": bound(one, gpu),
+        "aim": AIM[labels.index(label)]}
+        for label in labels for name, state in states.items() for one in state["layers"]
+        if one["label"] == label]
+    return page(
+        __name__, found, gpu=gpu, cells=cells,
+        triton=", ".join(sorted({one["triton"] for one in states.values()})),
+        tables=[part for one in cells for part in (f"## {one['label']}, {one['state']}",
+                                                   _kernels(one))])
+
+
+def _kernels(layer: Mapping[str, Any]) -> str:
+    rows = [*layer["rows"], {
+        "label": f"{layer['operations']} operations of torch", "flops": 0,
+        "bytes": layer["operation_bytes"], "seconds": layer["operation_seconds"]}]
+    empty = dict.fromkeys(("programs", "registers", "shared", "occupancy", "used"))
+    return columns([{**empty, **row, "flops": row["flops"] or None,
+                     "used": row["used"] if row["flops"] else None} for row in rows], {
+        "launch": "{label}", "TFLOP": "{flops:tera.2}", "MB": "{bytes:MB,.1}",
+        "programs": "{programs}", "registers": "{registers}", "shared bytes": "{shared}",
+        "occupancy": "{occupancy:.0%}", "useful": "{used:.0%}", "at least": "{seconds:time}"})

@@ -15,24 +15,26 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+import yaml
 from torch import Tensor, nn
 
 from moe_plugin import MoELayer, TorchComm
-from moe_plugin.cli.figures import table
 from moe_plugin.comm import LocalComm
 from moe_plugin.config import from_dict
 from moe_plugin.hosts.plain.blocks import blocks_in
 from moe_plugin.hosts.timm.model import PRESETS, SwinMoE, build
 from moe_plugin.kernels.choices import running_count
 from moe_plugin.planner.choice import LayoutChoice
+from scripts.bench import headline_models as models
+from scripts.bench import headline_numbers as numbers
 from scripts.bench import layer
-from scripts.bench.layouts import one_step, slowest
 from scripts.bench.measure import interleaved
 from scripts.bench.peers.fairseq_branch import BranchMoE
 from scripts.bench.problem import Problem
-from scripts.bench.report import bullets, load_in_words, versions_in_words
+from scripts.bench.report import PAGES, filled, page
 from scripts.bench.studies.vision import forward_of, step_of
 from scripts.bench.study import DATA, ROOT, Option, check_needs, read_numbers, with_machine
+from scripts.bench.sweep import alternate, one_step, slowest
 from scripts.emulate import EmulatedCluster
 
 TITLE = "Published results, predicted and measured"
@@ -51,34 +53,41 @@ PARM = {"plain": {}, "s1": {"replicas": 2, "schedule": "s1"},
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    from scripts.bench.headline_rows import rows  # imported here, as it reads files of a checkout
-
     here, committed = None, NUMBERS / "headlines.json"
     if args.measure:
         here = measured_here(args.rounds, PRESETS["tiny"] if args.quick else FIVE_BLOCKS)
     elif committed.exists():
         here = read_numbers(committed)["here"]
-    return {"rows": [plain(row, here) for row in rows()], "here": here}
+    published = yaml.safe_load((PAGES / "headlines.yaml").read_text(encoding="utf-8"))
+    stated = models.stated()
+    return {"rows": [plain(row, stated, here) for row in published], "here": here}
 
 
 # -- rows
 
-def plain(row: Any, here: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return a row as plain values.
+
+def plain(row: Mapping[str, Any], stated: Mapping[str, Any],
+          here: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return a published result with our prediction and our measurement.
 
     Args:
-        row: a `Headline`.
+        row: an entry of `headlines.yaml`.
+        stated: predictions that its texts state.
         here: the numbers that this study has measured, or None.
     """
-    found = {key: getattr(row, key) for key in (
-        "system", "result", "said", "value", "percent", "hardware", "source", "model", "why")}
-    found["predicted"] = None if row.predict is None else _range(row.predict())
-    found |= {"measured": None, "page": "", "what": row.needs}
-    if row.measured is not None:
-        name, numbers, what = row.measured
-        of = read_numbers(NUMBERS / f"{name}.json") if name else here
-        found |= {"what": what, "page": name, "measured": _range(numbers(of))} if of else {
-            "what": "`--measure`"}
+    found = {
+        **{key: row.get(key) for key in ("system", "result", "said", "value")},
+        "percent": row.get("percent", False), "hardware": row["hardware"],
+        **{key: filled(row.get(key, ""), stated) for key in ("source", "model", "why")},
+        "predicted": None, "measured": None, "page": "", "what": row.get("needs", "")}
+    if "predict" in row:
+        name, *given = row["predict"]
+        found["predicted"] = _range(getattr(models, name)(*given))
+    if measured := row.get("measured"):
+        (name, *given), source = measured["numbers"], measured.get("page", "")
+        of = read_numbers(NUMBERS / f"{source}.json") if source else here
+        found |= {"what": measured["what"], "page": source, "measured": _range(
+            getattr(numbers, name)(of, *given))} if of else {"what": "`--measure`"}
     return checked(found)
 
 
@@ -125,6 +134,7 @@ def checked(row: dict[str, Any]) -> dict[str, Any]:
 
 # -- measurements that no other study covers
 
+
 class BranchBlock(nn.Module):
     """The layer of fairseq's moe branch in the place of a `MoEBlock`.
 
@@ -168,9 +178,9 @@ def switch(rounds: int) -> dict[str, float]:
     """Return the times of peers over that of our layer with a switch gate, 32 sequences of 128
     tokens.
     """
-    report = layer.run(Problem(tokens=32 * 128, model_dim=256, hidden_dim=1024, experts=16,
-                               top_k=1), ["einsum"], rounds)
-    return {one.name: one.min_ms / report.results[0].min_ms for one in report.results}
+    found = layer.run(Problem(tokens=32 * 128, model_dim=256, hidden_dim=1024, experts=16,
+                              top_k=1), ["einsum"], rounds)
+    return {one["name"]: one["min_ms"] / found["min_ms"] for one in layer.results(found)}
 
 
 def swin_steps(size: SwinMoE, rounds: int) -> dict[str, float]:
@@ -205,7 +215,7 @@ def parm(rounds: int) -> dict[str, float]:
     """
     with EmulatedCluster(2, 2, rate_bit_s=RATE) as cluster:
         ranks = cluster.run(parm_rank, rounds, timeout_s=300)
-    return {name: min(slowest(ranks, name)[1:]) for name in PARM}
+    return {name: min(slowest(ranks, name)) for name in PARM}
 
 
 def parm_rank(rounds: int) -> dict[str, Any]:
@@ -218,56 +228,28 @@ def parm_rank(rounds: int) -> dict[str, Any]:
             "dispatch": {"name": "padded", "capacity_factor": 1.2},
             "parallel": {"shards": 2, **schedule}}), comm)
     torch.manual_seed(1 + comm.rank // 2)
-    seconds: dict[str, list[float]] = {name: [] for name in layers}
-    for _ in range(1 + rounds):
-        for name, one in layers.items():
-            seconds[name].append(one_step(one, 512, LayoutChoice(r=2))[0])
-    return {"seconds": seconds}
+    return {"seconds": alternate({name: lambda one=one: one_step(one, 512, LayoutChoice(r=2))[0]
+                                  for name, one in layers.items()}, rounds)}
 
 
 # -- the page
 
-def body(found: dict[str, Any]) -> Iterator[str]:
-    every = [checked(row) for row in found["rows"]]
+
+def body(found: dict[str, Any]) -> list[str]:
+    every, here = [checked(row) for row in found["rows"]], found["here"]
     modelled = [row for row in every if ratios(row)]
     near = sum(not misses(row) for row in modelled)
-    seen = sum(row["measured"] is not None for row in every)
-    yield (
-        f"This page lists {len(every)} published results of the systems that this project builds "
-        f"on. Our cost model predicts {len(modelled)} of them, {near} within a quarter. "
-        f"{len(modelled) - near} predictions differ by more than a quarter; the notes below the "
-        f"table state the reasons as far as they are known. {len(every) - len(modelled)} results "
-        f"are not modelled. For {seen} results we measured the same mechanism ourselves, on "
-        "processors and emulated networks. The hardware is never the same, so our measured numbers "
-        "are not comparable with the published ones.")
-    yield bullets(
-        "*Published*: a factor, or the number as published.",
-        """*Predicted*: the constants are estimates from data sheets (`configs/devices` and
-        `configs/clusters`; the notes name the files), and constants that a note names. No constant
-        is fitted to a result. A range covers the values that the publication leaves open (*not
-        stated*).""",
-        """*Ratio*: the predicted gain divided by the published gain. A factor of 1.3 is a gain of
-        0.3. For a share, the ratio is that of the shares.""",
-        "*Measured*: numbers from the page that the note names.")
-    if found["here"]:
-        here = found["here"]
-        yield ("Numbers of \"this page\" come from `moe-plugin bench headlines --measure` and are "
-               f"those of the fastest rounds. {versions_in_words(here['versions'])} "
-               f"{load_in_words(here['load'])}")
-    yield table(["", "system", "result", "published", "hardware", "predicted", "ratio", "measured"],
-                [_cells(number, row) for number, row in enumerate(every, 1)])
-    yield "## Sources, models and reasons"
-    yield ("The numbers are those of the rows. A note leaves out the source, the model or the "
-           "measurement if it is the same as in the note before.")
-    yield "\n".join(_notes(every))
-
-
-def _cells(number: int, row: Mapping[str, Any]) -> list[str]:
-    found = ratios(row)
-    return [str(number), row["system"], row["result"], row["said"], row["hardware"],
-            _shown(row["predicted"], row["percent"]) or "not modelled",
-            "" if found is None else _span([f"{ratio:.2f}" for ratio in found]),
-            _shown(row["measured"], row["percent"]) or "not measured"]
+    return page(
+        __name__, {}, every=every, modelled=len(modelled), near=near, far=len(modelled) - near,
+        unmodelled=len(every) - len(modelled),
+        seen=sum(row["measured"] is not None for row in every),
+        measured=page(__name__, here, "measured") if here else [],
+        rows=[{**row, "number": number,
+               "predicted": _shown(row["predicted"], row["percent"]) or "not modelled",
+               "ratio": _span([f"{ratio:.2f}" for ratio in ratios(row) or ()] or [""]),
+               "measured": _shown(row["measured"], row["percent"]) or "not measured"}
+              for number, row in enumerate(every, 1)],
+        notes="\n".join(_notes(every)))
 
 
 def _shown(values: Sequence[float] | None, percent: bool) -> str:
@@ -285,8 +267,7 @@ def _notes(every: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """Yield a bullet for each row, or for several rows with the same notes.
 
     A bullet has the source, the model, the reason for an error, and the measurement. Each of them
-    is
-    left out if it is the same as in the row before.
+    is left out if it is the same as in the row before.
     """
     made: list[tuple[list[str], list[str]]] = []  # numbers, sentences
     before: list[str] = [""] * 3
@@ -301,7 +282,7 @@ def _notes(every: Sequence[Mapping[str, Any]]) -> Iterator[str]:
             made.append(([], parts))
         made[-1][0].append(str(number))
         before = now
-    for numbers, parts in made:
-        text = " ".join(filter(None, (f"* **{', '.join(numbers)}**", *parts)))
+    for rows, parts in made:
+        text = " ".join(filter(None, (f"* **{', '.join(rows)}**", *parts)))
         yield textwrap.fill(text, 100, subsequent_indent="  ", break_long_words=False,
                             break_on_hyphens=False)

@@ -1,30 +1,162 @@
 """Measure processor time and ATen operations of one layer call on tiny tensors, for our layer,
 Megatron-core's own layer and other peers. Starts its ranks itself.
+
+With few tokens, nearly all time is spent in Python, dispatch and autograd. A host needs the same
+time to launch a layer on a GPU.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
-from dataclasses import replace
+import contextlib
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
-from scripts.bench import host
-from scripts.bench.options import add_problem, problem_of
-from scripts.bench.report import versions_in_words
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from scripts.bench.layer import (
+    agreement,
+    check_losses,
+    enter_candidates,
+    not_measured,
+)
+from scripts.bench.measure import training_step, versions
+from scripts.bench.peers import Candidate
+from scripts.bench.problem import Data, Problem, add_problem, make_data, problem_of
+from scripts.bench.ranks import on_processes
+from scripts.bench.report import columns, load_in_words, page
+from scripts.bench.sweep import alternate
 
 TITLE = "Host cost of a layer"
-ABOUT = """This page shows how much work a layer call causes on the host. On tiny tensors, nearly
-all time is spent in Python, dispatch and autograd, and a host needs the same time to launch a layer
-on any device. The tables show the processor time of a forward pass and of forward and backward, and
-the number of ATen operations, including views. All layers have equal weights and equal tokens, and
-their outputs are checked to agree. The layers alternate in the same process, with ten calls each.
-Times are medians over rounds on rank 0, and *minimum* is the fastest round of forward and backward.
-With several ranks, the processor time includes the work of gloo's threads but no waiting.
-Megatron-core's layer runs on a CPU with patches. The patch that intercepts every call of torch is
-disabled while calls are measured. `dense` has no router and computes a different function. A layer
-is described by T tokens of width D, the inner width F of an expert, E experts and k experts per
-token."""
+PEERS = ("megatron", "transformers_grouped_mm", "torchtitan", "einsum", "dense")
+TINY = Problem(tokens=16, model_dim=32, hidden_dim=64, experts=8, top_k=2)
+CALLS = 10  # number of calls between two readings of the clock
+WARM_UP = 5
+
+
+def parts(found: Mapping[str, Any]) -> list[str]:
+    """Return the parts of a page from a result of `measure_rank`."""
+    theirs = {r["name"]: r["step_us"] for r in found["results"]}.get("megatron")
+    rows = [{**r, **{name: r[f"{name}_us"] / 1e6 for name in ("forward", "step", "step_min")},
+             "over": f"{r['step_us'] / theirs:.2f}" if theirs else "?"} for r in found["results"]]
+    ranks = f"{found['ranks']} rank{'s' * (found['ranks'] > 1)}"
+    return [
+        f"{Problem(**found['problem']).label()} on {ranks}. {load_in_words(found['load'])}",
+        columns(rows, {
+            "layer": "{name}", "forward": "{forward:time}", "forward + backward": "{step:time}",
+            "minimum": "{step_min:time}", "relative to Megatron": "{over}",
+            "operations in forward": "{forward_ops}", "operations in backward": "{backward_ops}",
+            "note": "{note}"}),
+        not_measured(found["refused"])]
+
+
+class OperationCount(TorchDispatchMode):
+    """Counts the ATen operations, including views, that run inside the `with` block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func.namespace == "aten"
+        return func(*args, **(kwargs or {}))
+
+
+def count_operations(candidate: Candidate, data: Data) -> tuple[int, int]:
+    """Return the numbers of ATen operations of a forward pass and of its backward pass."""
+    x_TD = data.x_TD.clone().requires_grad_()
+    with OperationCount() as forward:
+        y_TD, losses = candidate.forward(x_TD)
+    with OperationCount() as backward:
+        torch.autograd.backward([y_TD, *losses], [data.grad_TD, *([None] * len(losses))])
+    return forward.count, backward.count
+
+
+def run(problem: Problem, ranks: int, rounds: int,
+        names: Sequence[str] = PEERS) -> dict[str, Any]:
+    """Measure on `ranks` new processes, each with the number of threads of this process.
+
+    Raises:
+        ValueError: if a peer's output differs from ours or a peer has no balance loss, or if the
+            experts cannot be divided equally among the ranks.
+    """
+    if problem.device != "cpu":
+        raise ValueError(f"device={problem.device!r} is not supported by bench host: must be cpu, "
+                         "because processor time includes no time of a device. Leave out --device")
+    if ranks < 1 or problem.experts % ranks:
+        raise ValueError(f"{problem.experts} experts cannot be divided among ranks={ranks}. The "
+                         "number of ranks must be a divisor of the number of experts")
+    return on_processes(ranks, measure_rank, problem, ranks, rounds, tuple(names),
+                        threads=torch.get_num_threads())
+
+
+def measure_rank(problem: Problem, ranks: int, rounds: int, names: Sequence[str]) -> dict[str, Any]:
+    """Return the costs of all candidates on this rank. All ranks of the default group call this.
+
+    `results` has a cost for each candidate, ours first, and `refused` the reason for each peer that
+    could not run.
+    """
+    data, before = make_data(problem), os.getloadavg()[0]
+    with contextlib.ExitStack() as stack:
+        candidates, refused = enter_candidates(stack, problem, data, names)
+        # Megatron-core on a CPU needs a mode that intercepts every call of torch. The mode is
+        # disabled here for all candidates, because its cost would be part of every call.
+        with torch._C.DisableTorchFunction():
+            agreement(candidates, data, problem)
+            check_losses(candidates, data, problem)
+            results = _measured(candidates, data, rounds)
+    load = (round(before, 2), round(os.getloadavg()[0], 2))
+    known = {name: value for name, value in versions("cpu").items() if name != "triton"}
+    return {"problem": asdict(problem), "ranks": ranks, "rounds": rounds, "results": results,
+            "refused": refused, "load": load, "versions": known}
+
+
+def _measured(candidates: dict[str, Candidate], data: Data, rounds: int) -> list[dict[str, Any]]:
+    """Return microseconds of processor time per call, and numbers of ATen operations (including
+    views; collectives are not counted), of a forward pass and of forward and backward ("step").
+    """
+    calls = {name: list(_calls(c, data)) for name, c in candidates.items()}
+    for mine in calls.values():
+        _processor_us(mine, WARM_UP)
+    # counted after the first calls, which choose implementations and build buffers for later calls
+    counts = {name: count_operations(c, data) for name, c in candidates.items()}
+    times = alternate({name: partial(_processor_us, mine, CALLS) for name, mine in calls.items()},
+                      rounds, warm_up=0)
+    costs = []
+    for name, candidate in candidates.items():
+        forward, step = zip(*times[name], strict=True)
+        costs.append({
+            "name": name, "forward_us": statistics.median(forward), "forward_min_us": min(forward),
+            "step_us": statistics.median(step), "step_min_us": min(step),
+            "forward_ops": counts[name][0], "backward_ops": counts[name][1],
+            "note": candidate.note})
+    return costs
+
+
+def _calls(candidate: Candidate, data: Data) -> Iterator[Callable[[], object]]:
+    """Yield two functions: a forward pass that records a graph, and forward and backward."""
+    x_TD = data.x_TD.clone().requires_grad_()
+    yield lambda: candidate.forward(x_TD)
+    yield training_step(candidate.forward, candidate.parameters, x_TD, data.grad_TD)
+
+
+def _processor_us(calls: Sequence[Callable[[], object]], repeats: int) -> list[float]:
+    """Return the processor time of one call in microseconds, a mean over `repeats` calls, for each
+    function.
+    """
+    found = []
+    for call in calls:
+        start = time.process_time()
+        for _ in range(repeats):
+            call()
+        found.append((time.process_time() - start) / repeats * 1e6)
+    return found
 
 
 def add_arguments(p: argparse.ArgumentParser) -> None:
@@ -37,15 +169,12 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
 
 def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     problem, rounds = problem_of(args), 3 if args.quick else args.rounds
-    return [host.run(replace(problem, gated=gated), ranks, rounds).as_dict()
+    return [run(replace(problem, gated=gated), ranks, rounds)
             for gated in sorted({problem.gated, True}) for ranks in _ranks(args.ranks)]
 
 
-def body(found: list[dict[str, Any]]) -> Iterator[str]:
-    yield ABOUT
-    yield versions_in_words(found[0]["versions"])
-    for one in found:
-        yield from host.parts(one)
+def body(found: list[dict[str, Any]]) -> list[str]:
+    return page(__name__, found[0], layers=[part for one in found for part in parts(one)])
 
 
 def _ranks(text: str) -> list[int]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import argparse
 import logging
-from collections.abc import Iterator
-from dataclasses import fields, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,11 +16,9 @@ import torch
 from moe_plugin.cli import figures
 from moe_plugin.planner.units import show_size, show_time
 from scripts.bench import kernels, layer, plots
-from scripts.bench.layer import LayerReport
-from scripts.bench.options import add_problem, problem_of
 from scripts.bench.peers import peers
-from scripts.bench.problem import Problem
-from scripts.bench.report import load_in_words, versions_in_words
+from scripts.bench.problem import Problem, add_problem, problem_of
+from scripts.bench.report import columns, page
 from scripts.bench.study import Option, with_machine
 
 log = logging.getLogger(__name__)
@@ -86,18 +84,16 @@ def quietest(problem: Problem, args: argparse.Namespace, ranks: int = 1,
     log.info("%s: measuring %s", problem.label(), ", ".join(names))
     measure = partial(layer.on_ranks, ranks=ranks, threads=max(
         1, args.threads // ranks)) if ranks > 1 else partial(layer.run, forward_only=forward_only)
-    found: list[LayerReport] = []
-    while len(found) < args.attempts and not any(one.noise < 1.05 for one in found):
+    found: list[dict[str, Any]] = []
+    while len(found) < args.attempts and not any(layer.noise(one) < 1.05 for one in found):
         found.append(measure(problem, names, args.rounds))
-    return min(found, key=lambda one: one.noise).as_dict()
+    return min(found, key=layer.noise)
 
 
 class OneLayer:
     """Measure forward and backward of one MoE layer and of every installed peer, with equal weights
-    and
-    equal input. The outputs are checked to agree. The bound is the time of the experts' matmuls
-    alone,
-    in the same run.
+    and equal input. The outputs are checked to agree. The bound is the time of the experts' matmuls
+    alone, in the same run.
     """
 
     TITLE = "One layer and its peers"
@@ -124,7 +120,7 @@ class OneLayer:
         found = layer.run(problem, names, rounds)
         if args.plot:
             plots.layer_plot(found, args.plot)
-        return found.as_dict()
+        return found
 
     @staticmethod
     def body(found: dict[str, Any]) -> list[str]:
@@ -138,7 +134,7 @@ DRAWN = 4  # number of problems with a plot
 def _draw(number: int, found: dict[str, Any], path: Path) -> None:
     shown = found.get("one_rank", [])
     if number < len(shown):
-        plots.layer_plot(LayerReport.from_dict(shown[number]), str(path))
+        plots.layer_plot(shown[number], str(path))
 
 
 def _one_rank(args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -161,7 +157,7 @@ def _generated(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 def aim_of(one: dict[str, Any]) -> float | None:
     """Return the aim for the ratio to the bound on one rank, or None if this layer has no aim."""
-    problem = Problem(**{f.name: one[f.name] for f in fields(Problem)})
+    problem = Problem.of(one)
     if problem not in LAYERS["cpu"]:
         return None
     few = problem.experts == FEW.experts
@@ -170,43 +166,29 @@ def aim_of(one: dict[str, Any]) -> float | None:
     return (1.02 if problem.dtype == "float32" else 1.06) if few else 1.18
 
 
-def aims(found: list[dict[str, Any]]) -> Iterator[str]:
-    """Yield the aims on one rank, and whether they are reached."""
-    rows = [one for one in found if aim_of(one) is not None]
-    if not rows:
-        return
+def aims(found: list[dict[str, Any]]) -> list[str]:
+    """Return the aims on one rank, and whether they are reached."""
     def met(reached: bool) -> str:
         return "yes" if reached else "no"
 
-    yield ("Each layer has two aims on one rank: a ratio to the bound, and a peak memory of at "
-           f"most {MOST_MIB:g} MiB in addition to its inputs.")
-    yield figures.columns(rows, {
-        "layer": lambda one: LayerReport.from_dict(one).problem.label(),
-        "ratio": "{ratio_to_bound:.2f}", "aim": lambda one: f"{aim_of(one):.2f}",
-        "ratio reached": lambda one: met(round(one["ratio_to_bound"], 2) <= (aim_of(one) or 0)),
-        "peak MiB": "{peak_extra_mib:.1f}", "memory reached": lambda one: met(
-            one["peak_extra_mib"] <= MOST_MIB)})
+    rows = [{
+        **one, "label": Problem.of(one).label(), "aim": aim,
+        "ratio_reached": met(round(one["ratio_to_bound"], 2) <= aim),
+        "memory_reached": met(one["peak_extra_mib"] <= MOST_MIB)}
+        for one in found if (aim := aim_of(one)) is not None]
+    return page(__name__, {}, "aims", rows=rows) if rows else []
 
 
-def _each_layer(found: list[dict[str, Any]]) -> Iterator[str]:
+def _each_layer(found: list[dict[str, Any]]) -> list[str]:
     if not found:
-        return
-    yield ("This page compares the time and the memory of one MoE layer with other implementations "
-           "of the same layer. All of them have equal weights and equal input, run alternately in "
-           "the same process, and their outputs are checked to agree. The *GEMM bound* is the time "
-           "of the experts' matmuls alone; a ratio is a time divided by that of the bound. "
-           "[Benchmarks](../benchmarks.md#one-layer-and-its-peers) explains the columns and the "
-           "names of the peers. A layer is described by T tokens of width D, the inner width F of "
-           "an expert, E experts and k experts per token.")
-    yield versions_in_words(found[0]["versions"])
-    yield from aims(found)
+        return []
+    parts = []
     for number, one in enumerate(found):
         label, shown, _ = layer.parts(one)
-        yield f"{label}. {load_in_words(one['load'])}"
-        yield shown
-        if number < DRAWN:
-            yield f"![Time and memory of every candidate](layer_{number}.svg)"
-    yield _not_measured(found)
+        picture = f"![Time and memory of every candidate](layer_{number}.svg)" * (number < DRAWN)
+        parts += page(__name__, one, "one layer", label=label, table=shown, picture=picture)
+    return page(__name__, found[0], aims=aims(found), layers=parts,
+                not_measured=_not_measured(found))
 
 
 def _not_measured(found: list[dict[str, Any]]) -> str:
@@ -214,43 +196,37 @@ def _not_measured(found: list[dict[str, Any]]) -> str:
     for one in found:
         for name, reason in one["refused"].items():
             reasons.setdefault(name, {})[reason] = None
-    return layer.not_measured({name: ", or ".join(every) for name, every in reasons.items()
-                               if name in peers.names()})
+    return layer.not_measured({name: ", or ".join(every) for name, every in reasons.items()})
 
 
-def _one_table(title: str, found: list[dict[str, Any]]) -> Iterator[str]:
-    """Yield a table with a row for each candidate and a column for each layer."""
+def _one_table(title: str, found: list[dict[str, Any]]) -> list[str]:
+    """Return a table with a row for each candidate and a column for each layer."""
     if not found:
-        return
-    layers = [LayerReport.from_dict(one) for one in found]
-    loads = ", ".join(f"{one['load'][0]:g}" for one in found)
-    names = dict.fromkeys(result.name for one in layers for result in one.results)
-    yield f"## {title[0].upper()}{title[1:]}"
-    threads = f"{layers[0].threads} thread{'s' * (layers[0].threads > 1)}"
-    yield (f"A cell shows the median time, its ratio to the bound, and the peak memory without the "
-           f"input. Every rank has {threads}. {versions_in_words(found[0]['versions'])} The load "
-           f"averages of the machine before each layer were {loads}.")
-    yield figures.columns(names, {title: "{0}"} | {
-        one.problem.label(): partial(_cell, {r.name: r for r in one.results}) for one in layers})
-    yield _not_measured(found)
+        return []
+    names = dict.fromkeys(result["name"] for one in found for result in layer.results(one))
+    return page(
+        __name__, found[0], "several ranks", title=title, not_measured=_not_measured(found),
+        threads=f"{found[0]['threads']} thread{'s' * (found[0]['threads'] > 1)}",
+        loads=", ".join(f"{one['load'][0]:g}" for one in found),
+        table=columns(names, {title: "{0}"} | {
+            Problem.of(one).label(): partial(_cell, {r["name"]: r for r in layer.results(one)})
+            for one in found}))
 
 
-def _cell(results: dict[str, layer.Result], name: str) -> str:
+def _cell(results: dict[str, Mapping[str, Any]], name: str) -> str:
     if name not in results:
         return ""
-    one = results[name]
-    size = "?" if one.peak_extra_mib is None else show_size(one.peak_extra_mib * 2**20)
-    return f"{show_time(one.median_ms / 1e3)}, {one.ratio_to_bound:.2f}, {size}"
+    one, mib = results[name], results[name]["peak_extra_mib"]
+    size = "?" if mib is None else show_size(mib * 2**20)
+    return f"{show_time(one['median_ms'] / 1e3)}, {one['ratio_to_bound']:.2f}, {size}"
 
 
 class AllLayers:
     """Measure our layer and every installed peer on all problems of the page: forward and backward
-    on one
-    rank and on two ranks, and a forward pass of 64 tokens, as in text generation. The bound is the
-    time
-    of the experts' matmuls alone, one after the other, in the same run. A layer that computes
-    several
-    matmuls at the same time, as ours does in float32, may be faster than the bound.
+    on one rank and on two ranks, and a forward pass of 64 tokens, as in text generation. The bound
+    is the time of the experts' matmuls alone, one after the other, in the same run. A layer that
+    computes several matmuls at the same time, as ours does in float32, may be faster than the
+    bound.
     """
 
     TITLE = "The layer and its peers"
@@ -264,10 +240,8 @@ class AllLayers:
 
 class OneProblemsOperations:
     """Measure every operation of the layer at one layer's sizes: the time of each implementation
-    that runs
-    here, and its bound. The bound is the larger of bytes over the measured copy bandwidth and FLOPs
-    over
-    the measured rate of one large matmul.
+    that runs here, and its bound. The bound is the larger of bytes over the measured copy bandwidth
+    and FLOPs over the measured rate of one large matmul.
     """
 
     TITLE = "Operations of one layer"
@@ -275,7 +249,7 @@ class OneProblemsOperations:
 
     @staticmethod
     def measure(args: argparse.Namespace) -> dict[str, Any]:
-        return kernels.run(problem_of(args), args.rounds).as_dict()
+        return kernels.run(problem_of(args), args.rounds)
 
     @staticmethod
     def body(found: dict[str, Any]) -> list[str]:
@@ -285,10 +259,8 @@ class OneProblemsOperations:
 
 class AllOperations(OneProblemsOperations):
     """Measure every operation of the layer on the first three problems of the page: the time of
-    each
-    implementation that runs here, and its bound. The bound is the larger of bytes over the measured
-    copy
-    bandwidth and FLOPs over the measured rate of one large matmul.
+    each implementation that runs here, and its bound. The bound is the larger of bytes over the
+    measured copy bandwidth and FLOPs over the measured rate of one large matmul.
     """
 
     TITLE = "Each operation and its bound"
@@ -297,25 +269,17 @@ class AllOperations(OneProblemsOperations):
 
     @staticmethod
     def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
-        return [kernels.run(one, args.rounds).as_dict() for one in problems(args)[:3]]
+        return [kernels.run(one, args.rounds) for one in problems(args)[:3]]
 
     @staticmethod
-    def body(found: list[dict[str, Any]]) -> Iterator[str]:
-        yield ("This page shows the time of every operation of a layer. The *bound* is the larger "
-               "of two times: the bytes that the operation must move over the bandwidth of a copy, "
-               "and its FLOPs over the rate of a large matmul. Both rates are measured in the same "
-               "run. A * marks the implementation that the layer chooses. A layer is described by "
-               "T tokens of width D, the inner width F of an expert, E experts and k experts per "
-               "token.")
-        yield versions_in_words(found[0]["versions"])
-        for one in found:
-            yield from kernels.parts(one)
+    def body(found: list[dict[str, Any]]) -> list[str]:
+        return page(__name__, found[0], "operations",
+                    operations=[part for one in found for part in kernels.parts(one)])
 
 
 class Scaling:
     """Measure the time and memory of our layer over the numbers of tokens, of experts and of
-    experts per
-    token, around one problem.
+    experts per token, around one problem.
     """
 
     TITLE = "How the layer scales"
@@ -332,26 +296,17 @@ class Scaling:
                 size = value * (base.tokens // 4096) if axis == "tokens" else value
                 problem = replace(base, **{axis: size})
                 log.info("scaling: %s", problem.label())
-                found.append({"axis": axis, **layer.run(problem, [], args.rounds).as_dict()})
+                found.append({"axis": axis, **layer.run(problem, [], args.rounds)})
         return found
 
     @staticmethod
     def body(found: list[dict[str, Any]]) -> list[str]:
-        fixed = LayerReport.from_dict(found[0]).problem
-        return [("This page shows how the time and memory of forward and backward grow with the "
-                 "number of tokens, of experts, and of experts per token (top_k). One of them "
-                 "changes, and the others stay at 4,096 tokens, 64 experts and 2 experts per "
-                 f"token. The width is {fixed.model_dim} and the inner width {fixed.hidden_dim}. "
-                 "The bound is the time of the experts' matmuls alone."),
-                versions_in_words(found[0]["versions"]),
-                "![Time and memory along each axis](scaling.svg)",
-                figures.columns(found, {
-                    "axis": "{axis}", "value": lambda one: str(one[one["axis"]]),
-                    "median ms": "{median_ms:.1f}", "bound ms": "{bound_ms:.1f}",
-                    "peak MiB": lambda one: f"{one['peak_extra_mib'] or 0:.0f}"})]
+        return page(__name__, found[0], "scaling", points=[
+            {**one, "value": one[one["axis"]], "peak_extra_mib": one["peak_extra_mib"] or 0}
+            for one in found])
 
     @staticmethod
     def draw(found: list[dict[str, Any]], path: Path) -> None:
-        plots.scaling_plot([(one["axis"], LayerReport.from_dict(one)) for one in found], str(path))
+        plots.scaling_plot(found, str(path))
 
     PLOTS = {"scaling.svg": draw}

@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -21,16 +19,14 @@ import numpy as np
 import torch
 
 from moe_plugin import MoELayer, TorchComm
-from moe_plugin.cli.figures import columns
 from moe_plugin.config import from_dict, to_dict, with_overrides
 from moe_plugin.planner.forest.network import Network, shortest_paths
 from moe_plugin.planner.link_shares import optimal_shares
-from scripts.bench.layouts import slowest, timed_step
+from scripts.bench.report import page
 from scripts.bench.study import Option
-from scripts.bench.train import host_steps
-from scripts.bench.train import run as runs
-from scripts.bench.train.host_sides import Settings
-from scripts.bench.train.shapes import parse_shapes
+from scripts.bench.sweep import alternate, clean_step, medians
+from scripts.bench.train.run import settings_on_emulated
+from scripts.bench.train.sides import Settings, parse_shapes, write_text
 from scripts.emulate import EmulatedCluster
 from scripts.emulate.networks import SHAPES
 
@@ -78,30 +74,24 @@ def sides(costs: str) -> dict[str, Settings]:
 
 def run_rank(tree: dict[str, Any], asked: dict[str, Settings], tokens: int,
              rounds: int) -> dict[str, Any]:
-    """Measure one rank: seconds of a step by side and round, without the first round, and shares.
-
-    The shares are those of this rank's choices by destination rank, and that of dropped choices.
+    """Measure one rank; the result also has the shares of this rank's choices by destination rank,
+    and that of dropped choices.
     """
-    comm, seconds, shares, dropped = TorchComm(), {}, {}, {}
-    layers = {}
+    comm, shares, dropped, layers = TorchComm(), {}, {}, {}
     for name, settings in asked.items():
         torch.manual_seed(0)
         layers[name] = MoELayer(from_dict(to_dict(with_overrides(from_dict(tree), settings))), comm)
     torch.manual_seed(1 + comm.rank)
     x_TD = torch.randn(tokens, tree["model_dim"], requires_grad=True)
     grad_TD = torch.randn_like(x_TD)
-    for _ in range(1 + rounds):
-        for name, layer in layers.items():
-            seconds.setdefault(name, []).append(timed_step(layer, x_TD, None, grad_TD)[0])
-            layer.zero_grad(set_to_none=True)
-            x_TD.grad = None  # otherwise the next side would add to this gradient
+    seconds = alternate({name: lambda layer=layer: clean_step(layer, x_TD, grad_TD=grad_TD)[0]
+                         for name, layer in layers.items()}, rounds)
     for name, layer in layers.items():
         ids = layer.router(x_TD.detach()).ids_TK
         load_E = torch.bincount(ids[ids >= 0], minlength=tree["num_experts"])
         shares[name] = (load_E.view(comm.size, -1).sum(1) / ids.numel()).tolist()
         dropped[name] = 1 - sum(shares[name])
-    return {"seconds": {name: found[1:] for name, found in seconds.items()}, "shares": shares,
-            "dropped": dropped}
+    return {"seconds": seconds, "shares": shares, "dropped": dropped}
 
 
 def measure_layer(name: str, args: argparse.Namespace, costs: Path,
@@ -114,26 +104,20 @@ def measure_layer(name: str, args: argparse.Namespace, costs: Path,
             "slowest": {side: float((beta_WW * c_WW).max()) for side, c_WW in moved.items()},
             "stays": {side: float(c_WW.trace() / len(c_WW)) for side, c_WW in moved.items()},
             "dropped": max(rank["dropped"][FOLLOWS] for rank in ranks),
-            "seconds": {side: statistics.median(slowest(ranks, side)) for side in moved}}
+            "seconds": medians(ranks)}
 
 
 def measure_steps(host: str, name: str, args: argparse.Namespace, costs: Path,
                   cluster: EmulatedCluster, text: str) -> dict[str, Any]:
     [shape] = parse_shapes(args.shape)
-    more = {"router.top_k": shape.top_k, "dispatch.name": "ragged"} if host == "fairseq" else {}
-    found = runs.sides_on_emulated(runs.TrainPlan(
-        host, shape, text, args.steps, args.warm_up,
-        {side: {**settings, **more} for side, settings in sides(str(costs)).items()},
-        others=False), cluster)
-    return {"network": name, "host": host, "shape": shape.label(),
-            "seconds": {side.name: statistics.median(side.seconds) for side in found},
-            "losses": {side.name: side.losses[-1] for side in found}}
+    return {"network": name, "host": host, **settings_on_emulated(
+        host, shape, text, sides(str(costs)), args, cluster)}
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     layers, steps = [], []
     with tempfile.TemporaryDirectory() as folder:
-        text = host_steps.write_text(Path(folder))
+        text = write_text(Path(folder))
         for name in args.networks:
             network, costs = SHAPES[name](args.nodes, args.rate), Path(folder) / f"{name}.json"
             beta_WW = costs_of(network, args.own)
@@ -147,40 +131,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             "width": args.width, "layers": layers, "steps": steps}
 
 
-def _gain(row: dict[str, Any]) -> str:
-    return f"{row['seconds'][PLAIN] / row['seconds'][FOLLOWS]:.2f}"
-
-
-def body(found: dict[str, Any]) -> Iterator[str]:
-    yield (
-        f"With {FOLLOWS} (`router.name: ta_moe`, `pair_capacity: 1`, `overflow: next`), each rank "
-        "sends more tokens over cheap links and fewer over expensive ones. This page compares it "
-        "with the plain router (`router.name: topk`). Both run alternately in the same processes. "
-        f"The machine emulates {found['nodes']} nodes with one rank each. The links have "
-        f"{found['rate'] / 1e6:.0f} Mbit/s, and some links of each network are slower. A byte that "
-        f"stays on its rank costs {found['own']:g} times as much as a byte on the cheapest link. "
-        "The routers are not trained.")
-    yield "## A layer alone"
-    yield (f"Times are milliseconds of forward and backward on the slowest rank, medians. Each "
-           f"rank has {found['tokens']:,} tokens of width {found['width']}, and k = 2. *Slowest "
-           "link* is the largest product of a link's cost and its share of the choices, relative "
-           "to the optimum of the linear program.")
-    of = (PLAIN, FOLLOWS)
-    yield columns(found["layers"], {
-        "network": "{network}",
-        **{f"slowest link, {s}": lambda r, s=s: f"{r['slowest'][s] / r['optimum']:.2f}"
-           for s in of},
-        **{f"choices on the same rank, {s}": lambda r, s=s: f"{r['stays'][s]:.0%}" for s in of},
-        f"dropped choices, {FOLLOWS}": "{dropped:.1%}",
-        **{f"{s}, ms": lambda r, s=s: f"{1e3 * r['seconds'][s]:.0f}" for s in of},
-        "gain": _gain})
-    yield "## Whole training steps"
-    yield ("Two models of two layers with equal weights and equal data train alternately. The "
-           "loss is that of the last step.")
-    yield columns(found["steps"], {
-        "network": "{network}", "host": "{host}", "shape": "{shape}",
-        **{f"{s}, ms": lambda r, s=s: f"{1e3 * r['seconds'][s]:.0f}" for s in of},
-        "gain": _gain, **{f"loss, {s}": lambda r, s=s: f"{r['losses'][s]:.3f}" for s in of}})
+def body(found: dict[str, Any]) -> list[str]:
+    return page(__name__, found)
 
 
 OPTIONS = {

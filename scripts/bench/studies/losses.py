@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import argparse
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,72 +20,27 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_plugin.cli.figures import columns
 from moe_plugin.planner.units import parse_grid
 from scripts.bench.ranks import on_processes
-from scripts.bench.report import bullets
-from scripts.bench.train import host_steps
+from scripts.bench.report import page
 from scripts.bench.train import run as runs
-from scripts.bench.train.host_sides import Settings, Side, TrainShape
 from scripts.bench.train.results import HOSTS
-from scripts.bench.train.shapes import SHAPES, for_host, parse_shapes
-from scripts.bench.train.sides import our_settings
+from scripts.bench.train.sides import (
+    SHAPES,
+    Settings,
+    Side,
+    TrainShape,
+    for_host,
+    our_settings,
+    parse_shapes,
+    read_text,
+    write_text,
+)
 from scripts.emulate import EmulatedCluster
 
 TITLE = "Differences of losses in training steps, traced to single tokens"
-ABOUT = """The models ("sides") of the [page of training steps](train.md) start with equal weights
-and train on equal data, but their losses differ slightly. This page shows that the differences come
-from rounding: sums in a different order round differently, and when two router scores are nearly
-equal, rounding decides which expert a token gets. The models have two layers of experts, Adam and
-float32 weights."""
-TERMS = (
-    """*Own choices*: the largest difference between the loss of the first side and that of any
-    other side over all steps, when every side chooses its own experts.""",
-    "*From step*: the first step in which this difference is larger than 1e-5.",
-    """*Same choices*: the same difference when all sides use the experts that the first side has
-    chosen, with their own weights for these experts. The sides then differ only in the order of
-    their sums. Training increases such differences from step to step.""",
-    """*One rounding*: the difference between the first side and a copy of the first side in which
-    each weight was changed by its last bit before the first step. This number shows how much
-    training increases a single rounding.""")
-FIRST_TOKEN = (
-    """The next table shows the first token for which a side would have chosen another expert than
-    the first side, although all choices before this token were equal. With a capacity (fairseq),
-    the order of a token's two experts counts too.""",
-    """*Experts*: the expert chosen by the first side, and the expert that the other side would have
-    chosen.""",
-    """*Margin*: the first side's logit of its expert minus its logit of the other expert.""",
-    """*Rounding*: the difference between the margins of the two sides. The two sides can choose
-    different experts if this number is larger than the margin.""")
 SAME = 1e-5  # losses that differ by less count as equal
 CHANGED = "one rounding"  # the first side, with each weight changed by its last bit
-
-
-@dataclass
-class Parted:
-    """The first token for which a side would have chosen another expert than the first side.
-
-    Attributes:
-        side: name of the side.
-        step: number of the step.
-        layer: number of the layer.
-        rank: rank that has the token.
-        token: number of the token on this rank.
-        took: expert chosen by the first side.
-        other: expert that this side would have chosen.
-        margin: the first side's logit of `took` minus that of `other`, at least 0.
-        rounding: difference between this margin and that of the other side.
-    """
-
-    side: str
-    step: int
-    layer: int
-    rank: int
-    token: int
-    took: int
-    other: int
-    margin: float
-    rounding: float
 
 
 class Tracer:
@@ -101,7 +55,7 @@ class Tracer:
     def __init__(self, top_k: int, rank: int, ordered: bool = False) -> None:
         self.top_k, self.rank, self.ordered, self.step = top_k, rank, ordered, 0
         self.kept: dict[int, tuple[Tensor, Tensor]] = {}
-        self.parted: list[Parted] = []
+        self.parted: list[dict[str, Any]] = []
 
     def first(self, layer: int, logits_TE: Tensor) -> Tensor:
         """Return the experts of the first side, [T, K], with the largest logit first."""
@@ -111,12 +65,15 @@ class Tracer:
 
     def other(self, side: str, layer: int, logits_TE: Tensor) -> Tensor:
         """Return the experts of the first side, and record the first token with a different choice.
+
+        `margin` is the first side's logit of the expert that it `took` minus that of the `other`
+        one, and `rounding` the difference from this margin of the other side.
         """
         theirs_TE, ids_TK = self.kept[layer]
         own_TK = logits_TE.detach().topk(self.top_k, dim=1).indices
         both = (own_TK, ids_TK) if self.ordered else (own_TK.sort(1).values, ids_TK.sort(1).values)
         apart_T = (both[0] != both[1]).any(1).nonzero().flatten()
-        if len(apart_T) and not any(one.side == side for one in self.parted) and side != CHANGED:
+        if len(apart_T) and not any(one["side"] == side for one in self.parted) and side != CHANGED:
             token = int(apart_T[0])
             place = int((both[0][token] != both[1][token]).nonzero()[0])
             took, other = ids_TK[token].tolist(), own_TK[token].tolist()
@@ -124,8 +81,9 @@ class Tracer:
             b = next((e for e in other if e not in took), other[place])
             margin, here = (float(of_TE[token, a] - of_TE[token, b])
                             for of_TE in (theirs_TE.double(), logits_TE.detach().double()))
-            self.parted.append(Parted(side, self.step, layer, self.rank, token, a, b, margin,
-                                      margin - here))
+            self.parted.append({
+                "side": side, "step": self.step, "layer": layer, "rank": self.rank, "token": token,
+                "took": a, "other": b, "margin": margin, "rounding": margin - here})
         return ids_TK
 
 
@@ -154,7 +112,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     ours = {name: value for name, value in our_settings(grid is not None and grid[0] > 1).items()
             if not name.endswith("auto")}  # the layout of `auto` depends on measured times
     with ExitStack() as stack:
-        text = host_steps.write_text(Path(stack.enter_context(tempfile.TemporaryDirectory())))
+        text = write_text(Path(stack.enter_context(tempfile.TemporaryDirectory())))
         work = args.host, shapes, text, ours, args.steps
         if grid:
             runs.forked_hosts([args.host])
@@ -176,7 +134,7 @@ def traced(host: str, shapes: list[TrainShape], text: str, ours: Mapping[str, Se
 def _traced(host: str, shape: TrainShape, text: str, ours: Mapping[str, Settings],
             steps: int) -> dict[str, Any]:
     def sides(more: Mapping[str, Settings]) -> list[Side]:
-        made = runs.sides_of(host, shape, host_steps.read_text(text), {**ours, **more})
+        made = runs.sides_of(host, shape, read_text(text), {**ours, **more})
         return [side for side in made if side.kind != "dense"]
 
     free = sides({})
@@ -194,7 +152,7 @@ def _traced(host: str, shape: TrainShape, text: str, ours: Mapping[str, Settings
     for tracer.step in range(steps):
         same.append([side.step(tracer.step) for side in again])
     every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, [asdict(one) for one in tracer.parted])
+    dist.all_gather_object(every, tracer.parted)
     parted = sorted((one for each in every for one in each),
                     key=lambda one: (one["step"], one["layer"], one["rank"], one["token"]))
     return {"sides": [side.name for side in again], "own": own, "same": same, "parted": parted}
@@ -239,23 +197,14 @@ def first_apart(losses: list[list[float]]) -> int | None:
     return next((n for n, row in enumerate(losses) if gap([row]) > SAME), None)
 
 
-def body(found: dict[str, Any]) -> Iterator[str]:
-    yield ABOUT
-    yield bullets(*TERMS)
-    rows = [{"where": where, **one} for where, one in found["shapes"].items()]
-    yield columns(rows, {
-        "host, place, shape": lambda r: r["where"],
-        "number of sides": lambda r: str(len(r["sides"]) - 1),
-        "own choices": lambda r: f"{gap(r['own']):.1e}",
-        "from step": lambda r: "" if (n := first_apart(r["own"])) is None else str(n + 1),
-        "same choices": lambda r: f"{gaps(r)[0]:.1e}",
-        "one rounding": lambda r: f"{gaps(r)[1]:.1e}"})
-    yield "## The first token with a different choice"
-    yield FIRST_TOKEN[0]
-    yield bullets(*FIRST_TOKEN[1:])
-    yield columns([{"where": row["where"], **row["parted"][0]} for row in rows if row["parted"]], {
-        "host, place, shape": lambda r: r["where"], "side": lambda r: r["side"],
-        "step": lambda r: str(r["step"] + 1), "layer": lambda r: str(r["layer"] + 1),
-        "rank": lambda r: str(r["rank"]), "token": lambda r: str(r["token"]),
-        "experts": lambda r: f"{r['took']}, {r['other']}",
-        "margin": lambda r: f"{r['margin']:.1e}", "rounding": lambda r: f"{r['rounding']:.1e}"})
+def body(found: dict[str, Any]) -> list[str]:
+    rows, tokens = [], []
+    for where, one in found["shapes"].items():
+        same, rounding = gaps(one)
+        first = first_apart(one["own"])
+        rows.append({"where": where, "number": len(one["sides"]) - 1, "own_gap": gap(one["own"]),
+                     "from_step": None if first is None else first + 1, "same_gap": same,
+                     "rounding": rounding})
+        tokens += [{"where": where, **parted, "step": parted["step"] + 1,
+                    "layer": parted["layer"] + 1} for parted in one["parted"][:1]]
+    return page(__name__, found, rows=rows, tokens=tokens)

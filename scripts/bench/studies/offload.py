@@ -11,7 +11,6 @@ import argparse
 import json
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +19,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from moe_plugin import MoELayer
-from moe_plugin.cli.figures import columns
 from moe_plugin.comm.placement import HostContext
 from moe_plugin.memory.experts.stored import StoredExperts
 from moe_plugin.routing.pregate import link
 from scripts.bench.memory_limit import AnonymousPeak, call_limited
-from scripts.bench.report import bullets
+from scripts.bench.report import page
 from scripts.bench.study import Option
 from scripts.bench.toy import ToyBlock
 
@@ -169,41 +167,17 @@ def compare(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 def body(seen: dict[str, Any]) -> list[str]:
     rate = {row["mode"]: row["tokens_s"] for row in seen["rows"]}
-
-    def counted(show: Callable[[dict[str, float]], str]) -> Callable[[dict[str, Any]], str]:
-        return lambda row: show(row["counters"]) if "counters" in row else ""
-
-    return [
-        "This page compares ways to load experts from disk while a model generates text. The "
-        f"language model has {seen['layers']} blocks with {seen['experts']} experts of {WIDTH} x "
-        f"{seen['hidden']} each, which are {seen['experts_bytes'] / MIB:,.0f} MiB of float32 "
-        f"weights. It selects one expert per token, and generates {seen['tokens']} tokens in each "
-        f"of {seen['batch']} sequences. Each process runs in a cgroup, whose limit counts all "
-        "memory, including torch and pages of files. The resident model was killed under the "
-        "limit, and ran without a limit for this comparison. Experts are read from a safetensors "
-        f"file at {seen['throttle']:g} MB/s at most (`experts.store_throttle`). One thread "
-        "computes and another thread reads.",
-        bullets(
-            "*on demand*: experts are read when a block needs them.",
-            """*prefetch all*: all experts of the next block are read while a block computes, into a
-            cache of two whole layers. This needs more memory than the limit, so the process ran
-            without a limit.""",
-            """*pre-gated*: each block selects the experts of the next block, which are read while
-            the block computes. A pre-gated model with the same weights is a different function, so
-            its text differs. The other three generate the same tokens.""",
-            """*hit rate*: the share of experts that were in memory, or being read, when a call
-            needed them."""),
-        columns(seen["rows"], {
-            "experts": "{mode}",
-            "memory limit, MiB": lambda row: (
-                f"{row['limit'] / MIB:.0f}" if row["limit"] else "none"),
-            "peak of the process, MiB": lambda row: f"{row['anonymous_bytes'] / MIB:.0f}",
-            "tokens/s": "{tokens_s:.1f}",
-            "relative to resident": lambda row: f"{row['tokens_s'] / rate[MODES[0]]:.2f}",
-            "relative to on demand": lambda row: f"{row['tokens_s'] / rate[MODES[1]]:.2f}",
-            "hit rate": counted(lambda c: f"{100 * c['hits'] / (c['hits'] + c['misses']):.0f} %"),
-            "MiB read per call": counted(lambda c: f"{c['bytes'] / MIB / seen['tokens']:.0f}"),
-            "seconds waiting": counted(lambda c: f"{c['stalled_s']:.1f}")})]
+    rows = []
+    for row in seen["rows"]:
+        counted = row.get("counters", {})
+        rows.append({
+            **row, "resident": rate[MODES[0]], "on_demand": rate[MODES[1]],
+            "limit": f"{row['limit'] / MIB:.0f}" if row["limit"] else "none",
+            "stalled_s": counted.get("stalled_s"),
+            "read": counted["bytes"] / seen["tokens"] if counted else None,
+            "hit_rate": f"{100 * counted['hits'] / (counted['hits'] + counted['misses']):.0f} %"
+                        if counted else ""})
+    return page(__name__, seen, modes=rows)
 
 
 OPTIONS = {

@@ -1,6 +1,5 @@
 """Compare peers that stream a whole model with a pipeline of the same peers, by the bandwidth of
-their
-links.
+their links.
 
 Computes and measures nothing. Takes a few seconds on one core.
 """
@@ -8,15 +7,14 @@ Computes and measures nothing. Takes a few seconds on one core.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from moe_plugin.cli.figures import columns, pyplot, save_figure
+from moe_plugin.cli.figures import pyplot, save_figure
 from moe_plugin.planner.offload.peers import Peers, versus_pipeline
 from moe_plugin.planner.offload.weight_streaming import Layer, StreamPlan, plan
-from moe_plugin.planner.units import show_time
+from scripts.bench.report import columns, page
 
 TITLE = "Streaming peers against a pipeline"
 TOKENS, FLOPS, BYTES_S, LIMIT, BATCHES, PEERS = 2048, 50e12, 12e9, 11 * 2**30, 8, 4
@@ -70,34 +68,20 @@ def cells(made: StreamPlan, size: int, every: int) -> list[dict[str, float]]:
     return found
 
 
-def body(found: dict[str, Any]) -> Iterator[str]:
-    yield (
-        "This page compares two ways to train one model on several peers. In the first way, every "
-        "peer streams the whole model from its host memory (ATOM), and all peers average their "
-        "weights at intervals, by a ring that is not overlapped with computation. In the second "
-        "way, the peers form a pipeline. Each number tells how many times longer a step of the "
-        "pipeline takes. All numbers are computed by `moe_plugin.planner.offload`; nothing was "
-        "measured.")
-    yield (
-        f"There are {PEERS} peers with {FLOPS / 1e12:.0f} TFLOP/s, {LIMIT / 2**30:.0f} GiB of "
-        f"memory and {BYTES_S / 1e9:.0f} GB/s to and from host memory. The model is a GPT in 16 "
-        f"bits. A micro-batch is one sequence of {TOKENS:,} tokens, and a step has {BATCHES} "
-        f"micro-batches per peer. The links have a delay of {show_time(DELAY_S)}. The pipeline is "
-        "the best of blocking, overlapped and eager 1F1B over the same links and micro-batches. "
-        "The assumptions favour the pipeline: it has enough memory, equal stages and minimal data "
-        "between stages, averages nothing, and recomputes no forward pass.")
-    for name, model in found["models"].items():
-        ratio = {(cell["every"], cell["mbit_s"]): cell["ratio"] for cell in model["cells"]}
-        hides = "all copies except the first load" if model["hides"] else "not all copies"
-        yield f"## {name}"
-        yield (f"The model is streamed in segments of {', '.join(map(str, model['segments']))} "
-               f"layers. A step takes {model['step_s']:.2f} s; computation overlaps with {hides}. "
-               f"The device needs at most {model['peak_bytes'] / 2**30:.1f} GiB.")
-        yield columns(EVERY, {
+def body(found: dict[str, Any]) -> list[str]:
+    return page(__name__, found, tables=[part for name, model in found["models"].items()
+                                         for part in _table(name, model)])
+
+
+def _table(name: str, model: dict[str, Any]) -> list[str]:
+    ratio = {(cell["every"], cell["mbit_s"]): cell["ratio"] for cell in model["cells"]}
+    return page(
+        __name__, model, "model", name=name,
+        hides="all copies except the first load" if model["hides"] else "not all copies",
+        table=columns(EVERY, {
             "weights averaged": lambda every: f"every {every} steps" if every > 1 else "every step",
-            **{f"{rate:,} Mbit/s": lambda every, rate=rate, ratio=ratio: (
-                f"{ratio[every, rate]:.2f}") for rate in RATES}})
-    yield "![Step time of the pipeline over that of streaming, by bandwidth](offload_plans.svg)"
+            **{f"{rate:,} Mbit/s": lambda every, rate=rate: f"{ratio[every, rate]:.2f}"
+               for rate in RATES}}))
 
 
 def draw(found: dict[str, Any], path: Path) -> None:

@@ -1,7 +1,6 @@
 """Compare sending a token once to each rank, or once to each node, with sending it once to each of
-its
-experts, on emulated nodes: the exchange alone, and whole steps in Megatron and fairseq. The study
-also predicts the bytes on larger clusters.
+its experts, on emulated nodes: the exchange alone, and whole steps in Megatron and fairseq. The
+study also predicts the bytes on larger clusters.
 
 Needs Linux and root. Without --parts it takes about 15 minutes on an idle machine with two
 processors. The parts with 8x4 nodes and with slower links take about half an hour more, and are
@@ -11,10 +10,7 @@ measured only if --parts names them.
 from __future__ import annotations
 
 import argparse
-import itertools
-import statistics
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,20 +19,17 @@ import torch
 from torch import Tensor, nn
 
 from moe_plugin import MoELayer, TorchComm
-from moe_plugin.cli.figures import columns
 from moe_plugin.config import from_dict
 from moe_plugin.planner.choice import SENDS, LayoutChoice
 from moe_plugin.planner.cluster import Cluster
-from moe_plugin.planner.once import Limits, TokenBytes, bytes_of_token, rows_of_token
+from moe_plugin.planner.once import Limits, bytes_of_token, rows_of_token
 from moe_plugin.planner.units import parse_grid
-from scripts.bench.layouts import slowest, timed_step
-from scripts.bench.report import layout_in_words
+from scripts.bench.report import columns, page
 from scripts.bench.study import Option
-from scripts.bench.train import host_steps
-from scripts.bench.train import run as runs
-from scripts.bench.train.host_sides import Settings, TrainShape
+from scripts.bench.sweep import Sweep, alternate, clean_step, medians
 from scripts.bench.train.results import HOSTS
-from scripts.bench.train.shapes import parse_shapes
+from scripts.bench.train.run import settings_on_emulated
+from scripts.bench.train.sides import Settings, parse_shapes, write_text
 from scripts.emulate import EmulatedCluster
 
 TITLE = "A token once to each rank or node"
@@ -77,24 +70,19 @@ def make_layer(width: int, k: int, mode: str) -> MoELayer:
     }), TorchComm(), experts=lambda index: IdentityExpert())
 
 
-def run_rank(width: int, k: int, tokens: int, rounds: int) -> dict[str, Any]:
-    """Measure one rank: seconds of a call with backward by column and round, without the first
-    round.
-
-    The result also has the rows per token, and the layout that `auto` chose.
+def run_rank(at: argparse.Namespace) -> dict[str, Any]:
+    """Measure one rank; the result also has the rows per token, and the layout that `auto` chose.
     """
     torch.manual_seed(0)
-    fixed, tuned = make_layer(width, k, "fixed"), make_layer(width, k, "auto")
+    fixed, tuned = make_layer(at.width, at.k, "fixed"), make_layer(at.width, at.k, "auto")
     tuned.load_state_dict(fixed.state_dict(), strict=False)
     torch.manual_seed(1 + fixed.comm.rank)
-    x_TD = torch.randn(tokens, width, requires_grad=True)
+    x_TD = torch.randn(at.tokens, at.width, requires_grad=True)
     grad_TD = torch.randn_like(x_TD)
 
-    def step(layer: MoELayer, choice: LayoutChoice | None) -> tuple[float, Any]:
-        found = timed_step(layer, x_TD, choice, grad_TD)
-        layer.zero_grad(set_to_none=True)
-        x_TD.grad = None
-        return found
+    def step(layer: MoELayer, choice: LayoutChoice | None) -> tuple[float, float]:
+        seconds, stats = clean_step(layer, x_TD, choice, grad_TD)
+        return seconds, stats.rows_sent / at.tokens
 
     fixed_ = {send: LayoutChoice(r=1, send=send) for send in SENDS} | IN_PIECES
     columns_ = {**{name: (fixed, choice) for name, choice in fixed_.items()}, AUTO: (tuned, None)}
@@ -102,20 +90,17 @@ def run_rank(width: int, k: int, tokens: int, rounds: int) -> dict[str, Any]:
         step(tuned, None)
         if number and not tuned.routed_experts.tuner.exploring:
             break
-    seconds: dict[str, list[float]] = {name: [] for name in columns_}
-    rows: dict[str, float] = {}
-    for _ in range(1 + rounds):
-        for name, (layer, choice) in columns_.items():
-            taken, stats = step(layer, choice)
-            seconds[name].append(taken)
-            rows[name] = stats.rows_sent / tokens
-    return {"seconds": {name: found[1:] for name, found in seconds.items()}, "rows": rows,
+    found = alternate({name: partial(step, *side) for name, side in columns_.items()}, at.rounds)
+    return {"seconds": {name: [one[0] for one in steps] for name, steps in found.items()},
+            "rows": {name: steps[-1][1] for name, steps in found.items()},
             "layout": tuned.routed_experts.tuner.current.label}
 
 
-def medians(ranks: list[dict[str, Any]]) -> dict[str, float]:
-    """Return the median seconds of the slowest rank, by column."""
-    return {name: statistics.median(slowest(ranks, name)) for name in ranks[0]["seconds"]}
+EXCHANGE = Sweep(
+    axes=lambda args: {"width": args.widths, "k": args.choices},
+    cluster=lambda at: EmulatedCluster(*parse_grid(at.grid), rate_bit_s=at.rate),
+    rank=run_rank, timeout_s=900, row=lambda at, ranks: {
+        "seconds": medians(ranks), "rows": ranks[0]["rows"], "layout": ranks[0]["layout"]})
 
 
 def formula(grid: str, k: int) -> tuple[float, float]:
@@ -143,57 +128,30 @@ def measure_exchange(grid: str, args: argparse.Namespace, slower: float = 1.0) -
         grid: nodes x ranks per node.
         args: options of the study.
         slower: factor by which the links are slower than in the other parts. If it is not 1, only
-            the
-            first width is measured, because the result depends on the number of bytes.
+            the first width is measured, because the result depends on the number of bytes.
     """
-    cells, rate = [], args.rate / slower
-    widths = args.widths if slower == 1 else args.widths[:1]
-    with EmulatedCluster(*parse_grid(grid), rate_bit_s=rate) as cluster:
-        for width, k in itertools.product(widths, args.choices):
-            ranks = cluster.run(run_rank, width, k, args.tokens, args.rounds, timeout_s=900)
-            cells.append({"width": width, "k": k, "seconds": medians(ranks),
-                          "rows": ranks[0]["rows"], "layout": ranks[0]["layout"]})
+    rate, widths = args.rate / slower, args.widths if slower == 1 else args.widths[:1]
+    at = argparse.Namespace(**{**vars(args), "grid": grid, "rate": rate, "widths": widths})
     return {"grid": grid, "tokens": args.tokens, "rounds": args.rounds, "rate": rate,
-            "cells": cells}
+            "cells": EXCHANGE.measure(at)}
 
 
-def over(name: str, base: str) -> Callable[[dict[str, Any]], str]:
-    """Return a function that shows a column's milliseconds, and in parentheses its ratio to another
-    one.
-    """
-    def text(cell: dict[str, Any]) -> str:
-        seconds = cell["seconds"]
-        return f"{1e3 * seconds[name]:.0f} ({seconds[name] / seconds[base]:.2f})"
-
-    return text
-
-
-def exchange_part(found: dict[str, Any]) -> Iterator[str]:
+def exchange_part(found: dict[str, Any]) -> list[str]:
     grid = found["grid"]
-    slow = f", links of {found['rate'] / 1e6:.0f} Mbit/s" * (found["rate"] < RATE)
-    yield f"## The exchange alone, {grid} nodes x ranks{slow}"
-    yield (f"The layer has {EXPERTS} experts. Each rank has {found['tokens']:,} tokens in float32 "
-           f"and one thread. The links have {found['rate'] / 1e6:.0f} Mbit/s. Times are medians of "
-           f"{found['rounds']} rounds.")
     fixed = [name for name in found["cells"][0]["seconds"] if name != AUTO]
     whole = set(fixed) >= set(IN_PIECES)  # older numbers were measured only with d = 1
-    if whole:
-        yield ("Columns with d=2 send the rows in two pieces, which `auto` may choose too. *Floor* "
-               "is the number of bytes that must be sent between nodes, including the (token, "
-               "expert) pairs, relative to that of `rows`, as computed by the planner.")
-    yield columns(found["cells"], {
+    rows = [{**cell, "formula": formula(grid, cell["k"]), "floor": floor(grid, cell),
+             "best_s": min(cell["seconds"][name] for name in fixed)} for cell in found["cells"]]
+    table = columns(rows, {
         "width": "{width}", "k": "{k}",
-        **{f"`{name}`": over(name, "rows") for name in (*fixed, AUTO)},
-        "`auto` / best": lambda cell: f"{best_ratio(cell, fixed):.2f}",
-        "layout of `auto`": lambda cell: layout_in_words(cell["layout"]),
-        "formula, `ranks`": lambda cell: f"{formula(grid, cell['k'])[0]:.2f}",
-        "formula, `nodes`": lambda cell: f"{formula(grid, cell['k'])[1]:.2f}",
-        **({"floor": lambda cell: f"{floor(grid, cell):.2f}"} if whole else {})})
-
-
-def best_ratio(cell: dict[str, Any], names: Sequence[str]) -> float:
-    """Return the time of `auto` divided by that of the best of these columns."""
-    return cell["seconds"][AUTO] / min(cell["seconds"][name] for name in names)
+        **{f"`{name}`": f"{{seconds[{name}]:ms}} ({{seconds[{name}]/seconds[rows]:.2f}})"
+           for name in (*fixed, AUTO)},
+        "`auto` / best": "{seconds[auto]/best_s:.2f}", "layout of `auto`": "{layout:layout}",
+        "formula, `ranks`": "{formula[0]:.2f}", "formula, `nodes`": "{formula[1]:.2f}",
+        **({"floor": "{floor:.2f}"} if whole else {})})
+    return page(__name__, found, "exchange", table=table,
+                pieces=page(__name__, {}, "pieces") if whole else [],
+                slow=f", links of {found['rate'] / 1e6:.0f} Mbit/s" * (found["rate"] < RATE))
 
 
 # -- whole steps
@@ -207,49 +165,23 @@ SIDES: dict[str, Settings] = {
 }
 
 
-def plan_of(host: str, shape: TrainShape, text: str, args: argparse.Namespace) -> runs.TrainPlan:
-    """Return the plan of all sides.
-
-    In fairseq, k is a setting of our layer, and the ragged dispatcher creates no slots.
-    """
-    more = {"router.top_k": shape.top_k, "dispatch.name": "ragged"} if host == "fairseq" else {}
-    return runs.TrainPlan(host, shape, text, args.steps, args.warm_up,
-                          {name: {**side, **more} for name, side in SIDES.items()}, others=False)
-
-
 def measure_steps(host: str, grid: str, args: argparse.Namespace) -> dict[str, Any]:
-    cells = []
     with tempfile.TemporaryDirectory() as folder, EmulatedCluster(
             *parse_grid(grid), rate_bit_s=args.rate) as cluster:
-        text = host_steps.write_text(Path(folder))
-        for shape in parse_shapes(getattr(args, host)):
-            sides = runs.sides_on_emulated(plan_of(host, shape, text, args), cluster)
-            cells.append({
-                "shape": shape.label(), "layouts": {side.name: side.layout for side in sides},
-                "seconds": {side.name: statistics.median(side.seconds) for side in sides},
-                "losses": {side.name: side.losses[-1] for side in sides}})
+        text = write_text(Path(folder))
+        cells = [settings_on_emulated(host, shape, text, SIDES, args, cluster)
+                 for shape in parse_shapes(getattr(args, host))]
     return {"host": host, "grid": grid, "steps": args.steps, "rate": args.rate, "cells": cells}
 
 
-def steps_part(found: dict[str, Any]) -> Iterator[str]:
-    yield f"## Whole steps in {HOSTS[found['host']]}, {found['grid']} nodes x ranks"
-    yield (
-        "Times are milliseconds of a training step (forward, backward, reduction of gradients and "
-        f"optimizer) on the slowest rank, medians of {found['steps']} steps. The models have two "
-        "layers, equal weights and equal data. They train in the same processes, one step of each "
-        f"model after the other. The links have {found['rate'] / 1e6:.0f} Mbit/s. `{TODAY}` "
-        "chooses layout and all-to-all during training, including layouts that gather weights or "
-        "tokens, and sends each choice as a row. The number in parentheses is the time relative to "
-        f"`{TODAY}`. `rows`, `ranks` and `nodes` use r = 1 and the all-to-all `linear`. `auto` "
-        "chooses everything.")
-    for cell in found["cells"]:
-        yield f"### {cell['shape'][0].upper()}{cell['shape'][1:]}"
-        sides = [(name, cell) for name in cell["seconds"]]
-        yield columns(sides, {
-            "side": "`{0[0]}`",
-            f"ms (relative to `{TODAY}`)": lambda side: over(side[0], TODAY)(side[1]),
-            "layout": lambda side: layout_in_words(side[1]["layouts"][side[0]]),
-            "loss of the last step": lambda side: f"{side[1]['losses'][side[0]]:.4f}"})
+def steps_part(found: dict[str, Any]) -> list[str]:
+    return page(
+        __name__, found, "steps", host_name=HOSTS[found["host"]],
+        shapes=[part for cell in found["cells"] for part in page(
+            __name__, cell, "shape", sides=[
+                {"name": name, "seconds": seconds, "base": cell["seconds"][TODAY],
+                 "layout": cell["layouts"][name], "loss": cell["losses"][name]}
+                for name, seconds in cell["seconds"].items()])])
 
 
 # -- predicted
@@ -261,56 +193,30 @@ NODES = (2, 4, 8, 16, 32, 64, 128, 256, 512)
 PUBLISHED = {16: (43, 43), 32: (58, 57), 64: (51, 50)}
 
 
-def predict(nodes: int) -> dict[str, TokenBytes]:
-    """Return the bytes of a token by how it is sent, on nodes of eight GPUs."""
+def predict(nodes: int) -> dict[str, float]:
+    """Return the bytes of a token between nodes by how it is sent, on nodes of eight GPUs."""
     cluster = Cluster(nodes=nodes, ranks_per_node=8)
-    free = {send: bytes_of_token(cluster, send, CHOICES, ROW_BYTES) for send in SENDS}
-    four = bytes_of_token(cluster, "nodes", CHOICES, ROW_BYTES,
-                          Limits(nodes, min(nodes, GROUPS)))
-    return {**free, "nodes, four groups": four}
+    found = {send: bytes_of_token(cluster, send, CHOICES, ROW_BYTES) for send in SENDS}
+    found["nodes, four groups"] = bytes_of_token(cluster, "nodes", CHOICES, ROW_BYTES,
+                                                 Limits(nodes, min(nodes, GROUPS)))
+    return {name: one.between for name, one in found.items()}
 
 
-def predicted_part(found: list[int]) -> Iterator[str]:
-    yield "## Predicted: DeepSeek-V3's routing on nodes of eight GPUs"
-    yield (
-        "These numbers are computed by `moe_plugin.planner.once.bytes_of_token`, not measured. "
-        "They are KiB that one token sends between nodes on the way to its experts, for even "
-        f"routing to {CHOICES} of 256 experts. A row has {MODEL_DIM:,} numbers in bfloat16, and "
-        "its (token, expert) pairs are included. On the way back only rows are sent. With four "
-        "groups, the experts of a token are on at most four nodes. The last columns show the "
-        "milliseconds that these bytes would need at DeepEP's published bandwidth over RDMA. "
-        "DeepEP's README (V1) measured this bandwidth on H800 GPUs in dispatch, with "
-        f"{TOKENS:,} tokens per GPU, eight experts in four groups and fp8 rows, which have half "
-        "the size.")
-    kib = {name: lambda row, name=name: f"{row[1][name].between / 1024:.1f}"
-           for name in predict(2)}
-    yield columns([(nodes, predict(nodes)) for nodes in found], {
-        "nodes": "{0[0]}", **{f"`{name}`": cell for name, cell in kib.items()},
-        "`nodes, four groups` / `rows`":
-            lambda row: f"{row[1]['nodes, four groups'].between / row[1]['rows'].between:.2f}",
-        "DeepEP, GB/s": lambda row: str(PUBLISHED.get(8 * row[0], ("",))[0]),
-        "`rows`, ms": lambda row: published_ms(row, "rows"),
-        "`nodes, four groups`, ms": lambda row: published_ms(row, "nodes, four groups")})
+def predicted_part(found: list[int]) -> list[str]:
+    def row(nodes: int) -> dict[str, Any]:
+        sent, rate = predict(nodes), PUBLISHED.get(8 * nodes, ("",))[0]
+
+        def published_ms(name: str) -> str:  # of all tokens of a GPU
+            return f"{1e3 * TOKENS * sent[name] / (1e9 * rate):.1f}" if rate else ""
+
+        return {"nodes": nodes, "sent": sent, "rate": rate, "rows_ms": published_ms("rows"),
+                "groups_ms": published_ms("nodes, four groups")}
+
+    return page(__name__, {}, "predicted", rows=map(row, found))
 
 
-def published_ms(row: tuple[int, dict[str, TokenBytes]], name: str) -> str:
-    """Return the milliseconds of all tokens of a GPU at DeepEP's published bandwidth."""
-    if 8 * row[0] not in PUBLISHED:
-        return ""
-    return f"{1e3 * TOKENS * row[1][name].between / (1e9 * PUBLISHED[8 * row[0]][0]):.1f}"
-
-
-def first_part(found: list[str]) -> Iterator[str]:
-    yield ("This page compares the values of `dispatch.send`: a token's row is sent once per "
-           "selected expert (`rows`), once per rank (`ranks`) or once per node (`nodes`). `auto` "
-           "chooses one of them. The page about [sending a token once](../once.md) explains the "
-           "setting.")
-    yield ("In the tables of the exchange alone, times are milliseconds of one layer call and its "
-           "backward pass on the slowest rank. All columns are measured alternately in the same "
-           "processes. The experts return their input unchanged. The number in parentheses is the "
-           "time relative to `rows`. *Formula* is the number of rows between nodes relative to "
-           "that of `rows`, for even routing. It depends on the number of nodes: with k = 8 and "
-           "`nodes`, it is 0.25 on two nodes, 0.45 on four and 0.66 on eight.")
+def first_part(found: list[str]) -> list[str]:
+    return page(__name__, {})
 
 
 PARTS = {

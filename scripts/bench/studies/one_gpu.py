@@ -25,8 +25,7 @@ LEAKS = re.compile(r"nanobind: |See https://nanobind\.| - (leaked |\.\.\. skippe
 
 class OneGPU:
     """Measure layers (alone and with every installed peer) and operations on one GPU. Each part can
-    be
-    measured in a separate process; `bash scripts/bench_gpu.sh` does so.
+    be measured in a separate process; `bash scripts/bench_gpu.sh` does so.
     """
 
     TITLE, MADE_BY = "One GPU", "bash scripts/bench_gpu.sh"
@@ -34,7 +33,7 @@ class OneGPU:
 
     @staticmethod
     def layer(number: int, args: argparse.Namespace) -> dict[str, Any]:
-        return layer.run(_numbered(number, args), [], args.rounds).as_dict()
+        return layer.run(_numbered(number, args), [], args.rounds)
 
     @staticmethod
     def peers(number: int, args: argparse.Namespace) -> dict[str, Any]:
@@ -42,7 +41,7 @@ class OneGPU:
 
     @staticmethod
     def operations(number: int, args: argparse.Namespace) -> dict[str, Any]:
-        return kernels.run(_numbered(number, args), args.rounds).as_dict()
+        return kernels.run(_numbered(number, args), args.rounds)
 
     @staticmethod
     def steps(args: argparse.Namespace) -> list[dict[str, str]]:

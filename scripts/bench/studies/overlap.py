@@ -13,23 +13,23 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from moe_plugin import MoELayer, TorchComm
-from moe_plugin.cli.figures import columns
 from moe_plugin.comm.functional import gather
 from moe_plugin.config import from_dict
 from moe_plugin.config.parallel import CUTS
 from moe_plugin.planner.choice import LayoutChoice
 from moe_plugin.records import ExpertRows
-from scripts.bench.layouts import slowest
+from scripts.bench.report import columns, page
 from scripts.bench.study import Option
+from scripts.bench.sweep import Ranks, Sweep, alternate, medians
 from scripts.emulate import EmulatedCluster
 
 TITLE = "Overlap on emulated nodes"
@@ -151,73 +151,60 @@ def settings(kind: Kind) -> dict[str, Any]:
     }
 
 
-def run_rank(kind: Kind, tokens: int, choices: dict[str, LayoutChoice],
-             rounds: int) -> dict[str, list[float]]:
-    """Measure on one rank; return the seconds by name and round, without the first round."""
+def run_rank(at: argparse.Namespace) -> dict[str, Any]:
+    """Measure on one rank; a round has the parts alone and each layout, forward and backward."""
     torch.manual_seed(0)
+    kind, choices = KINDS[at.kind], layouts(at.degrees, KINDS[at.kind].cuts)
     layer = MoELayer(from_dict(settings(kind)), TorchComm(),
                      experts=(lambda index: WaitingExpert()) if kind.waits else None)
     torch.manual_seed(1 + layer.comm.rank // kind.replicas)
-    x_TD = torch.randn(tokens, WIDTH, requires_grad=True)
+    x_TD = torch.randn(at.tokens, WIDTH, requires_grad=True)
     grad_TD, alone = torch.randn_like(x_TD), Alone(layer, x_TD)
-    seconds: dict[str, list[float]] = {}
+    latest: dict[str, Tensor] = {}
 
-    def timed(name: str, work: Callable[[], Any]) -> Any:
+    def timed(work: Callable[[], Any]) -> float:
         layer.comm.barrier()
         start = time.perf_counter()
-        made = work()
-        seconds.setdefault(name, []).append(time.perf_counter() - start)
-        return made
+        work()
+        return time.perf_counter() - start
 
-    for _ in range(1 + rounds):
-        timed("exchange", alone.exchange)
-        timed("products forward", alone.products)
-        timed("products backward", alone.products_backward)
+    def forward(choice: LayoutChoice) -> None:
+        latest["y_TD"] = layer(x_TD, choice=choice).output
+
+    def backward(work: Callable[[], Any]) -> float:
+        seconds = timed(work)
         layer.zero_grad(set_to_none=True)
-        for name, choice in choices.items():
-            # default arguments bind the current values; a plain closure would use later ones
-            y_TD = timed(f"{name} forward", lambda choice=choice: layer(x_TD, choice=choice)).output
-            timed(f"{name} backward", lambda y_TD=y_TD: y_TD.backward(grad_TD))
-            layer.zero_grad(set_to_none=True)
-            x_TD.grad = None  # otherwise the next choice would add to this gradient
-    return {name: found[1:] for name, found in seconds.items()}
+        x_TD.grad = None  # otherwise the next choice would add to this gradient
+        return seconds
+
+    sides = {"exchange": partial(timed, alone.exchange),
+             "products forward": partial(timed, alone.products),
+             "products backward": partial(backward, alone.products_backward)}
+    for name, choice in choices.items():
+        sides |= {f"{name} forward": partial(timed, partial(forward, choice)),
+                  f"{name} backward": partial(
+                      backward, lambda: latest.pop("y_TD").backward(grad_TD))}
+    return {"seconds": alternate(sides, at.rounds), "names": list(choices)}
 
 
-def summary(ranks: list[dict[str, list[float]]], names: Iterable[str]) -> dict[str, Any]:
+def summary(ranks: Ranks) -> dict[str, Any]:
     """Return the median seconds of the slowest rank for each direction."""
-    def median(name: str) -> float:
-        return statistics.median(slowest([{"seconds": rank} for rank in ranks], name))
-
-    return {
-        direction: {
-            "exchange": median("exchange"), "products": median(f"products {direction}"),
-            "total": {name: median(f"{name} {direction}") for name in names}
-        } for direction in ("forward", "backward")
-    }
+    found = medians(ranks)
+    return {direction: {
+        "exchange": found["exchange"], "products": found[f"products {direction}"],
+        "total": {name: found[f"{name} {direction}"] for name in ranks[0]["names"]}}
+        for direction in ("forward", "backward")}
 
 
-def body(report: dict[str, Any]) -> Iterator[str]:
-    yield (
-        "A layer can send one piece of its rows while it computes another one. This page compares "
-        "the time of whole layer calls, including routing and copies, with the time of the "
-        "exchange alone and of the experts' matmuls alone. Overlap cannot make a call faster than "
-        "the longer one of the two. The number in parentheses is the time of the call divided by "
-        "this limit. Times are milliseconds of the slowest rank, medians of "
-        f"{report['rounds']} rounds. All columns are measured alternately in the same processes. "
-        "The machine emulates nodes with one rank and one thread each. Every rank has "
-        f"{report['tokens']:,} tokens of width {WIDTH} in float32 and selects one expert per "
-        "token.")
-    yield ("A call is divided into 2, 4 or 8 pieces along rows, along experts or along peers (the "
-           "ranks that exchange rows); see `parallel.piece_axis`. Matmuls that only wait imitate "
-           "an accelerator: the host's processors are then free to transfer packets.")
-    for name, cells in report["cells"].items():
-        kind = KINDS[name]
-        yield f"## {kind.title}"
-        yield f"{kind.nodes} nodes and {kind.experts} experts" + (
-            "." if kind.waits else f" of inner width {kind.hidden:,}.") + (
-            " The exchange consists of an all-to-all and an all-gather."
-            if kind.replicas > 1 else "")
-        yield from _table(cells)
+SWEEP = Sweep(
+    axes=lambda args: {"rate": args.rates},
+    cluster=lambda at: EmulatedCluster(KINDS[at.kind].nodes, 1, rate_bit_s=at.rate),
+    rank=run_rank, row=lambda at, ranks: summary(ranks))
+
+
+def body(report: dict[str, Any]) -> list[str]:
+    return page(__name__, report, tables=[part for name, cells in report["cells"].items()
+                                          for part in _table(KINDS[name], cells)])
 
 
 def _pieces_in_words(name: str) -> str:
@@ -225,37 +212,30 @@ def _pieces_in_words(name: str) -> str:
     return f"{d} pieces, {cut}" if cut else "one piece"
 
 
-def _table(cells: list[dict[str, Any]]) -> list[str]:
+def _table(kind: Kind, cells: list[dict[str, Any]]) -> list[str]:
     rows = []
     for cell, direction in itertools.product(cells, ("forward", "backward")):
         found = cell[direction]
         best = min(found["total"], key=found["total"].get)
         least = max(found["exchange"], found["products"])
-        rows.append({"rate": cell["rate"], "direction": direction, **found, "best": best,
-                     "ratios": {name: s / least for name, s in found["total"].items()}})
-    kept = sum(row["ratios"][row["best"]] <= AIM for row in rows)
-    return [columns(rows, {
-        "Mbit/s": lambda row: f"{row['rate'] / 1e6:.0f}", "direction": "{direction}",
-        **{head: lambda row, part=part: f"{1e3 * row[part]:.0f}"
-           for head, part in (("exchange", "exchange"), ("matmuls", "products"))},
-        **{_pieces_in_words(name): lambda row, name=name: (
-            f"{1e3 * row['total'][name]:.0f} ({row['ratios'][name]:.2f})")
+        rows.append({"rate": cell["rate"], "direction": direction, **found, "least": least,
+                     "best": _pieces_in_words(best), "best_s": found["total"][best]})
+    table = columns(rows, {
+        "Mbit/s": "{rate:Mbit}", "direction": "{direction}", "exchange": "{exchange:ms}",
+        "matmuls": "{products:ms}",
+        **{_pieces_in_words(name): f"{{total[{name}]:ms}} ({{total[{name}]/least:.2f}})"
            for name in rows[0]["total"]},
-        "best ratio": lambda row: (
-            f"{row['ratios'][row['best']]:.2f} ({_pieces_in_words(row['best'])})")}),
-        f"The best time is at most {AIM:.2f} times the limit in {kept} of {len(rows)} rows."]
+        "best ratio": "{best_s/least:.2f} ({best})"})
+    return page(
+        __name__, {}, "table", kind=kind, cells=table, rows=rows,
+        width="" if kind.waits else f" of inner width {kind.hidden:,}",
+        gathers=" The exchange consists of an all-to-all and an all-gather." * (kind.replicas > 1),
+        kept=sum(row["best_s"] / row["least"] <= AIM for row in rows))
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    cells: dict[str, list[Any]] = {name: [] for name in args.kinds}
-    for name, found in cells.items():
-        kind = KINDS[name]
-        choices = layouts(args.degrees, kind.cuts)
-        for rate in args.rates:
-            with EmulatedCluster(kind.nodes, 1, rate_bit_s=rate) as cluster:
-                ranks = cluster.run(run_rank, kind, args.tokens, choices, args.rounds,
-                                    timeout_s=600)
-            found.append({"rate": rate, **summary(ranks, choices)})
+    cells = {kind: SWEEP.measure(argparse.Namespace(**vars(args), kind=kind))
+             for kind in args.kinds}
     return {"tokens": args.tokens, "rounds": args.rounds, "cells": cells}
 
 

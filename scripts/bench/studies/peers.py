@@ -20,10 +20,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from moe_plugin.cli.figures import columns, log_ticks, pyplot, save_figure
+from moe_plugin.cli.figures import log_ticks, pyplot, save_figure
 from moe_plugin.memory.tiers import DiskTier
 from moe_plugin.memory.weights.streamed import StreamedTrainer
 from moe_plugin.training.resilience.averaging_peers import StreamedPeer
+from scripts.bench.report import page
 from scripts.bench.study import Option
 from scripts.bench.toy import batches, loss_of, makers, through
 from scripts.emulate import EmulatedCluster
@@ -147,31 +148,7 @@ def measure_rate(rate: float, every: int, steps: int) -> dict[str, Any]:
 
 
 def body(seen: dict[str, Any]) -> list[str]:
-    rows = seen["rows"]
-    return [
-        "This page compares two ways to train a model on two machines with a slow link. In the "
-        "first way, the machines form a pipeline of two stages. The weights of both stages stay in "
-        "memory. Activations and gradients are sent in the background, each micro-batch as soon as "
-        "it is ready. In the second way, each machine is a peer that trains the whole model on "
-        "different data. The weights are in files, from which the peer streams them block by "
-        f"block. The peers average all weights every {seen['every']} steps with torchft (local "
-        "SGD). They do the same work per token as the pipeline, but not the same optimization.",
-        "The machine emulates two nodes with one rank each and a link with 5 ms of delay. The "
-        f"model has {BLOCKS} blocks of width {WIDTH} with {EXPERTS} experts each, and "
-        f"{rows[0]['model_bytes'] / 2**10:.0f} KiB of weights. A step has {BATCHES} micro-batches "
-        f"of {SEQUENCES} x {LENGTH} tokens in float32. Tokens/s are those of both peers together. "
-        "*Factor* is the speed of the peers relative to that of the pipeline. *Predicted* is this "
-        "factor computed from the bytes on the link and measured computation times.",
-        columns(rows, {
-            "Mbit/s": "{rate_mbit_s:.0f}", "pipeline, tokens/s": "{pipeline_tokens_s:.0f}",
-            "peers, tokens/s": "{peers_tokens_s:.0f}", "factor": "{factor:.2f}",
-            "predicted": "{predicted:.2f}", "peer's step, s": "{step_s:.2f}",
-            "average, s": "{average_s:.2f}"}),
-        "![Speed of the peers relative to the pipeline, by link rate](peers.png)",
-        "The model is small, so that the pipeline waits for the link and not for the two "
-        "processors. With more computation per byte on the link, the factor is smaller. With a "
-        "larger model, averages take longer. The rates were measured one after the other on a "
-        "machine that other programs used too."]
+    return page(__name__, seen)
 
 
 def plot(seen: dict[str, Any], path: Path) -> None:

@@ -18,13 +18,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from moe_plugin.cli.figures import columns
 from moe_plugin.kernels.weight_grads import LaterGrads
 from moe_plugin.planner.pipeline.schedules import Pipeline
 from moe_plugin.planner.pipeline.slices import cut, slice_seconds
-from moe_plugin.planner.units import show_time
-from scripts.bench.report import bullets
+from scripts.bench.report import columns, page
 from scripts.bench.study import Option
+from scripts.bench.sweep import alternate
 from scripts.emulate import EmulatedCluster
 from scripts.emulate.networks import chain
 
@@ -168,14 +167,15 @@ def measure_stages(part: str, schedules: Mapping[str, dict[str, Any] | None],
     passes = {"forward_step_func": forward_step, "data_iterator": None, "model": stage,
               "num_microbatches": load.batches, "seq_length": load.length, "micro_batch_size": 1}
     send_s = [one_way_s(length, load.width) for length in (load.length, SMALL)]
-    moments: dict[str, list[tuple[float, float]]] = {name: [] for name in steps}
-    for _ in range(rounds):
-        for name, run in steps.items():
-            dist.barrier()
-            start = time.monotonic()
-            run(**passes)
-            moments[name].append((start, time.monotonic()))
-    return {"send_s": send_s, "moments": moments}
+
+    def moments(run: Callable[..., Any]) -> tuple[float, float]:
+        dist.barrier()
+        start = time.monotonic()
+        run(**passes)
+        return start, time.monotonic()
+
+    return {"send_s": send_s, "moments": alternate(
+        {name: partial(moments, run) for name, run in steps.items()}, rounds, warm_up=0)}
 
 
 def _overlapped(**passes: Any) -> None:
@@ -236,52 +236,24 @@ def table_of(rows: list[dict[str, Any]], names: list[str]) -> str:
     cells = [{**rates, **rates[name], "name": name, "base": rates["1f1b"]}
              for rates in rows for name in names]
     return columns(cells, {
-        "Mbit/s": "{rate_mbit_s:g}", "transfer, ms": lambda c: f"{1e3 * c['send_s']:.0f}",
-        "schedule": "{name}", "step, s": "{measured_s:.2f}", "predicted, s": "{predicted_s:.2f}",
-        "difference": lambda c: f"{c['measured_s'] / c['predicted_s'] - 1:+.1%}",
-        **{head: lambda c, of=of: f"{c['base'][of] / c[of]:.2f}" for head, of in (
-            ("speed over 1f1b", "measured_s"), ("predicted speed over 1f1b", "predicted_s"))}})
+        "Mbit/s": "{rate_mbit_s:g}", "transfer, ms": "{send_s:ms}", "schedule": "{name}",
+        "step, s": "{measured_s:.2f}", "predicted, s": "{predicted_s:.2f}",
+        "difference": "{measured_s/predicted_s-1:+.1%}",
+        "speed over 1f1b": "{base[measured_s]/measured_s:.2f}",
+        "predicted speed over 1f1b": "{base[predicted_s]/predicted_s:.2f}"})
 
 
 def schedules_part(seen: dict[str, Any]) -> list[str]:
     load = LOADS["schedules"]
-    return [
-        f"This page compares pipeline schedules over slow links. The {STAGES} stages run on "
-        f"emulated nodes in a chain. A step has {load.batches} micro-batches with activations of "
-        f"{4 * load.length * load.width / 2**20:.2f} MiB. The schedules are those of Megatron's "
-        "own function and of ours. Transfers are real (gloo over the emulated links). A pass waits "
-        f"instead of computing, {show_time(FORWARD_S)} in forward and {show_time(2 * FORWARD_S)} "
-        f"in backward, because four stages cannot compute at the same time on {seen['cores']} "
-        f"cores. Times are medians of {seen['rounds']} steps. Without transfers, a step takes "
-        f"{seen['rows'][0]['ideal_s']:.2f} s.",
-        bullets(
-            "`1f1b`: Megatron's own schedule.",
-            f"`{OVERLAPPED}`: the order of 1F1B with the transfers of eager 1F1B.",
-            """`eager-1f1b`: our schedule, which computes more forward passes first, so that
-            transfers overlap with computation.""",
-            f"""`{DELAYED}`: the same with `--pipeline-delay-weights`. A backward pass sends the
-            gradient of its input after half of its time.""",
-            """*predicted*: the result of the event simulator (`moe_plugin/planner/pipeline`) with
-            the measured time of one transfer. In Megatron's 1F1B, the simulator lets both stages
-            wait for a transfer. Transfers between two stages use gloo one after the other. Over
-            NCCL they can be simultaneous; see `transport` in a file of `moe-plugin plan
-            --pipeline`."""),
-        table_of(seen["rows"], list(MODES))]
+    return page(__name__, seen, load=load, bytes=4 * load.length * load.width,
+                backward_s=2 * FORWARD_S, table=table_of(seen["rows"], list(MODES)))
 
 
 def slices_part(seen: dict[str, Any]) -> list[str]:
-    load, slices = LOADS["slices"], seen["rows"][0]["slices"]
-    best = ", ".join(map(str, slices["terapipe"]))
-    return [
-        "## Slices of a long sequence",
-        "TeraPipe divides a long sequence into slices that follow each other through the pipeline. "
-        f"The stages and links are the same. A step has {load.batches} micro-batches of one "
-        f"sequence with {load.length:,} tokens each. The forward pass of a slice of l tokens after "
-        "c other tokens waits 4 ms + 0.12 ms max(l, 64) + 80 ns l (c + l / 2). The backward pass "
-        f"waits twice as long. TeraPipe's dynamic program finds that slices of {best} tokens are "
-        "the best. The prediction uses the event simulator and the measured times of two "
-        f"transfers, of all tokens and of 64 tokens. Times are medians of {seen['rounds']} steps.",
-        table_of(seen["rows"], ["1f1b", *slices])]
+    slices = seen["rows"][0]["slices"]
+    return page(__name__, seen, "slices", load=LOADS["slices"],
+                best=", ".join(map(str, slices["terapipe"])),
+                table=table_of(seen["rows"], ["1f1b", *slices]))
 
 
 def measure_part(part: str, args: argparse.Namespace) -> dict[str, Any]:

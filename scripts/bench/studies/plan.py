@@ -1,9 +1,8 @@
 """Compare the planner's layout with the best measured layout on an emulated cluster.
 
 Needs Linux and root, and takes about five minutes on an idle machine. For each grid, expert size
-and
-load, the study measures every layout and asks the planner. The planner uses only the cluster file
-(configs/clusters/emulated.yaml, fitted to all-to-alls) and a profile of one rank's processor,
+and load, the study measures every layout and asks the planner. The planner uses only the cluster
+file (configs/clusters/emulated.yaml, fitted to all-to-alls) and a profile of one rank's processor,
 measured while all ranks are busy. The exit status is 1 if the planner's layout is slower than the
 best layout by more than --most.
 """
@@ -12,22 +11,20 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import itertools
 import logging
 import statistics
 from typing import Any
 
 from moe_plugin import MoELayer, TorchComm
-from moe_plugin.cli.figures import columns
 from moe_plugin.cli.measure.device import measure_device
 from moe_plugin.config import from_dict
-from moe_plugin.planner import Cluster, load_cluster
+from moe_plugin.planner import load_cluster
 from moe_plugin.planner.choice import LayoutChoice, legal_choices
 from moe_plugin.planner.cluster import Device
 from moe_plugin.planner.layer_cost import LayerShape, rank_choices
-from scripts.bench.layouts import one_step, slowest
-from scripts.bench.report import layout_in_words
+from scripts.bench.report import page
 from scripts.bench.study import ROOT, Option
+from scripts.bench.sweep import Ranks, Sweep, alternate, medians, one_step
 from scripts.emulate import EmulatedCluster
 
 log = logging.getLogger(__name__)
@@ -48,82 +45,57 @@ def profile_rank() -> Device:
     return measure_device(width=WIDTH, inner=512, repeats=15)
 
 
-def measure_rank(experts: int, hidden: int, tokens: int, steps: int,
-                 choices: list[dict[str, Any]]) -> dict[str, Any]:
+def measure_rank(at: argparse.Namespace) -> dict[str, Any]:
     """Measure one rank: every layout runs in every step, so that all run under the same conditions.
     """
-    tree = {
-        "model_dim": WIDTH, "num_experts": experts, "router": {"top_k": TOP_K},
-        "experts": {"hidden_dim": hidden}
-    }
-    layer = MoELayer(from_dict(tree), TorchComm())
-    seconds: dict[str, list[float]] = {}
-    for _ in range(WARM_UP + steps):
-        for values in choices:
-            choice = LayoutChoice.from_dict(values)
-            seconds.setdefault(choice.label, []).append(one_step(layer, tokens, choice)[0])
-    return {"seconds": {label: times[WARM_UP:] for label, times in seconds.items()}}
+    layer = MoELayer(from_dict({
+        "model_dim": WIDTH, "num_experts": GRIDS[at.grid][0], "router": {"top_k": TOP_K},
+        "experts": {"hidden_dim": at.hidden}}), TorchComm())
+    return {"seconds": alternate({
+        choice.label: lambda choice=choice: one_step(layer, at.tokens, choice)[0]
+        for choice in choices_of(at.grid)}, at.steps, WARM_UP)}
 
 
-def measure_grid(grid: tuple[int, int], args: argparse.Namespace,
-                 links: Cluster) -> list[dict[str, Any]]:
-    experts, choices = GRIDS[grid][0], choices_of(grid)
+def profile(grid: tuple[int, int]) -> Device:
+    """Return the medians of the ranks' profiles."""
     with EmulatedCluster(*grid) as cluster:
         profiles = cluster.run(profile_rank)
-    medians = {
+    return dataclasses.replace(profiles[0], **{
         name: statistics.median(getattr(p, name) for p in profiles)
-        for name in ("flops", "half_rows", "memory_bytes_s", "launch_s")
-    }
-    device = dataclasses.replace(profiles[0], **medians)
-    cells = []
-    for hidden, tokens in itertools.product(args.hidden, args.tokens):
-        with EmulatedCluster(*grid) as cluster:
-            ranks = cluster.run(measure_rank, experts, hidden, tokens, args.steps,
-                                [c.as_dict() for c in choices], timeout_s=900)
-        times = {c.label: statistics.median(slowest(ranks, c.label)) for c in choices}
-        shape = LayerShape(tokens=tokens, model_dim=WIDTH, hidden_dim=hidden, experts=experts,
-                           top_k=TOP_K, element_bytes=4)
-        costs = rank_choices(shape, links.resized(*grid), device, choices)
-        cells.append(cell(grid, hidden, tokens, times, {c.choice.label: c.seconds for c in costs}))
-        log.info("{grid}, inner width {hidden}, {tokens} tokens: planned {planned}, best {best}, "
-                 "ratio {ratio:.2f}".format(**cells[-1]))
-    return cells
+        for name in ("flops", "half_rows", "memory_bytes_s", "launch_s")})
 
 
-def cell(grid: tuple[int, int], hidden: int, tokens: int, times: dict[str, float],
-         planned: dict[str, float]) -> dict[str, Any]:
-    """Return one row: the planned layout, the best layout, and their ratio."""
+def row(at: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
+    shape = LayerShape(tokens=at.tokens, model_dim=WIDTH, hidden_dim=at.hidden,
+                       experts=GRIDS[at.grid][0], top_k=TOP_K, element_bytes=4)
+    costs = rank_choices(shape, at.links.resized(*at.grid), at.device, choices_of(at.grid))
+    found = cell(medians(ranks), {c.choice.label: c.seconds for c in costs})
+    log.info("%s, inner width %s, %s tokens: planned {planned}, best {best}, ratio {ratio:.2f}"
+             .format(**found), at.grid, at.hidden, at.tokens)
+    return {**found, "grid": f"{at.grid[0]}x{at.grid[1]}"}
+
+
+SWEEP = Sweep(
+    axes=lambda args: {"grid": [args.grid], "hidden": args.hidden, "tokens": args.tokens},
+    cluster=lambda at: EmulatedCluster(*at.grid), rank=measure_rank, row=row, timeout_s=900)
+
+
+def cell(times: dict[str, float], planned: dict[str, float]) -> dict[str, Any]:
+    """Return the planned layout, the best layout, and their ratio."""
     chosen, best = min(planned, key=planned.get), min(times, key=times.get)
     return {
-        "grid": f"{grid[0]}x{grid[1]}", "hidden": hidden, "tokens": tokens, "planned": chosen,
-        "best": best, "ratio": times[chosen] / times[best], "measured_ms": {
-            k: round(1e3 * v, 3) for k, v in times.items()
-        }, "predicted_ms": {k: round(1e3 * v, 3) for k, v in planned.items()},
+        "planned": chosen, "best": best, "ratio": times[chosen] / times[best],
+        "measured_ms": {k: round(1e3 * v, 3) for k, v in times.items()},
+        "predicted_ms": {k: round(1e3 * v, 3) for k, v in planned.items()},
         "worst_ratio": max(times.values()) / times[best]
     }
 
 
 def body(found: dict[str, Any]) -> list[str]:
-    cells, steps, most = found["cells"], found["steps"], found["most"]
-    within = sum(c["ratio"] <= 1 + most for c in cells)
-    return [
-        "This page compares the layout that the planner chooses for a layer with the fastest "
-        "measured layout. The machine emulates clusters with links of 200 Mbit/s and 1 ms. The "
-        f"layer has width {WIDTH} and selects {TOP_K} expert per token. It has 2 experts on the "
-        "grid of 4x1 nodes x ranks, and 8 experts on 2x2. All layouts run alternately in the same "
-        f"processes, forward and backward. A time is the median of {steps} steps on the slowest "
-        "rank. The planner uses `configs/clusters/emulated.yaml`, which was fitted to all-to-alls, "
-        "and a profile of one rank's processor (matmuls and copies). The planner measured none of "
-        "these layers.",
-        f"The planned layout is within {most:.0%} of the measured best in {within} of {len(cells)} "
-        "rows. All measured and predicted times are in `data/plan.json`.",
-        columns(cells, {
-            "grid": "{grid}", "inner width": "{hidden}", "tokens per rank": "{tokens}",
-            "planned layout": lambda c: layout_in_words(c["planned"]),
-            "its ms": lambda c: f"{c['measured_ms'][c['planned']]:.1f}",
-            "fastest layout": lambda c: layout_in_words(c["best"]),
-            "ms": lambda c: f"{c['measured_ms'][c['best']]:.1f}",
-            "planned / fastest": "{ratio:.2f}", "slowest / fastest": "{worst_ratio:.1f}"})]
+    cells = found["cells"]
+    return page(__name__, found, within=sum(c["ratio"] <= 1 + found["most"] for c in cells),
+                rows=[{**c, **{f"{of}_ms": c["measured_ms"][c[of]] for of in ("planned", "best")}}
+                      for c in cells])
 
 
 OPTIONS = {
@@ -136,8 +108,9 @@ OPTIONS = {
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     links = load_cluster(ROOT / "configs" / "clusters" / "emulated.yaml")
-    return {"steps": args.steps, "most": args.most,
-            "cells": [cell for grid in GRIDS for cell in measure_grid(grid, args, links)]}
+    return {"steps": args.steps, "most": args.most, "cells": [
+        one for grid in GRIDS for one in SWEEP.measure(argparse.Namespace(
+            **vars(args), grid=grid, links=links, device=profile(grid)))]}
 
 
 def failures(found: dict[str, Any]) -> list[str]:

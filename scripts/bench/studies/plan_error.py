@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 
-from moe_plugin.cli.figures import columns
 from moe_plugin.cli.measure.own_cluster import grid_of, measure_network, measure_processor
 from moe_plugin.comm import TorchComm
 from moe_plugin.planner.choice import LayoutChoice
@@ -28,11 +27,19 @@ from moe_plugin.planner.cluster import Cluster, Device
 from moe_plugin.planner.model import MeasuredNetwork, ModelPlan, ModelShape, Processor
 from moe_plugin.planner.plan_cost import plan_cost
 from moe_plugin.utils.messages import tracked
+from scripts.bench.report import page
 from scripts.bench.study import Option
-from scripts.bench.train.host_sides import FIXED, Settings, TrainShape
-from scripts.bench.train.host_steps import read_text, train_side, write_text
-from scripts.bench.train.run import forked_hosts
-from scripts.bench.train.shapes import SHAPES, for_host
+from scripts.bench.train.run import forked_hosts, sides_of
+from scripts.bench.train.sides import (
+    FIXED,
+    OURS,
+    SHAPES,
+    Settings,
+    TrainShape,
+    for_host,
+    read_text,
+    write_text,
+)
 from scripts.bench.train.steps import measure as measure_steps
 from scripts.emulate import EmulatedCluster
 
@@ -82,7 +89,7 @@ def processor_rank(model: ModelShape, repeats: int) -> Processor:
 
 def train_rank(host: str, shape: TrainShape, text: str, settings: Settings) -> float:
     """Train on every rank, and return the median seconds of a step on the slowest rank."""
-    side = train_side(host, shape, read_text(text), settings)
+    [side] = sides_of(host, shape, read_text(text), {OURS: settings}, others=False)
     [times] = measure_steps([side], TorchComm(), MEASURED, SKIPPED)
     return median(times.seconds)
 
@@ -147,8 +154,7 @@ def pairs(rows: Sequence[dict[str, Any]], apart: float = 0.0) -> tuple[int, int]
     """Return (number of pairs in the predicted order, number of all pairs).
 
     A pair consists of two layouts of one shape on one network in one host. Only pairs whose
-    measured
-    steps differ by at least the share `apart` are counted.
+    measured steps differ by at least the share `apart` are counted.
     """
     right = total = 0
     for one, other in combinations(rows, 2):
@@ -178,34 +184,11 @@ def body(found: dict[str, Any]) -> list[str]:
     groups = [("all", rows)] + [
         (name, [row for row in rows if row[key] == name]) for key in ("host", "place", "layout")
         for name in dict.fromkeys(row[key] for row in rows)]
-    return [
-        f"This page compares the predicted and the measured time of {len(rows)} training steps. "
-        "A measured step consists of forward, backward, reduction of gradients, clipping and "
-        "optimizer. Two ranks train on one machine, as one node or as two nodes with an emulated "
-        f"network between them. The models have {LAYERS} layers with experts, and every rank has "
-        f"{TOKENS:,} tokens per step. Exchanges and processors are measured and fitted as in "
-        "`moe-plugin recommend`. The prediction uses only these fits; no constant is fitted to a "
-        "step. The prediction does not include the optimizer and the work of the host outside of "
-        f"layers. The measured time is the median of {MEASURED} steps after {SKIPPED} steps of "
-        "warm-up." + found.get("about", ""),
-        f"**The predicted time differs from the measured time by "
-        f"{mean(abs(error(row)) for row in rows):.1%} on average.** For two layouts on one network "
-        f"and in one host, the faster one was predicted to be faster in {right} of {total} pairs. "
-        f"Of the pairs whose steps differ by {APART:.0%} or more, this holds for {apart} of "
-        f"{of_apart}. The aim is {RIGHT:.0%}.",
-        "*Error* is the mean of the absolute errors. *Bias* is the mean of the signed errors, "
-        "predicted over measured minus 1; below 0, the step took longer than predicted. *Pairs in "
-        f"order* counts the pairs that differ by {APART:.0%} or more.",
-        columns([_means(*group) for group in groups], {
-            "measurements": "{cells}", "number": "{number}", "error": "{error:.1%}",
-            "bias": "{bias:+.1%}", "pairs in order": "{order}"}),
-        "The table below shows each measurement.",
-        columns(rows, {
-            "network": "{place}", "host": "{host}", "shape": "{shape}",
-            "layout": lambda row: _layout_words(row["layout"]),
-            "measured, ms": lambda row: f"{1e3 * row['measured']:.0f}",
-            "predicted, ms": lambda row: f"{1e3 * row['predicted']:.0f}",
-            "error": lambda row: f"{error(row):+.0%}"})]
+    return page(
+        __name__, found, about=found.get("about", ""), right=right, total=total, apart=apart,
+        of_apart=of_apart, mean=mean(abs(error(row)) for row in rows),
+        groups=[_means(*group) for group in groups],
+        rows=[{**row, "words": _layout_words(row["layout"])} for row in rows])
 
 
 def failures(found: dict[str, Any]) -> list[str]:

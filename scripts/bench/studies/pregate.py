@@ -2,48 +2,26 @@
 
 Takes about 5 minutes on two cores. Run `bash scripts/setup.sh` first. Each host trains a model with
 ordinary gates, and continues from its checkpoint twice: with the same gates, and with pre-gates.
-The
-exit status is 1 if the final loss with pre-gates is more than 1 % above that with ordinary gates. A
-second run trains only the missing models (in runs/pregate); --fresh starts again.
+The exit status is 1 if the final loss with pre-gates is more than 1 % above that with ordinary
+gates. A second run trains only the missing models (in runs/pregate); --fresh starts again.
 """
 
 from __future__ import annotations
 
 import argparse
 import shutil
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from moe_plugin.cli.figures import columns, pyplot, save_figure
+from moe_plugin.cli.figures import pyplot, save_figure
 from moe_plugin.utils.regular_files import make_folder
 from scripts.bench.quickstart import HOSTS, begin, quickstart, settings
+from scripts.bench.report import page
 from scripts.bench.study import Option
 
 TITLE = "Fine-tuning with pre-gates"
 BOUND = 0.01
 GATES = {"ordinary": [], "pre-gates": ["--moe-pre-gate", "1"]}
-
-
-@dataclass(frozen=True)
-class FineTuning:
-    """One continued training in one host. Losses are in nats per byte.
-
-    Attributes:
-        host: name of the host.
-        gates: a key of `GATES`.
-        before: validation loss of the checkpoint, with ordinary gates.
-        valid: pairs (step, validation loss).
-    """
-
-    host: str
-    gates: str
-    before: float
-    valid: list[tuple[int, float]]
-
-    @property
-    def last(self) -> float:
-        return self.valid[-1][1]
 
 
 def command_of(host: str, s: dict[str, Any], data: Path, folder: Path) -> list[str]:
@@ -61,8 +39,12 @@ def run(host: str, s: dict[str, Any], command: list[str], folder: Path) -> list[
             if r.valid_loss is not None]
 
 
-def rows_of(host: str, args: argparse.Namespace, place: Path, corpus: Path) -> list[FineTuning]:
-    """Train a host's model, and continue it with each kind of gates."""
+def rows_of(host: str, args: argparse.Namespace, place: Path, corpus: Path) -> list[dict[str, Any]]:
+    """Train a host's model, and continue it with each kind of gates.
+
+    A result has the validation loss `before`, of the checkpoint with ordinary gates, and `valid`,
+    pairs (step, validation loss). Losses are in nats per byte.
+    """
     data = quickstart().HOST_STEPS[host][0](corpus)
     s = {**settings(args.steps), "valid_every": max(1, args.more // 5)}
     base = place / f"{host}-base"
@@ -75,58 +57,34 @@ def rows_of(host: str, args: argparse.Namespace, place: Path, corpus: Path) -> l
             make_folder(folder)
             shutil.copytree(base / "checkpoints", folder / "checkpoints")
         valid = run(host, more, [*command_of(host, more, data, folder), *flags], folder)
-        rows.append(FineTuning(host, gates, before, [(n, x) for n, x in valid if n > args.steps]))
+        rows.append({"host": host, "gates": gates, "before": before,
+                     "valid": [(n, x) for n, x in valid if n > args.steps]})
     return rows
 
 
-def rows_from(report: dict[str, Any]) -> list[FineTuning]:
-    return [FineTuning(**row) for row in report["rows"]]
-
-
-def excess(rows: list[FineTuning]) -> dict[str, float]:
+def excess(rows: list[dict[str, Any]]) -> dict[str, float]:
     """Return by host how much larger the final loss with pre-gates is, as a share."""
-    last = {(r.host, r.gates): r.last for r in rows}
+    last = {(row["host"], row["gates"]): row["valid"][-1][1] for row in rows}
     return {host: last[host, "pre-gates"] / last[host, "ordinary"] - 1
-            for host in dict.fromkeys(r.host for r in rows)}
+            for host in dict.fromkeys(row["host"] for row in rows)}
 
 
 def body(report: dict[str, Any]) -> list[str]:
-    rows, steps = rows_from(report), report["steps"]
-    s, found = settings(steps), excess(rows)
-    return [
-        "A pre-gate of a block selects the experts of the [next block]"
-        "(../own_routers.md#pre-gates). This page compares fine-tuning with pre-gates and with "
-        "ordinary gates. Both trainings continue from the same checkpoint, which was trained with "
-        f"ordinary gates for {steps} steps. They train {report['more']} more steps with the same "
-        "batches and learning rates. The model is that of the quick start: it has "
-        f"{s['layers']} layers of width {s['width']}, and every second layer has {s['experts']} "
-        f"experts. It trains on {s['ranks']} ranks on CPU with torch {report['torch']}. The "
-        "table shows the validation loss in nats per byte, without the balance loss. The unigram "
-        f"entropy of the corpus is {report['unigram_entropy']:.3f}. The final loss with pre-gates "
-        f"may be at most {BOUND:.0%} larger than that with ordinary gates. All numbers are in "
-        "`docs/benchmarks/data/pregate.json`.",
-        columns(rows, {
-            "host": "{0.host}", "gates": "{0.gates}", "loss of the checkpoint": "{0.before:.4f}",
-            f"loss after {rows[0].valid[0][0] - steps} steps": "{0.valid[0][1]:.4f}",
-            "final loss": "{0.last:.4f}", "relative to ordinary gates": lambda r: (
-                f"{found[r.host]:+.2%}" if r.gates == "pre-gates" else "")}),
-        "![Validation loss over steps in both hosts, with ordinary gates and with pre-gates]"
-        "(pregate.png)",
-        "The model has two layers with experts. The first one keeps its ordinary gate, so only one "
-        "layer has a pre-gate. The result shows that fine-tuning from ordinary gates works. Large "
-        "models were not measured; see the paper."]
+    rows, steps, more = report["rows"], report["steps"], excess(report["rows"])
+    return page(__name__, report, s=settings(steps), first=rows[0]["valid"][0][0] - steps, results=[
+        {**row, "last": row["valid"][-1][1],
+         "excess": more[row["host"]] if row["gates"] == "pre-gates" else None} for row in rows])
 
 
 def draw(report: dict[str, Any], path: Path) -> None:
-    rows = rows_from(report)
     plt = pyplot()
-    hosts = list(dict.fromkeys(r.host for r in rows))
+    hosts = list(dict.fromkeys(row["host"] for row in report["rows"]))
     figure, axes = plt.subplots(1, len(hosts), figsize=(5 * len(hosts), 4), layout="constrained",
                                 squeeze=False)
     for axis, host in zip(axes[0], hosts, strict=True):
-        for row in (r for r in rows if r.host == host):
-            steps, losses = zip((report["steps"], row.before), *row.valid, strict=True)
-            axis.plot(steps, losses, marker="o", label=row.gates)
+        for row in (row for row in report["rows"] if row["host"] == host):
+            steps, losses = zip((report["steps"], row["before"]), *row["valid"], strict=True)
+            axis.plot(steps, losses, marker="o", label=row["gates"])
         axis.set(title=host, xlabel="steps", ylabel="valid loss (nats per byte)")
         axis.legend()
     save_figure(figure, path)
@@ -145,8 +103,7 @@ OPTIONS = {
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     place, corpus, about = begin(args)
     rows = [row for host in args.hosts for row in rows_of(host, args, place, corpus)]
-    return {**about, "steps": args.steps, "more": args.more, "excess": excess(rows),
-            "rows": [asdict(r) for r in rows]}
+    return {**about, "steps": args.steps, "more": args.more, "excess": excess(rows), "rows": rows}
 
 
 def failures(found: dict[str, Any]) -> list[str]:

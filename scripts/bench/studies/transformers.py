@@ -11,7 +11,7 @@ import argparse
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -21,13 +21,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_plugin.cli.figures import columns
 from moe_plugin.planner.units import parse_grid
 from moe_plugin.utils.machine import wait_for_device
-from scripts.bench.layouts import slowest
 from scripts.bench.measure import versions
 from scripts.bench.ranks import on_processes
+from scripts.bench.report import columns, page
 from scripts.bench.study import Option
+from scripts.bench.sweep import medians
 from scripts.emulate import EmulatedCluster
 
 TITLE = "Models of transformers, with their own experts and exchanges and with ours"
@@ -113,8 +113,7 @@ def timed(sides: dict[str, Callable[[], float]], steps: int) -> dict[str, Any]:
     """Return the seconds of each side's steps, one side after the other, and each side's last loss.
 
     All ranks start a step together. In a single process, a side that takes `SLOW` times as long as
-    ours
-    is timed only once.
+    ours is timed only once.
     """
     seconds: dict[str, list[float]] = {name: [] for name in sides}
     losses = {}
@@ -184,7 +183,7 @@ class OnGPU:
 
     @staticmethod
     def body(found: dict[str, Any]) -> list[str]:
-        return [*part("Steps", COMPUTED, found)][1:]
+        return part("Steps", COMPUTED, found)[1:]
 
 
 # -- several ranks
@@ -229,9 +228,8 @@ def measure_ranks(grid: str, mesh: str, args: argparse.Namespace) -> dict[str, A
         else:
             with EmulatedCluster(nodes, per_node, rate_bit_s=args.rate) as cluster:
                 ranks = cluster.run(run_rank, folder, mesh, args, timeout_s=1800)
-    cells = [{"shape": shape, "losses": by_rank[0]["losses"], "seconds": {
-        name: statistics.median(slowest(list(by_rank), name)) for name in EXCHANGES[mesh]}}
-        for shape, by_rank in zip(args.shapes, zip(*ranks, strict=True), strict=True)]
+    cells = [{"shape": shape, "losses": by_rank[0]["losses"], "seconds": medians(by_rank)}
+             for shape, by_rank in zip(args.shapes, zip(*ranks, strict=True), strict=True)]
     parts = nodes * per_node if mesh == "fsdp_size" else 1
     return _with_sizes(cells, args, parts, rate=args.rate if nodes > 1 else None)
 
@@ -262,34 +260,21 @@ def _with_sizes(cells: list[dict[str, Any]], args: argparse.Namespace, parts: in
 # -- the page
 
 
-def part(title: str, about: str, found: dict[str, Any]) -> Iterator[str]:
-    yield f"## {title}"
-    tokens = found["parts"] * found["sequences"] * found["length"]
-    network = (f" The links have a rate of {found['rate'] / 1e6:.0f} Mbit/s." if found["rate"]
-               else "")
-    yield (f"{about} The table shows thousands of tokens per second in training steps (forward, "
-           f"backward and SGD) on {_where(found)}. The models have {LAYERS} layers in "
-           f"{found['dtype']}. Every rank has {found['sequences']} sequences of "
-           f"{found['length']:,} tokens.{network} Times are medians of {found['steps']} steps of "
-           "the slowest rank. The number in parentheses is our speed relative to that of the "
-           "column; above 1 ours is faster.")
-    cells, names = found["cells"], list(found["cells"][0]["seconds"])
-
-    def speed(name: str) -> Callable[[dict[str, Any]], str]:
-        def text(cell: dict[str, Any]) -> str:
-            seconds = cell["seconds"]
-            ratio = "" if name == OURS else f" ({seconds[name] / seconds[OURS]:.2f})"
-            return f"{tokens / seconds[name] / 1e3:.2f}{ratio}"
-
-        return text
-
-    yield columns(cells, {
-        "model": "{shape}", **{f"`{name}`": speed(name) for name in names},
-        "largest relative difference of losses": lambda cell: f"{_spread(cell['losses']):.1e}"})
-
-
-def _where(found: dict[str, Any]) -> str:
-    return "one GPU" if "device" in found["versions"] else "one thread per rank"
+def part(title: str, about: str, found: dict[str, Any]) -> list[str]:
+    thousands = found["parts"] * found["sequences"] * found["length"] / 1e3
+    cells = [{**cell, "tokens": thousands, "spread": _spread(cell["losses"])}
+             for cell in found["cells"]]
+    return page(
+        __name__, found, title=title, about=about,
+        where="one GPU" if "device" in found["versions"] else "one thread per rank",
+        network=(f" The links have a rate of {found['rate'] / 1e6:.0f} Mbit/s." if found["rate"]
+                 else ""),
+        table=columns(cells, {
+            "model": "{shape}",
+            **{f"`{name}`": f"{{tokens/seconds[{name}]:.2f}}" + (
+                "" if name == OURS else f" ({{seconds[{name}]/seconds[{OURS}]:.2f}})")
+               for name in cells[0]["seconds"]},
+            "largest relative difference of losses": "{spread:.1e}"}))
 
 
 def _spread(losses: dict[str, float]) -> float:

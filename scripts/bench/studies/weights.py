@@ -1,6 +1,5 @@
 """Measure memory and speed of training a model that is larger than its memory limit, in one
-process:
-in plain PyTorch with a model three times as large, and by the training script of Megatron.
+process: in plain PyTorch with a model three times as large, and by the training script of Megatron.
 
 Needs cgroups (version 1 or 2) with a writable memory controller and 5 GiB of disk, and takes about
 6 minutes. The second part needs megatron-core.
@@ -20,11 +19,11 @@ from typing import Any
 
 import torch
 
-from moe_plugin.cli.figures import columns
 from moe_plugin.memory.tiers import DiskTier
 from moe_plugin.memory.weights.streamed import StreamedTrainer
 from moe_plugin.utils.regular_files import write_regular
 from scripts.bench.memory_limit import AnonymousPeak, call_limited
+from scripts.bench.report import columns, page
 from scripts.bench.study import Option
 from scripts.bench.toy import batches, loss_of, makers, through
 
@@ -158,58 +157,31 @@ def compare(part: str, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def table_of(seen: dict[str, Any]) -> str:
-    def there(form: str, key: str, over: float = 1.0) -> Any:
-        return lambda row: form.format(row[key] / over) if key in row else ""
+    def shown(row: dict[str, Any]) -> dict[str, Any]:
+        disk, copied = row.get("throttle_mb_s"), row.get("copied_bytes")
+        return {
+            "cgroup_peak_bytes": None, "stalled_s": None, **row,
+            "disk": "" if disk is None else f"{disk:.0f} MB/s" if disk else "full speed",
+            "limit": f"{row['limit'] / MIB:.0f}" if row["limit"] else "none",
+            "copied": None if copied is None else copied / seen["steps"]}
 
-    return columns(seen["rows"], {
-        "weights": "{mode}",
-        "disk": lambda row: f"{row['throttle_mb_s']:.0f} MB/s" if row.get("throttle_mb_s") else (
-            "full speed" if "throttle_mb_s" in row else ""),
-        "memory limit, MiB": lambda row: f"{row['limit'] / MIB:.0f}" if row["limit"] else "none",
-        "peak of the cgroup, MiB": there("{:.0f}", "cgroup_peak_bytes", MIB),
-        "peak of the process, MiB": there("{:.0f}", "anonymous_bytes", MIB),
+    return columns(map(shown, seen["rows"]), {
+        "weights": "{mode}", "disk": "{disk}", "memory limit, MiB": "{limit}",
+        "peak of the cgroup, MiB": "{cgroup_peak_bytes:MiB}",
+        "peak of the process, MiB": "{anonymous_bytes:MiB}",
         "tokens/s": "{tokens_s:.1f}", "processor seconds per step": "{processor_s:.1f}",
-        "seconds waiting for copies": there("{:.1f}", "stalled_s"),
-        "MiB copied per step": there("{:.0f}", "copied_bytes", MIB * seen["steps"])})
+        "seconds waiting for copies": "{stalled_s:.1f}", "MiB copied per step": "{copied:MiB}"})
 
 
 def plain_part(seen: dict[str, Any]) -> list[str]:
-    return [
-        "This page compares training with all weights in memory (*resident*) and training with "
-        "weights that are streamed from disk (*streamed*), under a memory limit. The language "
-        f"model has {seen['layers']} blocks of attention and {EXPERTS} experts of {WIDTH} x "
-        f"{seen['hidden']}, with {seen['rows'][0]['model_bytes'] / MIB:.0f} MiB of float32 "
-        f"weights. It trains {seen['steps']} steps of {seen['micro_batches']} micro-batches with "
-        "torch's fused AdamW, whose state is twice as large as the weights. Each process runs in a "
-        "cgroup, whose limit counts all memory, including torch, activations and pages of files.",
-        "The resident model was killed under the limit, and ran without a limit for this "
-        "comparison. The losses of all rows are equal, bit for bit. The peak of the cgroup "
-        "includes pages of files, which the kernel frees if memory is short; the peak of the "
-        "process does not include them and was sampled. Tokens/s are those of the fastest step, "
-        "with one thread on a machine that other programs used too. If the load average is far "
-        "above the number of cores, only processor seconds can be compared.",
-        table_of(seen)]
+    return page(__name__, seen, table=table_of(seen))
 
 
 def megatron_part(seen: dict[str, Any]) -> list[str]:
     resident, streamed = seen["rows"]
     times = {name: streamed[name] / resident[name]
              for name in ("tokens_s", "processor_s", "cgroup_peak_bytes")}
-    return [
-        "## In Megatron",
-        "`python -m moe_plugin.hosts.megatron.train --moe-fused-adam` trains a GPT model with "
-        f"{seen['layers']} layers. Each layer has 16 MiB of weights in attention and {EXPERTS} "
-        f"experts of {WIDTH} x {seen['hidden']}. The run has {seen['steps']} steps of "
-        f"{seen['micro_batches']} micro-batches with 2 x {seen['length']} tokens. The streamed "
-        f"model uses `--weights-on host --weights-memory {seen['weights_mib']}MiB`. This memory "
-        "contains two segments of weights, and the gradients and optimizer state of one block. The "
-        "rest of the process's memory is used by Python, torch, Megatron and activations.",
-        "Here too, the resident model was killed under the limit, and the losses are equal, bit "
-        "for bit. Processor seconds are those of the whole run, including imports, divided by the "
-        f"number of steps. The streamed model reached {times['tokens_s']:.2f} times the tokens/s "
-        f"of the resident one, with {times['processor_s']:.2f} times the processor seconds and "
-        f"{times['cgroup_peak_bytes']:.2f} times the memory.",
-        table_of(seen)]
+    return page(__name__, seen, "megatron", times=times, table=table_of(seen))
 
 
 PARTS = {"plain": (partial(compare, "plain"), plain_part),

@@ -12,7 +12,7 @@ from typing import Any
 
 from moe_plugin.cli.figures import pyplot, save_figure
 from scripts.bench.plots import OTHERS, OURS
-from scripts.bench.train import host_sides as sides
+from scripts.bench.train import sides
 from scripts.bench.train.results import HOSTS, TrainReport, by_place, reports
 from scripts.bench.train.steps import SideTimes
 

@@ -4,23 +4,38 @@ dense.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from moe_plugin.config import RunConfig
+from moe_plugin.config.flags import flag_texts
 from moe_plugin.experts.base import is_expert
 from moe_plugin.layer import MoELayer
 from scripts.bench.peers.base import copy
 from scripts.bench.peers.fairseq_branch import BranchMoE
-from scripts.bench.train.host_fairseq import Models, start
-from scripts.bench.train.host_sides import Settings, Side, TrainShape
+from scripts.bench.train.sides import (
+    FUSED_ADAM,
+    Settings,
+    Side,
+    TrainShape,
+    batch,
+    layout_of,
+    take_choices,
+    tuners_settled,
+)
 
 NATIVE = "fairseq's moe branch"
+_FIXED = ("--task dummy_lm --dict-size 256 --arch transformer_lm --decoder-attention-heads 4 "
+          "--dropout 0 --attention-dropout 0 --share-decoder-input-output-embed "
+          "--criterion moe_cross_entropy --moe-gate-loss-wt 0.01 --optimizer adam --lr 1e-3 "
+          "--lr-scheduler fixed --clip-norm 1.0 --cpu --distributed-backend gloo "
+          "--ddp-backend legacy_ddp --log-format none").split()
 
 
 def build(shape: TrainShape, text: Tensor, rank: int, ranks: int,
@@ -48,15 +63,7 @@ def build(shape: TrainShape, text: Tensor, rank: int, ranks: int,
         _copy_weights(first, made.get_model())
         # builds the optimizer, which copies the weights in 16 bits, so weights must be equal before
         made.begin_epoch(1)
-    return [_side(make, name, kind, made) for (name, kind), made in models.items()]
-
-
-def _side(make: Models, name: str, kind: str, made: Any) -> Side:
-    """Build a side that also includes the routers of the branch's layers."""
-    side = make.side(name, kind, made)
-    return replace(side, routers=[*side.routers, *(
-        partial(setattr, m, "choose") for m in made.get_model().modules()
-        if isinstance(m, BranchMoE))])
+    return [make.side(name, kind, made) for (name, kind), made in models.items()]
 
 
 class _BranchFFN(nn.Module):
@@ -117,3 +124,110 @@ def _copy_experts(ours: Any, branch: BranchMoE) -> None:
         copy(second.weight, ours.experts.w_out_LFD[number].t())
         copy(first.bias, ours.experts.bias_in_LF[number])
         copy(second.bias, ours.experts.bias_out_LD[number])
+
+
+def start() -> None:
+    """Prepare this process for the first model."""
+    logging.getLogger("fairseq").setLevel(logging.ERROR)
+    from moe_plugin.hosts.fairseq import registered  # noqa: F401
+
+
+def flags_of(settings: Settings) -> list[str]:
+    """Return the settings as flags of fairseq's command line."""
+    # A dispatcher that is set explicitly replaces the one that the flags of the moe branch select,
+    # and with it the capacity. Set the capacity factor, unless the settings contain one.
+    own = {"dispatch.capacity_factor": 1.0} if "dispatch.name" in settings else {}
+    found = [word for name, text in flag_texts({**own, **settings}).items()
+             for word in ("--" + name.replace("_", "-"), text)]
+    return [*found, FUSED_ADAM] if FUSED_ADAM in settings else found
+
+
+class Models:
+    """Builds models of one shape in fairseq's trainer."""
+
+    def __init__(self, shape: TrainShape, text: Tensor, rank: int, ranks: int,
+                 evaluate: bool = False) -> None:
+        self.shape, self.text, self.rank, self.ranks = shape, text, rank, ranks
+        self.evaluate = evaluate
+        self.sentences = shape.sentences(ranks)
+        self.experts = ["--moe-freq", "1", "--moe-expert-count", str(shape.experts),
+                        "--moe-second-expert-policy", "all",
+                        "--moe-eval-capacity-token-fraction", "0"]  # the capacity of training
+        self.experts += ["--moe-top1-expert"] if shape.top_k == 1 else []
+
+    def ours(self, settings: Settings) -> Any:
+        """Return fairseq's trainer for a model with our layer."""
+        return self.model(self.shape.inner, [*self.experts, *flags_of(settings)])
+
+    def model(self, inner: int, flags: list[str], change: Any = None) -> Any:
+        """Return fairseq's trainer for one model, built from the flags of `fairseq-train`."""
+        from omegaconf import open_dict
+
+        from moe_plugin.hosts.fairseq.compat.names import (
+            benchmark,  # noqa: F401 - registers the task
+            convert_namespace_to_omegaconf,
+            options,
+            tasks,
+            trainer,
+        )
+
+        shape = self.shape
+        sizes = {
+            "tokens-per-sample": shape.length, "decoder-embed-dim": shape.width,
+            "decoder-input-dim": shape.width, "decoder-output-dim": shape.width,
+            "decoder-ffn-embed-dim": inner, "decoder-layers": shape.layers,
+            "batch-size": self.sentences, "distributed-world-size": self.ranks
+        }
+        given = [word for name, value in sizes.items() for word in (f"--{name}", str(value))]
+        given += ["--bf16"] * shape.bf16
+        parsed = options.parse_args_and_arch(options.get_training_parser(),
+                                             input_args=[*_FIXED, *given, *flags])
+        config = convert_namespace_to_omegaconf(parsed)
+        with open_dict(config):
+            config.distributed_training.distributed_rank = self.rank
+        torch.manual_seed(1)
+        task = tasks.setup_task(config.task)
+        model = task.build_model(config.model)
+        if change is not None:
+            change(model, shape)
+        return trainer.Trainer(config, task, model, task.build_criterion(config.criterion))
+
+    def side(self, name: str, kind: str, made: Any) -> Side:
+        from moe_plugin.hosts.fairseq.layers import moe_layers
+
+        loss, reduced = [0.0], made.task.reduce_metrics
+
+        def keep_loss(logs: Any, criterion: Any) -> None:
+            # computed from the sums, because fairseq returns a loss rounded to three digits
+            loss[0] = float(sum(log["inner_loss"] for log in logs)) / float(
+                sum(log["sample_size"] for log in logs))
+            reduced(logs, criterion)
+
+        made.task.reduce_metrics = keep_loss
+
+        def step(number: int) -> float:
+            sample = self._sample(number)
+            made.valid_step(sample) if self.evaluate else made.train_step([sample])
+            return loss[0]
+
+        found = moe_layers(made.get_model()) if kind == "ours" else []
+        layers = [layer.moe_layer.moe for layer in found]
+        tokens = self.sentences * self.shape.length
+        settled = (lambda: True) if self.evaluate else tuners_settled(layers)
+        return Side(name, kind, step, [made.optimizer.optimizer], settled,
+                    lambda: layout_of(layers, tokens), list(made.get_model().parameters()),
+                    [*(partial(take_choices, layer) for layer in layers),
+                     *(partial(setattr, m, "choose") for m in made.get_model().modules()
+                       if isinstance(m, BranchMoE))])
+
+    def _sample(self, number: int) -> dict[str, Any]:
+        shape = self.shape
+        first = 4  # number of special symbols before the first byte in fairseq's dictionary
+        bytes_BT = batch(self.text, number, self.sentences, shape.length, self.rank) + first
+        return {
+            "id": torch.arange(self.sentences), "nsentences": self.sentences,
+            "ntokens": self.sentences * shape.length, "net_input": {
+                "src_tokens": bytes_BT[:, :-1],
+                "src_lengths": torch.full((self.sentences,), shape.length)
+            }, "target": bytes_BT[:, 1:].contiguous()
+        }

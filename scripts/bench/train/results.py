@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import re
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from moe_plugin.cli.figures import columns
 from moe_plugin.planner.units import show_time
-from scripts.bench.report import bullets, document, layout_in_words, made_with, versions_in_words
-from scripts.bench.train.host_sides import OURS, TrainShape
-from scripts.bench.train.shapes import SHAPES
-from scripts.bench.train.sides import PIECES
+from scripts.bench.report import (
+    columns,
+    document,
+    layout_in_words,
+    made_with,
+    page,
+    versions_in_words,
+)
+from scripts.bench.train.sides import OURS, PIECES, SHAPES, TrainShape
 from scripts.bench.train.steps import SideTimes
 
 LOSS_DIGIT = 1e-5  # losses in the file of numbers are rounded to this
@@ -22,44 +26,6 @@ HOSTS = {"megatron": "Megatron-core", "fairseq": "fairseq"}
 PACKAGE = {"megatron": "megatron-core", "fairseq": "fairseq"}
 
 MADE_BY = "moe-plugin bench train --host HOST [--emulate 2x2] [--evaluate] --out docs/benchmarks"
-ABOUT = ("""This page compares whole training steps: forward, backward, the reduction of gradients,
-clipping and the optimizer. Each host trains three kinds of models. The first has our layer. The
-second has the host's own MoE layer ("native"). The third has dense layers of equal active width.
-All models start with equal weights, receive equal data and train in the same processes, one step of
-each model after the other.""",
-         """Megatron-core's own layer is measured with both of its dispatchers. The release of
-fairseq has no MoE layer. Its native side is the layer of fairseq's `moe` branch, which we rewrote
-from the code of that branch.""",
-         """All times are medians of the slowest rank. *Native / ours* is the median of the faster
-native side divided by the median of our layer, so above 1 our layer is faster. `torch.compile` is
-off for all models.""")
-EVALUATION = """These tables compare forward passes of the host's own evaluation instead of training
-steps. With `parallel.prefill`, our layer divides the rows or experts of a call into pieces
-according to the load of the call (EPS-MoE). Without it, a call has one piece. Both variants use the
-same description of links and processor: `configs/clusters/emulated.yaml` at the rate of the
-emulated links, and `configs/devices/cpu_core.yaml`. No weight changes during an evaluation, so the
-losses of all steps belong to one model."""
-NOT_YET = """Not measured yet. The command is `moe-plugin bench train --host HOST --evaluate
---emulate 2x2 --out docs/benchmarks`."""
-TERMS = bullets(
-    "*Host version*: the version of the host. The version that was measured last comes first.",
-    """*Ratio of minima*: the fastest step of any native side divided by our fastest step.""",
-    """*Slower than our best*: how much longer a step takes with the default settings than with the
-    fastest of all measured settings of our layer.""",
-    """*Native / dense*: the value that *native / ours* would have if our MoE layer cost no more
-    than a dense layer, which exchanges nothing.""",
-    "*Optimizer's share*: the time in the optimizer divided by the time of the step.",
-    """*Loss gap*: the largest difference between the losses of our layer and of the native layer in
-    any step. Sums in a different order round differently, and when two router scores are nearly
-    equal, rounding decides which expert a token gets. All models that make the same choices have
-    the same losses; see [the page about losses](losses.md). Some losses of fairseq were recorded
-    with a rounding of 7e-04.""",
-    """*bf16*: parameters and activations are in bfloat16. The optimizers keep copies of the
-    parameters in float32.""",
-    "*Spread*: the interquartile range of a side's steps divided by their median.",
-    """`auto`: the layout and the all-to-all algorithm are chosen during training. The default
-    settings do this if a group spans several nodes. On one node, the default settings use the
-    layout with the lowest predicted time.""")
 
 
 @dataclass(frozen=True)
@@ -112,8 +78,7 @@ class TrainReport:
             name: name of our side.
         Returns:
             (ratio of medians, with the native side of lower median; ratio of minima, with the
-            fastest step
-            of any native side).
+            fastest step of any native side).
         """
         mine = self.side(name)
         least = min(min(s.seconds) for s in self.sides if s.kind == "native")
@@ -248,38 +213,27 @@ def _optimizer(side: SideTimes) -> float:
     return sum(side.optimizer_s) / sum(side.seconds)
 
 
-def main_parts(reports: Sequence[TrainReport]) -> Iterator[str]:
-    """Yield the parts of the main page: one section per kind of place, then the evaluations."""
-    first, *more = ABOUT
-    yield first
-    yield _setup(reports)
-    yield from more
-    yield TERMS
-    yield ("![Loss over the seconds of the timed steps on one machine, ours and native]"
-           "(train_curves.png)")
-    trained = by_place(reports)
+def main_parts(reports: Sequence[TrainReport]) -> list[str]:
+    """Return the parts of the main page: a section per kind of place, then the evaluations."""
+    trained, evaluated = by_place(reports), by_place(reports, evaluate=True)
+    sections = []
     for kind in dict.fromkeys(_kind(place) for _, place in trained):
-        yield f"## Training: {kind}"
-        for key, mine in trained.items():
-            if _kind(key[1]) == kind:
-                yield from _host_parts(mine, summary_table(mine),
-                                       "The times of every side of every shape are on "
-                                       f"[another page]({_page_of(mine[0])}).")
-    yield "## Evaluation"
-    yield EVALUATION
-    evaluated = by_place(reports, evaluate=True)
-    for mine in evaluated.values():
-        yield from _host_parts(mine, evaluation_table(mine), "")
-    if not evaluated:
-        yield NOT_YET
+        sections.append(f"## Training: {kind}")
+        for mine in (mine for (_, place), mine in trained.items() if _kind(place) == kind):
+            sections += _host_parts(mine, summary_table(mine),
+                                    "The times of every side of every shape are on [another page]"
+                                    f"({_page_of(mine[0])}).")
+    return page(
+        __name__, {}, setup=_setup(reports), trained=sections,
+        evaluated=[part for mine in evaluated.values()
+                   for part in _host_parts(mine, evaluation_table(mine), "")]
+        or page(__name__, {}, "not yet"))
 
 
-def _host_parts(mine: Sequence[TrainReport], shown: str, more: str) -> Iterator[str]:
+def _host_parts(mine: Sequence[TrainReport], table: str, more: str) -> list[str]:
     loads = [value for r in mine for value in r.load]
-    yield f"### {HOSTS[mine[0].host]}, {mine[0].place}"
-    yield shown
-    yield (f"The load average of the machine was between {min(loads):.1f} and {max(loads):.1f}. "
-           f"{more}")
+    return page(__name__, {}, "place", host=HOSTS[mine[0].host], place=mine[0].place, table=table,
+                least=min(loads), most=max(loads), more=more)
 
 
 def side_pages(reports: Sequence[TrainReport]) -> dict[str, str]:
@@ -288,12 +242,11 @@ def side_pages(reports: Sequence[TrainReport]) -> dict[str, str]:
     found: dict[str, list[TrainReport]] = {}
     for mine in by_place(reports).values():
         found.setdefault(_page_of(mine[0]), []).extend(mine)
-    return {name: document(
-        f"# Whole training steps: {HOSTS[mine[0].host]}, {_kind(mine[0].place)}",
-        "This page lists the times of every side. The [page of training steps](train.md) explains "
-        "the terms and compares the sides.", f"{made_with(MADE_BY)} {_setup(mine)}",
-        *(part for one in mine
-          for part in (f"## {one.place}: {one.shape.name}, {one.version}", sides_table(one))))
+    return {name: document(*page(
+        __name__, {}, "sides", host=HOSTS[mine[0].host], kind=_kind(mine[0].place),
+        made_by=made_with(MADE_BY), setup=_setup(mine), sides=[
+            part for one in mine
+            for part in (f"## {one.place}: {one.shape.name}, {one.version}", sides_table(one))]))
         for name, mine in found.items()}
 
 
@@ -318,8 +271,7 @@ def by_place(every: Sequence[TrainReport],
     """Return the reports of training steps (or evaluations) by host and place.
 
     For each host and place, the version that was measured last comes first; reports of one version
-    are
-    ordered by shape.
+    are ordered by shape.
     """
     known = list(SHAPES)
     last: dict[tuple[str, str, str], str] = {}

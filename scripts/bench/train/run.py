@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
-import time
+import statistics
+from argparse import Namespace
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,9 +18,8 @@ from moe_plugin.planner.units import show_time
 from moe_plugin.utils.messages import tracked
 from scripts.bench.measure import versions
 from scripts.bench.ranks import on_processes
-from scripts.bench.train.host_sides import Settings, Side, TrainShape
-from scripts.bench.train.host_steps import read_text
 from scripts.bench.train.results import TrainReport
+from scripts.bench.train.sides import Settings, Side, TrainShape, read_text
 from scripts.bench.train.steps import SideTimes, measure
 from scripts.emulate import EmulatedCluster
 
@@ -39,7 +40,6 @@ class TrainPlan:
         ours: settings of our layer by the name of the side.
         others: whether the host's own layer and a dense model are measured too.
         evaluate: whether forward passes of an evaluation are timed instead of training steps.
-        processor: whether clocks count processor time instead of elapsed time.
     """
 
     host: str
@@ -50,7 +50,6 @@ class TrainPlan:
     ours: Mapping[str, Settings]
     others: bool = True
     evaluate: bool = False
-    processor: bool = False
 
 
 def measure_rank(plan: TrainPlan) -> list[SideTimes]:
@@ -59,8 +58,7 @@ def measure_rank(plan: TrainPlan) -> list[SideTimes]:
     """
     sides = sides_of(plan.host, plan.shape, read_text(plan.text), plan.ours, plan.others,
                      plan.evaluate)
-    return measure(sides, TorchComm(), plan.steps, plan.warm_up,
-                   time.process_time if plan.processor else time.perf_counter)
+    return measure(sides, TorchComm(), plan.steps, plan.warm_up)
 
 
 def measure_plans(plans: Sequence[TrainPlan]) -> list[tuple[list[SideTimes], Load]]:
@@ -141,6 +139,32 @@ def sides_on_emulated(plan: TrainPlan, cluster: EmulatedCluster) -> list[SideTim
     """Measure one plan on a running emulated cluster and return the times of its sides."""
     forked_hosts([plan.host])
     return cluster.run(measure_rank, plan, timeout_s=TIMEOUT_S, group_timeout_s=120.0)[0]
+
+
+def settings_on_emulated(host: str, shape: TrainShape, text: str, ours: Mapping[str, Settings],
+                         args: Namespace, cluster: EmulatedCluster) -> dict[str, Any]:
+    """Train our layer with several settings on a running emulated cluster.
+
+    Args:
+        host: "megatron" or "fairseq".
+        shape: sizes of the models.
+        text: path of the text that the models train on.
+        ours: settings of our layer by the name of the side.
+        args: options of a study: the numbers of `steps` and of `warm_up` steps.
+        cluster: the cluster.
+
+    Returns:
+        The label of the shape, and the layout, the median seconds of a step and the last loss of
+        each side.
+    """
+    # in fairseq, k is a setting of our layer, and the ragged dispatcher creates no slots
+    more = {"router.top_k": shape.top_k, "dispatch.name": "ragged"} if host == "fairseq" else {}
+    sides = sides_on_emulated(TrainPlan(
+        host, shape, text, args.steps, args.warm_up,
+        {name: {**settings, **more} for name, settings in ours.items()}, others=False), cluster)
+    return {"shape": shape.label(), "layouts": {side.name: side.layout for side in sides},
+            "seconds": {side.name: statistics.median(side.seconds) for side in sides},
+            "losses": {side.name: side.losses[-1] for side in sides}}
 
 
 def forked_hosts(hosts: Iterable[str]) -> None:

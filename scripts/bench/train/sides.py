@@ -1,19 +1,256 @@
-"""Settings of our layer that both hosts train and measure."""
+"""What both hosts share in training steps: sizes of a model, settings, batches and sides."""
 
 from __future__ import annotations
 
-from scripts.bench.train.host_sides import AUTO, FIXED, OURS, Settings
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
+import torch
+from torch import Tensor
+
+from moe_plugin.cli.corpus import build_corpus
+from moe_plugin.layer import MoELayer
+from moe_plugin.planner.choice import LayoutChoice
+from moe_plugin.routed_experts import RoutedExperts
+from moe_plugin.tuning.exchange_tuner import ExchangeTuner
+
+Settings = Mapping[str, Any]  # settings of the layer by path, and optionally `FUSED_ADAM`
+FUSED_ADAM = "--moe-fused-adam"
+OURS, AUTO = "moe-plugin", "moe-plugin, auto"
 PIECES = "moe-plugin, pieces by load"
 ONE_NODE = ("linear", "native", "r=0", "all_gather")
+TEXT_BYTES = 1_000_000
+_ONE_LAYOUT = {"parallel.mode": "fixed"}
+# every choice of `auto` as a fixed setting
+FIXED: dict[str, Settings] = {
+    "linear": {**_ONE_LAYOUT, "comm.all_to_all": "linear"},
+    "native": {**_ONE_LAYOUT, "comm.all_to_all": "native"},
+    "2dh": {**_ONE_LAYOUT, "comm.all_to_all": "2dh"},
+    "leader": {**_ONE_LAYOUT, "comm.all_to_all": "leader"},
+    "r=0": {**_ONE_LAYOUT, "parallel.r": 0, "comm.all_to_all": "linear"},
+    "all_gather": {"dispatch.name": "all_gather", "comm.all_to_all": "linear"},
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainShape:
+    """A decoder language model with an MoE layer in every block.
+
+    Attributes:
+        name: name of the shape.
+        width: width of a token, D.
+        inner: inner width of an expert, F.
+        experts: number of experts, E.
+        top_k: number of experts per token, K.
+        tokens: number of tokens per step, over all ranks.
+        layers: number of transformer layers.
+        length: number of tokens per sentence.
+        gated: whether the experts are SwiGLU experts.
+        bf16: whether parameters and activations are in bfloat16. The optimizer keeps copies of the
+            parameters in float32.
+
+    Raises:
+        ValueError: if a size is smaller than 1, or top_k is larger than the number of experts.
+    """
+
+    name: str
+    width: int
+    inner: int
+    experts: int
+    top_k: int
+    tokens: int
+    layers: int = 2
+    length: int = 128
+    gated: bool = False
+    bf16: bool = False
+
+    def __post_init__(self) -> None:
+        for field in ("width", "inner", "experts", "top_k", "tokens", "layers", "length"):
+            if getattr(self, field) < 1:
+                raise ValueError(f"{field}={getattr(self, field)} is out of bounds: must be >= 1. "
+                                 "Use a positive number")
+        if self.top_k > self.experts:
+            raise ValueError(f"top_k={self.top_k} is out of bounds: must be <= "
+                             f"experts={self.experts}. Use a smaller top_k")
+
+    def sentences(self, ranks: int) -> int:
+        """Return the number of sentences of one rank in a step.
+
+        Raises:
+            ValueError: if the tokens of a step cannot be divided equally.
+        """
+        if self.tokens % (self.length * ranks):
+            raise ValueError(
+                f"tokens={self.tokens} cannot be divided into sentences of {self.length} tokens on "
+                f"{ranks} ranks. The number of tokens must be a multiple of {self.length * ranks}")
+        return self.tokens // (self.length * ranks)
+
+    def label(self) -> str:
+        return (f"width {self.width}, inner {self.inner}, {self.experts} experts, k {self.top_k}, "
+                f"{self.tokens:,} tokens" + ", gated" * self.gated + ", bf16" * self.bf16)
+
+
+@dataclass(frozen=True)
+class Side:
+    """One model in training.
+
+    Attributes:
+        name: name of the side.
+        kind: "ours", "native" or "dense".
+        step: a function that trains (or evaluates) on the step of the given number and returns the
+            language model's loss over all ranks, in nats per token.
+        optimizers: the torch optimizers, which are timed separately.
+        settled: a function that returns whether the tuners have chosen. All ranks get the same
+            answer.
+        layout: a function that returns the label of the layout in use.
+        parameters: parameters of the model. In 16 bits the optimizers have copies of the
+            parameters.
+        routers: a function for each MoE layer, in the order of the layers. It receives a function
+            from logits [T, E] to experts [T, K], which makes all later choices of the layer.
+    """
+
+    name: str
+    kind: str
+    step: Callable[[int], float]
+    optimizers: Sequence[torch.optim.Optimizer]
+    settled: Callable[[], bool] = lambda: True
+    layout: Callable[[], str] = lambda: ""
+    parameters: Sequence[Tensor] = ()
+    routers: Sequence[Callable[[Callable[[Tensor], Tensor]], None]] = ()
+
+
+def tuners_settled(layers: Sequence[MoELayer]) -> Callable[[], bool]:
+    """Return a function that returns whether the layers' tuners have no trials left, equal on all
+    ranks.
+    """
+    return lambda: not any(_exploring(layer) for layer in layers)
+
+
+def _exploring(layer: MoELayer) -> bool:
+    routed = layer.routed_experts
+    if routed.tuner is not None and routed.tuner.exploring:
+        return True
+    exchanges = layer.comm.size > 1 and routed.current.r > 0
+    return exchanges and routed.current.algorithm == "auto" and ExchangeTuner.of(
+        layer.comm).exploring
+
+
+def take_choices(layer: MoELayer, choose: Callable[[Tensor], Tensor]) -> None:
+    """Let `choose` select the experts [T, K] for logits [T, E] in all later calls of the layer."""
+    layer.router.forced = lambda call: choose(call.logits_TE)
+
+
+def layout_of(layers: Sequence[MoELayer], tokens: int) -> str:
+    """Return the labels of the layouts of the latest calls, with the number of layers in each.
+    Collective.
+
+    Args:
+        layers: the layers.
+        tokens: number of tokens of one rank per step.
+    """
+    seen = Counter(_latest(layer.routed_experts, tokens).label for layer in layers)
+    return ", ".join(label if count == len(layers) else f"{label} ({count} of {len(layers)})"
+                     for label, count in seen.items())
+
+
+def _latest(routed: RoutedExperts, tokens: int) -> LayoutChoice:
+    if routed.prefill is None:
+        return routed.current
+    return routed.prefill.choice(routed.current, tokens)
+
+
+def batch(text: Tensor, step: int, sentences: int, length: int, rank: int) -> Tensor:
+    """Return the bytes of a rank's sentences in a step, int64 [sentences, length + 1].
+
+    Every side gets the same sentences in the same step.
+
+    Args:
+        text: the text, uint8 [N].
+        step: number of the step.
+        sentences: number of sentences.
+        length: number of tokens per sentence.
+        rank: this rank.
+    """
+    source = torch.Generator().manual_seed(1_000_003 * step + rank)
+    starts = torch.randint(len(text) - length, (sentences, 1), generator=source)
+    return text[starts + torch.arange(length + 1)].long()
+
+
+# -- shapes and settings that are measured
+
+# three shapes from a study of native layers, and small versions of layers used in practice
+SHAPES = {
+    shape.name: shape for shape in (
+        TrainShape(name="few", width=128, inner=128, experts=8, top_k=2, tokens=4096),
+        TrainShape(name="fine", width=128, inner=64, experts=64, top_k=8, tokens=4096),
+        TrainShape(name="wide", width=128, inner=512, experts=8, top_k=2, tokens=2048),
+        TrainShape(name="switch", width=128, inner=256, experts=16, top_k=1, tokens=4096),
+        TrainShape(name="mixture", width=256, inner=512, experts=8, top_k=2, tokens=2048),
+        TrainShape(name="many", width=256, inner=128, experts=32, top_k=4, tokens=2048),
+        # Gated experts have three matrices instead of two. With two thirds of the inner width
+        # (rounded to a multiple of 32) they do as much work as the shapes above.
+        TrainShape(name="gated", width=256, inner=352, experts=8, top_k=2, tokens=2048, gated=True),
+        TrainShape(name="gated_fine", width=256, inner=96, experts=32, top_k=4, tokens=2048,
+                   gated=True),
+        TrainShape(name="few_bf16", width=128, inner=128, experts=8, top_k=2, tokens=4096,
+                   bf16=True),
+        TrainShape(name="mixture_bf16", width=256, inner=512, experts=8, top_k=2, tokens=2048,
+                   bf16=True),
+    )
+}
+
+
+def parse_shapes(text: str) -> list[TrainShape]:
+    """Return the shapes of the option `--shapes`.
+
+    Args:
+        text: `all`, names separated by commas, or `WxFxExKxT` (width, inner width, experts, experts
+            per token, tokens per step).
+
+    Raises:
+        ValueError: if a name is unknown.
+    """
+    return list(SHAPES.values()) if text == "all" else [_shape(item) for item in text.split(",")]
+
+
+def _shape(text: str) -> TrainShape:
+    if text in SHAPES:
+        return SHAPES[text]
+    match = re.fullmatch(r"(\d+)x(\d+)x(\d+)x(\d+)x(\d+)", text)
+    if not match:
+        raise ValueError(f"{text!r} is not a known shape. Use one of {', '.join(SHAPES)}, or "
+                         "width x inner width x experts x k x tokens, such as 128x128x8x2x4096")
+    width, inner, experts, top_k, tokens = map(int, match.groups())
+    return TrainShape(name=text, width=width, inner=inner, experts=experts, top_k=top_k,
+                      tokens=tokens, length=min(128, max(1, tokens // 32)))
+
+
+def for_host(shapes: Sequence[TrainShape], host: str) -> list[TrainShape]:
+    """Return the shapes as the host's own layer can run them.
+
+    The layer of fairseq's moe branch supports at most two experts per token and no gated experts.
+    The number of experts per token is reduced, and shapes with gated experts are removed.
+
+    Raises:
+        ValueError: if all shapes have gated experts, and the host is fairseq.
+    """
+    if host != "fairseq":
+        return list(shapes)
+    if found := [replace(one, top_k=min(one.top_k, 2)) for one in shapes if not one.gated]:
+        return found
+    raise ValueError(f"{shapes[0].name} has gated experts, which fairseq's moe branch does not "
+                     "support. Use --host megatron, or another shape")
 
 
 def our_settings(several_nodes: bool) -> dict[str, Settings]:
     """Return the settings of our layer by the name of the side.
 
     The sides are the default settings, `auto` for layout and all-to-all (on one node; on several
-    nodes
-    these are the defaults), and every fixed setting that is not the default.
+    nodes these are the defaults), and every fixed setting that is not the default.
     """
     if several_nodes:  # the default settings are `auto` already
         return {OURS: {}, **{f"{OURS}, {name}": FIXED[name] for name in FIXED}}
@@ -28,3 +265,17 @@ def evaluated_settings(hardware: Settings) -> dict[str, Settings]:
         hardware: settings that describe the links and the processor, used by both sides.
     """
     return {OURS: hardware, PIECES: {**hardware, "parallel.prefill": True}}
+
+
+# -- the text
+
+
+def write_text(folder: Path) -> str:
+    """Write the training text to `folder` and return its path."""
+    build_corpus(folder, size=TEXT_BYTES)
+    return str(folder / "train.txt")
+
+
+def read_text(path: str) -> Tensor:
+    """Read the text that `write_text` wrote, as uint8 [N]."""
+    return torch.frombuffer(bytearray(Path(path).read_bytes()), dtype=torch.uint8)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from moe_plugin.comm.base import Comm
-from scripts.bench.train.host_sides import Side
+from scripts.bench.train.sides import Side
 
 WARM_UP = 4
 LONGEST_WARM_UP = 60  # maximum number of steps in which tuners can choose
@@ -29,9 +29,8 @@ class SideTimes:
         seconds: time of each timed step.
         optimizer_s: time in the optimizer in each timed step.
         losses: losses of all steps, including those of the last warm-up. The losses of two sides
-            are
-            comparable step by step, because all sides start with equal weights and train on equal
-            data.
+            are comparable step by step, because all sides start with equal weights and train on
+            equal data.
         parameters: number of parameters on one rank.
         layout: label of the layout in use.
     """
@@ -74,10 +73,8 @@ def measure(sides: Sequence[Side], comm: Comm, steps: int, warm_up: int = WARM_U
     """Train all sides, alternating after each step. Every rank calls this function.
 
     Every side first runs `warm_up` steps. A side whose tuners have not chosen by then runs more
-    steps
-    alone, and starts again from its initial weights. The timed steps of all sides therefore have
-    equal
-    weights and equal data, and so the same load of the experts.
+    steps alone, and starts again from its initial weights. The timed steps of all sides therefore
+    have equal weights and equal data, and so the same load of the experts.
 
     Args:
         sides: models to train.

@@ -102,7 +102,8 @@ def test_padding_is_masked(branch: ModuleType) -> None:
 
 
 @pytest.mark.parametrize(("start", "user_dir", "by_name"), [
-    ("finder", "moe_plugin", False), ("alone", str(ROOT / "moe_plugin"), True)])
+    ("finder", "moe_plugin", False),
+    pytest.param("alone", str(ROOT / "moe_plugin"), True, marks=pytest.mark.slow)])
 def test_the_branch_swaps_its_layer_at_its_command_line(start: str, user_dir: str, by_name: bool,
                                                         tmp_path: Path) -> None:
     """With our flags, and the log says so; with the startup finder and without it."""

@@ -114,9 +114,15 @@ def _numbers(log: str) -> dict[str, str]:
     return {name: entry[name] for entry in found for name in names if name in entry}
 
 
+@pytest.mark.distributed
 def test_settings_that_fail_in_a_step_leave_no_dump(corpus: Corpus, tmp_path: Path) -> None:
-    """A promise of the settings that the data breaks."""
+    """A promise of the settings that the data breaks: sentences have other lengths."""
     result = run("fairseq-train",
-                 f"{corpus.lm} {LANGUAGE_MODEL} {MOE} {DROPLESS} --moe-router hash --moe-top-k 1 "
-                 f"--moe-hash-vocabulary 4 --max-update 2 --save-dir {tmp_path}")
-    assert result.code == 2 and not list(tmp_path.iterdir()), result.log[-3000:]
+                 f"{corpus.lm} {LANGUAGE_MODEL} {MOE} --moe-dispatch padded --moe-equal-tokens "
+                 "--moe-capacity-factor 1.0 "
+                 f"--sample-break-mode eos --batch-size 1 --max-update 2 --save-dir {tmp_path}",
+                 ranks=2)
+    assert result.code and not list(tmp_path.iterdir()), result.log[-3000:]
+    assert "begin training epoch" in result.log or "Start iterating" in result.log
+    assert "dispatch.equal_tokens=True requires the same number of tokens" in result.log
+    assert "Traceback" not in result.log, result.log[-3000:]

@@ -14,8 +14,6 @@ from moe_plugin.memory.activations.auto import manage
 from moe_plugin.routing import finish_step
 from tests.hosts.fairseq.small import language_model, tokens, translation_model
 
-pytestmark = pytest.mark.fast
-
 WAYS: dict[str, dict[str, Any]] = {
     "checkpointed": {"checkpoint_activations": True},
     "offloaded": {"checkpoint_activations": True, "offload_activations": True},

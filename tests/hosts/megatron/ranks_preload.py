@@ -18,7 +18,8 @@ def _preload() -> None:
 
     cpu.enable()
     mend_config_warning()
-    with contextlib.suppress(ValueError):  # below 0.17 there is none
+    # wheels below 0.17 have no training code, and 0.15 describes its flags in another way
+    with contextlib.suppress(ValueError, ImportError):
         training_module("training")
         _remember_flags()
     import moe_plugin.hosts.megatron as host

@@ -317,7 +317,7 @@ def test_damage_is_named_and_nothing_else_is_raised(name: str, runs: Any, tmp_pa
         if not sums:  # so that readers meet the damage
             meta.unlink()
         found = []
-        for offset in range(0, len(whole), max(1, len(whole) // 40)):
+        for offset in range(0, len(whole), max(1, len(whole) // 15)):
             flipped = bytearray(whole)
             flipped[offset] ^= 0xFF
             for content in (whole[:offset], bytes(flipped)):

@@ -96,9 +96,9 @@ def test_refused_with_value_bound_and_remedy(name: str) -> None:
     assert row.taken is not None and not row.takes(value)
     with pytest.raises(ValueError) as error:
         translate(_config(**{name: value}), {})
-    for part in (f"{name}=7 is not supported", f"must be {row.taken[-1]!r}", row.words):
+    for part in (f"{name}=7 is not supported", f"must be {row.accepted[-1]!r}", row.words):
         assert part in str(error.value)
-    for taken in row.taken:
+    for taken in row.accepted:
         translate(_config(**{name: taken}), {})
 
 
@@ -116,17 +116,49 @@ def test_megatrons_router_is_built_for_it(name: str, value: Any) -> None:
 
 def test_our_router_is_used_for_values_that_it_has_too() -> None:
     for name in names(By.ROUTER):
-        for value in FIELDS[name].taken or (0.25,):
+        for value in FIELDS[name].accepted or (0.25,):
             config = _config(**{name: value})
             if name == "moe_router_load_balancing_type" and value == "none":
                 config.moe_aux_loss_coeff = 0.0
             assert translate(config, {}).native_router == (), name
 
 
+SCORE = """
+from moe_plugin.routing import ScoreFunction, score_functions
+
+@score_functions.register("new_score")
+class NewScore(ScoreFunction):
+    def scores(self, logits_TE):
+        return logits_TE.exp()
+"""
+
+
+def test_a_score_function_of_the_users_is_ours(
+        own_entries: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By Megatron's own argument and in a file; a name that neither side knows is refused."""
+    monkeypatch.setattr(typing, "override", lambda method: method, raising=False)  # Python 3.11
+    arguments = pytest.importorskip("megatron.training.arguments")
+    (tmp_path / "my score.py").write_text(SCORE)
+    (tmp_path / "moe.yaml").write_text("router: {score: new_score}\n")
+    imports = ["--moe-import", str(tmp_path / "my score.py")]
+    config = _config(moe_router_score_function="new_score")
+    with pytest.raises(ValueError, match="unknown score function 'new_score'; .*sigmoid, softmax"):
+        translate(config, {})
+    for words in (["--moe-router-score-function", "new_score"],
+                  ["--moe-config", str(tmp_path / "moe.yaml")]):
+        parser = extra_args_provider(arguments.add_megatron_arguments(
+            argparse.ArgumentParser(allow_abbrev=False)))
+        args = parser.parse_args([*words, *imports])
+        assert args.moe_router_score_function == "new_score"
+        plan = translate(config, settings_from_flags(vars(args)))
+        assert plan.native_router == () and plan.config.router.score == "new_score"
+        assert plan.config.router.normalize == "before_drop"
+
+
 def test_what_has_no_effect_is_said() -> None:
     [line] = [text for text in translate(_config(
         moe_ncclep_zero_copy=True, moe_hybridep_num_sms_preprocessing=64), {}).notices
-        if text.startswith("choose a native implementation")]
+        if text.startswith("Megatron settings that choose a native implementation")]
     assert "moe_ncclep_zero_copy=True" in line
 
 

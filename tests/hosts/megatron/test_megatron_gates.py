@@ -36,6 +36,7 @@ from tests.hosts.megatron.training import (
 pytestmark = [pytest.mark.megatron, pytest.mark.distributed]
 GATES = ["--moe-router", "switch,expert_choice", "--moe-aux-loss-coeff", "0.01"]
 
+
 def _run(corpus: str, home: Path, *argv: str, world: int = 2) -> dict[int, float]:
     files = [
         "--log-file", f"{home}.log.jsonl", "--moe-stats-jsonl", f"{home}.jsonl",
@@ -117,36 +118,59 @@ def _train_aux(argv: list[str]) -> list[dict[str, Any]]:
             for r in ran(argv).steps_logged]
 
 
+AUX = ["--train-iters", "3", "--num-layers", "4", "--moe-aux-loss-coeff", "10",
+       "--moe-z-loss-coeff", "1"]
+VIRTUAL = [*PP2, "--num-virtual-stages-per-pipeline-rank", "2"]
+
+
+@pytest.fixture(scope="module")
+def one_stage(data: str, tmp_path_factory: pytest.TempPathFactory,
+              ) -> tuple[list[str], Path, list[dict[str, Any]]]:
+    """Arguments, the folder of a checkpoint after one step, and the next two steps of one stage
+    without recomputation.
+    """
+    argv, folder = [*MODEL, "--data-path", data, *AUX], tmp_path_factory.mktemp("one stage")
+    on_ranks(1, trained, [*argv, "--train-iters", "1", "--save", str(folder)])
+    return argv, folder, _aux(argv, str(folder), world=1)
+
+
 @pytest.mark.distributed
+@pytest.mark.parametrize("sizes", [
+    pytest.param([*PP2, *RECOMPUTE], marks=pytest.mark.slow),
+    [*VIRTUAL, "--recompute-granularity", "selective", "--recompute-modules", "moe"]],
+    ids=["stages", "virtual stages"])
 def test_balance_losses_count_once_over_stages_virtual_stages_micro_batches_and_recomputation(
-        data: str, tmp_path: Path) -> None:
+        sizes: list[str], one_stage: Any) -> None:
     """Logged values, and gradient norms in which the balance losses weigh much, are those of one
     stage without recomputation.
     """
-    argv = [*MODEL, "--data-path", data, "--train-iters", "3", "--num-layers", "4",
-            "--moe-aux-loss-coeff", "10", "--moe-z-loss-coeff", "1"]
-    on_ranks(1, trained, [*argv, "--train-iters", "1", "--save", str(tmp_path)])
-    want = _aux(argv, str(tmp_path), world=1)
+    argv, folder, want = one_stage
     assert len(want) == 2 and all(
         set(r["aux"]) == {"load_balancing_loss", "z_loss"} and all(v > 0
                                                                    for v in r["aux"]["z_loss"])
         for r in want)
-    light = _aux([*argv, "--moe-aux-loss-coeff", "5"], str(tmp_path), world=1)
-    assert abs(light[0]["norm"] / want[0]["norm"] - 1) > 1e-2  # a loss counted otherwise would show
-    virtual = [*PP2, "--num-virtual-stages-per-pipeline-rank", "2"]
-    for sizes in ([*PP2, *RECOMPUTE], [*virtual, "--recompute-granularity", "selective",
-                                       "--recompute-modules", "moe"]):
-        got = _aux(argv, str(tmp_path), *sizes, world=2)
-        for mine, theirs in zip(got, want, strict=True):
-            for name, values in theirs["aux"].items():
-                assert mine["aux"][name] == pytest.approx(values, rel=1e-3), name
-            assert (mine["norm"], mine["loss"]) == pytest.approx((theirs["norm"], theirs["loss"]),
-                                                                 rel=1e-3)
-    # and what virtual stages save, one rank goes on with
-    saved = tmp_path / "virtual"
-    on_ranks(2, trained, [*argv, "--load", str(tmp_path), *virtual, "--train-iters", "2", "--save",
-                          str(saved)])
-    assert _aux(argv, str(saved), world=1)[0]["loss"] == pytest.approx(want[-1]["loss"], rel=1e-3)
+    got = _aux(argv, str(folder), *sizes, world=2)
+    for mine, theirs in zip(got, want, strict=True):
+        for name, values in theirs["aux"].items():
+            assert mine["aux"][name] == pytest.approx(values, rel=1e-3), name
+        assert (mine["norm"], mine["loss"]) == pytest.approx((theirs["norm"], theirs["loss"]),
+                                                             rel=1e-3)
+
+
+@pytest.mark.slow
+def test_norms_show_how_much_the_balance_losses_weigh(one_stage: Any) -> None:
+    argv, folder, want = one_stage
+    light = _aux([*argv, "--moe-aux-loss-coeff", "5"], str(folder), world=1)
+    assert abs(light[0]["norm"] / want[0]["norm"] - 1) > 1e-2
+
+
+@pytest.mark.distributed
+def test_one_rank_goes_on_with_what_virtual_stages_saved(one_stage: Any, tmp_path: Path) -> None:
+    argv, folder, want = one_stage
+    on_ranks(2, trained, [*argv, "--load", str(folder), *VIRTUAL, "--train-iters", "2", "--save",
+                          str(tmp_path)])
+    assert _aux(argv, str(tmp_path), world=1)[0]["loss"] == pytest.approx(want[-1]["loss"],
+                                                                          rel=1e-3)
 
 
 def _overlapped(case: Case) -> list[tuple[str, list[float]]]:
@@ -279,11 +303,10 @@ def _curve(argv: list[str]) -> tuple[list[tuple[float, ...]], list[list[bool]]]:
             for r in run.steps_logged], own
 
 
-STAGES = ["--pipeline-model-parallel-size", "2", "--num-virtual-stages-per-pipeline-rank", "2"]
 
 
 @pytest.mark.parametrize(("world", "layers", "sizes"),
-                         [(2, 8, STAGES), (4, 2, [*EP2, *TP2])],
+                         [(2, 8, VIRTUAL), (4, 2, [*EP2, *TP2])],
                          ids=["two by two stages", "EP2 TP2"])
 def test_recomputation_changes_nothing(world: int, layers: int, sizes: list[str],
                                        data: str, tmp_path: Path) -> None:
@@ -305,7 +328,7 @@ def test_recomputation_changes_nothing(world: int, layers: int, sizes: list[str]
         assert all(a != b for a, b in zip(before, curve, strict=True))
         # the first block of each stage has a gate of its own
         assert all(chunk == [True, *[False] * (len(chunk) - 1)] for chunk in own)
-        assert len(own) == (2 if sizes is STAGES else 1) and len(own[0]) > 1
+        assert len(own) == (2 if sizes is VIRTUAL else 1) and len(own[0]) > 1
 
 
 def test_what_does_not_fit_is_named(data: str) -> None:

@@ -390,9 +390,9 @@ def test_megatrons_shared_expert_is_used(gate: bool) -> None:
 @pytest.mark.distributed
 @pytest.mark.parametrize("case", [Case(ep=2), Case(tp=2, etp=2, sequence_parallel=True)],
                          ids=["EP2", "TP2 ETP2"])
-def test_shared_expert_runs_while_rows_travel(case: Case) -> None:
-    """Megatron refuses the overlap with a gate."""
-    for difference, log in on_ranks(2, _shared, case, True):
+@pytest.mark.parametrize("gate", [False, True])
+def test_shared_expert_runs_while_rows_travel(case: Case, gate: bool) -> None:
+    for difference, log in on_ranks(2, _shared, case, True, gate):
         assert difference < 1e-5
         assert log == ["started", "shared", "waited"] * 2  # forward, backward
 

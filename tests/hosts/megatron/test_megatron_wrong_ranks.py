@@ -235,6 +235,29 @@ def test_bad_weights_replace_no_checkpoint(data: str, tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.glob("iter*")] == ["iter_0000001"]
 
 
+def _save_bad_streamed(argv: list[str]) -> str:
+    def stepped(run: Run) -> None:
+        if dist.get_rank() == 1 and run.steps == 2:
+            block = run.chunks[0].trainer.blocks[1]
+            block.write([torch.full_like(x, float("nan")) for x in block.read()])
+
+    with pytest.raises(FloatingPointError) as stopped:
+        ran(argv, stepped=stepped)
+    return str(stopped.value)
+
+
+def test_bad_streamed_weights_of_one_rank_end_all_ranks(data: str, tmp_path: Path) -> None:
+    """At once, with the same error, and no half of a checkpoint is left."""
+    messages = on_ranks(2, _save_bad_streamed, [
+        *MODEL, "--data-path", data, "--train-iters", "2", "--weights-on", "host",
+        "--moe-activation-path", str(tmp_path), "--untie-embeddings-and-output-weights",
+        "--save", str(tmp_path), "--save-interval", "1"], timeout_s=60)
+    for message in messages:
+        assert message.startswith("rank 1: ") and "of block 1 is not finite" in message, messages
+    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "1"
+    assert [path.name for path in tmp_path.glob("iter*")] == ["iter_0000001"]
+
+
 def _steps_of_a_script(argv: list[str]) -> tuple[list[bool], bool]:
     """(step done), for a NaN in an expert gradient of rank 1 in the second step; whether all
     weights are finite.

@@ -9,13 +9,14 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+import torch._dynamo
 from torch import Tensor, nn
 
 from moe_plugin import MoELayer, TorchComm
 from moe_plugin.comm import LocalComm
 from moe_plugin.config import from_dict
 from moe_plugin.hosts.plain.sharding import ddp_model
-from moe_plugin.routing import finish_step
+from moe_plugin.routing import finish_step, forget_step
 from moe_plugin.training.gradients.replicas import replica_comm
 from moe_plugin.training.gradients.sync import reduce_experts, sync_gradients
 from tests.distributed import run_gloo
@@ -53,8 +54,15 @@ def wrapped(how: str, model: nn.Module, world: TorchComm, ep: TorchComm | LocalC
     if how == "sync_gradients":
         replicas = replica_comm(ep, world) if ep.size > 1 else None
         return model, lambda: sync_gradients(model, world, ep, replicas)
-    made = {"ddp_model": ddp_model, "reduce_experts": reduce_experts,
-            "torch's DDP": nn.parallel.DistributedDataParallel}[how](model)
+    if how.startswith("trained"):  # before it is wrapped
+        for loss in passes(model, 9, world.rank):
+            loss.backward()
+        forget_step(model)
+    if how.startswith("compiled"):
+        torch._dynamo.config.disable = False
+        model.compile(backend="aot_eager")
+    made = {"ddp_model": ddp_model, "reduce_experts": reduce_experts}.get(
+        how, nn.parallel.DistributedDataParallel)(model)
     return model if how == "reduce_experts" else made, lambda: None
 
 
@@ -75,6 +83,7 @@ def biases(world: TorchComm, router: str, how: str, ep: int) -> Tensor:
 
 CASES = [("sigmoid_bias", "reduce_experts", 2), ("sigmoid_bias", "sync_gradients", 2),
          ("sigmoid_bias", "ddp_model", 1), ("sigmoid_bias", "torch's DDP", 1),
+         ("sigmoid_bias", "trained, torch's DDP", 1), ("quantile", "compiled, torch's DDP", 1),
          ("quantile", "reduce_experts", 2)]
 
 

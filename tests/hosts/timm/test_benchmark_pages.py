@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,13 +37,13 @@ def test_page_of_vision_states_the_overhead() -> None:
     models = {side: build(PRESETS["tiny"], 10, dense=side == "dense") for side in vision.SIDES}
     one = vision.cell("tiny", 2, models, 1)
     assert all(seconds > 0 for kind in vision.KINDS for side in vision.SIDES
-               for seconds in one.seconds[kind][side])
+               for seconds in one["seconds"][kind][side])
     assert all(p.grad is None for model in models.values() for p in model.parameters())
-    known = replace(one, batch=8, flops={"dense": 2e6, "moe": 2.1e6}, seconds={
+    known = {**one, "batch": 8, "flops": {"dense": 2e6, "moe": 2.1e6}, "seconds": {
         "training": {"dense": [1.0, 2.0, 4.0], "moe": [3.0, 3.0, 9.0]},
-        "forward": {"dense": [1.0], "moe": [1.25]}})
+        "forward": {"dense": [1.0], "moe": [1.25]}}}
     known_versions = {"versions": {"torch": "2"}, "load": [0.1, 0.2]}
-    report = {**known_versions, "speed": [asdict(known)], "accuracy": {
+    report = {**known_versions, "speed": [known], "accuracy": {
         "epochs": 3, "accuracy": {"dense": [0.97, 0.98], "moe": [0.98, 0.99]},
         "images_per_s": {"dense": [100.0, 120.0], "moe": [80.0, 90.0]}}}
     page = STUDIES["vision"].page(report)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import runpy
@@ -18,9 +19,14 @@ import torch.distributed as dist
 transformers = pytest.importorskip("transformers", minversion="5.20")
 pytest.importorskip("accelerate")
 
+from moe_plugin import auxiliary_loss, finish_step  # noqa: E402
+from moe_plugin.hosts.plain.huggingface import swap_moe_blocks  # noqa: E402
+from tests.checkpoint.hf_models import tiny, tokens  # noqa: E402
+from tests.cli.examples import blocks  # noqa: E402
 from tests.distributed import run_gloo  # noqa: E402
 
-EXAMPLE = Path(__file__).resolve().parents[3] / "docs" / "examples" / "trainer_ranks.py"
+DOCS = Path(__file__).resolve().parents[3] / "docs"
+EXAMPLE = DOCS / "examples" / "trainer_ranks.py"
 
 
 def _losses(main: Any, folder: Path) -> list[float]:
@@ -84,3 +90,33 @@ def test_a_second_trainer_of_one_folder_is_refused(tmp_path: Path) -> None:
     assert json.loads(lock.read_text())["host"] != "elsewhere"
     trainer.callback_handler.on_train_end(trainer.args, trainer.state, trainer.control)
     assert not lock.exists()
+
+
+def test_swapped_blocks_in_a_trainer(tmp_path: Path) -> None:
+    """As the manual adds them: balance losses are means over micro-batches, biases move once."""
+    [block] = [b for b in blocks(DOCS / "transformers.md") if "class MoETrainer" in b.text]
+    made: dict[str, Any] = {}
+    exec(compile(block.text, block.name, "exec"), made)
+    model = tiny("deepseek_v3").train()
+    swap_moe_blocks(model, settings={"losses": {"switch": 0.5}})
+    twin, start = copy.deepcopy(model), copy.deepcopy(model.state_dict())
+    rows = [{"input_ids": ids, "labels": ids.masked_fill(torch.arange(9) < number, -100)}
+            for number, ids in enumerate(tokens(model, batch=3, length=9))]
+    args = transformers.TrainingArguments(
+        str(tmp_path), max_steps=1, gradient_accumulation_steps=3, per_device_train_batch_size=1,
+        optim="sgd", learning_rate=1.0, lr_scheduler_type="constant", max_grad_norm=1e9,
+        use_cpu=True, report_to=[], save_strategy="no", disable_tqdm=True)
+    made["MoETrainer"](model, args, train_dataset=rows, callbacks=[made["EndStep"]()]).train()
+    labels = sum(int((row["labels"][1:] != -100).sum()) for row in rows)
+    for row in rows:
+        batch = {name: value[None] for name, value in row.items()}
+        share = int((row["labels"][1:] != -100).sum()) / labels
+        (twin(**batch).loss * share + auxiliary_loss(twin) / len(rows)).backward()
+    finish_step(twin)
+    for name, parameter in twin.named_parameters():
+        if parameter.grad is not None:
+            moved = start[name] - model.get_parameter(name)
+            torch.testing.assert_close(moved, parameter.grad, rtol=1e-3, atol=1e-5, msg=name)
+    for name, value in twin.named_buffers():
+        assert torch.equal(value, model.get_buffer(name)), name
+        assert "bias_E" not in name or not torch.equal(value, start[name])

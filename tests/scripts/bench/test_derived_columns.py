@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from scripts.bench.layer import LayerReport
+from scripts.bench.problem import Problem
 from scripts.bench.study import ROOT, read_numbers
 
 BENCHMARKS = ROOT / "docs" / "benchmarks"
@@ -105,7 +105,7 @@ def test_a_row_s_ratios_are_those_of_its_numbers(name: str) -> None:
 def test_ratios_of_layers_in_one_table(part: str, first: str) -> None:
     wanted: dict[str, dict[str, str]] = {}
     for one in data("layer")[part]:
-        label = LayerReport.from_dict(one).problem.label()
+        label = Problem.of(one).label()
         for mine in (one, *one["peers"]):
             ratio = mine["median_ms"] / one["bound_ms"]
             wanted.setdefault(mine["name"], {})[label] = f"{ratio:.2f}"

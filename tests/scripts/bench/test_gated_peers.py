@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from types import SimpleNamespace
 
 import pytest
@@ -63,7 +64,7 @@ def test_torchtitan() -> None:
     pytest.importorskip("torchtitan")
     problem = Problem(**{**vars(GATED), "tokens": 32, "hidden_dim": 32, "dtype": "bfloat16"})
     found = layer.run(problem, ["torchtitan"], rounds=1)
-    assert found.results[1].error <= layer.TOLERANCE["bfloat16"]
+    assert found["peers"][0]["error"] <= layer.TOLERANCE["bfloat16"]
 
 
 def test_a_layer_over_two_ranks() -> None:
@@ -71,25 +72,24 @@ def test_a_layer_over_two_ranks() -> None:
     names = [n for n in ("dense", "einsum", "grouped_mm", "megatron", "transformers_grouped_mm")
              if peers.entry(n).why_not() is None]
     found = layer.on_ranks(GATED, names, rounds=1, ranks=2, threads=1)
-    assert [one.name for one in found.results] == ["moe-plugin", *(
+    assert [one["name"] for one in layer.results(found)] == ["moe-plugin", *(
         n for n in names if n != "grouped_mm")]
-    assert "one rank only" in found.refused["grouped_mm"]
-    assert "2 ranks, each 1 thread" in found.parts()[0]
+    assert "one rank only" in found["refused"]["grouped_mm"]
+    assert "2 ranks, each 1 thread" in layer.parts(found)[0]
     loads = [layer.own_loads(GATED, make_data(GATED), rank, 2) for rank in (0, 1)]
     assert sum(map(sum, loads)) == 2 * GATED.rows and list(map(len, loads)) == [2, 2]
 
 
 def test_a_decoding_batch_has_a_forward_pass_alone() -> None:
     found = layer.run(GATED, ["dense"], rounds=1, forward_only=True)
-    assert "| forward " in found.parts()[1] and layer.LayerReport.from_dict(
-        found.as_dict()).forward_only
+    assert "| forward " in layer.parts(found)[1]
     assert GATED.work(True)[0] == GATED.flops / 3 and GATED.work(False)[1] == GATED.bytes
 
 
 def test_aims_are_those_of_the_measured_layers() -> None:
     def one(number: int, ratio: float, mib: float) -> dict[str, object]:
-        made = layer.Result("moe-plugin", 1, 1, ratio, ratio, mib, 1, 1, 0, "")
-        return layer.LayerReport(layers.LAYERS["cpu"][number], 1, 1, [made], {}, 2).as_dict()
+        return {**asdict(layers.LAYERS["cpu"][number]), "ratio_to_bound": ratio,
+                "peak_extra_mib": mib}
 
     assert [layers.aim_of(one(n, 1, 1)) for n in range(8)] == [
         1.08, 1.2, 1.08, 1.2, 1.02, 1.18, 1.06, 1.18]
@@ -97,5 +97,4 @@ def test_aims_are_those_of_the_measured_layers() -> None:
     assert [cell.strip() for cell in last.split("|")[2:7]] == [
         "1.02", "1.02", "yes", "20.1", "no"]
     assert [cell.strip() for cell in other.split("|")[4:7]] == ["no", "20.0", "yes"]
-    assert layers.aim_of(layer.LayerReport(GATED, 1, 1, [layer.Result(
-        "moe-plugin", 1, 1, 1, 1, 1, 1, 1, 0, "")], {}, 2).as_dict()) is None
+    assert layers.aim_of(asdict(GATED)) is None

@@ -64,6 +64,6 @@ def test_the_plain_megatron_peer_says_what_it_is() -> None:
         pytest.skip("megatron-core is not installed")
     problem = Problem(tokens=16, model_dim=16, hidden_dim=24, experts=4, top_k=2)
     found = layer.run(problem, ["megatron", "megatron_te"], rounds=1)
-    assert [r.note for r in found.results] == ["", "SequentialMLP"]
+    assert [r["note"] for r in layer.results(found)] == ["", "SequentialMLP"]
     assert "SequentialMLP" in peers.entry("megatron").summary
-    assert set(found.refused) == {"megatron_te"}
+    assert set(found["refused"]) == {"megatron_te"}

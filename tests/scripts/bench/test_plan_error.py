@@ -9,9 +9,8 @@ import pytest
 from moe_plugin.config.flags import add_arguments, config_from_flags
 from scripts.bench.studies import STUDIES
 from scripts.bench.studies.plan_error import DROPLESS, model_of
-from scripts.bench.train.host_fairseq import flags_of
-from scripts.bench.train.host_sides import FIXED
-from scripts.bench.train.shapes import SHAPES
+from scripts.bench.train.fairseq import flags_of
+from scripts.bench.train.sides import FIXED, SHAPES
 
 pytestmark = pytest.mark.fast
 

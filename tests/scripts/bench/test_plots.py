@@ -15,7 +15,7 @@ pytest.importorskip("matplotlib")
 
 from moe_plugin.cli.figures import log_scale, pyplot
 from scripts.bench import plots
-from scripts.bench.layer import LayerReport
+from scripts.bench.layer import results
 from scripts.bench.studies import STUDIES
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -55,8 +55,7 @@ def test_ticks_over_each_other_are_found() -> None:
 
 
 def test_scaling_has_ticks_where_it_was_measured(figures: list[Any]) -> None:
-    found = [(one["axis"], LayerReport.from_dict(one)) for one in numbers("scaling")]
-    plots.scaling_plot(found, "")
+    plots.scaling_plot(numbers("scaling"), "")
     [figure] = figures
     assert len(figure.axes) == 6
     for axis in figure.axes:
@@ -68,14 +67,14 @@ def test_scaling_has_ticks_where_it_was_measured(figures: list[Any]) -> None:
 
 @pytest.mark.parametrize("number", range(4))
 def test_bars_are_marked_sorted_and_cut(figures: list[Any], number: int) -> None:
-    report = LayerReport.from_dict(numbers("layer")["one_rank"][number])
-    plots.layer_plot(report, "")
+    found = numbers("layer")["one_rank"][number]
+    plots.layer_plot(found, "")
     time = figures[0].axes[0]
     names = [label.get_text() for label in time.get_yticklabels()]
     assert names[0] == "moe-plugin"
     colors = [bar.get_facecolor() for bar in time.patches]
     assert len(set(colors)) == 2 and colors.count(colors[0]) == 1
-    slowest = max(report.results, key=lambda one: one.median_ms).name
+    slowest = max(results(found), key=lambda one: one["median_ms"])["name"]
     assert names[-1] == {"einsum": "one-hot einsum"}.get(slowest, slowest)
     assert time.texts[-1].get_text().endswith("(cut)")
     shown = [bar.get_width() for bar in time.patches]

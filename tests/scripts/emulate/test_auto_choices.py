@@ -17,7 +17,7 @@ from moe_plugin.comm import Topology, algorithms
 from moe_plugin.config import from_dict
 from moe_plugin.planner.choice import LayoutChoice
 from moe_plugin.tuning.exchange_tuner import ExchangeTuner
-from scripts.bench.layouts import timed_step
+from scripts.bench.sweep import timed_step
 from scripts.emulate import why_not
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow,

@@ -23,8 +23,6 @@ from moe_plugin.training.ensembles.cmcl import (
     uniform_divergence,
 )
 
-pytestmark = pytest.mark.fast
-
 
 def brute_force(logits: torch.Tensor, y: int, k: int, beta: float) -> tuple[float, set[int]]:
     """The least loss of one sample over all subsets of k members, term by term."""

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from moe_plugin.comm.host_collectives import gather_objects
 from moe_plugin.experts.base import is_expert
 from moe_plugin.hosts.fairseq.compat.patching import Overlay, patch, replaces
+from moe_plugin.utils.data_workers import report_lost_batches
 
 logger = logging.getLogger(__name__)
 # parameters of fairseq's encoder layers that are read only by torch's fused inference path
@@ -91,6 +92,15 @@ def hydra_of_its_time() -> None:
             VersionBase.instance().version_base = before
 
     utils.initialize = initialize
+
+
+@patch
+def loaders_that_end() -> None:
+    """End a run with an error if the processes of `--num-workers` cannot pass on a batch.
+
+    torch 2.6 to 2.13 waits forever for such a batch.
+    """
+    report_lost_batches()
 
 
 @replaces("distributed.utils.all_gather_list")

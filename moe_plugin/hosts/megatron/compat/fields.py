@@ -12,12 +12,15 @@ from __future__ import annotations
 import dataclasses
 import enum
 import re
+import typing
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from moe_plugin.hosts.megatron.compat.settings import RENAMED, setting
+from moe_plugin.kernels.scores import score_functions
 from moe_plugin.utils.messages import short
+from moe_plugin.utils.registry import Registry
 
 OFF: tuple[Any, ...] = (None, False)
 # names of settings about experts, in `TransformerConfig` and on the command line
@@ -41,22 +44,28 @@ class Row:
     Attributes:
         by: the component that implements the setting.
         taken: accepted values of the setting if `by` is REFUSED. If `by` is ROUTER, these are the
-            values for which this package's own router gives the same results. None means that any
-            value is accepted.
+            values for which this package's own router gives the same results. For a registry, they
+            are its names. None means that any value is accepted.
         words: remedy in the error message if `by` is REFUSED. If `by` is ROUTER, an explanation of
             the value for a setting whose name is not clear.
     """
 
     by: By
-    taken: tuple[Any, ...] | None = OFF
+    taken: tuple[Any, ...] | Registry[Any] | None = OFF
     words: str = ""
+
+    @property
+    def accepted(self) -> tuple[Any, ...] | None:
+        """The accepted values, or None if any value is accepted."""
+        return tuple(self.taken.names()) if isinstance(self.taken, Registry) else self.taken
 
     def takes(self, value: Any) -> bool:
         """Return True if a value, or each value of a list, is among the accepted values `taken`."""
-        if self.taken is None:
+        accepted = self.accepted
+        if accepted is None:
             return True
         values = value if isinstance(value, (list, tuple)) else [value]
-        return all(any(_same(item, taken) for taken in self.taken) for item in values)
+        return all(any(_same(item, taken) for taken in accepted) for item in values)
 
 
 def _same(value: Any, taken: Any) -> bool:
@@ -91,7 +100,7 @@ FIELDS: dict[str, Row] = {
             "use_grouped_gemm_for_shared_expert", "moe_per_layer_logging", "moe_grad_scale_func",
             "expert_tensor_parallel_num_weight_shards", "ep_overlap_early_attn_memory_release"),
     "moe_router_load_balancing_type": Row(By.ROUTER, ("aux_loss", "none")),
-    "moe_router_score_function": Row(By.ROUTER, ("softmax", "sigmoid")),
+    "moe_router_score_function": Row(By.ROUTER, score_functions),
     "moe_router_dtype": Row(By.ROUTER, (None, "fp32")),
     "add_bias_linear": Row(By.ROUTER, OFF, "a bias in the router"),
     **_rows(By.ROUTER, "moe_router_num_groups", "moe_router_group_topk",
@@ -186,7 +195,7 @@ def refuse_by_row(values: Any, rows: Mapping[str, Row] = FIELDS) -> None:
         value, row = setting(values, name), rows[name]
         if not row.takes(value):
             raise ValueError(f"{name}={short(value)} is not supported by moe-plugin's MoE layer. "
-                             f"It must be {short((row.taken or OFF)[-1])}; {row.words}")
+                             f"It must be {short((row.accepted or OFF)[-1])}; {row.words}")
 
 
 def refuse_unknown(native: Any) -> None:
@@ -230,6 +239,16 @@ def router_reasons(native: Any) -> Iterable[str]:
         value, row = setting(native, name), FIELDS[name]
         if value is not None and not row.takes(value):
             yield f"{name}={value}" + (f" ({row.words})" if row.words else "")
+
+
+def refuse_unknown_score(native: Any) -> None:
+    """Raise a `ValueError` if neither this package nor Megatron has the score function."""
+    setting_name = "moe_router_score_function"
+    megatrons = [value for field in dataclasses.fields(native)
+                 if field.name in (setting_name, RENAMED.get(setting_name))
+                 for value in typing.get_args(field.type)]
+    if (name := setting(native, setting_name)) not in megatrons:
+        score_functions.entry(name)
 
 
 def without_effect(native: Any) -> list[str]:

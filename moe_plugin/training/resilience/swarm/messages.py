@@ -210,8 +210,9 @@ class Connection:
 
 
 class Connections:
-    """Connections to many addresses, which are reused. Each connection is used by one thread at a
-    time and then reused.
+    """Connections to many addresses.
+
+    Each connection is used by one thread at a time and then reused.
     """
 
     def __init__(self, timeout_s: float, access: Access = OPEN) -> None:
