@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moe_plugin.routing.replay import first_pass, record_routing, replay_routing
+from moe_plugin.routing.counting import first_pass
+from moe_plugin.routing.replay import record_routing, replay_routing
 from moe_plugin.utils.machine import pinned_buffer
 
 # Several tensors share one flat buffer, so that one copy moves all of them.

@@ -15,10 +15,10 @@ from moe_plugin.config.flags import CONFIG_FLAG
 from moe_plugin.config.tree import flatten, from_dict, run_from_dict, to_dict
 from moe_plugin.experts.matrices import of_transformers
 from moe_plugin.layer import MoELayer
-from moe_plugin.observe.history.records import comparable, written
+from moe_plugin.observe.history.words import comparable, written
 from moe_plugin.output import LayerStats, MoEOutput
+from moe_plugin.routing.counting import counts
 from moe_plugin.routing.model_masks import TokenMasks, follow_masks
-from moe_plugin.routing.replay import counts
 from moe_plugin.utils.yaml_file import read_yaml
 
 ON, OFF = "on", "off"  # the values of a flag that is a switch

@@ -32,7 +32,7 @@ from moe_plugin.observe.recorder import marked_here
 from moe_plugin.records import Routing
 from moe_plugin.routing import Router
 from moe_plugin.routing.call import RoutingCall
-from moe_plugin.routing.replay import counts
+from moe_plugin.routing.counting import counts
 from moe_plugin.routing.rollouts import check_replaceable
 from moe_plugin.utils.machine import inside_backward
 from moe_plugin.utils.messages import short

@@ -389,19 +389,3 @@ def _keep_counts(ddp: nn.Module, name: str, module: nn.Module) -> None:
         for router in module.modules():
             if isinstance(router, RouterModule) and router.all_ranks is None:
                 router.all_ranks = TorchComm(ddp.process_group)
-
-
-def at_least_float32(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype, or float32 for a floating dtype of fewer bits."""
-    return torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype
-
-
-def keep_float32(fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """Wrap `fn` for `Module._apply` so that results with fewer than 32 bits become float32."""
-
-    def apply(tensor: Tensor) -> Tensor:
-        made = fn(tensor)
-        dtype = at_least_float32(made.dtype)
-        return made if made.dtype == dtype else tensor.to(made.device, dtype)
-
-    return apply

@@ -20,7 +20,7 @@ from moe_plugin.planner.peer_choice import Throughput
 from moe_plugin.planner.spill import Counts, SpillCosts, SpillPlan
 from moe_plugin.planner.standing import StandingReplicas
 from moe_plugin.records import ExpertRows, RowCounts
-from moe_plugin.routing.replay import counts
+from moe_plugin.routing.counting import counts
 from moe_plugin.utils.machine import record_event
 
 log = logging.getLogger(__name__)

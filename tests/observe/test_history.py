@@ -16,7 +16,7 @@ import pytest
 
 from moe_plugin.observe.history import RunRecord, StepRecord, read_run, read_runs
 from moe_plugin.observe.history.fairseq_log import CHANGED, parse_settings, parse_step
-from moe_plugin.observe.history.records import comparable, written
+from moe_plugin.observe.history.words import comparable, written
 from moe_plugin.observe.model_layers import OFF, ON, chosen
 
 pytestmark = pytest.mark.fast

@@ -47,8 +47,9 @@ from moe_plugin.output import LayerStats
 from moe_plugin.records import TokenInfo
 from moe_plugin.routing import finish_step, needs_of, number_layers
 from moe_plugin.routing.call import TakesTokenIds, token_info
+from moe_plugin.routing.counting import counts
 from moe_plugin.routing.pregate import chosen_together, has_own_gate
-from moe_plugin.routing.replay import counts, replaying
+from moe_plugin.routing.replay import replaying
 from moe_plugin.routing.routers.hashing import with_vocabulary
 
 logger = logging.getLogger(__name__)

@@ -25,8 +25,8 @@ from moe_plugin.observe.history.records import (
     SpanRecord,
     StepRecord,
     resize_record,
-    written,
 )
+from moe_plugin.observe.history.words import written
 from moe_plugin.utils.regular_files import check_input
 
 SUFFIXES = {".jsonl", ".json", ".log", ".txt", ".out", ".err", ""}

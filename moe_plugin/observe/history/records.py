@@ -4,45 +4,15 @@ machine.
 
 from __future__ import annotations
 
-import ast
 import math
-import re
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 from moe_plugin.planner.units import show_size, show_time
-
-_FLAG = re.compile(r"--([A-Za-z][\w.-]*)(?:=(.*))?", re.DOTALL)
-# an assignment of Hydra
-_ASSIGNED = re.compile(r"[+~]{0,2}(?:[\w@-]+[./])*([A-Za-z][\w-]*)=(.*)", re.DOTALL)
-
-
-def written(words: Iterable[str], several: Collection[str] = ()) -> dict[str, str]:
-    """Return the settings in the words of a command, by name. Names contain - in place of _.
-
-    The forms `--lr 3e-3`, `--lr=3e-3` and `optimization.lr=3e-3` are supported. The value of a flag
-    without a value is an empty string.
-
-    several: the names of flags that accept more than one word.
-    """
-    found: dict[str, str] = {}
-    name = None
-    for word in words:
-        if flag := _FLAG.fullmatch(word):
-            name = flag[1].replace("_", "-")
-            found[name] = flag[2] or ""
-            name = name if flag[2] is None else None
-        elif name is not None:
-            found[name] = f"{found[name]} {word}".lstrip()
-            name = name if name in several else None
-        elif setting := _ASSIGNED.fullmatch(word):
-            found[setting[1].replace("_", "-")] = setting[2]
-    return found
-
 
 KEY = "expert_parallel"
 
@@ -382,25 +352,3 @@ class RunRecord:
 
 
 OWN_LOOPS = ("pytorch", "transformers")  # hosts in which users write their own training loop
-_WORDS = {"on": True, "true": True, "yes": True, "off": False, "false": False, "no": False,
-          "none": None}
-
-
-def comparable(value: Any) -> Any:
-    """Convert the value of a setting to a hashable value, which is equal for values with the same
-    meaning.
-
-    Numbers, booleans and None may be given as strings (`3e-3`, `on`, `none`). Sequences of any type
-    are equal if all entries are equal. A sequence with one entry is equal to the entry, because
-    fairseq stores `--lr 0.003` as `[0.003]`.
-    """
-    if isinstance(value, str):
-        if value.lower() in _WORDS:
-            return _WORDS[value.lower()]
-        try:
-            value = ast.literal_eval(value)
-        except (ValueError, SyntaxError, MemoryError, RecursionError):
-            return value
-    if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
-        return comparable(value[0]) if len(value) == 1 else tuple(map(comparable, value))
-    return value if value.__hash__ else str(value)

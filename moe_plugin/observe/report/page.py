@@ -23,7 +23,7 @@ from markupsafe import Markup
 from moe_plugin import __version__
 from moe_plugin.observe.findings import Finding, findings, too_few
 from moe_plugin.observe.history import LayerRecord, RunRecord
-from moe_plugin.observe.history.records import comparable
+from moe_plugin.observe.history.words import comparable
 from moe_plugin.observe.report.content import (
     STEP_CHARTS,
     Options,

@@ -18,18 +18,14 @@ from moe_plugin.kernels.registry import accumulate_dtype
 from moe_plugin.kernels.scores import ScoreFunction, linear_scores, score_functions
 from moe_plugin.records import CountedChoices, Routing, TokenInfo
 from moe_plugin.routing.call import RoutingCall
-from moe_plugin.routing.contract import (
-    BuffersKeepDtype,
-    RouterModule,
-    TopKSchedule,
-    at_least_float32,
-    keep_float32,
-)
+from moe_plugin.routing.contract import BuffersKeepDtype, RouterModule, TopKSchedule
+from moe_plugin.routing.counting import add_counts
 from moe_plugin.routing.links import link_penalties
 from moe_plugin.routing.losses import check_sequences, losses
-from moe_plugin.routing.replay import add_counts, runs_once
+from moe_plugin.routing.replay import runs_once
 from moe_plugin.routing.rollouts import balanced
 from moe_plugin.utils.dtensors import xavier_
+from moe_plugin.utils.dtypes import at_least_float32, keep_float32
 from moe_plugin.utils.machine import capturing
 
 

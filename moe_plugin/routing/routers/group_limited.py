@@ -13,8 +13,8 @@ from torch import Tensor
 from moe_plugin.kernels.router import group_members
 from moe_plugin.routing.call import RoutingCall
 from moe_plugin.routing.contract import BY_SCORE, FORCED, LINEAR
+from moe_plugin.routing.counting import add_counts
 from moe_plugin.routing.registry import routers
-from moe_plugin.routing.replay import add_counts
 from moe_plugin.routing.routers.base import Router
 
 
@@ -125,7 +125,7 @@ class SigmoidBiasRouter(GroupLimitedRouter):
     choice is group-limited. Source: Wang et al., 2024 (auxiliary-loss-free balancing); DeepSeek-V3.
 
     The bias is stored in the float32 buffer `bias_E` for any dtype of the layer, and is saved with
-    the weights. `moe_plugin.routing.replay.counts` decides which passes are counted. Passes with
+    the weights. `moe_plugin.routing.counting.counts` decides which passes are counted. Passes with
     replayed choices are also counted. The only collective runs in `finish_step`.
     """
 

@@ -10,8 +10,8 @@ from torch import Tensor
 from moe_plugin.kernels import top_k_stable
 from moe_plugin.routing.call import RoutingCall
 from moe_plugin.routing.contract import BY_SCORE, FORCED, LINEAR
+from moe_plugin.routing.counting import add_counts
 from moe_plugin.routing.registry import routers
-from moe_plugin.routing.replay import add_counts
 from moe_plugin.routing.routers.base import Router
 
 
@@ -32,7 +32,7 @@ class QuantileRouter(Router):
     ranks that share a sequence as one pass, whereas here each rank's tokens are a separate pass.
 
     The bias is a float32 buffer (`bias_E`, which is saved with the weights) for any dtype of the
-    layer. `moe_plugin.routing.replay.counts` decides which passes count. Passes with replayed
+    layer. `moe_plugin.routing.counting.counts` decides which passes count. Passes with replayed
     choices also count, but a pass does not count if a logit of a real token is not finite. The only
     collective runs in `finish_step`.
     """

@@ -1,0 +1,24 @@
+"""Floating dtypes of at least 32 bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+
+def at_least_float32(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype, or float32 for a floating dtype of fewer bits."""
+    return torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype
+
+
+def keep_float32(fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """Wrap `fn` for `Module._apply` so that results with fewer than 32 bits become float32."""
+
+    def apply(tensor: Tensor) -> Tensor:
+        made = fn(tensor)
+        dtype = at_least_float32(made.dtype)
+        return made if made.dtype == dtype else tensor.to(made.device, dtype)
+
+    return apply
