@@ -204,16 +204,3 @@ def sizes_of(sends: Messages, recvs: Messages) -> str:
     dtype = next((x.dtype for _, x in (*sends, *recvs)), None)
     return (f"send_receive of {dtype} (send to rank {short(sends) or 'none'}; receive from rank "
             f"{short(recvs) or 'none'})")
-
-
-_WIDE = {torch.float8_e4m3fn, torch.float8_e5m2, torch.int16, torch.bool}
-
-
-def as_supported(x: Tensor) -> Tensor:
-    """Return a view of `x` in a dtype that every backend can send."""
-    return x.flatten().view(torch.uint8) if x.dtype in _WIDE else x
-
-
-def widening(x: Tensor) -> int:
-    """Return the number of elements in dimension 0 of `as_supported(x)` for each row of `x`."""
-    return math.prod(x.shape[1:]) * x.element_size() if x.dtype in _WIDE else 1

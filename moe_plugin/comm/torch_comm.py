@@ -19,13 +19,7 @@ from torch import Tensor
 
 from moe_plugin.comm.base import Comm, CommError, LocalComm, Messages, piece_lengths
 from moe_plugin.comm.by_nodes import gather_by_nodes, reduce_scatter_by_nodes
-from moe_plugin.comm.chunks import (
-    as_supported,
-    receive_first,
-    ring_reduce_scatter,
-    sizes_of,
-    widening,
-)
+from moe_plugin.comm.chunks import receive_first, ring_reduce_scatter, sizes_of
 from moe_plugin.comm.graph_ops import collective
 from moe_plugin.comm.group import key_of
 from moe_plugin.comm.new_group import make_group
@@ -168,7 +162,7 @@ class TorchComm(Comm):
         out = x.new_empty((sum(recv), *x.shape[1:]))
         others = [n for peer, n in enumerate(send) if peer != self.rank and n]
         self._count_rows(len(others), x, sum(others))
-        source, target, factor = as_supported(x.contiguous()), as_supported(out), widening(x)
+        source, target, factor = _as_supported(x.contiguous()), _as_supported(out), _widening(x)
         with self.error_context(
                 lambda: f"all_to_all of {x.dtype} {tuple(x.shape)}, send {send}, receive {recv}"):
             self._bounded(dist.all_to_all_single, target, source, [n * factor for n in recv],
@@ -182,7 +176,7 @@ class TorchComm(Comm):
         x, out, rows = x.contiguous(), torch.empty_like(x), x.shape[0] // self.size
         self._count_rows((self.size - 1) * bool(rows), x, rows * (self.size - 1))
         return self._started(f"all_to_all of {x.dtype} {tuple(x.shape)} in equal pieces", out,
-                       dist.all_to_all_single, as_supported(out), as_supported(x))
+                       dist.all_to_all_single, _as_supported(out), _as_supported(x))
 
     def all_reduce(self, x: Tensor, op: str = "sum") -> Tensor:
         """See `Comm.all_reduce`. The bytes of this collective are counted by `Collectives`."""
@@ -208,7 +202,7 @@ class TorchComm(Comm):
         out = x.new_empty((self.size * x.shape[0], *x.shape[1:]))
         self._count_rows(self.size - 1, x, x.shape[0] * (self.size - 1))
         with self.error_context(lambda: f"all_gather of {x.dtype} {tuple(x.shape)}"):
-            self._bounded(getattr(dist, _GATHER), as_supported(out), as_supported(x.contiguous()))
+            self._bounded(getattr(dist, _GATHER), _as_supported(out), _as_supported(x.contiguous()))
         return out
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
@@ -293,9 +287,9 @@ class TorchComm(Comm):
 
     def _batched(self, sends: Messages, recvs: Messages) -> None:
         """Run all messages on NCCL in one grouped call on the current stream."""
-        ops = [dist.P2POp(dist.irecv, as_supported(buffer), self.ranks[peer], self.group)
+        ops = [dist.P2POp(dist.irecv, _as_supported(buffer), self.ranks[peer], self.group)
                for peer, buffer in recvs]
-        ops += [dist.P2POp(dist.isend, as_supported(x), self.ranks[peer], self.group)
+        ops += [dist.P2POp(dist.isend, _as_supported(x), self.ranks[peer], self.group)
                 for peer, x in sends]
         with self.error_context(lambda: sizes_of(sends, recvs)):
             for work in dist.batch_isend_irecv(ops):
@@ -366,6 +360,19 @@ class TorchComm(Comm):
 
     def _count_rows(self, messages: int, x: Tensor, rows: int) -> None:
         self.counters.sent(messages, rows * math.prod(x.shape[1:]) * x.element_size())
+
+
+_WIDE = {torch.float8_e4m3fn, torch.float8_e5m2, torch.int16, torch.bool}
+
+
+def _as_supported(x: Tensor) -> Tensor:
+    """Return a view of `x` in a dtype that every backend can send."""
+    return x.flatten().view(torch.uint8) if x.dtype in _WIDE else x
+
+
+def _widening(x: Tensor) -> int:
+    """Return the number of elements in dimension 0 of `_as_supported(x)` for each row of `x`."""
+    return math.prod(x.shape[1:]) * x.element_size() if x.dtype in _WIDE else 1
 
 
 def default_comm(timeout_s: float = 1800.0) -> Comm:

@@ -32,7 +32,7 @@ from typing import Any, TypeVar
 import torch
 from torch.autograd.function import FunctionCtx
 
-from moe_plugin.utils.determinism import Recorded
+from moe_plugin.utils.determinism import RecordedChoice
 from moe_plugin.utils.machine import inside_backward
 
 T = TypeVar("T")
@@ -48,7 +48,7 @@ class Recording:
     """The recorded choices of a checkpointed call: for each key, a list in call order."""
 
     def __init__(self) -> None:
-        self._entries: dict[Key, list[Recorded]] = {}
+        self._entries: dict[Key, list[RecordedChoice]] = {}
         self._read: dict[Key, int] = {}  # entries already read in the backward pass `_task`
         self._task = -1
 
@@ -61,10 +61,10 @@ class Recording:
             setattr(owner, _ATTRIBUTE, recording)
         return recording
 
-    def add(self, key: Key, entry: Recorded) -> None:
+    def add(self, key: Key, entry: RecordedChoice) -> None:
         self._entries.setdefault(key, []).append(entry)
 
-    def take(self, key: Key, shape: tuple[int, ...] | None) -> Recorded:
+    def take(self, key: Key, shape: tuple[int, ...] | None) -> RecordedChoice:
         """Return the next choice with this key in the current backward pass.
 
         Raises:
@@ -198,7 +198,7 @@ def replayed(owner: object, choose: Callable[[], T], training: bool, *, what: st
     elif not firsts:
         return choose()
     else:
-        entry = Recorded.of(choose)
+        entry = RecordedChoice.of(choose)
     for first in firsts:
         Recording.of(first).add((owner, what), entry)
     value: T = entry.value
@@ -231,18 +231,18 @@ class _Tape:
         self.position, self._numbers = position, {}
 
     def replayed(self, choose: Callable[[], Any], owner: object, what: str,
-                 shape: tuple[int, ...] | None) -> Recorded:
+                 shape: tuple[int, ...] | None) -> RecordedChoice:
         """Record `choose()`, or return the next recorded choice if it matches this call."""
         call = (self._numbers.setdefault(owner, len(self._numbers) + 1), what)
         if self.position is None:
-            entry = Recorded.of(choose)
+            entry = RecordedChoice.of(choose)
             self.ids.append(entry.value)
             self.calls.append(call)
             self._moves.append(entry.moves)
             return entry
         self._check(self.position, call, shape)
         moves = self._moves[self.position] if len(self._moves) == len(self.ids) else ()
-        entry = Recorded(self.ids[self.position], moves)
+        entry = RecordedChoice(self.ids[self.position], moves)
         entry.move_generators()
         self.position += 1
         return entry

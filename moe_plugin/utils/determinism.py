@@ -6,7 +6,8 @@ strict mode, in which an operator without a deterministic implementation raises 
 of Triton kernels follow a fixed rule instead of measurements. Routing, dispatch and the kernels of
 this package always sum in a fixed order.
 
-The module also seeds random generators, and repeats the draws of a recorded value (`Recorded`).
+The module also seeds random generators, and repeats the draws of a recorded value
+(`RecordedChoice`).
 """
 
 from __future__ import annotations
@@ -64,14 +65,14 @@ def seeded(device: torch.device, seed: int) -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class Recorded:
+class RecordedChoice:
     """A recorded choice, and the states of the random generators before and after the choice."""
 
     value: Any
     moves: tuple[tuple[torch.Generator, Tensor, Tensor], ...] = ()
 
     @classmethod
-    def of(cls, choose: Callable[[], Any]) -> Recorded:
+    def of(cls, choose: Callable[[], Any]) -> RecordedChoice:
         before = [(g, g.get_state()) for g in _generators()]
         value = choose()
         moves = ((g, state, g.get_state()) for g, state in before)
