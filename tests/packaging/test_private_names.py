@@ -13,7 +13,7 @@ from tests.packaging.definitions import DEFINITION, imports, sources, trees_of_t
 # Whole files: they change the lines of functions, by name.
 WHITE_BOX = {"fake_gpu/mutants.py"}
 # Of other libraries, by names that ours have, too.
-FOREIGN = {"_apply", "_experts_implementation", "_fields", "_library", "_quorum"}
+FOREIGN = {"_apply", "_experts_implementation", "_fields", "_library", "_quorum", "_version"}
 ALLOWED = {
     ("faults/recorded.py", "_commit"): "a replica that fails where it agrees on a step",
     ("faults/test_steps_apart.py", "_commit"): "a replica that fails where it agrees on a step",

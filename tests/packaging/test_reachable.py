@@ -79,11 +79,20 @@ def _examples() -> Iterator[ast.Module]:
         yield ast.parse(program.read_text("utf-8"))
 
 
+def _named_by_headlines() -> Iterator[Node]:
+    """Functions that the data of the page of headlines names."""
+    rows = (ROOT / SCRIPTS / "bench" / "pages" / "headlines.yaml").read_text("utf-8")
+    names = set(re.findall(r"\w+", rows))
+    modules = {f"{SCRIPTS}.bench.headline_models", f"{SCRIPTS}.bench.headline_numbers"}
+    yield from (node for node in graph().nodes if node.module in modules and node.name in names)
+
+
 @cache
 def roots() -> frozenset[Node]:
     """Exports, commands, and what the manual shows."""
     found = {Node(PACKAGE, name) for name in moe_plugin.EXPORTS}
     found |= {Node(name) for name, source in graph().sources.items() if _runs(source)}
+    found |= set(_named_by_headlines())
     for text in (*_project(), *_documented()):
         found |= set(graph().by_text(text))
         if text in graph().sources:

@@ -24,6 +24,7 @@ import torch
 
 from moe_plugin.checkpoint import trust
 from moe_plugin.checkpoint.formats.megatron.torch_dist import ALLOWED
+from moe_plugin.hosts.megatron.compat.loaders import replace_tokenizer_builder
 from moe_plugin.hosts.megatron.compat.settings import replace_training, script_arguments
 from moe_plugin.utils.messages import short
 
@@ -62,10 +63,7 @@ def restrict_loads() -> None:
     pickle.load, pickle.loads = _limited(pickle.load), _limited(pickle.loads)
     numpy.load = _numpy_load(numpy.load)
     replace_training("load_args_from_checkpoint", _same_spec)
-    with contextlib.suppress(ImportError):  # Megatron 0.15 has no such tokenizers
-        from megatron.core.tokenizers.megatron_tokenizer import MegatronTokenizer
-
-        MegatronTokenizer.from_pretrained = _known_tokenizer(MegatronTokenizer.from_pretrained)
+    replace_tokenizer_builder(_known_tokenizer)
 
 
 @contextlib.contextmanager
@@ -152,9 +150,8 @@ def _same_spec(read: Callable[..., Any]) -> Callable[..., Any]:
 def _known_tokenizer(build: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap Megatron's function that builds a tokenizer from the metadata in a JSON file.
 
-    Newer versions than Megatron 0.19 import the module that the metadata name. A module is accepted
-    only if it belongs to Megatron or to this package. Metadata that a script passes are not
-    checked.
+    Some versions of Megatron import the module that the metadata name. A module is accepted only
+    if it belongs to Megatron or to this package. Metadata that a script passes are not checked.
     """
     @functools.wraps(build)
     def call(tokenizer_path: Any = None, metadata_path: Any = None, **options: Any) -> Any:

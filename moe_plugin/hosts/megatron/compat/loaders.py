@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 
@@ -31,6 +31,17 @@ def refuse_empty_splits() -> None:
         return 1
 
     datasets.GPTDataset._get_num_epochs = number
+
+
+def replace_tokenizer_builder(replace: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Replace the function that builds a tokenizer from the metadata in a file.
+
+    Megatron 0.15 has no such function, and nothing is replaced.
+    """
+    with suppress(ImportError):
+        tokenizers = importlib.import_module("megatron.core.tokenizers.megatron_tokenizer")
+        built = tokenizers.MegatronTokenizer
+        built.from_pretrained = replace(built.from_pretrained)
 
 
 def split_of(dataset: Any) -> str | None:
