@@ -82,7 +82,8 @@ def _check_library(shape: tuple[int, int], stride: tuple[int, int], dtype: torch
             raise ValueError(
                 f"batch_invariant=True cannot be used for matmuls of [{BLOCK}, {shape[0]}] by "
                 f"{tuple(shape)} in {dtype} on this {device.type}, because its library sums the "
-                "rows of a block in different orders. Use another dtype or width.")
+                "rows of a block in different orders. Use another dtype or width, or "
+                "batch_invariant=False.")
 
 
 def product_in_blocks(x_RI: Tensor, w_IO: Tensor) -> Tensor:

@@ -95,9 +95,9 @@ def check_sizes(model: nn.Module, sizes: Mapping[int, int], world: int) -> None:
     for step, size in sizes.items():
         given = f"resize.expert_parallel_at={step}={size}"
         if world % size:
-            raise ValueError(f"{given} is out of bounds: the size must divide the {world} "
-                             f"data-parallel ranks; use {math.gcd(world, size)}, or remove the "
-                             "setting")
+            raise ValueError(f"{given} is out of bounds: the size must divide the number "
+                             f"of data-parallel ranks, {world}; use {math.gcd(world, size)}, or "
+                             "remove the setting")
         for name, layer in named_layers_in(model).items():
             try:
                 _check_layer(name, layer, size)

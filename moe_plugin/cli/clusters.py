@@ -196,7 +196,8 @@ def simulate_routing(args: argparse.Namespace) -> int:
     if args.emulate is not None:
         return _emulate_routing(args)
     if args.steps is not None:
-        raise ValueError(f"--steps {args.steps} needs --emulate. Leave --steps out")
+        raise ValueError(f"--steps {args.steps} needs --emulate. Add --emulate, or leave --steps "
+                         "out")
     refuse_links(args)
     cluster, ranks = load_cluster(args.cluster), None
     if args.nodes or args.ranks_per_node:

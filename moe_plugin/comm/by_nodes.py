@@ -93,7 +93,7 @@ def _added(parts: Sequence[Tensor]) -> Tensor:
 
 
 class _Rows:
-    """The rows of each rank that each node needs."""
+    """For each node, the rows that it needs from each rank."""
 
     def __init__(self, comm: Comm, length: int, wanted: Wanted | None) -> None:
         self.comm, self.topology, self.length, self.wanted = comm, comm.topology, length, wanted

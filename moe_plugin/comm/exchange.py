@@ -50,7 +50,7 @@ class Exchange(ABC):
 
     @property
     def back(self) -> Exchange:
-        """The exchange for the opposite direction, which is used for results of experts and for
+        """The exchange in the opposite direction. It returns the experts' outputs, and the
         gradients of the rows that this exchange sent.
 
         The attribute `back` of the returned exchange is this exchange. By default the method

@@ -110,7 +110,7 @@ class Bundles:
 
 
 def code_dtype(shards: int) -> torch.dtype:
-    """Return the dtype of the code that contains a pair's expert shard and its row flag."""
+    """Return the dtype of the integer that encodes the expert shard and the row flag of a pair."""
     return torch.int16 if 2 * shards <= torch.iinfo(torch.int16).max else torch.int32
 
 

@@ -24,7 +24,8 @@ class WeighedChoices:
 
     Attributes:
         weights_TK: [T, K], the gate weights, differentiable.
-        source_N: int64 [N], the choice of each new token, or -1 if the choice has no expert.
+        source_N: int64 [N], the index of the choice from which each new token was made, or -1 if
+            this choice has no expert.
         position_TK: int64 [T, K], the new token of choice j of token t, which is t * K + j, or -1.
     """
 
@@ -55,8 +56,8 @@ class WeighedChoices:
         return weigh_rows(x_TD, self.weights_TK, self.source_N, self.position_TK)
 
     def sum(self, y_ND: Tensor) -> Tensor:
-        """Sum the outputs [N, D] of the choices to [T, D]. Outputs of choices without an expert are
-        zero."""
+        """Return the sums [T, D] of the outputs [N, D] of each token's choices. Outputs of choices
+        without an expert are zero."""
         tokens, choices = self.position_TK.shape
         return y_ND.view(tokens, choices, y_ND.shape[1]).sum(1)
 

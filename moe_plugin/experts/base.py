@@ -41,8 +41,8 @@ def with_current_names(column: Mapping[str, Any]) -> dict[str, Any]:
     renamed = {current_name(name): value for name, value in column.items()}
     if len(renamed) < len(column):
         both = next(name for name in column if current_name(name) != name in column)
-        raise ValueError(f"the file contains {both!r} and also {current_name(both)!r}, the current "
-                         "name of the same parameter. Remove the former one")
+        raise ValueError(f"the file contains both {both!r} and {current_name(both)!r}, which is "
+                         f"the current name of the same parameter. Remove {both!r}")
     return renamed
 
 

@@ -34,10 +34,9 @@ class CustomExperts(Experts):
         super().__init__()
         if placement.shards > 1:
             raise ValueError(
-                f"custom experts cannot be split into {placement.shards} shards. "
-                f"num_experts={placement.experts} must be >= the "
-                f"{placement.comm.size} expert-parallel ranks. Use more experts or fewer ranks, "
-                "and leave parallel.shards out"
+                f"custom experts cannot be split into {placement.shards} shards, so "
+                f"num_experts={placement.experts} must be >= the number of expert-parallel ranks, "
+                f"{placement.comm.size}. Use more experts or fewer ranks, without parallel.shards"
             )
         self.first = placement.comm.rank * placement.local
         self.local_experts = nn.ModuleList(

@@ -52,7 +52,7 @@ class TierTensor:
 
     @property
     def in_memory(self) -> Tensor:
-        """The tensor of a tier in host memory."""
+        """The tensor in host memory. The weights must be in host memory."""
         assert self.tensor is not None
         return self.tensor
 

@@ -82,8 +82,9 @@ def read_traces(folder: str | Path) -> list[dict[Key, list[list[Tensor]]]]:
     files = sorted(Path(folder).glob("router_trace_rank*.jsonl"),
                    key=lambda path: (len(path.name), path.name))
     if not files:
-        raise ValueError(f"{short(str(folder))} contains no router_trace_rank*.jsonl. Write a "
-                         "trace with observe.trace, or with Megatron's --moe-routing-trace-path")
+        raise ValueError(f"{short(str(folder))} contains no router_trace_rank*.jsonl. Give the "
+                         "folder of a trace, or write a trace with observe.trace, or with "
+                         "Megatron's --moe-routing-trace-path")
     return [read_trace(path) for path in files]
 
 

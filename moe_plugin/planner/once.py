@@ -1,11 +1,12 @@
 """Traffic and time if a token's row is sent once per rank or node, and times of ring collectives.
 
-If the k choices of a token are distributed evenly over W targets, the token is sent to `W (1 - (1 -
-1/W)^k)` targets on average (`expected_targets`). With `send=nodes`, a row is sent once to each
-node. The rank of the node with the sender's local index receives the row and forwards it inside the
-node. This uses the two phases of the 2DH algorithm, but with different numbers of rows. Pairs of an
-expert index and a routing weight are sent in separate exchanges. In the forward pass, the pairs are
-sent to the experts, and in the backward pass, the gradients of the weights are sent back.
+If each of a token's k choices is one of W targets, chosen independently and with equal probability,
+the token is sent to `W (1 - (1 - 1/W)^k)` targets on average (`expected_targets`). With
+`send=nodes`, a row is sent once to each node. The rank of the node with the sender's local index
+receives the row and forwards it inside the node. This uses the two phases of the 2DH algorithm, but
+with different numbers of rows. Pairs of an expert index and a routing weight are sent in separate
+exchanges. In the forward pass, the pairs are sent to the experts, and in the backward pass, the
+gradients of the weights are sent back.
 """
 
 from __future__ import annotations

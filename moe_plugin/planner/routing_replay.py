@@ -75,8 +75,9 @@ class PolicyTimes:
         return min(one.balanced / one.seconds for one in self.calls)
 
     def share(self, third: int | None = None) -> float | None:
-        """Return the throughput as a fraction of that under forced balance, or None if there is no
-        call.
+        """Return the throughput relative to the throughput under forced balance.
+
+        The result is None if no calls were recorded.
 
         Args:
             third: index of one third of the run's steps. By default, all steps are included.

@@ -234,7 +234,7 @@ class LayoutTuner:
         return {c.choice: c.seconds for c in fitting or costs[:1]}
 
     def always_timed(self) -> list[LayoutChoice]:
-        """Return the layouts that are timed whatever is predicted for them."""
+        """Return the layouts that are always timed, regardless of their predicted times."""
         return [*self.plain(), *self.gathered()]
 
     def plain(self) -> list[LayoutChoice]:

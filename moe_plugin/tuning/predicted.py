@@ -188,9 +188,9 @@ class PredictedLayout:
 
 def worth_taking(costs: Sequence[LayerCost], fixed: LayoutChoice,
                  memory_bytes: float) -> tuple[LayerCost, LayerCost]:
-    """Return the costs of the configured layout and of the layout to use.
+    """Return the costs of the configured layout and of the recommended layout.
 
-    The layout to use is the fastest layout that saves enough time and fits into the memory.
+    The recommended layout is the fastest layout that saves enough time and fits into the memory.
 
     Args:
         costs: costs of all layouts, with the fastest layout first.

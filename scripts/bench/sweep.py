@@ -96,8 +96,7 @@ def medians(ranks: Ranks) -> dict[str, float]:
 
 def timed_step(layer: MoELayer, x_TD: Tensor, choice: LayoutChoice | None,
                grad_TD: Tensor | None = None) -> tuple[float, LayerStats]:
-    """Run forward and backward, which all ranks start together; return seconds and the call's
-    statistics.
+    """Run one forward and one backward pass, which all ranks start at the same time.
 
     Args:
         layer: the layer.

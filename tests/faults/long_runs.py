@@ -15,6 +15,7 @@ from pathlib import Path
 from tests.faults.hosts import HOSTS, RANKS
 from tests.faults.seen import NAMES, Seen, last_line, other_losses
 
+STEPS = 500_000  # more than any run makes
 _PATIENT = {"plain": ["--timeout", "120"], "fairseq": ["--moe-timeout", "120"],
             "megatron": ["--moe-timeout", "120"]}
 
@@ -29,7 +30,7 @@ def soak(name: str, home: Path, minutes: float, more: Sequence[str] = (),
     # such a run has the lowest priority, so that a rank may wait for long
     more = [*more, *_PATIENT[name]]
     with ThreadPoolExecutor(1) as pool:
-        first = pool.submit(host.train, folder, None, 500_000, more, 60 * minutes + 300)
+        first = pool.submit(host.train, folder, None, STEPS, more, 60 * minutes + 300)
         until, ticks = time.monotonic() + 60 * minutes, threading.Event()
         while time.monotonic() < until and not first.done():
             ticks.wait(60 * minutes / 10)
@@ -40,7 +41,10 @@ def soak(name: str, home: Path, minutes: float, more: Sequence[str] = (),
         ran = first.result()
     wrong = "" if process and rows else f"it ended: {last_line(ran.log, folder)}"
     saved, reached = host.saved(folder), max(ran.losses, default=0)
-    again = host.train(folder, None, reached + 2, more, 60 * minutes + 300)
+    steps = reached + 2
+    if name == "megatron":  # it shuffles its data by the number of steps
+        steps, more = STEPS, [*more, "--exit-interval", str(steps)]
+    again = host.train(folder, None, steps, more, 60 * minutes + 300)
     wrong = wrong or ("" if again.code == 0 else last_line(again.log, folder))
     repeated = {step: loss for step, loss in again.losses.items() if step <= reached}
     wrong = wrong or other_losses(repeated, ran.losses, host.tolerance)

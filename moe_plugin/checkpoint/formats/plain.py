@@ -119,7 +119,8 @@ def check_part(folder: Path, index: Mapping[str, Any], rank: int) -> bool:
                                "use an older checkpoint"):
         sealed = checksums.verify(path)
         if sealed and seal is not None and seal != checksums.seal_of(path):
-            raise ValueError("it belongs to another rank or another checkpoint than its index")
+            raise ValueError("the file belongs to a different rank or checkpoint than its index; "
+                             "copy all files of the checkpoint again")
     return sealed
 
 

@@ -216,7 +216,7 @@ def _as_flag(path: str, text: str) -> str | None:
 
 def _by_attribute(where: str, actions: list[argparse.Action], value: Any,
                   kept: dict[str, bool]) -> list[str]:
-    """Return the command-line words that set the attribute of these parser actions to a value."""
+    """Return the command-line arguments with which the parser actions store a value."""
     for action in actions:
         if isinstance(action, argparse.BooleanOptionalAction):
             if isinstance(value, bool):

@@ -273,8 +273,8 @@ class PluginMoELayer(TakesTokenIds, stages.Stages, core.MoELayer):
         """
         if intermediate_tensors is not None:
             raise ValueError(
-                "Partial CUDA graphs of the MoE layer are not supported. Set "
-                "cuda_graph_impl='none' or limit the graphs to scope 'attn'."
+                "CUDA graphs of a part of the MoE layer are not supported. Set "
+                "cuda_graph_impl='none', or capture attention only (scope 'attn')."
             )
         if self.config.gradient_accumulation_fusion and torch.compiler.is_compiling():
             # the backward pass adds to main_grad, which a compiled graph cannot express

@@ -90,7 +90,8 @@ def check_seam(settings: PipelineConfig) -> None:
 
 
 class Script:
-    """The features (`run`) and the report of a script's run, which are created with the model.
+    """The features (`run`) and the report of a script's run. Both are created when the model is
+    created.
 
     Attributes: stepped: True once a step has started.
         passes: replacement for the result of Megatron's `get_forward_backward_func`, or None.

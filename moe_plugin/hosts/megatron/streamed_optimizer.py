@@ -128,8 +128,8 @@ def _sum(gradients: Sequence[Tensor], group: dist.ProcessGroup) -> None:
 
 
 class StreamedNorm:
-    """Gradient clipping (a `memory.weights.streamed.Clip`) whose results equal those of Megatron's
-    own clipping bit by bit.
+    """Gradient clipping (a `memory.weights.streamed.Clip`) whose results are bitwise identical to
+    those of Megatron's own clipping.
 
     The results are equal if neither Apex nor Transformer Engine is installed. Like Megatron, the
     class computes the norm of the norms of all tensors, separately for dense parameters and for

@@ -210,7 +210,8 @@ def _check(size: SwinMoE, classes: int) -> None:
         wrong = [block for block in blocks if not 0 <= block < size.depths[stage]]
         if wrong:
             raise ValueError(f"moe_blocks names block {wrong[0]} of stage {stage}, but this stage "
-                             f"has only {size.depths[stage]} blocks, numbered from 0")
+                             f"has only {size.depths[stage]} blocks, numbered from 0. Remove the "
+                             "block from the list")
 
 
 def freeze_experts(model: nn.Module) -> int:

@@ -49,9 +49,9 @@ def refuse_streamed_weights(settings: OffloadConfig, host: str) -> None:
 def check_tier(tier: Tier, device: torch.device) -> None:
     """Raise `ValueError` if a tier cannot be used for a device."""
     if isinstance(tier, DiskTier) and device.type != "cpu":
-        raise ValueError(f"weights on disk do not fit the device {device}: their optimizer runs in "
-                         "host memory, so they need the device cpu; use the tier for host memory "
-                         "(HostTier)")
+        raise ValueError(f"weights on disk (DiskTier) cannot be used with device={device}, because "
+                         "their optimizer runs in host memory; use device=cpu, or keep the device "
+                         "and store the weights in host memory (HostTier)")
     if not isinstance(tier, DiskTier | HostTier):
         raise ValueError(f"the tier is a {type(tier).__name__}, but streamed weights need a "
                          "HostTier or DiskTier")

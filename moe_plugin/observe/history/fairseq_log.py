@@ -89,7 +89,7 @@ def skipped_step(step: int) -> StepRecord:
 def step_record(values: dict[str, Any], kind: str) -> StepRecord | None:
     """Build the record of a line. Return None if the line has no number of updates.
 
-    values: the values by name. The names have no prefix with the kind of the line.
+    values: the values by name. The names do not begin with the kind of the line.
     """
     numbers = {key: number for key, value in values.items()
                if (number := _number(value)) is not None}

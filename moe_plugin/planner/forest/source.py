@@ -140,8 +140,9 @@ def network_of(table: TopologyTable, nodes: int = 1, speeds: Speeds = Speeds(),
         ValueError: If there are several machines but no network cards.
     """
     if nodes > 1 and not table.cards:
-        raise ValueError(f"{name} lists no network cards, so {nodes} nodes cannot be joined. Plan "
-                         "one node, or write a network file (configs/networks/)")
+        raise ValueError(f"{name} lists no network cards, so {nodes} nodes cannot be "
+                         "connected. Plan for a single node, or write a network file "
+                         "(configs/networks/)")
     b = Builder()
     fabric = b.switch("network") if nodes > 1 else ""
     for node in range(nodes):

@@ -39,8 +39,8 @@ class Peers:
                 raise ValueError(f"{f.name}={value} must be from {least.get(f.name, 0):g} to 1e18")
 
     def average_s(self) -> float:
-        """Return the time in seconds to average by a ring, with a reduce-scatter and an
-        all-gather."""
+        """Return the time in seconds of a ring all-reduce that averages the weights. The all-reduce
+        consists of a reduce-scatter and an all-gather."""
         turns = 2 * (self.count - 1)
         return turns * (self.averaged_bytes / self.count / self.bytes_s + self.delay_s)
 

@@ -160,7 +160,7 @@ class Streamed:
         return self._segments[begin, end]
 
     def segments(self, ends: Sequence[int]) -> list[Segment]:
-        """Return segments that end before the layers `ends` and at the end of the model."""
+        """Split the model into segments, each of which ends before a layer listed in `ends`."""
         return [self.segment(begin, end) for begin, end in pairwise((0, *ends))]
 
     def forward_stage(self, here: Segment, following: Segment | None) -> Stage:

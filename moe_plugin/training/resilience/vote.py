@@ -196,7 +196,7 @@ class Ballots:
 
     def verdict(self) -> Verdict:
         """Return the combined verdict of all votes of this worker's ranks since the last call.
-        Collective among the ranks of the worker.
+        All ranks of the worker must call this method.
         """
         kinds = (self._outvoted, self.assignment.workers), (self._undecided, self.assignment.count)
         flags = torch.tensor([i in indices for indices, size in kinds for i in range(size)],

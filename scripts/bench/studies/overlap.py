@@ -85,7 +85,7 @@ class _Wait(torch.autograd.Function):
 
 
 class WaitingExpert(nn.Module):
-    """An expert whose matmuls wait `ROW_S` per row and use no processor."""
+    """An expert that sleeps for `ROW_S` seconds per row instead of computing matmuls."""
 
     def __init__(self) -> None:
         super().__init__()

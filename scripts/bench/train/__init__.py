@@ -1,1 +1,1 @@
-"""Whole training steps in a host framework: our layer and the framework's own, step by step."""
+"""Comparison of whole training steps with our layer and with the framework's own layer."""

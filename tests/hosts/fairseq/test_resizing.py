@@ -109,7 +109,8 @@ def test_changes_back_and_forth_open_no_new_connections(corpus: Corpus, size: in
 
 def test_sizes_that_do_not_fit_are_refused_before_the_run(corpus: Corpus, tmp_path: Path) -> None:
     train(corpus, tmp_path, "--moe-expert-parallel-at 3=3", ranks=2).failed_with(
-        "resize.expert_parallel_at=3=3 is out of bounds: the size must divide the 2 data-parallel")
+        "resize.expert_parallel_at=3=3 is out of bounds: the size must divide the number of "
+        "data-parallel ranks, 2")
     train(corpus, tmp_path, "--moe-expert-parallel-at 3=1 --zero-sharding os", ranks=2).failed_with(
         "--moe-expert-parallel-at 3=1 does not fit --ddp-backend fully_sharded and --zero-sharding "
         "os: it assigns parts of parameters to ranks")

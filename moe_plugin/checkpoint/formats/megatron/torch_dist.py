@@ -238,7 +238,8 @@ def _check_metadata(metadata: Metadata) -> None:
                     type(size) is int and size >= 0 for size in (place.offset, place.length)):
             raise ValueError("it does not contain the locations of the tensors")
         if place.__dict__.get("transform_descriptors"):
-            raise ValueError("its files are compressed or encrypted, which is not supported")
+            raise ValueError("the files are compressed or encrypted, which is not supported; save "
+                             "the checkpoint without storage transforms")
 
 
 def check_classes(folder: str) -> None:

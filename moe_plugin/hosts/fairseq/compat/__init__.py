@@ -1,6 +1,6 @@
 """Patches that make fairseq 0.12.2 run on current versions of Python, torch, numpy and hydra.
 
-The patches also make fairseq run without CUDA. All patches for fairseq are in this package. Each
+With the patches, fairseq also runs without CUDA. All patches for fairseq are in this package. Each
 patch is a function, whose docstring contains the range of fairseq versions and the reason. The
 patches replace names only inside fairseq's own modules. For all other code, numpy, torch and hydra
 are unchanged.

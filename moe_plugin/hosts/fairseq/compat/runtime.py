@@ -309,7 +309,7 @@ def empty_validation_batches(original: Callable[..., Any], self: Any, sample: An
 @replaces("nan_detector.NanDetector.add_hooks")
 def records_have_gradients(original: Callable[..., None], self: Any,
                            module: torch.nn.Module) -> None:
-    """Make fairseq able to search for the first module whose output contains non-finite values.
+    """Let fairseq find the first module whose output contains non-finite values.
 
     After a non-finite value was found, fairseq <= 0.12.3 repeats the step with torch's old hooks.
     These hooks fail with a `TypeError` if a module returns a record (as routers and this package's

@@ -102,7 +102,7 @@ def _checked_home(given: str) -> str:
     if given != NAME:
         raise ValueError(
             f"--user-dir {given!r} is not the installed copy of moe_plugin, which is at {home!r}. "
-            "Use --user-dir moe_plugin for the installed copy, or install the other one with: "
+            "Use --user-dir moe_plugin for the installed copy, or install the given copy with: "
             f"pip install -e {root}")
     logger.warning("--user-dir moe_plugin uses the installed package at %s, not the copy in this "
                    "folder; to use the copy, run: pip install -e %s", home, root)
@@ -110,7 +110,7 @@ def _checked_home(given: str) -> str:
 
 
 def take_moe_group(cfg: Any) -> None:
-    """Convert Hydra's group `moe` to flags of the model. Flags that have already been set take
+    """Convert the Hydra config group `moe` to model flags. Flags that have already been set take
     precedence.
 
     Raises:

@@ -204,7 +204,7 @@ class AutoSchedule(PipelineSchedule):
         return super().or_native(settings, native) if virtual is None else native
 
     def __call__(self, **passes: Any) -> list[Any]:
-        """Run one step with the arguments and results of Megatron's own function."""
+        """Run one step. The arguments and the return value are those of Megatron's own function."""
         if passes.get("forward_only"):
             return self._run(**passes)
         if self.chosen is not None:
