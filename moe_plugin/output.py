@@ -91,7 +91,8 @@ class LayerStats:
         """
         sums = StatsSums()
         sums.add(dataclasses.replace(self, copies=1))
-        return sums.record(sums.vector())
+        # a record leaves out counters that are 0
+        return {**sums.record(sums.vector()), "store": dict(self.store)}
 
 
 @dataclass
@@ -193,9 +194,12 @@ class StatsSums:
         """
         self.fold()
         known = [self.host[at] for at in sorted(self.host)]
-        host = torch.tensor([*known, *(self.counts[at] for at in sorted(self.counts))],
+        # some dispatchers count rows on the device, and a copy to the host would wait for it
+        numbers = [0 if isinstance(x, Tensor) else x for x in known]
+        host = torch.tensor([*numbers, *(self.counts[at] for at in sorted(self.counts))],
                             dtype=torch.float64, device=next(iter(self.device.values())).device)
-        values = [*(self.device[at] for at in sorted(self.device)), *host[:len(known)]]
+        values = [*(self.device[at] for at in sorted(self.device)),
+                  *(x.double() if isinstance(x, Tensor) else host[i] for i, x in enumerate(known))]
         parts = []
         for at, x in zip(self._lengths(ranks), values, strict=True):
             if statistics.get(at[0]).reduce == "max":

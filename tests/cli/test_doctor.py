@@ -216,7 +216,7 @@ def test_render_lists_what_is_missing(no_hosts: None) -> None:
     report = {
         "moe_plugin": "1", "python": "3", "platform": "p", "works": True, "self_check": [],
         "devices": [], "compiled": [], "hosts": [], "fused": [], "missing": [], "runs": [],
-        "expert_compute_choices": [],
+        "expert_compute_choices": [], "refused": [],
         "failed_imports": [{"module": "moe_plugin.x", "reason": "gone"}], "packages": [{
             "name": "triton", "version": None, "use": "kernels", "state": "missing",
             "install": "pip install triton"

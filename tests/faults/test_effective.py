@@ -69,12 +69,13 @@ def test_the_page_is_made_from_its_numbers_and_no_run_differs_from_its_reference
     for row in rows:
         assert row.failures and row.passes and not row.others
         assert row.loss <= effective.TOLERANCE
-    shares = {(row.host, row.replicas > 0): f"{row.hour():.2f}" for row in rows}
+    shares = {(row.host, row.replicas > 0): f"{row.hour():.0%}".replace("%", " %") for row in rows}
     said = " ".join((effective.ROOT / "docs" / "replicas.md").read_text(encoding="utf-8").split())
     assert shares["fairseq", True] == shares["megatron", True]
-    assert (f"two replicas, {shares['fairseq', True]} of the time is useful in fairseq and in "
-            f"Megatron. With checkpoints instead of replicas, it is {shares['fairseq', False]} and "
-            f"{shares['megatron', False]} (") in said
+    assert (f"every 10 minutes, {shares['fairseq', True]} of the time is spent on useful steps in "
+            "fairseq and in Megatron. With checkpoints instead of replicas, the fraction is "
+            f"{shares['fairseq', False]} in fairseq and {shares['megatron', False]} in Megatron"
+            ) in said
 
 
 @pytest.mark.slow

@@ -331,14 +331,16 @@ class PluginMoELayer(TakesTokenIds, stages.Stages, core.MoELayer):
                 overlapped: Callable[[], Tensor] | None) -> Tensor:
         parameters.wait_for(self.experts)
         out = self.moe(x_SBD, real_SB, info=self._before_routing(x_SBD), overlapped=overlapped)
-        # a recomputed forward pass must not be counted again
-        if (torch.is_grad_enabled() and not replaying()) or not self.training:
-            self.last_stats = out.stats
-            if self.observer is not None and out.stats is not None:
-                self.observer(out.stats)
+        self._observe(out.stats)
         return self._with_losses(
             out.output, out.losses,
             x_SBD.shape[0] * x_SBD.shape[1] if real_SB is None else real_SB.sum())
+
+    def _observe(self, stats: LayerStats | None) -> None:
+        if (torch.is_grad_enabled() and not replaying()) or not self.training:  # not recomputed
+            self.last_stats = stats
+            if self.observer is not None and stats is not None:
+                self.observer(stats)
 
     def _before_routing(self, x_SBD: Tensor) -> TokenInfo | None:
         if self.plan.native_router:

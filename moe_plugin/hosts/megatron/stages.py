@@ -41,7 +41,6 @@ from moe_plugin.hosts.megatron.compat.settings import cuda_graphs
 from moe_plugin.hosts.megatron.losses import last_layer_is_moe
 from moe_plugin.hosts.megatron.refusals import OVERLAP
 from moe_plugin.kernels.weight_grads import LaterGrads
-from moe_plugin.output import MoEOutput
 from moe_plugin.records import DispatchPlan, ExpertRows, KeptRouting, RowPlan, Tokens
 
 
@@ -157,7 +156,7 @@ class Stages:
             output = moe.latent.leave(output, call.tokens)
         y, _ = moe.token_entry.leave(output.to(call.tokens.x_TD.dtype), {}, call.tokens)
         stats = moe.routed_experts.stats(call.layout, call.kept, call.plan.rows, call.traffic)
-        self._observe(MoEOutput(y, {}, stats))
+        self._observe(stats)
         return y if shared_expert_output is None else y + shared_expert_output
 
     def backward_dw(self: Any, routed_experts: bool = True, shared_experts: bool = False) -> None:
