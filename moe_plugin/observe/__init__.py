@@ -6,9 +6,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from moe_plugin.observe.watch import first_step
-
-__all__ = ["StatsRecorder", "first_step"]
+__all__ = ["StatsRecorder"]
 
 
 def __getattr__(name: str) -> Any:

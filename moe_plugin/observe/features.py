@@ -22,8 +22,8 @@ from moe_plugin.observe.history.records import OWN_LOOPS
 from moe_plugin.observe.recorder import StatsRecorder
 from moe_plugin.observe.timeline import StepTimeline
 from moe_plugin.observe.traces import trace_of
-from moe_plugin.observe.watch import first_step
 from moe_plugin.output import LayerStats
+from moe_plugin.planner.units import show_time
 from moe_plugin.utils.run_feature import RunFeature, StepFacts, StepInput
 
 logger = logging.getLogger(__name__)
@@ -212,3 +212,18 @@ class FirstStepLine(RunFeature):
             return
         self._logged = True
         logger.info("%s", first_step(time.perf_counter() - self._start, facts.tokens, facts.left))
+
+
+def first_step(seconds: float, tokens: float, left: int | None) -> str:
+    """Return the log line after the first step of a run.
+
+    Args:
+        seconds: the duration of the step in seconds.
+        tokens: the number of tokens of all ranks in the step.
+        left: the number of remaining steps. The value is None if it is unknown.
+    """
+    text = f"first step: {show_time(seconds)}, {tokens / seconds:,.0f} tokens/s"
+    if left is None:
+        return text
+    steps = "1 step" if left == 1 else f"{left:,} steps"
+    return f"{text}; {steps} left, {show_time(left * seconds)} at this speed"

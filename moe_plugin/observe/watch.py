@@ -29,21 +29,6 @@ from moe_plugin.planner.units import show_time
 from moe_plugin.utils.messages import printable
 
 
-def first_step(seconds: float, tokens: float, left: int | None) -> str:
-    """Return the log line after the first step of a run.
-
-    Args:
-        seconds: the duration of the step in seconds.
-        tokens: the number of tokens of all ranks in the step.
-        left: the number of remaining steps. The value is None if it is unknown.
-    """
-    text = f"first step: {show_time(seconds)}, {tokens / seconds:,.0f} tokens/s"
-    if left is None:
-        return text
-    steps = "1 step" if left == 1 else f"{left:,} steps"
-    return f"{text}; {steps} left, {show_time(left * seconds)} at this speed"
-
-
 BARS, PLAIN = "▁▂▃▄▅▆▇█", "_.-=+*#@"
 NAMES, SPARK, DECISIONS = 28, 60, 4
 FILE_SIZE = (120, 200)  # columns and lines where the output is not a terminal

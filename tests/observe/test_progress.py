@@ -6,7 +6,7 @@ import io
 
 import pytest
 
-from moe_plugin.observe import first_step
+from moe_plugin.observe.features import first_step
 from moe_plugin.utils.messages import progress
 
 pytestmark = pytest.mark.fast

@@ -14,7 +14,7 @@ from tests.preloaded import Server
 
 ROOT = Path(__file__).parents[2]
 HEAVY = ("fairseq", "megatron", "triton", "tensorboard", "matplotlib", "hydra", "scipy", "tqdm",
-         "apex", "transformer_engine")
+         "apex", "transformer_engine", "rich", "transformers", "peft", "timm")
 
 
 # forked from processes that have imported nothing of ours: json, and torch
@@ -37,6 +37,8 @@ def test_import_alone_loads_not_even_torch() -> None:
     "import torch; from moe_plugin import MoEConfig, MoELayer; "
     "MoELayer(MoEConfig(model_dim=8))(torch.randn(4, 8)).output.sum().backward()",
     "from moe_plugin.observe import StatsRecorder", "import moe_plugin.config.flags",
+    # what training imports, and what reads a run
+    "import moe_plugin.observe.features, moe_plugin.training.run, moe_plugin.observe.history",
 ])
 def test_using_the_layer_loads_no_heavy_module(code: str) -> None:
     # torch may load tqdm, say
