@@ -28,7 +28,6 @@ from moe_plugin.observe.report.text import HOSTS, number, shortened
 from moe_plugin.planner.units import show_time
 from moe_plugin.utils.messages import printable
 
-
 BARS, PLAIN = "▁▂▃▄▅▆▇█", "_.-=+*#@"
 NAMES, SPARK, DECISIONS = 28, 60, 4
 FILE_SIZE = (120, 200)  # columns and lines where the output is not a terminal
