@@ -360,7 +360,7 @@ def test_parts_in_each_others_place(tmp_path: Path) -> None:
     path = saved(tmp_path)
     shutil.copytree(path, path.with_name("kept"))
     shutil.copyfile(path / "part-00000-of-00002.pt", path / "part-00001-of-00002.pt")
-    with pytest.raises(CheckpointError, match="part-00001-of-00002.pt.*to another rank"):
+    with pytest.raises(CheckpointError, match="part-00001-of-00002.pt.*to a different rank"):
         load(path, Model(LocalComm()))
     path.with_name("kept").rename(path.with_name("ckpt.old"))
     load(path, Model(LocalComm()))

@@ -52,7 +52,7 @@ def test_which_names_are_former_ones() -> None:
                       f"experts.{old}2", f"experts.lora_{old}"):
             assert current_name(other) == other
     assert list(with_current_names({"experts.b_in_LF": 1, "a": 2})) == ["experts.bias_in_LF", "a"]
-    with pytest.raises(ValueError, match="contains 'experts.b_in_LF' and also"):
+    with pytest.raises(ValueError, match="both 'experts.b_in_LF' and 'experts.bias_in_LF'"):
         with_current_names({"experts.b_in_LF": 1, "experts.bias_in_LF": 2})
 
 

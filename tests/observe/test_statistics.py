@@ -25,6 +25,7 @@ from moe_plugin.observe.report.content import sections
 from moe_plugin.observe.report.page import PLOTS, comparison, render
 from moe_plugin.utils import statistics as table
 from moe_plugin.utils.statistics import Chart, Statistic, statistics
+from tests.seeds import seeded
 
 pytestmark = pytest.mark.fast
 
@@ -52,11 +53,13 @@ def new(name: str, reduce: str, **more: Any) -> Statistic:
 def recorded(folder: Path, steps: int = 3) -> tuple[RunRecord, list[list[Any]], dict[str, float]]:
     """A run of two ranks: its records, the tokens' largest weights, and the host's last metrics."""
     def rank(comm: Any) -> tuple[list[float], dict[str, float]]:
-        torch.manual_seed(comm.rank)
-        made, recorder, largest = layer(comm), StatsRecorder(
+        draw = torch.Generator().manual_seed(comm.rank)
+        with seeded(0):
+            made = layer(comm)
+        recorder, largest = StatsRecorder(
             ObserveConfig(interval=1, jsonl=str(folder / "stats.jsonl")), comm), []
         for step in range(steps):
-            x_TD = torch.randn(5 + comm.rank, 4)
+            x_TD = torch.randn(5 + comm.rank, 4, generator=draw)
             largest.append(made.router(x_TD).weights_TK.max().item())
             recorder.add("layer0", made(x_TD).stats)
             logs = recorder.step(step)
