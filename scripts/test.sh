@@ -3,10 +3,10 @@
 #
 #   bash scripts/test.sh [--most | --all] [--venv DIR] [--torch SPEC] [pytest arguments]
 #
-#   (neither)  the tests that find most faults, in at most 5 minutes on two cores: exactness in few
+#   (neither)  the tests that find most faults, in about 6 minutes on two cores: exactness in few
 #              cells, every published system, both hosts on two ranks, checkpoints, the command line
 #              and the documentation
-#   --most     all tests except the slow ones: about 20 minutes (CI)
+#   --most     all tests except the slow ones: about 25 minutes (CI)
 #   --all      all tests
 # Other arguments are passed to pytest, and select among all tests except the slow ones:
 # bash scripts/test.sh tests/observe -k jsonl
