@@ -356,7 +356,7 @@ def quickstart(args: argparse.Namespace) -> int:
     corpus = out / "corpus"
     info = make_corpus(corpus, s["corpus_bytes"])
     results = []
-    with ThreadPoolExecutor() as pool:  # data of the second host is made while the first trains
+    with ThreadPoolExecutor() as pool:  # both hosts' data is made at once
         data = {host: pool.submit(HOST_STEPS[host][0], corpus) for host in args.hosts}
         for number, host in enumerate(args.hosts, 1):
             folder, later = out / host, s["steps"] * (len(args.hosts) - number)

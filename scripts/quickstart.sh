@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Set up moe-plugin and train a small Mixture-of-Experts language model twice: through fairseq and through Megatron-core,
-# each on two ranks with expert parallelism. This takes about 3 minutes on two CPU cores. Finished steps are not repeated.
+# each on two ranks with expert parallelism. This takes about 4 minutes on two CPU cores. Finished steps are not repeated.
 #
 #   bash scripts/quickstart.sh [--fresh] [--steps N] [--hosts fairseq,megatron] [--out DIR] [--venv DIR] [--torch SPEC]
 #

@@ -95,7 +95,7 @@ def _loggers_are_as_before() -> Iterator[None]:
     """A test that turns our lines off hides them from all later ones of its process."""
     yield
     off = [name for name in [*logging.root.manager.loggerDict, "moe_plugin.any"]
-           if name.startswith("moe_plugin.")
+           if name.split(".")[0] == "moe_plugin"
            and not logging.getLogger(name).isEnabledFor(logging.WARNING)]
     assert not off, f"turned off: {off}"
 

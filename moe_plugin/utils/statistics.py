@@ -108,7 +108,8 @@ class Statistic:
                              "reduce='derived', and measure=... or of_call=... otherwise")
         if self.logged and self.reduce in ("names", "list"):
             raise ValueError(f"statistic {self.name!r} has logged={dict(self.logged)}, but its "
-                             f"values with reduce={self.reduce!r} are no numbers. Leave logged out")
+                             f"values with reduce={self.reduce!r} are not numbers. Leave logged "
+                             "out")
 
     def value_of(self, stats: Any) -> Any:
         """Return the value of one call, or None if the call has none."""

@@ -68,7 +68,7 @@ def versions_in_words(found: Mapping[str, str]) -> str:
     """Return a sentence with the date, the device and the versions of a measurement."""
     left = dict(found)
     date, device = left.pop("date", ""), left.pop("device", "")
-    device = re.sub(r", (\d+) threads$", lambda match: (
+    device = re.sub(r", (\d+) threads(?=$| and )", lambda match: (
         f" with {match[1]} thread" + "s" * (match[1] != "1")), device)
     packages = ", ".join(f"{name} {value}" for name, value in left.items())
     where = "".join(f" on {value}" for value in (date, device) if value)

@@ -183,7 +183,7 @@ def shared_memory(home: Path) -> Iterator[Seen]:
 
 
 def loaders(name: str, home: Path) -> Iterator[Seen]:
-    """The same with workers that read batches, which travel through it: one cannot wait for ever.
+    """The same with workers that read batches, which travel through it: one cannot wait forever.
     """
     host = HOSTS[name](home / name)
     words = [word for word in host.arguments(home / "run" / "loaders", 3) if word != "--cpu"]

@@ -190,7 +190,7 @@ def test_entries_that_cannot_work_are_refused() -> None:
                   {"reduce": "sum", "derive": len}):
         with pytest.raises(ValueError, match="'a' has no value. Pass derive=... for"):
             Statistic(name="a", meaning="", **wrong)
-    with pytest.raises(ValueError, match="values with reduce='names' are no numbers"):
+    with pytest.raises(ValueError, match="values with reduce='names' are not numbers"):
         Statistic(name="a", meaning="", reduce="names", of_call=len, logged={"moe_a": "mean"})
     with pytest.raises(ValueError, match="statistic 'load' is already registered"):
         table.add(statistics.get("load"))

@@ -1,4 +1,4 @@
-"""Processes that read batches and cannot pass them on: torch alone would wait for ever."""
+"""Processes that read batches and cannot pass them on: torch alone would wait forever."""
 
 from __future__ import annotations
 

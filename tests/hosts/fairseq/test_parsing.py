@@ -122,7 +122,7 @@ def test_settings_that_fail_in_a_step_leave_no_dump(corpus: Corpus, tmp_path: Pa
                  "--moe-capacity-factor 1.0 "
                  f"--sample-break-mode eos --batch-size 1 --max-update 2 --save-dir {tmp_path}",
                  ranks=2)
-    assert result.code and not list(tmp_path.iterdir()), result.log[-3000:]
+    assert result.code == 2 and not list(tmp_path.iterdir()), result.log[-3000:]
     assert "begin training epoch" in result.log or "Start iterating" in result.log
     assert "dispatch.equal_tokens=True requires the same number of tokens" in result.log
     assert "Traceback" not in result.log, result.log[-3000:]
