@@ -27,9 +27,9 @@ from moe_plugin.checkpoint import CheckpointError
 from moe_plugin.checkpoint.formats.megatron.common import BACKEND, COMMON, METADATA
 from moe_plugin.checkpoint.trust import UntrustedFile
 from moe_plugin.comm import CommError
-from moe_plugin.comm.host_collectives import comm_of, gather_objects
+from moe_plugin.comm.host_collectives import gather_objects
 from moe_plugin.hosts.megatron.compat import optimizer as optimizers
-from moe_plugin.hosts.megatron.compat.finite import all_finite, any_rank
+from moe_plugin.hosts.megatron.compat.finite import all_finite
 from moe_plugin.utils import checksums
 from moe_plugin.utils.messages import short
 from moe_plugin.utils.regular_files import check_input, system_error, write_remedy, write_whole
@@ -70,18 +70,23 @@ def refuse_not_finite(root: str, models: Iterable[torch.nn.Module], optimizer: A
         models: model chunks whose weights and buffers are checked.
         optimizer: Megatron's optimizer, or None if there is no optimizer.
     Raises:
-        FloatingPointError: If a weight, buffer or optimizer state is not finite on any rank.
+        FloatingPointError: If a weight, buffer or optimizer state is not finite on any rank. The
+            message contains the first such rank and its first such tensor.
     """
-    tensors = [tensor for model in models for tensor in model.state_dict().values()
-               if isinstance(tensor, torch.Tensor)]
+    tensors = [(f"{name!r}", tensor) for model in models
+               for name, tensor in model.state_dict().items() if isinstance(tensor, torch.Tensor)]
     for part in optimizers.parts(optimizer) if optimizer is not None else ():
         states = part.optimizer.state.values() if part.optimizer is not None else ()
-        tensors += [tensor for state in states for tensor in state.values()
-                    if isinstance(tensor, torch.Tensor)]
-    if any_rank(not all_finite(tensors), comm_of()):
-        raise FloatingPointError(
-            "A weight or optimizer state is not finite, so no checkpoint is written. Resume from "
-            f"the newest checkpoint in {root} with a lower learning rate or other data.")
+        tensors += [(f"the optimizer state {name!r} of a parameter", tensor) for state in states
+                    for name, tensor in state.items() if isinstance(tensor, torch.Tensor)]
+    # one synchronization with the device; the tensors are checked separately only for the message
+    first = "" if all_finite(tensor for _, tensor in tensors) else next(
+        name for name, tensor in tensors if not all_finite([tensor]))
+    for rank, name in enumerate(gather(first)):
+        if name:
+            raise FloatingPointError(
+                f"rank {rank}: {name} is not finite, so no checkpoint is written. Resume from the "
+                f"newest checkpoint in {root} with a lower learning rate or other data.")
 
 
 def together(folder: str, work: Callable[[], None]) -> None:

@@ -229,8 +229,12 @@ def _save_bad_weights(argv: list[str]) -> str:
 
 
 def test_bad_weights_replace_no_checkpoint(data: str, tmp_path: Path) -> None:
-    on_ranks(2, _save_bad_weights, [*MODEL, "--data-path", data, "--train-iters", "2", *EP2,
-                                    "--save", str(tmp_path), "--save-interval", "1"])
+    messages = on_ranks(2, _save_bad_weights, [
+        *MODEL, "--data-path", data, "--train-iters", "2", *EP2, "--save", str(tmp_path),
+        "--save-interval", "1"])
+    for message in messages:  # of every rank
+        assert message.startswith("rank 1: 'decoder.layers.0.mlp.experts."), messages
+        assert f"Resume from the newest checkpoint in {tmp_path}" in message, messages
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "1"
     assert [path.name for path in tmp_path.glob("iter*")] == ["iter_0000001"]
 
