@@ -26,13 +26,18 @@ from tests.faults.seen import NAMES, ROOT, Seen, last_line, other_losses
 
 PAGE = ROOT / "docs" / "benchmarks" / "disks.md"
 DATA = PAGE.parent / "data" / "disks.jsonl"
-HEAD = """# Disks, limits and long runs
+HEAD = """# Full disks, small limits and long runs
 
-What users see where a disk is full or foreign, a limit is small, many runs start at one moment, or
-a run is long. Small MoE models on two ranks (gloo, CPU) that share the experts. *Kept*: what a
-second start, on a healthy disk, found; "the same losses" are those of a run in which nothing
-happened. Written by `python -m tests.faults.disks`, as root, which mounts small disks. Other
-faults: [injected faults](faults.md).
+This page shows what users see if a disk is full or read-only, if a limit of the system is small, if
+many runs start at the same moment, and if a run takes many minutes. Each case trains a small MoE
+model on the CPU, on two ranks that share the experts.
+
+The column "after the fault" states what was left, and from which step a second start on a healthy
+disk continued. "The same losses" means the losses of an uninterrupted run. Long runs are killed at
+the end. Their memory, open files and threads are counted after a fifth of the time and at the end.
+
+To reproduce the page, run `python -m tests.faults.disks` as root, because it mounts small disks.
+Other faults are on the page [injected faults](faults.md).
 """
 SIZES = {"plain": 1000, "fairseq": 1000, "megatron": 1400}  # KiB: of one checkpoint, not of two
 STEPS = 9
@@ -54,7 +59,7 @@ def _resumed(host: Host, folder: Path, whole: Ran, ran: Ran) -> tuple[str, str]:
     saved, again = host.saved(folder), host.train(folder, steps=STEPS)
     wrong = "" if again.code == 0 else f"status {again.code}: {last_line(again.log, folder)}"
     wrong = wrong or other_losses({**ran.losses, **again.losses}, whole.losses, host.tolerance)
-    return f"resumed after step {saved}, the same losses", wrong
+    return f"resumed after step {saved} with the same losses", wrong
 
 
 def full_disk(name: str, home: Path) -> Iterator[Seen]:
@@ -103,7 +108,7 @@ def statistics(name: str, home: Path) -> Iterator[Seen]:
         said = re.sub(r".*observe\.jsonl", "observe.jsonl", warned[0]) if warned else "nothing"
         wrong = "" if ran.code == 0 and warned else last_line(ran.log, folder)
         yield Seen("disk of `--moe-stats-jsonl` full", NAMES[name],
-                   said.replace(str(folder), "DISK"), "the run ended well, the same losses",
+                   said.replace(str(folder), "DISK"), "the run ended normally with the same losses",
                    wrong or other_losses(ran.losses, whole.losses, host.tolerance))
 
 
@@ -165,7 +170,7 @@ def _ran(what: str, host: str, command: Sequence[str], folder: Path) -> Seen:
                           env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"})
     left = sorted(path.name for path in folder.rglob("*") if path.is_file())
     return Seen(what, host, last_line(done.stdout + done.stderr, folder),
-                "nothing half-written is left", "it ended well" if not done.returncode else
+                "nothing half-written is left", "it ended normally" if not done.returncode else
                 f"left: {left}" if left else "")
 
 
@@ -178,7 +183,7 @@ def shared_memory(home: Path) -> Iterator[Seen]:
     done = subprocess.run(["unshare", "-m", "bash", "-c", command], capture_output=True, text=True,
                           check=False, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"})
     yield Seen("`/dev/shm` of 64 KiB, two ranks", "plain PyTorch",
-               last_line(done.stdout + done.stderr, home), "the run ended well",
+               last_line(done.stdout + done.stderr, home), "the run ended normally",
                "" if done.returncode == 0 else f"status {done.returncode}")
 
 
@@ -223,7 +228,7 @@ def slow_disk(home: Path) -> Iterator[Seen]:
         well = seconds < 5
         yield Seen(f"disk on which each file takes {seconds} s, time-out 5 s", "plain PyTorch",
                    re.sub(r"^\[rank0\]: ", "", seen),
-                   "the run ended well" if well else "no checkpoint was there",
+                   "the run ended normally" if well else "no checkpoint was there",
                    "" if well == (done.returncode == 0) and well != bool(said)
                    else f"status {done.returncode}: {last_line(done.stderr, home)}")
 
@@ -332,8 +337,9 @@ def page(rows: Sequence[Seen]) -> str:
     """The page of the rows that were seen."""
     wrong = sum(bool(row.wrong) for row in rows)
     return "\n".join([
-        HEAD, paragraph(f"{len(rows)} cases, {wrong} not as they must be."), "",
-        "| case | host or command | what the user sees | kept |", "|---|---|---|---|",
+        HEAD, paragraph(f"{len(rows)} cases were tried. {wrong or 'None'} of them ended in another way "
+                        "than it should."), "",
+        "| case | host or command | what the user sees | after the fault |", "|---|---|---|---|",
         *(f"| {row.what} | {row.host} | {row.seen} | {row.wrong or row.kept} |" for row in rows)
     ]) + "\n"
 

@@ -55,8 +55,8 @@ def soak(name: str, home: Path, minutes: float, more: Sequence[str] = (),
     return Seen(f"{minutes:g} minutes, {what}", NAMES[name],
                 f"{reached} steps; memory of the first rank {begin[0]} MiB, then {end[0]} MiB; "
                 f"open files {begin[1]}, then {end[1]}; threads {begin[2]}, then {end[2]}",
-                f"killed; went on after step {saved} (of {reached})"
-                + ", the same losses" * (saved < reached),
+                f"killed after step {reached}; continued after step {saved}"
+                + " with the same losses" * (saved < reached),
                 wrong or (f"{' and '.join(grown)} grow" if grown else ""))
 
 
