@@ -337,8 +337,8 @@ def page(rows: Sequence[Seen]) -> str:
     """The page of the rows that were seen."""
     wrong = sum(bool(row.wrong) for row in rows)
     return "\n".join([
-        HEAD, paragraph(f"{len(rows)} cases were tried. {wrong or 'None'} of them ended in another way "
-                        "than it should."), "",
+        HEAD, paragraph(f"{len(rows)} cases were tried. {wrong or 'None'} of them ended in "
+                        "another way than it should."), "",
         "| case | host or command | what the user sees | after the fault |", "|---|---|---|---|",
         *(f"| {row.what} | {row.host} | {row.seen} | {row.wrong or row.kept} |" for row in rows)
     ]) + "\n"
