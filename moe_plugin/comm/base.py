@@ -1,11 +1,11 @@
 """`Comm`, the only interface through which a layer communicates with other ranks.
 
-A `Comm` is a group of ranks that provides the collectives defined in this module. These collectives
-do not support autograd. Versions that support autograd are in `moe_plugin.comm.functional`.
-Hierarchical all-to-all algorithms send point-to-point messages (`send_receive`) within the same
-group, so they do not need additional process groups.
+A `Comm` is a group of ranks that provides the collectives defined in this module. The collectives
+of `Comm` do not support autograd. Versions that support autograd are in
+`moe_plugin.comm.functional`. Hierarchical all-to-all algorithms send point-to-point messages
+(`send_receive`) within the same group, so they do not need additional process groups.
 
-In a group of one rank, every collective is a copy.
+In a group with one rank, every collective returns a copy of its input.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ FindNetwork = Callable[[], tuple[Network, str]]
 
 class Collectives:
     """Collectives that gather a layer's data from all ranks or sum it over ranks. This base class
-    uses the collectives of the backend.
+    calls the collectives of the backend.
 
     The data consists of expert parameters and their gradients, partial outputs of ranks that share
-    the same tokens, and gradients of replicas. Subclasses implement different algorithms. The plans
-    and measurements of an algorithm are stored in the group's state. Numbers on which the ranks
-    must agree (counts, capacities, losses) are small, so they are always sent with the group's own
-    collectives.
+    the same tokens, and gradients of replicas. Each subclass implements the collectives with a
+    different algorithm. The plans and measurements of an algorithm are stored in the group's state.
+    Numbers on which the ranks must agree (counts, capacities, losses) are small, so they are always
+    sent with the group's own collectives.
     """
 
     name = "native"
@@ -169,8 +169,7 @@ class Comm(RankGroup):
         it.
 
         All ranks must start their collectives in the same order. `x` must have the same shape on
-        all ranks and may be overwritten. In this base class, the sum is already complete when the
-        method returns.
+        all ranks and may be overwritten. The base class returns only after the sum is complete.
         """
         total = self.all_reduce(x)
         return lambda: total
@@ -178,7 +177,7 @@ class Comm(RankGroup):
     @abstractmethod
     def all_gather(self, x: Tensor) -> Tensor:
         """Return the tensors `x` [n, ...] of all ranks, concatenated to a new tensor [size * n,
-        ...]. All shapes must be equal.
+        ...]. `x` must have the same shape on all ranks.
         """
 
     @abstractmethod
@@ -189,7 +188,7 @@ class Comm(RankGroup):
 
     @abstractmethod
     def broadcast(self, x: Tensor, root: int = 0) -> Tensor:
-        """Return a copy of rank `root`'s tensor `x`. The shape must be the same on all ranks."""
+        """Return a copy of rank `root`'s tensor `x`. `x` must have the same shape on all ranks."""
 
     @abstractmethod
     def send_receive(self, sends: Messages, recvs: Messages) -> None:
@@ -205,12 +204,12 @@ class Comm(RankGroup):
 
     def post(self, sends: Messages, recvs: Messages) -> Callable[[], None]:
         """Start point-to-point messages as in `send_receive`, and return a function that waits for
-        them.
+        the messages.
 
-        Only the ranks that send or receive messages need to call this method. These ranks may call
-        it in any order. If messages between the same two ranks have the same tag, they are matched
-        in the order in which they are posted. The tensors must not change until the messages
-        complete. In this base class, the messages are complete when the method returns.
+        Only the ranks that send or receive messages need to call this method. The ranks may call
+        this method in any order. If messages between the same two ranks have the same tag, they are
+        matched in the order in which they are posted. The tensors must not change until the
+        messages complete. The base class returns only after the messages are complete.
         """
         self.send_receive(sends, recvs)
         return lambda: None
@@ -220,7 +219,7 @@ class Comm(RankGroup):
         """Create a `Comm` for some ranks of this group. The method returns the `Comm` on these
         ranks and None on all other ranks.
 
-        This method is collective: all ranks must call it in the same order. The subgroup's topology
+        The method is collective: all ranks must call it in the same order. The subgroup's topology
         is the restriction of this group's topology to the subgroup's ranks.
         """
 
@@ -292,8 +291,9 @@ class Comm(RankGroup):
         """A group of the same ranks that exchanges numbers in host memory. Collectives in this
         group do not make the host wait for the device.
 
-        If this group accepts CPU tensors, the property is this group itself. Otherwise, it is a
-        separate group, which is created on first use by a collective call.
+        If this group accepts CPU tensors, the property is this group itself. If the group does not
+        accept CPU tensors, the property is a separate group, which a collective call creates on
+        first use.
         """
         return self
 

@@ -31,7 +31,7 @@ def gather_by_nodes(comm: Comm, x: Tensor, wanted: Wanted | None = None) -> Tens
     Args:
         comm: the group.
         x: tensor [n, ...], which must have the same shape on all ranks.
-        wanted: optional. The rows that each node receives. The argument must be equal on all ranks.
+        wanted: optional. The rows that each node receives. The rows must be the same on all ranks.
             Rows that a node does not receive are zero in the returned tensor. By default, every
             node receives all rows.
     """
@@ -55,8 +55,8 @@ def reduce_scatter_by_nodes(comm: Comm, x: Tensor, wanted: Wanted | None = None)
     """Sum the tensors `x` [size * n, ...] over ranks, and return this rank's part [n, ...] of the
     sum.
 
-    The group's topology must allow two steps; see `Topology.two_steps`. Values are summed first
-    within each node, in the order of its ranks, and then in the order of the nodes.
+    The group's topology must support the two steps; see `Topology.two_steps`. Values are summed
+    first within each node, in the order of its ranks, and then in the order of the nodes.
 
     Args:
         comm: the group.
@@ -152,8 +152,8 @@ def wanted_rows(comm: Comm, on_node_AN: Tensor) -> Wanted | None:
 
     Args:
         comm: the group.
-        on_node_AN: bool [size * n, nodes], with rows in rank order. An element is True if the node
-            needs the row. The mask must be the same on all ranks.
+        on_node_AN: bool [size * n, nodes], with rows in rank order. Element [a, n] is True if node
+            n needs row a. The mask must be the same on all ranks.
     Returns:
         The rows that each node needs. If the group does not use the two steps, the function returns
         None, and all rows are sent to all ranks.

@@ -179,7 +179,7 @@ def ring_reduce_scatter(comm: Comm, x: Tensor) -> Tensor:
 
     Each rank sends (size - 1)/size of the bytes of `x`. Gloo's own reduce-scatter sums the whole
     tensor `x` on every rank and sends twice as many bytes. Part j is summed in the order of the
-    ranks j+1, ..., j.
+    ranks j+1, j+2, ..., j, modulo the number of ranks.
     """
     length = piece_lengths(x.shape[0], comm.size, None, "reduce_scatter")[0]
     if comm.size == 1 or not x.numel():

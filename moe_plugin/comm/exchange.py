@@ -31,7 +31,7 @@ class Exchange(ABC):
         in_background: whether the exchange may run in another thread or on a side stream during
             computation.
         direct: name used to count calls of an algorithm in which every rank sends one message to
-            every other rank. None for all other algorithms. A direct algorithm can run in the
+            every other rank, or None for all other algorithms. A direct algorithm can run in the
             background without a thread.
         rounds: number of consecutive rounds of messages in the algorithm. `auto` first tries the
             algorithms with the fewest rounds. An algorithm with more rounds is chosen only if it is
@@ -51,8 +51,8 @@ class Exchange(ABC):
 
     @property
     def back(self) -> Exchange:
-        """The exchange that runs in the opposite direction. It sends back the experts' outputs and
-        the gradients of the rows that this exchange sent.
+        """The exchange in the opposite direction, which sends back the experts' outputs and the
+        gradients of the rows that this exchange sent.
 
         The `back` attribute of the returned exchange is this exchange. By default, an exchange is
         its own opposite.
@@ -154,7 +154,7 @@ class ExchangeRegistry(Registry[Exchange]):
 
         Args:
             name: name under which the algorithm is registered.
-            direct: see `Exchange`. This argument is a boolean, because calls are counted under
+            direct: see `Exchange`. `direct` is a boolean here, because calls are counted under
                 `name`.
             rounds: see `Exchange`.
             lacks: see `Exchange`.

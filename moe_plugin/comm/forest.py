@@ -46,7 +46,7 @@ class Forest(Collectives):
     network (ForestColl).
 
     Attributes:
-        network: description of the network. Its rank i is rank i of the group.
+        network: network in which node number i is rank i of the group.
         source: description of where the network's data comes from.
     """
 
@@ -101,7 +101,7 @@ class Forest(Collectives):
         the group plans the trees.
 
         Raises:
-            ValueError: If the planner rejects the network. All ranks raise this error.
+            ValueError: On all ranks, if the planner rejects the network.
         """
         known = comm.state.get(_Planned).by_network
         if self.key not in known:
@@ -110,9 +110,7 @@ class Forest(Collectives):
 
     @cached_property
     def key(self) -> str:
-        """A string that identifies the network. It is the key under which trees and predictions are
-        stored.
-        """
+        """A string that identifies the network and is used as the key for trees and predictions."""
         return json.dumps(self.network.to_dict())
 
     def describe(self, comm: Comm) -> str:

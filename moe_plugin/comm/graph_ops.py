@@ -4,9 +4,10 @@ graph.
 
 A compiler cannot trace the implementation of a collective, because the implementation uses process
 groups, counters, timeouts and timers. The compiler does not look inside the operations of this
-module. It only uses their output shapes and gradients, and includes each operation in its graphs
-unchanged. Torch operations accept only tensors, numbers and strings. Groups and exchanges are
-therefore passed to the operations as keys. The code in this module runs only under a compiler.
+module. The compiler only uses the output shapes and gradients of an operation, and includes each
+operation in its graphs unchanged. Torch operations accept only tensors, numbers and strings. Groups
+and exchanges are therefore passed to the operations as keys. The code in this module runs only
+under a compiler.
 
 All ranks must compile the same graph. The compiler does not change the order of the collectives,
 because each collective of a layer depends on the output of an earlier one. The inputs must need
@@ -29,7 +30,7 @@ from moe_plugin.comm.group import key_of, owner_of
 
 class Route:
     """A pair of a group and the exchange that sends rows within the group. A single key identifies
-    the pair. A copy of a `Route` has a different key.
+    both the group and the exchange. A copy of a `Route` has a different key.
     """
 
     def __init__(self, comm: Comm, algorithm: Exchange, back: Route | None = None) -> None:
@@ -45,7 +46,7 @@ class Route:
     def back(self) -> Route:
         """The route in the opposite direction; see `Exchange.back`.
 
-        If both directions use the same exchange, this is the route itself.
+        If both directions use the same exchange, the opposite route is the route itself.
         """
         return self if self._other is None else self._other
 

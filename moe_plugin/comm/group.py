@@ -71,8 +71,8 @@ class RankGroup(ABC):
         ranks: global rank of each rank of the group.
         separate: True if the ranks are separate processes, so that their settings may differ; see
             `comm.agreement`.
-        fails_later: True if a collective may fail after its call has returned. In this case, a
-            later collective raises the error.
+        fails_later: True if a collective may fail after its call has returned, so that a later
+            collective raises the error.
     """
 
     separate: bool = False
@@ -117,9 +117,9 @@ class RankGroup(ABC):
         Measurements made under a different topology are discarded.
 
         Args:
-            topology: optional. The topology of the group, which states which ranks share a node. By
-                default, the current topology is kept. If the group has no topology yet, it is
-                detected.
+            topology: optional. New topology of the group, which describes which ranks run on the
+                same node. By default, the current topology is kept. If the group has no topology
+                yet, the topology is detected.
         Returns:
             The group's topology.
         Raises:
@@ -159,7 +159,7 @@ class RankGroup(ABC):
         """Return the reason why another rank stopped the job, as text for an error message. If no
         rank stopped the job, return the watchdog's report on ranks without heartbeats.
 
-        If there is no report either, return an empty string.
+        If there is neither a reason nor a report, return an empty string.
         """
         watchdog = self.state.watchdog
         peer_reason = reason() if self.separate else ""

@@ -52,10 +52,10 @@ def start(comm: Comm, algorithm: Exchange, x: Tensor, send: Sequence[int] | None
 
     Args:
         comm: the group.
-        algorithm: all-to-all algorithm. It is resolved during this call, in program order. If the
-            resolved exchange cannot run in the background, it is complete when this function
-            returns.
-        x: contiguous tensor [sum(send), ...]. It must not change until `wait` returns.
+        algorithm: all-to-all algorithm. The algorithm is resolved during the call of `start`, in
+            program order. If the resolved exchange cannot run in the background, it is complete
+            when this function returns.
+        x: contiguous tensor [sum(send), ...]. `x` must not change until `wait` returns.
         send: optional. Lengths of the pieces sent to each rank; see `Comm.all_to_all`.
         recv: optional. Lengths of the pieces received from each rank; see `Comm.all_to_all`.
     """
@@ -85,8 +85,8 @@ class Series:
 
     Args:
         comm: the group.
-        algorithm: all-to-all algorithm. It is resolved at every `put`, in program order. A direct
-            exchange is resolved only once for the whole sequence.
+        algorithm: all-to-all algorithm. The algorithm is resolved at every `put`, in program order.
+            A direct exchange is resolved only once for the whole sequence.
         sends: for each exchange, a list with the number of rows sent to each rank.
         recvs: for each exchange, a list with the number of rows received from each rank.
         even: True if, in each exchange, every rank sends the same number of rows to every rank.

@@ -69,7 +69,7 @@ def refused_together(what: str, group: Any = None) -> Iterator[None]:
     A `FloatingPointError` usually occurs on one rank only, so its message names the rank.
 
     Args:
-        what: description of the check. It is used in the error message if the collective fails.
+        what: description of the check, for the error message if the collective fails.
         group: optional. The process group. Defaults to the default group.
     """
     kinds = ValueError, FloatingPointError
@@ -89,7 +89,7 @@ def gather_objects(value: Any, what: str, group: Any = None) -> list[Any]:
 
     Args:
         value: this rank's value, which must be picklable.
-        what: description of the values. It is used in error messages.
+        what: description of the values, for error messages.
         group: optional. The process group. Defaults to the default group.
     Raises:
         CommError: If the collective fails or times out.

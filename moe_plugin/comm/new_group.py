@@ -5,8 +5,8 @@ default, all ranks of the job must call `new_group`, but ranks outside the new g
 it. With `use_local_synchronization`, torch derives the group's name from the number of groups that
 the rank has created. Ranks that have created different numbers of groups would then wait for each
 other under different names. This module derives the name from the ranks of the group and from the
-number of groups already created for exactly these ranks. All ranks of the new group have counted
-the same number.
+number of groups already created for exactly these ranks. All ranks of the new group have created
+the same number of groups for these ranks.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _SAID = os.strerror(errno.EMFILE)  # gloo's errors contain only this text, not t
 
 def too_many(error: BaseException) -> str:
     """If `error` was caused by the limit on open files, return a message with the limit, the
-    required number of files and the remedy. Otherwise return an empty string.
+    required number of files and the remedy. For any other error, return an empty string.
     """
     if getattr(error, "errno", None) not in (errno.EMFILE, errno.ENFILE) and (
             _SAID not in str(error)):
@@ -52,7 +52,7 @@ def make_group(parent: dist.ProcessGroup, ranks: Sequence[int], made: dict[tuple
         ranks: global ranks of the new group in any order, including this rank. The new group
             numbers these ranks in ascending order.
         made: mapping from each set of ranks in this job to the number of groups created for this
-            set so far. This function updates the mapping.
+            set so far. `make_group` updates `made`.
         timeout: timeout for the collectives of the group.
         backend: optional. Defaults to the backend of `parent`.
     Raises:
@@ -81,8 +81,7 @@ def _not_split() -> Iterator[None]:
     """Inside the block, prevent torch from creating groups by splitting the default group.
 
     If the default group is bound to a device (`init_process_group(device_id=...)`), torch creates
-    NCCL groups with `ncclCommSplit`. This function requires the participation of all ranks of the
-    job.
+    NCCL groups with `ncclCommSplit`, which all ranks of the job must call.
     """
     world: Any = dist.group.WORLD
     bound = world.bound_device_id

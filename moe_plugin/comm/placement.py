@@ -27,23 +27,24 @@ class HostContext:
             over the tokens of this group. If `loss_comm` is None, balance losses use only this
             rank's tokens.
         batch_comm: group of all data-parallel ranks, whose tokens together form the batch of a
-            step. If `batch_comm` is None, the ranks that store the experts are used instead. In
-            that case, routers with load-dependent biases (`sigmoid_bias`, `quantile`) use the ranks
-            over which `moe_plugin.training.gradients.sync` averages gradients.
+            step. If `batch_comm` is None, the ranks that store the experts are used instead.
+            Without `batch_comm`, routers with load-dependent biases (`sigmoid_bias`, `quantile`)
+            use the ranks over which `moe_plugin.training.gradients.sync` averages gradients.
         split_loss_comm: replaces `loss_comm` in a layer that splits tokens shared by several ranks
-            (`parallel.schedule: s1`). None if splitting does not change the group.
+            (`parallel.schedule: s1`). `split_loss_comm` is `split_batch_comm` is `split_batch_comm`
+            is None if splitting does not change the group.
         split_batch_comm: replaces `batch_comm` in a layer that splits tokens shared by several
             ranks. None if splitting does not change the group.
         adds_to_main_grad: True if the host framework stores weight gradients in
             `parameter.main_grad` and allows the layer to add gradients there during the backward
             pass (`moe_plugin.kernels.weight_grads`).
         own_capacity: if True, each rank computes its capacity from its own number of tokens, as if
-            it were the only rank. If False, the capacity is computed from the largest number of
-            tokens on any rank that stores the experts.
-        tokens: number of tokens per call on this rank, if all ranks have the same number. None if
+            it were the only rank. If `own_capacity` is False, the capacity is computed from the
+            largest number of tokens on any rank that stores the experts.
+        tokens: number of tokens per call on this rank if all ranks have the same number, or None if
             the number is unknown.
-        training: True if the layer may be trained. If False, warnings that concern only training
-            are omitted.
+        training: True if the layer may be trained. If `training` is False, warnings that concern
+            only training are omitted.
         agreed: additional values by name, such as settings of the run, that must be equal on all
             ranks of the layer.
     """
@@ -62,7 +63,7 @@ class HostContext:
 
     def when_split(self, sharing: Comm | None) -> "HostContext":
         """Return the context to use for the routers of a layer whose tokens are split among the
-        ranks in `sharing`. Each of these ranks then computes a part of a single loss.
+        ranks in `sharing`. The ranks in `sharing` then compute parts of a single loss.
         """
         if sharing is None:
             return self
@@ -144,7 +145,8 @@ class Placement:
 
     @property
     def shard(self) -> int:
-        """Index of the shard that this rank stores. The index is the same for all of its experts.
+        """Index of the shard that this rank stores. The shard index is the same for all experts on
+        a rank.
         """
         return self.comm.rank % self.shards
 

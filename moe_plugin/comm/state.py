@@ -31,7 +31,7 @@ class Counters:
             If `linear` replaced a hierarchical algorithm, the all-to-all is counted as `linear`.
         rows: number of rows sent for this rank's tokens, including rows that stay on this rank. If
             the host does not know the number of rows, slots are counted instead.
-        rows_between: number of these rows that were sent to other nodes.
+        rows_between: number of rows that were sent to other nodes.
     """
 
     bytes: int = 0
@@ -113,16 +113,16 @@ class GroupState:
     `GroupState`.
 
     Attributes:
-        topology: topology that describes which ranks run on the same node. None until
+        topology: topology that describes which ranks run on the same node. `topology` is None until
             `Comm.prepare` is called. Hierarchical exchanges, routers that prefer nearby experts,
             and cost models depend on the topology.
-        watchdog: object that sends heartbeats, so that error messages can name missing ranks. None
-            if no watchdog was requested.
+        watchdog: object that sends heartbeats, so that error messages can name missing ranks. The
+            watchdog is None if none was requested.
         worker: thread that runs exchanges in the background. The thread is created when the first
             exchange starts.
         stream: CUDA stream on which exchanges run in the background.
-        timeout_watch: object that watches NCCL collectives. None unless the process group's timeout
-            is longer than the layer's timeout.
+        timeout_watch: object that watches NCCL collectives, or None unless the process group's
+            timeout is longer than the layer's timeout.
         connected: on NCCL, True if all ranks have participated in a collective since the group was
             prepared.
         started: descriptions of the most recent collectives, if collectives may fail after their
@@ -132,8 +132,8 @@ class GroupState:
         abandoned: objects of messages for which no rank waits after an error. The backend may still
             use these objects. Each element is a pair of the time until which the objects are kept
             alive, and the objects.
-        hosts: see `Comm.hosts`. None before its first use, or if the group itself accepts CPU
-            tensors.
+        hosts: see `Comm.hosts`. `hosts` is None before its first use, or if the group itself
+            accepts CPU tensors.
         subgroups: mapping from the ranks of a subgroup to the subgroup, for subgroups that contain
             this rank. Creating a subgroup is collective and requires additional connections.
         groups_made: mapping from each set of ranks to the number of groups created for it. The
@@ -162,8 +162,8 @@ class GroupState:
         """Return the object of class `kind` that another module of this package stores with the
         group.
 
-        The object is created on first use by calling `make` or `kind()`. It is discarded when the
-        topology changes.
+        The object is created on first use by calling `make` or `kind()`. Stored objects are
+        discarded when the topology changes.
         """
         if kind not in self._by_class:
             self._by_class[kind] = (make or kind)()
@@ -233,7 +233,7 @@ class PostedMessages:
     Args:
         state: the state of the group.
         seconds: time for which the messages are kept alive if no code waits for them.
-        wait: function that waits for the messages. It is called with `works` and `messages`.
+        wait: function that is called with `works` and `messages` and waits for the messages.
         works: torch's work objects of the messages.
         messages: the sent and the received messages.
     """

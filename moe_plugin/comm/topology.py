@@ -124,7 +124,8 @@ class Topology:
     def two_steps(self) -> bool:
         """True if collectives in two steps can be faster than a ring.
 
-        This requires several nodes with the same number of ranks, and at least two ranks per node.
+        Two steps require several nodes with the same number of ranks, and at least two ranks per
+        node.
         """
         return self.uniform_nodes and self.why_flat() is None
 
@@ -147,8 +148,8 @@ class Topology:
         return self.node_of[one] == self.node_of[other]
 
     def restrict(self, ranks: Sequence[int]) -> Topology:
-        """Return the topology of the subgroup that consists of `ranks`. Its ranks are numbered as
-        in the subgroup.
+        """Return the topology of the subgroup that consists of `ranks`, in which ranks are numbered
+        as in the subgroup.
         """
         return Topology.from_keys([self.node_of[rank] for rank in ranks], self.nics, self.source)
 

@@ -1,5 +1,5 @@
-"""All-gather, reduce-scatter and all-reduce that send data along the trees of a schedule. They are
-implemented with messages within a group.
+"""All-gather, reduce-scatter and all-reduce that send data along the trees of a schedule, using
+messages within a group.
 
 The data of all ranks is treated as a single vector of elements. Each root's shard is split among
 the trees of this root in proportion to their weights. The part of each tree is then split into C
@@ -10,8 +10,8 @@ the roots. The messages are the same as in an all-gather, in the opposite order.
 
 A rank forwards data that arrived LAG rounds earlier, so its links stay busy while the messages of a
 round are in transit. Let T be the time to send all bytes and alpha the fixed time of a round, both
-in seconds, and let D be the depth of the trees. The collective then takes (C + LAG (D - 1)) (T / C
-+ alpha) seconds. This time is minimal for C = sqrt(LAG (D - 1) T / alpha).
+in seconds, and let D be the depth of the trees. With C chunks, the collective takes (C + LAG (D -
+1)) (T / C + alpha) seconds. The time is minimal for C = sqrt(LAG (D - 1) T / alpha).
 
 All ranks run the same number of rounds. On gloo, a rank posts the receives of later rounds before
 it sends, so a round does not wait until another rank reaches the same round. On other backends,
@@ -80,8 +80,8 @@ def shards_of(length: int, ranks: int) -> list[int]:
 
 
 def round_s(schedule: Schedule) -> float:
-    """Return the fixed time of a round in seconds. This is the cost of the round's slowest message,
-    but at least `ROUND_S`.
+    """Return the fixed time of a round in seconds, which is the cost of the round's slowest
+    message, but at least `ROUND_S`.
     """
     return max(schedule.message_s, ROUND_S)
 

@@ -7,7 +7,7 @@ NCCL collectives that take longer than `comm.timeout_s` and logs their names.
 The host does not wait for NCCL collectives, and NCCL's own watchdog uses only the timeout with
 which a group was created. A group that was created by other code may have a timeout longer than
 `comm.timeout_s`. For these groups, each collective of the layer records an event, and a thread
-checks whether the oldest event has completed. The host does not wait for these events.
+checks whether the oldest event has completed. The host does not wait for the recorded events.
 
 While a graph is captured in the mode `global`, which is torch's default, CUDA forbids the thread's
 checks. Therefore capture graphs with `torch.cuda.graph(..., capture_error_mode="thread_local")`.
@@ -62,7 +62,7 @@ def ends_all_ranks(kind: type[BaseException]) -> Iterator[None]:
 @contextmanager
 def says_why() -> Iterator[None]:
     """If an error occurs on this rank only, stop all ranks and show them this rank's error message.
-    This context manager is used around a whole run.
+    Use `says_why` around a whole run.
 
     Without this context manager, the other ranks would fail with a broken connection. If all ranks
     fail independently, for example because of invalid settings, each rank raises its own error. If
@@ -250,8 +250,8 @@ class TimeoutWatch:
         timeout_s: maximum duration of a collective in seconds, including work that was queued
             before it.
         who: description of the rank and the group, for use in messages.
-        report: function that returns additional information about the peers for messages. The
-            string may be empty.
+        report: function that returns additional information about the peers for messages, or an
+            empty string.
         event: function that records an event on a device's current stream. The event has a
             `query()` method. The function returns None if the host itself waits for collectives on
             the device.
@@ -299,7 +299,7 @@ class TimeoutWatch:
 
     def _late(self) -> list[str]:
         """If the oldest collective exceeded the timeout, return a list with this collective and the
-        collectives queued after it. Otherwise, return an empty list.
+        collectives queued after it. If no collective is late, return an empty list.
         """
         while self._pending and self._pending[0][2].query():
             self._pending.popleft()

@@ -1,10 +1,10 @@
 """The dispatcher `all_gather`. Every rank receives all tokens and computes the rows of its own
 experts.
 
-First, the expert ids are gathered, so that all sizes are known. Then the tokens and gate weights
-are gathered in a single exchange. Finally, a reduce-scatter sums the outputs of all ranks. The
-backward pass runs these exchanges in reverse. The gradients of the summed outputs are gathered. The
-gradients of tokens and gate weights are summed in one reduce-scatter, or in two if their dtypes
+First, the expert ids are gathered, so that all sizes are known. After the ids, the tokens and gate
+weights are gathered in a single exchange. Finally, a reduce-scatter sums the outputs of all ranks.
+The backward pass runs these exchanges in reverse. The gradients of the summed outputs are gathered.
+The gradients of tokens and gate weights are summed in one reduce-scatter, or in two if their dtypes
 differ. The number of bytes sent does not depend on the number of choices per token, k. Compared
 with `all_gather`, an all-to-all sends more bytes if k S > W, and fewer bytes if k S < W, where S is
 the number of shards per expert and W the number of ranks.
@@ -64,7 +64,7 @@ class GatheredPlan(TokenPlan):
 
 @dispatchers.register("all_gather")
 class AllGatherDispatcher(Dispatcher[GatheredPlan]):
-    """A dispatcher that gathers all tokens on every rank and reduce-scatters the results."""
+    """A dispatcher that gathers all tokens on every rank and reduce-scatters the outputs."""
 
     traits = DispatchTraits(single_layout=True)
 

@@ -51,7 +51,7 @@ class Overlap:
     @property
     def pieces(self) -> int:
         """Number of pieces into which rows are divided. Both the forward and the backward pass can
-        combine these pieces into groups of equal size.
+        combine the pieces into groups of equal size.
         """
         return math.lcm(self.forward, self.backward or self.forward)
 
@@ -80,8 +80,8 @@ class DispatchTraits:
             every layout.
         sends_once: True if `dispatch.once` (or `dispatch.bounded_once` for bounded rows) may
             replace the dispatcher. The replacement sends a token's row only once to each rank or
-            node that has at least one of the token's experts. Such a dispatcher must send exact
-            rows and support every layout.
+            node that has at least one of the token's experts. A dispatcher that declares
+            `sends_once` must send only real rows and support every layout.
     """
 
     fixed_slots: bool = False
@@ -105,8 +105,8 @@ class DispatchContext:
             `traits.supports_pieces`.
         limit: limit on the number of rows of the layer. All calls of the layer use the same limit
             object. None unless `traits.bounded`.
-        spill_planner: object that decides which rank computes which rows. Its decision is the same
-            on all ranks. None if every rank computes only its own experts.
+        spill_planner: object that decides which rank computes which rows, or The decision is the
+            same on all ranks. `spill_planner` is None if every rank computes only its own experts.
         configured: traits of the dispatcher that the user configured, if this dispatcher replaces
             it.
         counts_on_device: True if the experts can read their row counts on the device.
@@ -143,14 +143,14 @@ class Dispatcher(ABC, Generic[PlanT]):
     def plan(self, kept: KeptRouting) -> PlanT:
         """Determine all sizes of a call. All ranks agree on these sizes.
 
-        This is the only step in which the host may wait for the device.
+        `plan` is the only method in which the host may wait for the device.
         """
 
     def start_sizes(self, routing: Routing, tokens: bool = False) -> Any:
         """Start to exchange the sizes of a call before `plan` is called.
 
-        This saves time if the router's choices are known early and no choice will be dropped. All
-        ranks must start their exchanges in the same order.
+        Starting early saves time if the router's choices are known early and no choice will be
+        dropped. All ranks must start their exchanges in the same order.
 
         Args:
             routing: routing of the call. The caller must assign the returned object to
@@ -235,8 +235,8 @@ def check_settings(config: DispatchConfig, training: bool = True) -> None:
 
     Args:
         config: the dispatch settings.
-        training: True if the layer may be trained. If True, it is not enough to set a capacity for
-            evaluation only.
+        training: True if the layer may be trained. If `training` is True, it is not enough to set a
+            capacity for evaluation only.
     Raises:
         ValueError: If the dispatcher has fixed slots but no capacity is set, or if a setting of
             bounded rows is used with a dispatcher whose rows are not bounded.

@@ -112,7 +112,7 @@ class Loaded:
         (`kernels.rows`).
 
         Args:
-            starts: the first slot of each piece, followed by the number of slots.
+            starts: first slot of each piece, followed by the total number of slots.
         """
         targets = len(self.hop.targets)
         position_TK = slot_positions(torch.where(self.first_TK, self.target_TK, -1), self.row_TK,
@@ -164,7 +164,7 @@ class ArrivedSlots:
             code_Q: int64 [S * P], the code of each pair.
             weight_Q: [S * P], the gate weight of each pair.
             hop: the exchange.
-            choices: the largest number K of choices that a row may have.
+            choices: maximum number of choices per row, K.
         """
         code_SP = code_Q.view(len(hop.sources), hop.pairs)
         first_SP = (code_SP >= 0) & ((code_SP & 1) > 0)
@@ -206,8 +206,8 @@ class BoundedOncePlan(ExchangePlan):
         hop: first exchange, in which this rank sends its tokens.
         starts: first slot of each piece, followed by the total number of slots.
         slots: maximum number of pairs from one rank to another, P.
-        sound: factor by which all outputs are multiplied. It is 1, or NaN if the rows of any rank
-            exceeded the limit.
+        sound: factor by which all outputs are multiplied, which is 1, or NaN if the rows of any
+            rank exceeded the limit.
     """
 
     pieces: tuple[OncePiece, ...]
@@ -322,12 +322,13 @@ class BoundedOnceDispatcher(ExchangeDispatcher[BoundedOncePlan]):
         """Return the number of rows for this rank's experts, and whether the rows of any rank
         exceeded the limit.
 
-        Both values stay on the device.
+        Both returned tensors stay on the device.
 
         Args:
-            rank_TK: int64 [T, K], the rank of each choice's expert, or -1.
+            rank_TK: int64 [T, K], the rank of each choice's expert, or -1 for choices without an
+                expert.
             loaded: slots of the choices.
-            slots: the bound P.
+            slots: maximum number of pairs from one rank to another, P.
             counts: bool scalar that is True if the routing represents the actual load
                 (`says_load`).
         """

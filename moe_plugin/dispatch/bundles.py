@@ -1,4 +1,4 @@
-"""Encoding and decoding of (expert, weight) pairs. They accompany rows that are sent only once to
+"""Encoding and decoding of (expert, weight) pairs, which accompany rows that are sent only once to
 each target.
 
 A token is sent as one row to each target rank that has at least one of the token's experts. In
@@ -30,11 +30,12 @@ from moe_plugin.records import DeviceCounts, RowCounts, RowPlan
 
 
 def first_of_each(key_TK: Tensor) -> Tensor:
-    """Return a bool tensor [T, K]. An element is True if no earlier choice of the same token has
-    the same key.
+    """Return a bool tensor [T, K]. Element [t, k] is True if no earlier choice of token t has the
+    same key as choice k.
 
     Args:
-        key_TK: int64 [T, K], the key of each choice. The element is False if the key is -1.
+        key_TK: int64 [T, K], the key of each choice. For a key of -1, the returned element is
+            False.
     """
     # sorting needs less memory than comparing all pairs of choices, by a factor of K
     sorted_TK, order_TK = key_TK.sort(dim=1, stable=True)
@@ -73,7 +74,8 @@ class Bundles:
         """Group the choices by target.
 
         Args:
-            target_TK: int64 [T, K], the rank to which each choice is sent next, or -1.
+            target_TK: int64 [T, K], the rank to which each choice is sent next, or -1 if a choice
+                has no target.
             ranks: number of ranks, W.
         """
         order_N, pairs_W = sort_by_expert(target_TK, ranks)
@@ -84,9 +86,9 @@ class Bundles:
         return cls(target_TK, first_TK, order_N, first_N, first_N.cumsum(0) - 1, rows_W, pairs_W)
 
     def sources(self, rows: int) -> Tensor:
-        """Return the choice for which each row is sent, int64 [N] (`kernels.rows`).
+        """Return the choice for which each row is sent, int64 [N] (`kernels.rows`). If several
+        choices of a token have the row's target, it is the first of these choices.
 
-        This is the token's first choice among the choices with the row's target.
 
         Args:
             rows: number of rows, N.
@@ -241,7 +243,7 @@ class Arrived:
         them.
 
         Args:
-            first_shard: the first expert shard of this rank.
+            first_shard: index of the first expert shard on this rank.
             counts: number of rows for each expert shard on this rank.
         """
         order_Q = stable_order(self.shard_Q - first_shard, len(counts))

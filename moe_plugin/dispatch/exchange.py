@@ -171,7 +171,7 @@ def _by_rank(parts: Sequence[Tensor], lengths: Sequence[list[int]]) -> Tensor:
 
 
 def by_piece(rows: Tensor, lengths: Sequence[list[int]]) -> list[Tensor]:
-    """Divide a buffer whose rows are ordered by rank into pieces. This is the inverse of
+    """Divide a buffer whose rows are ordered by rank into pieces, which is the inverse of
     `_by_rank`.
 
     Args:

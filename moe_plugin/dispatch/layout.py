@@ -53,7 +53,7 @@ class LayerLayout:
     """A layout of a layer, with all objects that are needed to call the layer.
 
     Attributes:
-        choice: the choice that describes the layout.
+        choice: `LayoutChoice` that describes the layout.
         dispatcher: dispatcher that sends rows and returns outputs.
         experts: this rank's experts, without any adapters that wrap them.
         strategy: function that computes the experts' rows. If `strategy` is None, the configured
@@ -65,7 +65,7 @@ class LayerLayout:
         first_shard: index of the first expert shard on this rank after parameters have been
             gathered.
         stash: pages that store the rows for the backward pass, or None if autograd stores the rows.
-        label: the label of the choice (`LayoutChoice.label`).
+        label: label of the layout (`LayoutChoice.label`).
         pieces: number of pieces in which rows are sent and computed.
         plain: True if all rows are computed in one piece, without pages, using the stored
             parameters and the configured strategy.
@@ -95,8 +95,9 @@ class LayerLayout:
         """True if `torch.compile` may trace the steps plan, dispatch, experts and combine.
 
         If the host reads row counts or fetches experts, every new load would trigger a
-        recompilation. These layouts are therefore not traced. Under `torch.export`, the steps are
-        always traced, because an exported program must support all loads.
+        recompilation. Layouts in which the host reads row counts or fetches experts are therefore
+        not traced. Under `torch.export`, the steps are always traced, because an exported program
+        must support all loads.
 
         Raises:
             ValueError: If `torch.export` cannot trace this layout.

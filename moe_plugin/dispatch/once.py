@@ -86,8 +86,8 @@ class Agreed:
 
     Attributes:
         first: sizes of the first exchange, in which each rank sends its own tokens.
-        inner: for each piece, sizes of the exchange within the node. The list is empty if rows are
-            not forwarded.
+        inner: for each piece, sizes of the exchange within the node. If rows are not forwarded,
+            `inner` is an empty list.
         counts_PL: for each piece, number of rows of each expert on this rank.
     """
 
@@ -133,8 +133,7 @@ class Forwarding:
 
 @dataclass
 class OncePiece:
-    """A piece of rows that are sent together. It implements the same interface as
-    `dispatch.pieces.Piece`.
+    """A piece of rows that are sent together, with the same interface as `dispatch.pieces.Piece`.
 
     Attributes:
         send: number of rows sent to each rank.
@@ -209,8 +208,8 @@ class OncePlan(ExchangePlan):
 class OnceDispatcher(ExchangeDispatcher[OncePlan]):
     """A dispatcher that sends each token's row only once to each rank.
 
-    This class is not registered under a name. If `dispatch.send` is set, this dispatcher replaces a
-    configured dispatcher that declares `sends_once`.
+    `OnceDispatcher` is not registered under a name. If `dispatch.send` is set, this dispatcher
+    replaces a configured dispatcher that declares `sends_once`.
     """
 
     traits = DispatchTraits(supports_pieces=True, piece_axes=("rows", "peers"), spills=True,

@@ -155,7 +155,8 @@ class Piece:
         recv: number of rows received from each rank.
         counts: number of received rows for each local expert.
         order_R: int64 [R], the position at which each row arrives, for rows in expert-major order.
-            Rows arrive ordered by source rank. None if both orders are equal or if `slots` is set.
+            Rows arrive ordered by source rank. `order_R` is None if both orders are equal or if
+            `slots` is set.
         inverse_R: int64 [R], the inverse permutation of `order_R`.
         slots: number of rows for each (source rank, expert) pair, if the number is the same for all
             pairs (Tutel's flexible layout). None otherwise.
@@ -177,8 +178,8 @@ class Piece:
         Args:
             rows_RD: [R, D], the rows in the order in which they arrived.
             mapped: if True, the experts read rows through an index and write their outputs in the
-                order in which the rows arrived. If False, the rows are copied into expert-major
-                order.
+                order in which the rows arrived. If `mapped` is False, the rows are copied into
+                expert-major order.
         """
         if not mapped or not self.reorders:
             return ExpertRows(self.expert_major(rows_RD), self.counts)
@@ -231,15 +232,15 @@ class Piece:
 
 @dataclass(frozen=True)
 class ExchangePlan(DispatchPlan):
-    """The plan of an exchange. It describes the rows of each token and the pieces in which the rows
-    are sent.
+    """The plan of an exchange. The plan describes the rows of each token and the pieces in which
+    the rows are sent.
 
     Attributes:
         source_N: int64 [N], the choice to which each row belongs (`kernels.rows`). Rows are ordered
             by piece.
         position_TK: int64 [T, K*r], the row of each choice, or -1 if a choice has no row.
-        weights_TK: [T, K*r], the gate weights, which require gradients. None if outputs are
-            multiplied by the gate weights before they are sent back.
+        weights_TK: [T, K*r], the gate weights, which require gradients. `weights_TK` is None if
+            outputs are multiplied by the gate weights before they are sent back.
         pieces: pieces in the order in which they are sent.
         even: True if, in each piece, every rank sends the same number of rows to every rank.
         complete: True if it is known that every choice has a row and that no slot is empty.

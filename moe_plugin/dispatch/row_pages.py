@@ -60,7 +60,7 @@ class PageRing:
         Args:
             number: int64 scalar, the number of pages to remove.
             index_M: int64 [M], the integers from 0 to M - 1. M is an upper limit of `number`.
-            wanted: bool scalar. If False, no page is removed.
+            wanted: bool scalar. If `wanted` is False, no page is removed.
         Returns: The removed pages, int64 [M], padded with -1, and a bool scalar that is True if
         there were enough pages.
         """
@@ -87,8 +87,8 @@ class Pages:
         like: tensor whose dtype and device the pages should have.
 
     Attributes:
-        in_use: int64 scalar on the device, the number of pages in use. This number includes pages
-            that were needed but not available.
+        in_use: int64 scalar on the device, the number of pages in use. Pages that were needed but
+            not available are counted as well.
         most: int64 scalar on the device, the largest value of `in_use` so far.
         lost: int64 scalar on the device, the number of tensors that could not be stored.
     """
@@ -144,9 +144,9 @@ class Pages:
     def drop(self, record_M: Tensor, number: Tensor) -> None:
         """Mark the pages of a record to be freed by the next `write`.
 
-        The garbage collector calls this method. It may run in any thread and with any current
-        stream. The method must therefore not launch a kernel. While a CUDA graph is captured, the
-        pages are freed immediately, because every replay of the graph must free them.
+        The garbage collector calls this method, in any thread and with any current stream. The
+        method must therefore not launch a kernel. While a CUDA graph is captured, the pages are
+        freed immediately, because every replay of the graph must free them.
         """
         if capturing(record_M.device):
             self.free(record_M, number)

@@ -64,8 +64,8 @@ def sort_by_expert(ids_TK: Tensor, experts: int, load_KE: Tensor | None = None,
     Args:
         ids_TK: int64 [T, K], the expert of each choice, or -1 for a choice without an expert.
         experts: number of experts, E.
-        load_KE: int64 [K, E], the load, if it is known (`known_load`). If None, the function counts
-            the load.
+        load_KE: int64 [K, E], the load, if it is known (`known_load`). If `load_KE` is None, the
+            function counts the load.
         complete: True if it is known that every choice has an expert.
     Returns: The indices of the choices, sorted by expert, int64 [T*K], and the number of choices of
         each expert, int64 [E]. Choices without an expert are at the end.
@@ -109,7 +109,8 @@ def exact_rows(ids_TK: Tensor, weights_TK: Tensor, experts: int, load_KE: Tensor
             row.
         weights_TK: [T, K], the gate weights.
         experts: number of experts.
-        load_KE: int64 [K, E], the load, if it is known. If None, the function counts the load.
+        load_KE: int64 [K, E], the load, if it is known. If `load_KE` is None, the function counts
+            the load.
         complete: True if it is known that every choice has an expert.
     """
     order_N, count_E = sort_by_expert(ids_TK, experts, load_KE, complete)
@@ -126,10 +127,10 @@ def device_rows(ids_TK: Tensor, weights_TK: Tensor, experts: int) -> RowPlan:
     on the device.
 
     Args:
-        ids_TK: int64 [T, K], the expert of each choice. The value -1 means that the choice has no
+        ids_TK: int64 [T, K], the expert of each choice. A value of -1 means that the choice has no
             row.
         weights_TK: [T, K], the gate weights.
-        experts: the number of experts.
+        experts: number of experts.
     """
     source_R, position_TK, count_E = sorted_choices(ids_TK, experts)
     return RowPlan(source_R, position_TK, weights_TK, DeviceCounts(count_E, ids_TK.numel()))

@@ -35,15 +35,14 @@ class Limit(ABC):
     exceeded.
 
     Attributes:
-        remedy: error message. It names the limit that was exceeded and explains how to enlarge it.
-            It contains `{needed}`.
-        repeats: True if a step that exceeds the limit is repeated. If False, exceeding the limit
-            raises an error.
-        needed: int64 scalar on the device. It is the size that would have been sufficient for all
-            calls since the last `forget`. The scalar is 0 if the limit was not exceeded. The
-            attribute is None if the limit has not been used yet. Calls without gradients are
-            included. A step or an evaluation should therefore call `forget` at its start and check
-            `needed` at its end.
+        remedy: error message. The message names the limit that was exceeded and explains how to
+            enlarge it. It contains `{needed}`.
+        repeats: True if a step that exceeds the limit is repeated. If `repeats` is False, exceeding
+            the limit raises an error.
+        needed: int64 scalar on the device, the size that would have been sufficient for all calls
+            since the last `forget`. `needed` is 0 if the limit was not exceeded, and None if the
+            limit has not been used yet. Calls without gradients are included. A step or an
+            evaluation should therefore call `forget` at its start and check `needed` at its end.
     """
 
     remedy: ClassVar[str]
@@ -84,8 +83,8 @@ def overflowed(limits: Sequence[Limit], comm: Comm) -> bool:
 
 
 def needed_of(limits: Sequence[Limit], device: torch.device) -> Tensor:
-    """Return a copy of the attribute `needed` of N limits, int64 [N]. The element is 0 for a limit
-    that has not been used yet.
+    """Return a copy of the attribute `needed` of N limits, int64 [N]. For a limit that has not been
+    used yet, the returned element is 0.
     """
     own_N = torch.zeros(len(limits), dtype=torch.int64, device=device)
     for index, limit in enumerate(limits):
@@ -100,8 +99,8 @@ def most_of(limits: Sequence[Limit], needs: Tensor) -> Tensor:
     Args:
         limits: N limits.
         needs: int64 [..., N], the needed size for each limit.
-    Returns: int64 [..., 2 K]. Each class has two maxima: first the maximum over limits that raise
-        an error, and then the maximum over limits that repeat the step.
+    Returns: The maxima, int64 [..., 2 K]. Each class has two maxima: first the maximum over limits
+        that raise an error, and then the maximum over limits that repeat the step.
     """
     places_N = torch.tensor([2 * _kinds().index(type(limit)) + limit.repeats for limit in limits],
                             dtype=torch.int64, device=needs.device)
@@ -110,8 +109,8 @@ def most_of(limits: Sequence[Limit], needs: Tensor) -> Tensor:
 
 
 def settle(limits: Sequence[Limit], needs: Tensor) -> bool:
-    """Enlarge or reset the limits. This is the last part of `overflowed`. The host waits once for
-    the device.
+    """Enlarge or reset the limits as the last part of `overflowed`. The host waits once for the
+    device.
 
     Args:
         limits: limits on this rank.
@@ -119,7 +118,7 @@ def settle(limits: Sequence[Limit], needs: Tensor) -> bool:
             over all ranks. The other elements are the needed sizes for the limits on this rank.
     Returns: Whether the step must be repeated.
     Raises:
-        RowsOverflow: If a limit was exceeded for which steps are not repeated.
+        RowsOverflow: If a limit was exceeded and its steps are not repeated.
     """
     classes = _kinds()
     counts: list[int] = needs.tolist()  # the only wait for the device
@@ -141,24 +140,24 @@ def _kinds() -> list[type[Limit]]:
 class RowsLimit(Limit):
     """The limit on the number of rows that a layer sends from one rank to another.
 
-    The limit is min(T k, T L, ceil(f T k r / W)) rows, but at least 1. In this formula, T is the
-    largest number of tokens on any rank, k the number of choices per token, L the number of experts
-    per rank, f the setting `dispatch.max_rows_factor`, r the number of ranks to which each choice
-    is sent, and W the number of ranks. With f = W / r, no load can exceed the limit. The term T L
-    assumes that no token has the same expert twice (`records.Routing`). If a router does choose the
-    same expert twice for a token, the rows may exceed the limit. This case is detected like any
-    other overflow. If a token's row is sent only once per rank, at most T rows are sent to each
-    rank.
+    The limit is min(T k, T L, ceil(f T k r / W)) rows, but at least 1. In the formula of the limit,
+    T is the largest number of tokens on any rank, k is the number of choices per token, L is the
+    number of experts per rank, f is the setting `dispatch.max_rows_factor`, r is the number of
+    ranks to which each choice is sent, and W is the number of ranks. With f = W / r, no load can
+    exceed the limit. The term T L assumes that no token has the same expert twice
+    (`records.Routing`). If a router does choose the same expert twice for a token, the rows may
+    exceed the limit, which is detected like any other overflow. If a token's row is sent only once
+    per rank, at most T rows are sent to each rank.
 
     Args:
         config: dispatch settings of the layer.
         device: device of the layer's parameters.
 
     Attributes:
-        choices: largest number of choices on any rank, T k. None until the ranks have agreed on the
-            number in the first call with gradients and tokens.
+        choices: largest number of choices on any rank, T k. `choices` is None until the ranks have
+            agreed on the number in the first call with gradients and tokens.
         tokens: largest number of tokens on any rank, T.
-        least: smallest value that the limit may have. It is set after an overflow. Initially 0.
+        least: smallest value that the limit may have, which is set after an overflow. Initially 0.
         stashes: True if the rows needed in the backward pass are stored in pages without padding
             (`dispatch.row_pages`).
         needed: limit that would have been sufficient; see `Limit`. All ranks of the group have the
@@ -186,7 +185,7 @@ class RowsLimit(Limit):
             self.needed = _zero(device)
 
     def slots(self, ids_TK: Tensor, place: Placement) -> tuple[int, int]:
-        """Return the limit on rows and the number of tokens T. Both are equal on all ranks.
+        """Return the limit on rows and the number of tokens T. Both numbers are equal on all ranks.
 
         Unless `dispatch.max_tokens` is set, the first call with gradients and tokens determines T
         with an all-reduce. The host waits for this all-reduce. Earlier calls run the same

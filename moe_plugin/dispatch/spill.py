@@ -2,9 +2,9 @@
 
 The ranks exchange the number of rows that each rank has for each expert. From these loads, all
 ranks compute the same plan for the call (`planner.spill`). A recomputation uses the same routing
-and therefore computes the same plan. All rows are sent in a single exchange, as without spilling.
-This is possible because a rank treats a borrowed expert as an additional local expert, which comes
-after the stored experts.
+and therefore computes the same plan. All rows are sent in a single exchange, as without spilling,
+because a rank treats a borrowed expert as an additional local expert, which comes after the stored
+experts.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ class TokenEntry:
     Args:
         model_dim: width of a token, D.
         sharing: group of ranks that have the same tokens and divide the tokens among themselves
-            (schedule S1). None if each rank has different tokens.
+            (schedule S1), or None if each rank has different tokens.
     """
 
     def __init__(self, model_dim: int, sharing: Comm | None) -> None:
@@ -41,8 +41,8 @@ class TokenEntry:
 
         Args:
             x: [..., D], input of the layer.
-            token_mask: [...] bool, True for real tokens and False for padding. None if all tokens
-                are real.
+            token_mask: bool [...], True for real tokens and False for padding, or None if all
+                tokens are real.
             info: additional information about each token. Optional.
             dtype: dtype that `x` must have outside autocast, or None if any dtype is allowed.
         Raises:

@@ -44,8 +44,7 @@ Wait = Callable[[], object]
 
 
 def done() -> None:
-    """Return immediately. This function is used for operations that do not run in the background.
-    """
+    """Return immediately. Operations that do not run in the background use this function."""
 
 
 def package_why_not(package: str, file: str, name: str, install: str) -> str | None:
@@ -138,9 +137,9 @@ class TokenExchange(ABC):
         Args:
             x_TD: [T, D], contiguous tensor of tokens.
             ids_TK: int64 [T, K], the expert shard of each choice, or -1 for choices without an
-                expert. -1 means no expert.
+                expert.
             weights_TK: float32 [T, K], contiguous tensor of gate weights.
-            experts: the number of expert shards on all ranks.
+            experts: total number of expert shards on all ranks.
         """
 
     @abstractmethod
@@ -194,14 +193,14 @@ def exchange_of(exchange_class: type[TokenExchange], comm: Comm, size: Size) -> 
 
 
 class TokenExchangePlan(DispatchPlan):
-    """The plan of one call. It contains the choices and gate weights of the tokens to send. Unlike
-    in other plans, the row counts are known only after `dispatch`.
+    """The plan of one call, which contains the choices and gate weights of the tokens to send.
+    Unlike in other plans, the row counts are known only after `dispatch`.
 
     Args:
         ids_TK: int64 [T, K*S], the chosen expert shards of this rank's tokens.
         weights_TK: float32 [T, K*S], the gate weights, which require gradients.
         most: largest number of tokens on any rank, or 0 if the package does not need this number.
-            It is 0 if the package does not need this number.
+            `most` is 0 if the package does not need this number.
 
     Attributes:
         arrivals: for each piece, the received tokens. Filled by `dispatch`.
@@ -213,7 +212,7 @@ class TokenExchangePlan(DispatchPlan):
 
     @property
     def rows(self) -> int:  # type: ignore[override]
-        """See `DispatchPlan`. The number is 0 before the rows have arrived."""
+        """See `DispatchPlan`. Before the rows have arrived, the number of rows is 0."""
         return sum(sum(arrival.counts) for arrival in self.arrivals)
 
 

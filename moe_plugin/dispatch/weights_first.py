@@ -2,10 +2,10 @@
 outputs.
 
 The output is `y_t = sum_j E_j(w_tj x_t)` instead of `sum_j w_tj E_j(x_t)`. Each choice is sent as a
-separate token, which has only one expert and has already been multiplied by its gate weight. This
-works with every dispatcher and every layout without changes. Finally, the outputs of each token's
-choices are summed. Dispatchers that send whole tokens (`all_gather`, `index_slice`) then send each
-token K times.
+separate token, which has only one expert and has already been multiplied by its gate weight.
+Multiplying inputs by gate weights works with every dispatcher and every layout without changes.
+Finally, the outputs of each token's choices are summed. Dispatchers that send whole tokens
+(`all_gather`, `index_slice`) then send each token K times.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class WeighedChoices:
         weights_TK: [T, K], the gate weights. They require gradients.
         source_N: int64 [N], the index of the choice that each new token represents, or -1 if the
             choice has no expert.
-        position_TK: int64 [T, K], the index of the new token for choice j of token t. It is t * K +
-            j, or -1 if the choice has no expert.
+        position_TK: int64 [T, K], the index of the new token for choice j of token t, which is t *
+            K + j, or -1 if the choice has no expert.
     """
 
     weights_TK: Tensor

@@ -80,7 +80,7 @@ class WireFormat(Exchange):
 
     @functools.cached_property
     def back(self) -> Exchange:
-        """See `Exchange`. The attribute `back` of the returned object is this object."""
+        """See `Exchange`. The attribute `back` of the returned exchange is this exchange."""
         if self.other == self.name:
             return self
         # stored by hand, because `cached_property` of the new object would create a third one

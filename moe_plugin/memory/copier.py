@@ -45,13 +45,13 @@ class CopyCounters:
 
 @dataclass
 class OnDevice:
-    """Device memory used by a feature that moves data between the device and a tier. Reports show
-    these numbers.
+    """Device memory used by a feature that moves data between the device and a tier. The numbers
+    are shown in reports.
 
     Attributes:
         resident_bytes: maximum number of bytes on the device during the last step, or 0 if unknown.
-        keep, recompute, swap: number of blocks that have this activation policy. 0 for features
-            other than activation policies.
+        keep, recompute, swap: number of blocks that have this activation policy. For features other
+            than activation policies, these numbers are 0.
     """
 
     resident_bytes: int = 0
@@ -175,8 +175,8 @@ class Copier:
     def start_call(self, call: Callable[[], object], nbytes: int) -> Ticket:
         """Start work on the slow tier that is not a copy between tensors, such as reading a file.
 
-        If the device is a GPU, the work runs in the background thread. In this case, the copier's
-        stream is the current stream of the thread.
+        If the device is a GPU, the work runs in the background thread. During the work, the
+        copier's stream is the current stream of the thread.
 
         Args:
             call: the work.
@@ -245,7 +245,7 @@ class Copier:
         return event
 
     def side_stream(self) -> torch.cuda.Stream:
-        """Return the copier's stream. It is created on first use."""
+        """Return the copier's stream, which is created on first use."""
         with self._lock:
             if self._stream is None:
                 self._stream = torch.cuda.Stream(self.device)

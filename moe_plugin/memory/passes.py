@@ -86,7 +86,7 @@ def aligned_buffer(nbytes: int, device: torch.device | str,
 
 
 def give_back_free_memory() -> None:
-    """Return unused memory of the C library to the operating system. This works with glibc only.
+    """On systems with glibc, return unused memory of the C library to the operating system.
 
     Without this call, glibc does not release the memory of freed gradients that lies between small
     allocations still in use.
@@ -112,9 +112,9 @@ class BlockPasses:
 
     Args:
         modules: the blocks.
-        loss: function that returns a scalar. It is called as `loss(output, target)`.
-        randomness: function that returns a context in which a block draws the same random numbers
-            in every pass. It is called as `randomness(micro_batch, block)`.
+        loss: function that returns a scalar and is called as `loss(output, target)`.
+        randomness: function that is called as `randomness(micro_batch, block)` and returns a
+            context in which a block draws the same random numbers in every pass.
     """
 
     def __init__(self, modules: Sequence[nn.Module], loss: Callable[[Tensor, Any], Tensor],

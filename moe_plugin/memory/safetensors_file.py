@@ -44,8 +44,8 @@ class SafetensorsFile:
 
     Args:
         path: path of the file.
-        verify: whether to verify the file's checksum. It is verified only if the file has a
-            checksum and this process has not verified it before.
+        verify: whether to verify the file's checksum. The checksum is verified only if the file has
+            a checksum that this process has not verified before.
 
     Attributes:
         name: name of the file, for use in messages.

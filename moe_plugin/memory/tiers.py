@@ -52,7 +52,7 @@ class TierTensor:
 
     @property
     def in_memory(self) -> Tensor:
-        """The tensor in host memory. This property can be used only if the tensor is stored in host
+        """The tensor in host memory. `in_memory` can be used only if the tensor is stored in host
         memory.
         """
         assert self.tensor is not None
@@ -262,7 +262,7 @@ class DiskTier(Tier):
 
 
 class TierBuffer:
-    """A buffer stored in a tier. It can be replaced in the background.
+    """A buffer that is stored in a tier and can be replaced in the background.
 
     The old buffer is kept until the new buffer is complete.
     """
@@ -320,7 +320,7 @@ class TierBuffer:
 
     def settle(self) -> None:
         """Wait until the copy started by `put_later` is complete. Raises `TierError` if the tier
-        had no space. In this case, the old buffer is still stored.
+        had no space, in which case the old buffer is still stored.
         """
         if self._ticket is None:
             return

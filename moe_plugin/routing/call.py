@@ -103,7 +103,7 @@ def token_info(x_TBD: Tensor, ids_TB: Tensor | None, needs: frozenset[str],
 
     Args:
         x_TBD: tokens [T, B, D], or [B, T, D] if `batch_axis` is 0.
-        ids_TB: int64, the token ids. Their axes are in the same order as the first two axes of
+        ids_TB: int64, the token ids, whose axes are in the same order as the first two axes of
             `x_TBD`. Token ids are required only if the router reads them.
         needs: the attribute `RouterModule.needs` of the router.
         batch_axis: index of the axis of `x_TBD` that enumerates the sequences, 0 or 1.
@@ -126,22 +126,22 @@ class RoutingCall:
         logits_TE: logits with noise, computed by the hook `scores` in float32 or float64.
         ids_TK: int64, the chosen experts before any policy or capacity drops choices. A value of -1
             means that the choice has no expert.
-        mask_T: bool, True for tokens that are not padding. None if all tokens are real.
+        mask_T: bool, True for tokens that are not padding. `mask_T` is None if all tokens are real.
         k: number of experts per token.
         info: additional information about the tokens.
-        noise: standard deviation of the noise in the logits, already divided by E. 0 if there is no
-            noise.
+        noise: standard deviation of the noise in the logits, already divided by E, or 0 if there is
+            no noise.
         score: function that converts logits to scores.
         divides: True if the weights are divided by `max(sum over the choices + added, least)`.
-        one_pass: True if a single kernel computes the choices, weights and sums. If False, the
-            choices, weights and sums are computed in separate steps.
+        one_pass: True if a single kernel computes the choices, weights and sums. If `one_pass` is
+            False, the choices, weights and sums are computed in separate steps.
         reads_z: True if a configured loss needs the logsumexp of the logits.
-        leaves_none: True if every real token has an expert for each of its choices. If False, some
-            choices may be -1.
+        leaves_none: True if every real token has an expert for each of its choices. If
+            `leaves_none` is False, some choices may be -1.
         replays_whole: True if recordings of this router class never contain -1 for a real token,
             for any number of nodes.
-        comm: group of ranks whose tokens form the batch. None if this rank has the whole batch.
-        clean_TE: logits without noise. None if no noise was added to the logits.
+        comm: group of ranks whose tokens form the batch, or None if this rank has the whole batch.
+        clean_TE: logits without noise, or None if no noise was added to the logits.
         deviation_TE: standard deviation of the noise for each logit (noisy_topk).
         outside_TE: bool, True for experts that do not belong to the groups chosen for the token.
         penalty_E: penalty of each expert for the link between this rank and the expert. The mean of
@@ -151,8 +151,8 @@ class RoutingCall:
             including this call.
         priority_T, passthrough_T, chosen_TK: see `moe_plugin.records.Routing`.
         routed: choices, weights and sums over tokens, as returned by `route` or `route_by_steps`.
-            None if the router uses neither function. If the field `z` of `routed` is None, z is
-            computed from `logits_TE`.
+            `routed` is None if the router uses neither of these functions. If the field `z` of
+            `routed` is None, z is computed from `logits_TE`.
     """
 
     logits_TE: Tensor = None  # type: ignore[assignment]  # until hook `scores`
@@ -195,8 +195,7 @@ class RoutingCall:
         `routed`.
 
         Args:
-            chosen_TK: int64, choices to use instead of the k best experts. They must not contain
-                -1. Optional.
+            chosen_TK: int64, choices without -1 to use instead of the k best experts. Optional.
             bias_E: bias that is added to the scores when experts are chosen, but not when weights
                 are computed. Optional.
             groups, take, best: see `moe_plugin.kernels.router.Rule`.
@@ -217,8 +216,8 @@ class RoutingCall:
 
         The weights are the scores. If `divides` is true, the scores are divided by their sum.
 
-        ids_TK: int64, the chosen experts. They may have been returned by `choose`, read from a
-            recording, or chosen by the router itself.
+        ids_TK: int64, the chosen experts, which were returned by `choose`, read from a recording,
+            or chosen by the router itself.
         """
         if self.routed is not None and self.routed.ids_TK is ids_TK:
             self.leaves_none = True
@@ -295,8 +294,8 @@ class RoutingCall:
         """For each expert, `(clean logit - k-th largest noisy logit of the other experts) /
         (deviation of the noise)`.
 
-        None if the deviation of the noise is not learned. If k = E, the margin is infinite, because
-        every expert is always chosen.
+        The margin is None if the deviation of the noise is not learned. If k = E, the margin is
+        infinite, because every expert is always chosen.
         """
         if self.deviation_TE is None:
             return None
@@ -313,14 +312,15 @@ class RoutingCall:
 
     @property
     def unchosen_TE(self) -> Tensor:
-        """Bool tensor [T, E] that is True for the experts that a token did not choose. This
-        property requires that no choice is -1.
+        """Bool tensor [T, E] that is True for the experts that a token did not choose. `ids_TK`
+        must not contain -1.
         """
         return torch.ones_like(self.logits_TE, dtype=torch.bool).scatter_(1, self.ids_TK, False)
 
     @property
     def count(self) -> Tensor | float:
-        """Number of real tokens in the group. It is at least 1, because other code divides by it.
+        """Number of real tokens in the group, but at least 1, because other code divides by this
+        number.
 
         If the host does not know the number, it is a tensor in the dtype of the scores.
         """

@@ -15,9 +15,9 @@ Source: Tutel (`fast_dispatch`).
 Tutel's formula does not guarantee at least one slot. With this formula and f < 1, all choices are
 dropped if a rank has at most E tokens. So few tokens are common during generation.
 
-For example, T = 10, E = 4 and k = 2 result in s = 3. Then f = 1 results in C = 6. f = 1.25 results
-in C = 2 * int(3.75) = 6. f = 0.3 results in C = max(1, 2 * int(0.9)) = 1. If the largest load is 5,
-f = -1 results in C = 5.
+For example, s = 3 for T = 10, E = 4 and k = 2. For these numbers, f = 1 results in C = 6. With f =
+1.25, C = 2 * int(3.75) = 6. With f = 0.3, C = max(1, 2 * int(0.9)) = 1. With f = -1 and a largest
+load of 5, C = 5.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class CapacityLimit:
     Args:
         config: configuration of the layer.
         comm: group of ranks over which the capacity is determined.
-        makes_slots: True if the dispatcher sends slots, including empty slots. If True, all hosts
-            must agree on the number of slots.
+        makes_slots: True if the dispatcher sends slots, including empty slots. If `makes_slots` is
+            True, all hosts must agree on the number of slots.
         own: True if each rank computes the limit from its own tokens; see
             `HostContext.own_capacity`.
 
@@ -93,8 +93,9 @@ class CapacityLimit:
                training: bool) -> int | Tensor | None:
         """Return the number of slots per expert beyond which choices are dropped.
 
-        This limit is usually equal to `made`. It is lower if only the device knows the number of
-        real tokens, or if this rank uses its own limit and has fewer tokens than other ranks.
+        The limit is usually equal to `made`. The limit is lower than `made` if only the device
+        knows the number of real tokens, or if this rank uses its own limit and has fewer tokens
+        than other ranks.
         """
         comm, known = self.comm, asked.size > 1
         if self.own and self.comm.size > 1:
@@ -171,9 +172,10 @@ class _Rule:
 
 def capacity(config: DispatchConfig, routing: Routing, experts: int, comm: Comm,
              training: bool) -> int | None:
-    """Return the number of slots per expert and source rank, or None if no choice is dropped.
+    """Return the number of slots per expert and source rank, which is the same on all ranks, or
+    None if no choice is dropped.
 
-    The number is the same on every rank. In the formulas, T is the largest number of real tokens on
+     In the formulas, T is the largest number of real tokens on
     any rank. On a CPU, a single all-reduce of two integers determines T and, if f <= 0, the largest
     load of any expert. On a GPU, the host does not wait for the device. T therefore includes
     padding on a GPU. The hosts can agree on this number without waiting for the device.
@@ -181,8 +183,8 @@ def capacity(config: DispatchConfig, routing: Routing, experts: int, comm: Comm,
 
     On a GPU, there are two cases for f <= 0. In a group of several ranks, the number of slots
     depends on the load, so the host waits for the load. A single rank uses a number of slots that
-    is large enough for any load. This number is T if f = 0. If f < 0, it is the number of slots for
-    the factor -f.
+    is large enough for any load, which is T if f = 0. If f < 0, a single rank uses the number of
+    slots for the factor -f.
 
     With `equal_tokens`, padding tokens are counted like real tokens, and f > 0 requires no
     communication; see `check_promise`.
@@ -191,9 +193,9 @@ def capacity(config: DispatchConfig, routing: Routing, experts: int, comm: Comm,
         config: settings `dispatch`.
         routing: choices and weights of the tokens on this rank.
         experts: number of experts, E.
-        comm: group of ranks that have different loads.
-        training: True if the layer is in training mode. If False, the settings for evaluation
-            apply.
+        comm: group of ranks over which the capacity is determined.
+        training: True if the layer is in training mode. If `training` is False, the settings for
+            evaluation apply.
     """
     rule = _Rule.of(config, training)
     if rule.factor is None and not rule.fraction:
@@ -217,7 +219,7 @@ def limit_on_device(config: DispatchConfig, routing: Routing, experts: int, comm
     """Return the capacity computed from the number of real tokens, as an int64 scalar tensor on the
     device, or None.
 
-    None means that the number returned by `capacity` is already exact.
+    If the function returns None, the number returned by `capacity` is already exact.
 
     Args:
         config: settings `dispatch`.
@@ -252,7 +254,7 @@ def _on_host(routing: Routing) -> bool:
 
 @dataclass
 class _EqualTokens:
-    """The number of tokens on which the ranks of a group agreed when it was last checked."""
+    """The number of tokens on which the ranks of a group agreed in the last check."""
 
     tokens: int | None = None
 
@@ -287,7 +289,7 @@ def check_promise(ids_TK: Tensor, comm: Comm) -> None:
 def with_equal_tokens(ids_TK: Tensor, comm: str) -> Tensor:
     """Call `check_promise`, and return a copy of `ids_TK` [T, K].
 
-    This function is a torch operation, so that a compiler includes the check in its graph.
+    The function is a torch operation, so that a compiler includes the check in its graph.
 
     Args:
         comm: key that identifies the communication group.
@@ -332,12 +334,12 @@ def drop(routing: Routing, slots_TK: Tensor | None, limit: int | Tensor | None,
 
     Args:
         routing: routing before choices are dropped.
-        slots_TK: int64 [T, K], the slot of each choice; see `slots`. This tensor is not used if
+        slots_TK: int64 [T, K], the slot of each choice; see `slots`. `slots_TK` is not used if
             `limit` is None.
         limit: maximum number of slots per expert and source rank, as an integer or an int64 scalar
-            tensor. None means that there is no limit.
-        normalize_after: True if the remaining weights are divided by `max(sum + added, least)`.
-            This has no effect if each token has only one choice.
+            tensor, or None for no limit.
+        normalize_after: True if the remaining weights of tokens with several choices are divided by
+            `max(sum + added, least)`.
         added: number added to the sum of the weights before the division.
         least: smallest divisor. Defaults to the epsilon of the dtype, as in fairseq. With this
             default, the output of a token is almost 0 if the router assigns almost the whole weight

@@ -117,13 +117,14 @@ class RouterModule(HasFinishStep, nn.Module):
         own_losses: names of the losses that this router can compute but some other routers cannot.
         reads: names of the optional settings in the section `router` that this router reads. Each
             element has the form `name` or `name=value`. Each class must declare the complete list,
-            including the settings read by its base classes. If None, the router may read any
-            setting.
-        fixed_k: number of experts per token, if this number cannot be configured. If None,
-            `router.top_k` sets the number, and each call can override it.
+            including the settings read by its base classes. If `reads` is None, the router may read
+            any setting.
+        fixed_k: number of experts per token, if this number cannot be configured. If `fixed_k` is
+            None, `router.top_k` sets the number of experts per token, and each call can override
+            it.
         any_number: True if a token may have up to E experts, independently of k.
-        reads_top_k: True if `router.top_k` affects the router. It is False for every class that
-            sets `fixed_k`.
+        reads_top_k: True if `router.top_k` affects the router. `reads_top_k` is False for every
+            class that sets `fixed_k`.
         balances: True if the router distributes tokens evenly over the experts without a balance
             loss.
         host: information about the layer from the host framework.
@@ -176,8 +177,8 @@ class RouterModule(HasFinishStep, nn.Module):
 
         The sums include all tokens routed since the last optimizer step. A caller may combine these
         tensors with the tensors of other replicas, so that the routers of all replicas remain
-        equal. Integer tensors must be added, and floating-point tensors must be averaged. The list
-        is empty if the router's update does not use sums.
+        equal. Integer tensors must be added, and floating-point tensors must be averaged. If the
+        router's update does not use sums, the list is empty.
         """
         return []
 
@@ -201,9 +202,9 @@ class TopKSchedule(HasFinishStep, BuffersKeepDtype):
     """The number of experts per token as a function of the optimizer step (`router.top_k_at`).
 
     The state of the schedule is saved with the weights. If the host framework knows the index of
-    the step, it passes the index to `begin_step`. Otherwise, `finish_step` counts the steps. The
-    current number of experts is stored as a Python integer. A call therefore does not read this
-    number from the device, and a layer is compiled once for each number.
+    the step, it passes the index to `begin_step`. Without this index, `finish_step` counts the
+    steps. The current number of experts is stored as a Python integer. A call therefore does not
+    read this number from the device, and a layer is compiled once for each number.
 
     Args:
         first: number of experts per token before the first change.
@@ -212,8 +213,8 @@ class TopKSchedule(HasFinishStep, BuffersKeepDtype):
             which must be below 1.
         device: device of the buffers that are saved with the weights.
     Attributes:
-        k: number of experts per token in the current step. Outside training, it is the number for
-            the next step. It is read from the buffer only if other code has changed the buffer.
+        k: number of experts per token in the current step. Outside training, `k` is the number for
+            the next step. `k` is read from the buffer only if other code has changed the buffer.
         steps: number of completed optimizer steps.
         total: total number of optimizer steps in the run. None if unknown.
     """
@@ -309,12 +310,12 @@ def balances_by_itself(router: nn.Module) -> bool:
 def finish_step(model: nn.Module) -> None:
     """Call the method `finish_step` of all routers and layers of a model.
 
-    This updates biases and temperatures, resets counts, and computes a new placement of expert
-    replicas. The function is collective if the updated state depends on all ranks, for example for
-    sigmoid_bias or for measured speeds. Every rank must call this function exactly once after each
-    optimizer step, and not once per micro-batch. The integrations with host frameworks already call
-    this function. If a custom training loop uses sigmoid_bias, dense_to_sparse, global_batch,
-    `router.selection` or `parallel.spill: standing`, it must call this function.
+    `finish_step` updates biases and temperatures, resets counts, and computes a new placement of
+    expert replicas. The function is collective if the updated state depends on all ranks, for
+    example for sigmoid_bias or for measured speeds. Every rank must call this function exactly once
+    after each optimizer step, and not once per micro-batch. The integrations with host frameworks
+    already call this function. If a custom training loop uses sigmoid_bias, dense_to_sparse,
+    global_batch, `router.selection` or `parallel.spill: standing`, it must call this function.
 
     Raises:
         ValueError: If the model contains neither an MoE layer nor a router.
@@ -349,9 +350,10 @@ def forget_step(model: nn.Module) -> None:
 class RouterSteps(RunFeature):
     """A run feature that updates the routers at the end of each step.
 
-    If the step changed parameters, the feature calls `finish_step`. Otherwise, the feature calls
-    `forget_step`. Without this call, the next step would include the counts of this step. The
-    feature also passes the index of the run's step to the schedules of the routers.
+    If the step changed parameters, the feature calls `finish_step`. If the step changed no
+    parameters, the feature calls `forget_step`. Without `forget_step`, the next step would include
+    the counts of this step. The feature also passes the index of the run's step to the schedules of
+    the routers.
     """
 
     def __init__(self, models: Iterable[nn.Module]) -> None:
@@ -381,13 +383,13 @@ def router_counts(model: nn.Module) -> list[str]:
 
 
 def watch_ddp() -> None:
-    """Exclude the counts of routers from the buffers that DDP synchronizes. This applies to all DDP
-    wrappers that are created afterwards.
+    """Exclude the counts of routers from the buffers synchronized by all DDP wrappers that are
+    created afterwards.
 
     Before each forward pass, DDP overwrites the buffers of every rank with the buffers of rank 0.
-    This would destroy the counts of earlier micro-batches. The routers in a DDP wrapper use the
-    loads of all ranks of the wrapper. The hook runs only when modules are created, so it also works
-    with compiled models.
+    Without this exclusion, DDP would destroy the counts of earlier micro-batches. The routers in a
+    DDP wrapper use the loads of all ranks of the wrapper. The hook runs only when modules are
+    created, so it also works with compiled models.
     """
     if not _watched:
         _watched.append(register_module_module_registration_hook(_keep_counts))

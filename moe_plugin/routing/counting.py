@@ -23,7 +23,7 @@ _first: ContextVar[bool] = ContextVar("moe_plugin_first_pass", default=False)
 def counts(training: bool) -> bool:
     """Return whether a pass of a layer is counted in statistics and in the updates after each step.
 
-    In training mode, a pass with gradients is counted once. Its recomputation is not counted. A
+    In training mode, a pass with gradients is counted once, and its recomputation is not counted. A
     pass without gradients is counted only if it will be recomputed with gradients.
     """
     if not training or inside_backward():
@@ -42,7 +42,7 @@ def add_counts(sums: Tensor, added: Callable[[], Tensor], training: bool,
 
     Args:
         sums: tensor that is changed in place.
-        added: function that returns the tensor to add. It is called only if this tensor may be
+        added: function that returns the tensor to add and is called only if this tensor may be
             needed.
         training: True if the layer is in training mode.
         refusal: optional. If it is passed, a recomputation raises a `RuntimeError` with this

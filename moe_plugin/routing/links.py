@@ -22,8 +22,8 @@ def target_shares(beta_WW: Tensor) -> Tensor:
     """Return the fractions `c_ij` of rank i's tokens that should be sent to rank j, float64 [W, W].
 
     Each row and each column sums to 1. The matrix `(1 / beta_ij) / sum_j (1 / beta_ij)` is returned
-    if its columns have equal sums. In this case, it is the optimum of TA-MoE's linear program.
-    Otherwise, the slowest link needs at most 1 % more time than at the optimum; see
+    if its columns have equal sums, because it is then the optimum of TA-MoE's linear program. If
+    the sums differ, the slowest link needs at most 1 % more time than at the optimum; see
     `planner.link_shares`.
 
     Args:
@@ -49,8 +49,8 @@ def expert_shares(beta_WW: Tensor, rank: int, experts: int, shards: int | None =
         beta_WW: see `target_shares`.
         rank: index of the rank that chooses the experts.
         experts: number of experts, E.
-        shards: number of ranks over which each expert is split. The fractions of these ranks are
-            added. Defaults to max(W / E, 1).
+        shards: number of ranks over which each expert is split. The fractions of all ranks that
+            share an expert are added. Defaults to max(W / E, 1).
     """
     row_W = target_shares(beta_WW)[rank]
     run_G = row_W.view(-1, shards or max(1, row_W.numel() // experts)).sum(1)

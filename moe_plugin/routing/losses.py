@@ -2,9 +2,9 @@
 returns a float32 scalar that is not yet multiplied by its weight.
 
 If the ranks of a group share the tokens of a batch (`RoutingCall.comm`), each rank computes its
-part of the group's loss. The loss of the group is the sum of these parts. In this case, loads and
-counts include the tokens of the whole group, but the importance includes only the tokens of this
-rank.
+part of the group's loss, and the loss of the group is the sum of these parts. If ranks share the
+tokens of a batch, loads and counts include the tokens of the whole group, but the importance
+includes only the tokens of this rank.
 
 Notation: S is the number of real tokens on this rank, E the number of experts, k the number of
 choices per token, p(s, e) the scores after softmax (including any noise), n_e the number of tokens
@@ -47,7 +47,7 @@ def declares(*, balances: bool = True, needs: frozenset[str] = frozenset()) -> C
 def gshard(x: RoutingCall) -> Tensor:
     """GShard's balance loss for first choices, `sum_e (sum_s p(s,e)) * (n_e * E / S) / S`.
 
-    Only the first choice of each token is counted. The loss is exactly 1 for a uniform router whose
+    Only the first choice of each token is counted. `gshard` is exactly 1 for a uniform router whose
     first choices are distributed evenly. No router whose scores are proportional to its load has a
     smaller loss. Source: GShard (Lepikhin et al., 2020), algorithm 1, as implemented in Tutel and
     fairseq.
@@ -62,7 +62,7 @@ def switch(x: RoutingCall) -> Tensor:
     `E / (S sum_e N_e) * sum_e (sum_s p(s,e)) * N_e`.
 
     With k choices per token, the factor before the sum is `E / (k S^2)`. For k = 1, this loss
-    equals `gshard`. The loss is exactly 1 for a uniform router. Source: Switch Transformer (Fedus
+    equals `gshard`. `switch` is exactly 1 for a uniform router. Source: Switch Transformer (Fedus
     et al., 2021), equation 4. As in Megatron-core's `aux_loss`, N_e includes all choices.
     """
     return _switch(x, x.load_E())
@@ -83,7 +83,7 @@ def sequence(x: RoutingCall) -> Tensor:
 
     For sequence q, P_qe is the sum of the scores of expert e, N_qe is the number of choices of
     expert e, S_q is the number of real tokens, and N_q = sum_e N_qe. All sequences have the same
-    weight. The loss is 1 for a uniform router. If all micro-batches contain the same number of
+    weight. `sequence` is 1 for a uniform router. If all micro-batches contain the same number of
     whole sequences, the loss does not depend on how the sequences are distributed over
     micro-batches.
     Source: DeepSeek-V2 (2024), section 2.2.3.
@@ -132,8 +132,8 @@ def ta_moe(x: RoutingCall) -> Tensor:
     The penalties are `q_ie = blend * Norm(1 / c_ie) + (1 - blend)`. Here c_ie is the topology-aware
     fraction of tokens for expert e (`links.target_shares`), and Norm scales its argument to a mean
     of 1. Experts that are reached over slow links increase the loss more. If all links are equal or
-    if blend = 0, the loss is equal to `switch`. A uniform router gives
-    1. Source: TA-MoE (Chen et al., 2022), section 4.2.
+    if blend = 0, the loss is equal to `switch`. `ta_moe` is 1 for a uniform router. Source: TA-MoE
+    (Chen et al., 2022), section 4.2.
     """
     return _switch(x, x.load_E(),
                    1.0 if x.penalty_E is None else x.penalty_E.to(x.logits_TE.dtype))
@@ -181,9 +181,10 @@ def load_importance(x: RoutingCall) -> Tensor:
 def tutel_load_importance(x: RoutingCall) -> Tensor:
     """Tutel's `load_importance_loss`, for models that have been trained with this loss.
 
-    The loss differs from `load_importance` in two ways. First, `importance_e = sum_s q(s,e)` uses
-    the scores without noise. Second, thr_s is the noisy logit of token s's k-th choice instead of
-    its noisy score. Scores, which do not exceed 1, are therefore compared with logits. As a result,
+    `tutel_load_importance` differs from `load_importance` in two ways. First,
+    `importance_e = sum_s q(s,e)` uses the scores without noise. Second, thr_s is the noisy logit of
+    token s's k-th choice instead of its noisy score. Scores, which do not exceed 1, are therefore
+    compared with logits. As a result,
     tokens with large logits are not counted in the load of any expert. Source: Tutel,
     `impls/losses.py` and `impls/moe_layer.py`.
     """
@@ -198,7 +199,7 @@ def importance(x: RoutingCall) -> Tensor:
     """The loss `CV^2(sum_s p(s, e))` over experts, where CV^2 is the unbiased variance divided by
     the squared mean.
 
-    The loss is 0 for a uniform router. Source: Shazeer et al., 2017, equation 6.
+    `importance` is 0 for a uniform router. Source: Shazeer et al., 2017, equation 6.
     """
     return _squared_cv(x.importance_E()) * x.share()
 

@@ -174,7 +174,7 @@ class _Hook:
         self.masks.begin(self, real)
 
     def ends(self, module: nn.Module, args: Any, output: Any) -> None:
-        """End the module's pass. This method is also called after an error."""
+        """End the module's pass. `ends` is also called after an error."""
         self.masks.end(self)
 
     def _value(self, args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Any:
@@ -209,8 +209,8 @@ def attended(value: Any, length: int | None, fixed_cache: bool = False) -> Tenso
             that are added to the attention scores. A dictionary maps kinds of layers to masks of
             these forms. A token is real if it may attend to its own position.
         length: number of tokens per sequence, S. Defaults to the length of the mask.
-        fixed_cache: True if K includes unused positions of a cache. In this case, a token is real
-            if it may attend to at least one position.
+        fixed_cache: True if K includes unused positions of a cache. With a cache of fixed size, a
+            token is real if it may attend to at least one position.
     Returns: The mask, or None if the attention mask does not describe individual tokens.
     """
     if isinstance(value, Mapping):

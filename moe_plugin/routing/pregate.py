@@ -45,9 +45,9 @@ class PendingRouting:
 
     Attributes:
         routing: routing decision, detached from the graph.
-        gradients: gradients of the tensors in `_values(routing)`. They are set by the backward pass
-            of the block that used the decision, and read by the backward pass of the block that
-            made the decision. None if there are no gradients.
+        gradients: gradients of the tensors in `_values(routing)`. The gradients are set by the
+            backward pass of the block that used the decision, and read by the backward pass of the
+            block that made the decision. `gradients` is None if there are no gradients.
     """
 
     routing: Routing | None = None
@@ -68,8 +68,7 @@ class RoutingMailbox:
         self._waiting: dict[bool, PendingRouting] = {}
 
     def put(self, pending: PendingRouting, tokens: int) -> None:
-        """Store a decision. Store a decision. This method is called by the block that made the
-        decision.
+        """Store a decision. Store a decision. The block that made the decision calls this method.
         """
         self._waiting[tokens > 0] = pending
 
@@ -105,8 +104,8 @@ class RoutingMailbox:
 class _Decided:
     """A routing decision that a block has made for the next block.
 
-    values: tensors of the decision that require gradients. These tensors are part of the block's
-        autograd graph.
+    values: tensors of the decision that require gradients and are part of the block's autograd
+        graph.
     """
 
     routing: Routing
@@ -147,11 +146,11 @@ class NextBlockRouting:
 
     Attributes:
         layer: layer whose method `route` this object replaces.
-        following: the next block in the model. Its `router` is the pre-gate, or predicts the
-            routing. None for the last block.
+        following: the next block in the model. The `router` of the next block is the pre-gate, or
+            predicts the routing. `following` is None for the last block.
         inbox: mailbox for decisions of the previous block, or None if the layer's own gate decides.
-        outbox: mailbox for decisions for the next block. None if this block does not decide for the
-            next block.
+        outbox: mailbox for decisions for the next block, or None if this block does not decide for
+            the next block.
     """
 
     def __init__(self, layer: LinkableLayer, following: LinkableLayer | None,
@@ -291,7 +290,7 @@ def link(model: nn.Module) -> int:
     process has several pipeline stages, call this function for each stack or stage. If no layer
     uses one of the two settings, the model is not changed.
 
-    Returns: The number of layers that have a pre-gate. This is the number of linked layers minus
+    Returns: The number of layers that have a pre-gate, which is the number of linked layers minus
     one.
     Raises:
         ValueError: If some layers set `router.pre_gate` and others do not, or if neighboring layers
@@ -341,7 +340,8 @@ def _check_widths(layers: Sequence[LinkableLayer]) -> None:
 
 
 def has_own_gate(layer: LinkableLayer) -> bool:
-    """Return whether a layer chooses its own experts. Otherwise, the previous block chooses them.
+    """Return whether a layer chooses its own experts. If a layer does not choose its own experts,
+    the previous block chooses them.
     """
     return layer.link is None or layer.link.inbox is None
 

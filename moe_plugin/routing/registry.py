@@ -197,7 +197,7 @@ def build_router(config: MoEConfig, comm: Comm | None = None, *, host: HostConte
 
 def layer_router(config: MoEConfig, comm: Comm, router: nn.Module | None, host: HostContext,
                  **where: Any) -> nn.Module:
-    """Return the router of a layer. This is the argument `router`, or the configured router if the
+    """Return the router of a layer, which is the argument `router`, or the configured router if the
     argument is None.
 
     If the router is not part of this package, the routings it returns are checked in each call

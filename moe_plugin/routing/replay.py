@@ -3,9 +3,9 @@ the same routing.
 
 With activation checkpointing, a layer runs twice: once in the forward pass, and again during the
 backward pass. If the second pass sent a token to a different expert, for example because of noise
-or rounding, shapes and gradients would be wrong. They would also be wrong if the second pass read a
-count that other passes have changed in the meantime. The second pass therefore reuses the choices
-of the first pass.
+or rounding, shapes and gradients would be wrong. Shapes and gradients would also be wrong if the
+second pass read a count that other passes have changed in the meantime. The second pass therefore
+reuses the choices of the first pass.
 
 Each recording belongs to one call of a checkpoint. The recording is stored on an object that torch
 keeps for this call from the first pass until the recomputation. For a reentrant checkpoint (of
@@ -166,7 +166,7 @@ def enclosing() -> tuple[Any, list[Any]]:
 def runs_once(training: bool) -> bool:
     """Return whether this pass has gradients and no hook replaces the tensors saved by autograd.
 
-    A pass of this kind is never recomputed, so its choices are not recorded. This function does not
+    A pass of this kind is never recomputed, so its choices are not recorded. `runs_once` does not
     inspect the call stack.
     """
     if _active.get() is not None:
@@ -182,11 +182,11 @@ def replayed(owner: object, choose: Callable[[], T], training: bool, *, what: st
     Args:
         owner: object that makes the choice, such as a router or a layout tuner.
         choose: function that returns the value.
-        training: True if the layer is in training mode. If False, the value is recorded and
-            replayed only by tapes.
+        training: True if the layer is in training mode. If `training` is False, the value is
+            recorded and replayed only by tapes.
         what: label of the value. A recorded value is returned only for the same owner and the same
             label.
-        shape: expected shape of the recorded value. If None, the shape is not checked.
+        shape: expected shape of the recorded value. If `shape` is None, the shape is not checked.
         values: False if the value must not be recorded on tapes, because it is used only by a pass
             and its recomputation.
     Raises:
@@ -331,9 +331,9 @@ def replay_routing(tape: _Tape) -> AbstractContextManager[_Tape]:
     Raises:
         ValueError: If the calls or the shapes differ from the recording. In training mode, some
             routers record additional values: gshard, noisy_topk, dense_to_sparse, any router with
-            `second_expert_policy: random`, and any router with the loss `global_batch`. These
-            routers must be replayed in the mode (training or evaluation) in which they were
-            recorded.
+            `second_expert_policy: random`, and any router with the loss `global_batch`. Routers
+            that record additional values must be replayed in the mode (training or evaluation) in
+            which they were recorded.
     """
     return _Use(tape, 0)
 
@@ -360,8 +360,8 @@ def routing_replay() -> tuple[AbstractContextManager[None], AbstractContextManag
 def replaying() -> bool:
     """Return whether the current pass recomputes a call that had gradients in its first pass.
 
-    This is possible only with a non-reentrant checkpoint. Code that counts passes must not count
-    this pass again.
+    A recomputed call can have had gradients in its first pass only with a non-reentrant checkpoint.
+    Code that counts passes must not count this pass again.
     """
     if torch.compiler.is_compiling() or not inside_backward():
         return False

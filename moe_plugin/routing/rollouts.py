@@ -145,8 +145,8 @@ def padded(samples: Sequence[Tensor], length: int, starts: Sequence[int] | None 
 def packed(samples: Sequence[Tensor], lengths: Sequence[int]) -> Tensor:
     """Concatenate samples to a single sequence, int64 [1, S, L, K].
 
-    lengths: number of tokens of each sample in the batch. The number includes padding and the last
-        token, for which the inference engine has no choice.
+    lengths: number of tokens of each sample in the batch. The number of tokens includes padding and
+        the last token, for which the inference engine has no choice.
     """
     return torch.cat([padded([sample], length)
                       for sample, length in zip(samples, lengths, strict=True)], 1)
@@ -210,9 +210,8 @@ def replay_rollouts(model: nn.Module, ids_TLK: Tensor,
         ids_TLK: tensor returned by `tokens_of_rank`, on any device. Each forward pass of a layer
             must process exactly these T tokens.
         layers: for each layer of the model, the index of its recording among the L recorded layers.
-            By default, all recorded layers are used in order. This argument is needed if an
-            inference engine also counts layers without experts, or if a pipeline stage contains
-            only some layers.
+            By default, all recorded layers are used in order. Pass `layers` if an inference engine
+            also counts layers without experts, or if a pipeline stage contains only some layers.
     Raises:
         ValueError: If the layers, experts, tokens or top_k do not match `ids_TLK`.
     """

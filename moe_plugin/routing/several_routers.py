@@ -91,7 +91,7 @@ def drawn(call: SelectionCall) -> int:
     """Draw a router at random, with equal probabilities, once every `every` optimizer steps. The
     drawn router depends only on the seed, the step and the layer.
 
-    Outside training the router with the index `outside_training` is selected.
+    In evaluation, the router with index `outside_training` is selected.
     """
     if not call.training:
         return call.settings.outside_training
@@ -104,13 +104,14 @@ def drawn(call: SelectionCall) -> int:
 class RouterSelector(BuffersKeepDtype, RouterModule):
     """A module that contains several routers and selects one of them for each call.
 
-    If `TokenInfo.router_index` is set, it selects the router. Otherwise, the rule in
-    `router.selection` selects it. All micro-batches of an optimizer step use the same router. A
-    recomputation uses the router of its first pass. The selection depends only on the settings, the
-    index of the layer and the number of completed steps (`finish_step`), which are equal on all
-    ranks. The number of completed steps is saved with the weights, so that a resumed run continues
-    the sequence. Parameters of routers that were not selected receive a zero gradient. Otherwise,
-    data-parallel wrappers that expect a gradient for every parameter would hang.
+    If `TokenInfo.router_index` is set, it selects the router. If `TokenInfo.router_index` is not
+    set, the rule in `router.selection` selects the router. All micro-batches of an optimizer step
+    use the same router. A recomputation uses the router of its first pass. The selection depends
+    only on the settings, the index of the layer and the number of completed steps (`finish_step`),
+    which are equal on all ranks. The number of completed steps is saved with the weights, so that a
+    resumed run continues the sequence. Parameters of routers that were not selected receive a zero
+    gradient. Without these gradients, data-parallel wrappers that expect a gradient for every
+    parameter would hang.
 
     Args:
         routers: routers in the order of their names in `router.name`.
@@ -122,8 +123,8 @@ class RouterSelector(BuffersKeepDtype, RouterModule):
             information.
         device: device of the buffer that contains the number of steps.
     Attributes:
-        layer: index of this MoE layer among the MoE layers of its model, from 0. None if unknown.
-            See `number_layers`.
+        layer: index of this layer among the MoE layers of its model, counted from 0. None if
+            unknown. See `number_layers`.
         steps: number of completed optimizer steps.
     Raises:
         ValueError: If the rule is unknown, or if the settings differ between ranks.

@@ -71,7 +71,8 @@ def _even(comm: Comm, topology: Topology, x: Tensor) -> Tensor:
     """Exchange pieces of equal length. All nodes must have the same number of ranks, and the ranks
     must be numbered node by node.
 
-    In this case, a leader needs only two strided copies and no lists of piece lengths.
+    If pieces have equal length, a leader needs only two strided copies and no lists of piece
+    lengths.
     """
     piece_lengths(x.shape[0], comm.size, None, "all_to_all send")
     node, out = topology.peers(comm.rank), torch.empty_like(x)

@@ -3,11 +3,11 @@
 Data is exchanged first within each node, and then between the ranks with the same local rank.
 Consider n ranks, m ranks per node and S bytes per rank. In phase 1, local rank l collects all data
 that its node sends to local rank l of any node, using messages of S/m bytes within the node. In
-phase 2, each of these collections is sent to its destination node. This takes n/m - 1 messages of
-S*m/n bytes instead of n - m messages of S/n bytes. These message counts and sizes assume that all
-nodes have the same number of ranks. If nodes differ in their number of ranks, rows for local rank j
-of another node are sent through local rank j mod m of this node. Each rank therefore still sends at
-most one message to each destination rank for which it collects rows.
+phase 2, each of these collections is sent to its destination node. Phase 2 takes n/m - 1 messages
+of S*m/n bytes instead of n - m messages of S/n bytes. The message counts and sizes of both phases
+assume that all nodes have the same number of ranks. If nodes differ in their number of ranks, rows
+for local rank j of another node are sent through local rank j mod m of this node. Each rank
+therefore still sends at most one message to each destination rank for which it collects rows.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ def linear(comm: Comm, x: Tensor, send: Sequence[int] | None = None,
     On gloo, point-to-point messages are used, and all receives are posted first.
 
     In gloo's own all-to-all, the ready signal of a peer is queued behind bulk data, which is slow
-    if pieces differ in length. Posting all receives first avoids this problem. Point-to-point
-    messages also support any dtype, and their error messages can name the peer. NCCL's own
-    all-to-all is already a single grouped call.
+    if pieces differ in length. Posting all receives first avoids waiting behind bulk data.
+    Point-to-point messages also support any dtype, and their error messages can name the peer.
+    NCCL's own all-to-all is already a single grouped call.
     """
     return receive_first(comm, x, send, recv) if comm.receive_first else comm.all_to_all(
         x, send, recv)
@@ -97,7 +97,7 @@ def _even(comm: Comm, topology: Topology, x: Tensor) -> Tensor:
     """Exchange pieces of equal length. All nodes must have the same number of ranks, and the ranks
     must be numbered node by node.
 
-    In this case, a rank needs only two strided copies and no lists of piece lengths.
+    If pieces have equal length, a rank needs only two strided copies and no lists of piece lengths.
     """
     piece_lengths(x.shape[0], comm.size, None, "all_to_all send")
     node = topology.peers(comm.rank)

@@ -1,11 +1,11 @@
 """Automatic choice of an activation policy for each block, given a memory limit. The choice is
 based on measurements during training.
 
-In the first step, all blocks are swapped. This step measures the activation bytes of each block and
-the bandwidth of the tier. In the next steps, all blocks are recomputed. The first of these steps is
-a warm-up. The others measure the time of each block, until the times of two steps agree. The
-measuring steps need much less memory than any limit for which a plan exists. The outputs and
-gradients of the measuring steps are bitwise equal to those with any other policy. Finally, the
+In the first step, all blocks are swapped. The first step measures the activation bytes of each
+block and the bandwidth of the tier. In the next steps, all blocks are recomputed. The first of
+these steps is a warm-up. The others measure the time of each block, until the times of two steps
+agree. The measuring steps need much less memory than any limit for which a plan exists. The outputs
+and gradients of the measuring steps are bitwise equal to those with any other policy. Finally, the
 planner (`moe_plugin.planner.offload.activation_plan`) chooses a policy for each block. Afterwards,
 a step is measured again from time to time. If this step is much faster, the machine was busy during
 the first measurements, so all measurements are repeated.
@@ -181,7 +181,7 @@ class AutoActivations(Activations):
     Attributes:
         limit: memory limit for activations, in bytes.
         profile: measurements of all blocks, or None before the measurements are complete.
-        decision: the planner's decision. None before planning, or if no plan fits in the limit.
+        decision: the planner's decision, or None before planning or if no plan fits in the limit.
         planned: True if all measurements are complete.
     """
 

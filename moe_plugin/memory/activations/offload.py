@@ -8,7 +8,7 @@ Outputs and gradients are bitwise equal under all three policies.
 
     activations = manage(model.blocks, ["swap", "recompute", "keep"])
 
-The function `manage` is defined in `moe_plugin.memory.activations.auto`. It can also choose
+The function `manage` is defined in `moe_plugin.memory.activations.auto`. `manage` can also choose
 policies automatically for a memory limit.
 """
 
@@ -45,7 +45,7 @@ Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManage
 
 @dataclass(frozen=True)
 class Order:
-    """The schedule of copies. It determines when copies start, and when computation waits for
+    """The schedule of copies, which determines when copies start and when computation waits for
     copies.
 
     Attributes:
@@ -196,8 +196,9 @@ class Activations(RunFeature):
 
     Attributes:
         ledger: counter for the bytes of activations on the device. For blocks with the policies
-            keep and recompute, the bytes are known only after `sizes` has been measured. In this
-            case, the measured bytes are scaled by the size of the block's input.
+            keep and recompute, the bytes are known only after `sizes` has been measured. The bytes
+            of these blocks are obtained by scaling the measured bytes by the size of the block's
+            input.
         order: schedule of the copies between the device and the tier.
         sizes: mapping from the index of a block to its measured sizes.
         tell: function that is called when a pass begins or ends. See `Probe`.

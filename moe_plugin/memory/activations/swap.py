@@ -2,10 +2,11 @@
 memory tier.
 
 The tensors that autograd saves are intercepted with torch's saved-tensor hooks. Entire storages are
-copied instead of individual tensors. All views of a storage are therefore moved together. They are
+copied instead of individual tensors. All views of a storage are therefore moved together. Views are
 restored with their original strides and alignment, so gradients are bitwise equal. The copy of a
 tensor to the tier starts when autograd saves the tensor. The copy back to the device is usually
-started early by `fetch`. Otherwise, the copy back starts when the backward pass needs the tensor.
+started early by `fetch`. Without `fetch`, the copy back starts when the backward pass needs the
+tensor.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class SwapError(RuntimeError):
 
 
 class Ledger:
-    """A thread-safe counter of the activation bytes on the device. It records the current number
+    """A thread-safe counter of the activation bytes on the device, which records the current number
     and the peak.
     """
 

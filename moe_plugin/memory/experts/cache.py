@@ -151,7 +151,7 @@ class CacheSpec:
         limit: maximum total size of all slots in bytes. If 0, the cache has twice as many slots as
             the largest number of experts used by one call.
         policy: name under which the cache policy is registered.
-        throttle: maximum bandwidth of the tier in bytes per second. None means no limit.
+        throttle: maximum bandwidth of the tier in bytes per second, or None for no limit.
         rank: index of this rank in the expert-parallel group.
     """
 
@@ -207,8 +207,7 @@ class ExpertCache:
         self.experts -= experts
 
     def room(self, experts: int) -> int:
-        """Return how many experts of a call can be in slots at the same time. The number is at
-        least 1.
+        """Return how many experts of a call can be in slots at the same time, which is at least 1.
 
         Raises:
             ValueError: If other calls use all slots.
@@ -229,11 +228,10 @@ class ExpertCache:
 
         Args:
             layer: number of the layer.
-            experts: distinct indices of experts. The list may contain at most `room` experts.
-            fetch: function that starts to fill slots. Its argument is a list of pairs. Each pair
-                consists of an expert and the slices of all buffers that belong to the expert's
-                slot.
-            counters: cache statistics of the layer. This method updates the statistics.
+            experts: distinct indices of experts. `experts` may contain at most `room` experts.
+            fetch: function that starts to fill slots, given a list of pairs. Each pair consists of
+                an expert and the slices of all buffers that belong to the expert's slot.
+            counters: cache statistics of the layer, which this method updates.
         """
         keys = [(layer, expert) for expert in experts]
         with self._lock:

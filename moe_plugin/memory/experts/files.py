@@ -70,8 +70,8 @@ class ExpertFile:
 
         Pages are read from the file on first use. Writing to the tensors changes the file. If
         another process truncated a mapped file, a process that accesses a page beyond the new end
-        of the file would be killed. This cannot happen with an unnamed file, because other
-        processes cannot open it.
+        of the file would be killed. Other processes cannot truncate an unnamed file, because they
+        cannot open it.
 
         Raises:
             TierError: If the file is shorter than the data written to it.

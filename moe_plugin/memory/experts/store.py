@@ -98,9 +98,8 @@ class HostWeights:
 
     @property
     def version(self) -> object:
-        """An object that changes whenever a parameter changes.
-
-        It is computed from the version counters and memory addresses of all parameters.
+        """An object that changes whenever a parameter changes, computed from the version counters
+        and memory addresses of all parameters.
         """
         return [(value._version, value.data_ptr()) for value in self.parameters.values()
                 if value is not None]
@@ -114,8 +113,8 @@ class FileWeights:
         file: existing file, or file created by `own_file`.
         new_file: function that creates an unnamed file. By default, the file has the dtype of the
             layer.
-        draw: function that writes the initial parameters of an expert to `targets`. It is called as
-            `draw(expert, targets)`.
+        draw: function that writes the initial parameters of an expert to `targets`. `draw` is
+            called as `draw(expert, targets)`.
     """
 
     def __init__(self, file: ExpertFile, new_file: Callable[..., ExpertFile],
@@ -125,7 +124,7 @@ class FileWeights:
         self._fills, self._read = 0, False
 
     def fetch(self, copier: Copier, parts: Parts) -> Ticket:
-        """Start copying experts into slots of the cache."""
+        """Start to copy experts into slots of the cache."""
         # the current file, even if it is replaced before the copy runs
         parts, file, written = list(parts), self.file, self.written
         self._read = True
@@ -159,7 +158,7 @@ class FileWeights:
             read: mapping from the name of a parameter to a function that returns the parameter for
                 one expert.
         Raises:
-            TierError: If the disk is full. In this case, the previous parameters remain.
+            TierError: If the disk is full, in which case the previous parameters remain.
         """
         # running copies may still write initial values to a file that was read
         unused = self.file.writable and not self.written and not self._read

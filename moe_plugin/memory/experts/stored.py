@@ -41,7 +41,7 @@ class StoredExperts(Experts):
     """Feed-forward experts of any kind whose parameters are stored outside the device.
 
     Only the experts that are currently computed have a copy of their parameters on the device.
-    Experts in host memory are ordinary parameters. They stay in host memory when the layer is moved
+    Experts in host memory are ordinary parameters, and stay in host memory when the layer is moved
     to a device. Experts in a file are not registered as parameters. For these experts, `state_dict`
     returns tensors that are mapped from the file. If other processes can change the file, the
     tensors are mapped from a copy. When a state dict is loaded, the experts are written to the file
@@ -78,7 +78,8 @@ class StoredExperts(Experts):
 
     @property
     def template(self) -> FFNExperts:
-        """Experts of the configured kind. They are called with the parameters that they should use.
+        """Experts of the configured kind, which are called with the parameters that they should
+        use.
         """
         return self._template[0]
 
@@ -88,7 +89,7 @@ class StoredExperts(Experts):
 
     @property
     def anchor(self) -> Tensor:
-        """See `Experts`. An empty tensor on the device. It connects exchanges to the autograd
+        """See `Experts`. An empty tensor on the device that connects exchanges to the autograd
         graph. The tensor requires gradients if the experts are trained.
         """
         return self._probe.requires_grad_(any(p.requires_grad for p in self.parameters()))

@@ -30,7 +30,7 @@ class StreamedBlock:
 
     Args:
         number: index of the block in the model.
-        module: module of the block. It is computed on the device.
+        module: module of the block, which is computed on the device.
         make_optimizer: function that creates an optimizer for the block's trained parameters.
         tier: tier that stores the weights, gradients and optimizer state. With a tier in host
             memory, the optimizer runs on the host, and the weights are copied to the device. With a
@@ -44,9 +44,8 @@ class StreamedBlock:
         layout: positions of all weights in a single buffer.
         streams: True if the weights are streamed.
         mains: indices of the parameters that have float32 main weights.
-        graded: the parameters that have gradients after the backward pass. These are the parameters
-            of the module, except that parameters with main weights are replaced by their main
-            weights.
+        graded: the parameters that have gradients after the backward pass. These are the module's
+            parameters, or their main weights for parameters that have main weights.
         stepped: the parameters that the optimizer updates.
         optimizer: the optimizer, or None if the block has no trained parameter.
     Raises:
@@ -299,7 +298,7 @@ class StreamedBlock:
         return staged
 
     def float_buffers(self) -> list[Tensor]:
-        """Return the module's floating-point buffers. They always stay on the device."""
+        """Return the module's floating-point buffers, which always stay on the device."""
         return [x for x in self.module.buffers() if x.is_floating_point()]
 
     def saved_buffers(self) -> dict[str, Tensor]:
@@ -330,7 +329,7 @@ class StreamedBlock:
 
     def state_tensors(self) -> dict[tuple[int, str], Tensor]:
         """Return the tensors of the optimizer state. The keys are pairs of a parameter's index and
-        the name of the state. No copy may be in progress when this method is called.
+        the name of the state. This method must not be called while a copy is in progress.
         """
         return state_of(self.optimizer) if self._state is None else self._state.tensors()
 

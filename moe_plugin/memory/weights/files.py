@@ -66,8 +66,8 @@ def plan_segments(trainer: StreamedTrainer, limit: int, micro_batches: int) -> S
         trainer: the trainer.
         limit: maximum number of bytes on the device for weights, stored inputs, and the gradients
             and optimizer state of one block.
-        micro_batches: number of micro-batches per step. It must be equal to the number in the last
-            step.
+        micro_batches: number of micro-batches per step, which must be equal to the number in the
+            last step.
     Returns: the plan. The attribute `hides` of the returned plan is True if all copies overlap with
         computation.
     Raises:
@@ -96,8 +96,8 @@ class SegmentsOnce:
                     len(trainer.blocks), trainer.device_bytes / 2**20)
 
     def __call__(self, micro_batches: int) -> None:
-        """Plan the segments after a step. The argument is the number of micro-batches in the step.
-        `ValueError`: see `plan_segments`.
+        """Plan the segments after a step with the given number of micro-batches. `ValueError`: see
+        `plan_segments`.
         """
         limit = self.trainer.limit
         if self._done or limit is None:
@@ -124,8 +124,8 @@ def save_weights(trainer: StreamedTrainer, folder: str | os.PathLike[str],
     Args:
         trainer: the trainer.
         folder: the folder.
-        beside: function that returns additional tensors to save with a block. Its argument is the
-            index of the block. Use `read_beside` to read these tensors. Optional.
+        beside: function that maps the index of a block to additional tensors to save with the
+            block. Use `read_beside` to read these tensors. Optional.
         finite: if True and a value is not finite, the function raises an error and writes nothing.
     Raises:
         ValueError: If the folder cannot be written. The error message states the reason.

@@ -165,8 +165,8 @@ class StateInFiles:
         self._replace_state({key: absent(x) for key, x in state.items()})
 
     def tensors(self) -> dict[tuple[int, str], Tensor]:
-        """Return a copy of the optimizer state. No copy may be in progress when this method is
-        called.
+        """Return a copy of the optimizer state. This method must not be called while a copy is in
+        progress.
         """
         return {key: x for key, x in self._tensors().items() if key[1] != _MAIN}
 

@@ -36,7 +36,7 @@ Loss = Callable[[Tensor, Any], Tensor]
 
 @dataclass(frozen=True)
 class StepResult:
-    """The result of a training step.
+    """The losses, balance losses and gradient norm of a training step.
 
     Attributes:
         losses: scalar loss of each micro-batch, detached from the graph.
@@ -136,7 +136,7 @@ class StreamedTrainer:
     Attributes:
         blocks: list of `StreamedBlock` objects, which contain the modules and the optimizers.
         profile: measurements of each block in the last step.
-        copier: copier of the weights. It counts copies, bytes and stalls.
+        copier: copier of the weights, which counts copies, bytes and stalls.
         steps: number of completed steps.
         micro_batch: index of the micro-batch that is currently computed.
     """
@@ -235,7 +235,7 @@ class StreamedTrainer:
 
         Raises:
             ValueError: If there are no micro-batches, or if a block returns an invalid object.
-            TierError: If a copy fails. In this case, the tier keeps the weights from before the
+            TierError: If a copy fails, in which case the tier keeps the weights from before the
                 failed copy, and all other ranks are stopped.
         """
         result = self.accumulate(micro_batches)
@@ -293,8 +293,8 @@ class StreamedTrainer:
 
     @ends_all_ranks(TierError)
     def update(self, skip: bool = False) -> None:
-        """Clip the gradients computed by `accumulate`, and run the optimizers. See `step` for
-        errors.
+        """Clip the gradients computed by `accumulate`, and run the optimizers. See `step` for the
+        errors that this method raises.
 
         skip: if True, the weights and the states of optimizers and routers are not changed.
         """

@@ -79,7 +79,7 @@ class ExpertChoiceRouter(Router):
     """A router in which each expert chooses tokens. Among the n real tokens on this rank, an expert
     chooses the `ceil(n k / E)` tokens with the highest scores.
 
-    The scores p are a softmax over experts. They are also the weights of the choices. The load is
+    The scores p are a softmax over experts and are also the weights of the choices. The load is
     always balanced, because all experts choose the same number of tokens. A token may be chosen by
     0 to E experts. On average, `top_k` experts choose a token. Among tokens with equal scores, the
     earlier token is chosen. An expert chooses among all tokens of a call. Do not use this router if

@@ -1,4 +1,4 @@
-"""`Router`, the base class of the provided routers. It computes a `Routing` from logits."""
+"""`Router`, the base class of the provided routers, which computes a `Routing` from logits."""
 
 from __future__ import annotations
 
@@ -128,8 +128,8 @@ class Router(BuffersKeepDtype, RouterModule):
 
     @property
     def step_comm(self) -> Comm:
-        """Group of the ranks that add up their counts at the end of a step. It includes all
-        expert-parallel groups.
+        """Group of the ranks, over all expert-parallel groups, that add up their counts at the end
+        of a step.
         """
         return self.host.batch_comm or self.all_ranks or self.comm
 
@@ -279,8 +279,8 @@ class Router(BuffersKeepDtype, RouterModule):
         return call.weights_of(ids_TK)
 
     def after_choice(self, call: RoutingCall, weights_TK: Tensor) -> Tensor:
-        """Hook that returns the final choices, int64 [T, K]. It receives `call.ids_TK` and may drop
-        some of these choices.
+        """Hook that returns the final choices, int64 [T, K], and may drop some of the choices in
+        `call.ids_TK`.
 
         weights_TK: weights returned by `weigh`.
         """
@@ -321,8 +321,8 @@ class Router(BuffersKeepDtype, RouterModule):
         return clean_TE + torch.randn_like(clean_TE) * call.noise
 
     def _disturbed(self, x_TD: Tensor) -> Tensor:
-        """Apply dropout to `x_TD`, and multiply it by random numbers from U[1-j, 1+j]. The
-        computation uses at least float32.
+        """Apply dropout to `x_TD`, and multiply it by random numbers from U[1-j, 1+j], in at least
+        float32.
 
         Both operations use the device's default random generator. For the recomputation, an
         activation checkpoint restores the state of this generator. On ranks with the same tokens,

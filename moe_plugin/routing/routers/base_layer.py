@@ -3,13 +3,14 @@
 In each round, every token that has no expert bids for the expert with the largest `v(t, e) - p_e`,
 where v is the score and p the price of the expert. A bid is the expert's price, plus the difference
 between the token's largest and second-largest value of `v - p`, plus epsilon. An expert with n
-slots accepts the n highest bids. Its new price is the lowest of these bids (Bertsekas and Castanon
+slots accepts the n highest bids. The new price of the expert is the lowest of these bids (Bertsekas
+and Castanon
 1989: auction for similar objects). All tokens bid at the same time, on the device that stores the
 scores. When all slots are occupied, the sum of the chosen scores is below the largest possible sum
-by at most epsilon per token. This bound holds for any initial prices. The auction starts with
-prices for which all experts have the same soft demand. These initial prices reduce the number of
-rounds. All functions in this module are pure, do not support gradients, and compute in float32 (in
-float64 for float64 scores).
+by at most epsilon per token. The bound on the sum holds for any initial prices. The auction starts
+with prices for which all experts have the same soft demand. These initial prices reduce the number
+of rounds. All functions in this module are pure, do not support gradients, and compute in float32
+(in float64 for float64 scores).
 
 For example, 4,096 tokens with normally distributed scores and 64 experts need about 60 rounds. The
 sum of the chosen scores is then below the optimum by only 1e-6 of the spread of the scores per
@@ -46,7 +47,7 @@ def balanced_assignment(scores_TE: Tensor) -> Tensor:
 
     The sum of the chosen scores is the largest possible sum, with an error of at most `EPSILON`
     times the spread of the scores (largest minus smallest) per token. If T is not divisible by E,
-    dummy tokens with a score of 0 are added. In this error bound, dummy tokens are counted like
+    dummy tokens with a score of 0 are added. In the bound on the error, dummy tokens count like
     tokens. The problem is described in BASE layers (Lewis et al., 2021), which also solve it with
     an auction.
 
@@ -73,8 +74,8 @@ def _finite(value_TE: Tensor) -> Tensor:
     """Replace NaN with 0. Replace infinite scores with numbers that lie one spread (at least 1)
     beyond the finite scores.
 
-    If any score exceeds `LARGEST`, all scores are scaled down. This does not change the assignment.
-    As a result, sums and differences of scores remain finite.
+    If any score exceeds `LARGEST`, all scores are scaled down, which does not change the
+    assignment. As a result, sums and differences of scores remain finite.
     """
     value_TE = value_TE.nan_to_num(0.0, float("inf"), float("-inf"))
     known_TE = value_TE.masked_fill(value_TE.isinf(), 0)
@@ -167,14 +168,15 @@ class BASERouter(Router):
     `<x, c_e>`.
 
     The output of the layer is `a * expert(x) + (1 - a) * x` with `a = sigmoid(<x, c_e>)`. In
-    training, each rank distributes its tokens randomly over all ranks. Otherwise, an assignment
-    problem might contain only similar neighboring tokens. Each rank assigns the same number of
-    received tokens to every expert, and returns the assigned experts. For each token, a rank sends
-    the token's scores [E] and receives a single number. The token itself is never sent, because the
-    output does not depend on which rank assigned the token. Every call in training therefore
-    requires two exchanges of data and one exchange of sizes. In evaluation, each token uses the
-    expert with the largest score without balancing, as in the original implementation. The
-    centroids `c_e` are initialized to an orthogonal matrix with a gain of 0.1.
+    training, each rank distributes its tokens randomly over all ranks. Without this random
+    distribution, an assignment problem might contain only similar neighboring tokens. Each rank
+    assigns the same number of received tokens to every expert, and returns the assigned experts.
+    For each token, a rank sends the token's scores [E] and receives a single number. The token
+    itself is never sent, because the output does not depend on which rank assigned the token. Every
+    call in training therefore requires two exchanges of data and one exchange of sizes. In
+    evaluation, each token uses the expert with the largest score without balancing, as in the
+    original implementation. The centroids `c_e` are initialized to an orthogonal matrix with a gain
+    of 0.1.
     Source: BASE layers (Lewis et al., 2021).
     """
 

@@ -3,8 +3,8 @@
 `TAMoERouter` assigns fewer tokens to experts that are reached over slow links.
 `TopologyQuotaRouter` limits the fraction of choices that are sent to other nodes. With
 `router.links.visited`, both routers prefer experts on nodes to which the token is sent anyway
-(`links.prefer_visited`). This reduces the number of rows sent between nodes if a token is sent only
-once to each node (`dispatch.send`).
+(`links.prefer_visited`). The preference reduces the number of rows sent between nodes if a token is
+sent only once to each node (`dispatch.send`).
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ class TAMoERouter(TopKRouter):
 
     To train the router towards these fractions, set a weight for the loss `ta_moe`. The loss
     `ta_moe` can be used with every router. If all ranks have the same router and similar tokens, no
-    loss can train the router to prefer different experts on different ranks. In that case, choices
-    follow these fractions only with `overflow: next`. Source: TA-MoE (Chen et al., 2022).
+    loss can train the router to prefer different experts on different ranks. For such ranks,
+    choices follow the fractions only with `overflow: next`. Source: TA-MoE (Chen et al., 2022).
     """
 
     reads = WITH_POLICY
@@ -115,10 +115,10 @@ def with_room(scores_TE: Tensor, chosen_TK: Tensor, real_T: Tensor, most_E: Tens
     """Move choices so that as few choices as possible exceed `most_E`, and return the new choices
     [T, K].
 
-    In each round, every choice that exceeds the capacity of its expert is moved. It is moved to the
-    best of the token's other experts that have free capacity. If an expert then has too many
-    choices, some of them are moved again in the next round. After the last round, choices that
-    could not be moved still exceed the capacity.
+    In each round, every choice that exceeds the capacity of its expert is moved to the best of the
+    token's other experts that have free capacity. If an expert then has too many choices, some of
+    them are moved again in the next round. After the last round, choices that could not be moved
+    still exceed the capacity.
     """
     experts = scores_TE.shape[1]
     for _ in range(min(experts, ROUNDS)):
@@ -188,7 +188,7 @@ class TopologyQuotaRouter(Router):
         return self.leaves_none and super().one_pass()
 
     def _allowed(self, value_TK: Tensor, leaves_TK: Tensor, mask_T: Tensor) -> Tensor:
-        """Mark the choices that may be sent to other nodes. These are the choices with the highest
+        """Mark the choices that may be sent to other nodes, which are the choices with the highest
         scores, up to the quota.
         """
         order_N = torch.argsort(

@@ -1,4 +1,4 @@
-"""The cosine router. Its scores depend only on the direction of a token vector."""
+"""The cosine router. The scores of this router depend only on the direction of a token vector."""
 
 from __future__ import annotations
 

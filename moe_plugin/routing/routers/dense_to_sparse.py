@@ -1,5 +1,5 @@
-"""The dense-to-sparse router. It uses all experts at the beginning of training and only a few
-experts at the end.
+"""The dense-to-sparse router. The router uses all experts at the beginning of training and only a
+few experts at the end.
 """
 
 from __future__ import annotations

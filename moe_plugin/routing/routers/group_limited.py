@@ -20,8 +20,8 @@ from moe_plugin.routing.routers.base import Router
 
 @routers.register("group_limited")
 class GroupLimitedRouter(Router):
-    """A router with `groups` groups of consecutive experts. It chooses the `group_top_k` best
-    groups, and then the k best experts within these groups.
+    """A router that chooses the `group_top_k` best of `groups` groups of consecutive experts, and
+    then the k best experts within these groups.
 
     The score of a group is the sum of the `group_scores` highest scores within the group. If
     `group_scores` is 0, `max(1, k // group_top_k)` scores are summed. Source: node-limited routing

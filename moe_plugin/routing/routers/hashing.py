@@ -27,8 +27,8 @@ class HashRouter(Router):
 
     The table (`table_V`, int64) is filled randomly, balanced by token frequency, or read from a
     file (`router.hash`). The table is saved with the weights. Losses use a probability of 1 for
-    each chosen expert. They therefore measure the balance but have no gradient. Source: Hash layers
-    (Roller et al., 2021).
+    each chosen expert. Losses of this router therefore measure the balance but have no gradient.
+    Source: Hash layers (Roller et al., 2021).
     """
 
     reads = frozenset({"hash"})

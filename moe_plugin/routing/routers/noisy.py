@@ -24,9 +24,9 @@ class NoisyTopKRouter(Router):
     `H = W x + N(0, 1) * softplus(V x)`.
 
     The weights are a softmax over the chosen experts. Noise is added only in training. V is
-    initialized to zero. The losses `importance` and `noisy_load` balance the load. Both are squared
-    coefficients of variation. The setting `router.noise` has no effect. Source: Shazeer et al.,
-    2017, equations 3 to 5.
+    initialized to zero. The losses `importance` and `noisy_load` balance the load. Both losses are
+    squared coefficients of variation. The setting `router.noise` has no effect. Source: Shazeer et
+    al., 2017, equations 3 to 5.
 
     As in equations 3 and 5, the logits of experts that were not chosen are set to -inf before the
     softmax. A single run of the kernel on these logits computes the weights, the importance and the

@@ -27,9 +27,9 @@ class PrototypeRouter(Router):
     the best expert of each prototype.
 
     A softmax is computed within each prototype. The weights are the probabilities computed by the
-    softmax. They are not divided by their sum. Each loss is computed separately for each prototype,
-    as for a router with E/k experts, and averaged over the prototypes. Source: M6-T (Yang et al.,
-    2021).
+    softmax, which are not divided by their sum. Each loss is computed separately for each
+    prototype, as for a router with E/k experts, and averaged over the
+    prototypes. Source: M6-T (Yang et al., 2021).
 
     The one-pass kernel treats each prototype of a token as a separate row with E/k logits. The
     kernel sums the importance over all rows, but the losses need the importance of each prototype.

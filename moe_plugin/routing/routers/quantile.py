@@ -96,7 +96,7 @@ def quantiles(logits_TE: Tensor, biased_TE: Tensor, real_T: Tensor, k: int) -> T
     Args:
         logits_TE, biased_TE: logits l, and biased logits l + b.
         real_T: bool [T], True for tokens that are not padding. T must be at least 1.
-        k: number of experts per token. It must be less than E.
+        k: number of experts per token, which must be less than E.
     """
     tokens, experts = logits_TE.shape
     over_TE = logits_TE - biased_TE.topk(k + 1, dim=1).values[:, k:]

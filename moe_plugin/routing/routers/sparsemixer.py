@@ -1,5 +1,5 @@
-"""The SparseMixer router. It chooses experts one after another, and uses random draws to train its
-choices.
+"""The SparseMixer router. The router chooses experts one after another, and uses random draws to
+train its choices.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ class SparseMixerRouter(Router):
     An expert is close to the best expert if `(best - logit) / max(|logit|, best) <= 2 * mixer_eps`.
     In training, an expert is drawn from this softmax instead of choosing the best remaining expert.
     If the drawn expert is not the best remaining expert, its weight is multiplied by 1/3 in three
-    out of four draws. The gradient of the weight is not multiplied. This is Heun's third-order
-    estimate of the gradient with respect to the choice. Source: Liu et al., 2024, GRIN, arXiv
-    2409.12136; Phi-3.5-MoE.
+    out of four draws. The gradient of the weight is not multiplied by 1/3. Multiplying only the
+    weight gives Heun's third-order estimate of the gradient with respect to the choice. Source: Liu
+    et al., 2024, GRIN, arXiv 2409.12136; Phi-3.5-MoE.
     """
 
     reads = frozenset({"input_jitter", "input_dropout", "mixer_eps"})
