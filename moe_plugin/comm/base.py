@@ -99,9 +99,7 @@ class Collectives:
 
 
 def _count_all_reduce(comm: Comm, x: Tensor) -> None:
-    """Add to the counters the bytes that each rank sends in a ring all-reduce. Backends do not
-    report this number.
-    """
+    """Count the bytes of a ring all-reduce, because backends do not report them."""
     comm.counters.sent(2 * (comm.size - 1), 2 * (comm.size - 1) * x.nbytes // comm.size)
 
 
@@ -159,9 +157,7 @@ class Comm(RankGroup):
     @abstractmethod
     def all_reduce(self, x: Tensor, op: str = "sum") -> Tensor:
         """Return the element-wise `sum` or `max` over ranks as a new tensor, which is equal on all
-        ranks.
-
-        x: tensor of any shape. `x` must have the same shape on all ranks.
+        ranks. `x` may have any shape, which must be the same on all ranks.
         """
 
     def start_all_reduce(self, x: Tensor) -> Callable[[], Tensor]:
@@ -245,9 +241,7 @@ class Comm(RankGroup):
                              f"{self.missing_ranks()}") from error
 
     def _started_before(self) -> str:
-        """Return a message that lists the collectives that may have caused a failure that is
-        reported asynchronously.
-        """
+        """List earlier collectives that may have caused a failure reported asynchronously."""
         before = list(self.state.started)[:-1]
         return f"; started before it, and perhaps the cause: {'; '.join(before)}" if before else ""
 
@@ -272,9 +266,7 @@ class Comm(RankGroup):
         return self._own_part([range(first, self.size, stride) for first in range(stride)])
 
     def _own_part(self, parts: Sequence[range]) -> Comm:
-        """Given a partition of this group's ranks, return the subgroup that contains this rank. The
-        first call for a given partition is collective.
-        """
+        """Return the subgroup that contains this rank. Collective on first use."""
         own_part = next(part for part in parts if self.rank in part)
         if own_part not in self.state.subgroups:
             made = {part: self.subgroup(part) for part in parts}
@@ -381,23 +373,18 @@ class LocalComm(Comm):
 
     def all_to_all(self, x: Tensor, send: Sequence[int] | None = None,
                    recv: Sequence[int] | None = None) -> Tensor:
-        """Return a copy of `x` [n, ...]."""
         return x.clone()
 
     def all_reduce(self, x: Tensor, op: str = "sum") -> Tensor:
-        """Return a copy of `x`, which may have any shape."""
         return x.clone()
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """Return a copy of `x` [n, ...]."""
         return x.clone()
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
-        """Return a copy of `x` [n, ...]."""
         return x.clone()
 
     def broadcast(self, x: Tensor, root: int = 0) -> Tensor:
-        """Return a copy of `x`, which may have any shape."""
         return x.clone()
 
     def send_receive(self, sends: Messages, recvs: Messages) -> None:
@@ -406,7 +393,6 @@ class LocalComm(Comm):
             target.copy_(source)
 
     def subgroup(self, ranks: Sequence[int]) -> Comm | None:
-        """Return this group if `ranks` is [0], and None otherwise."""
         return self if list(ranks) == [0] else None
 
     def barrier(self) -> None:

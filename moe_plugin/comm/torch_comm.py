@@ -83,9 +83,6 @@ class TorchComm(Comm):
                 lambda: f"; {state.watchdog.report()}" if state.watchdog is not None else "")
 
     def _passes(self, *tensors: object) -> None:
-        """Record that the most recently described collective was queued on the current stream of
-        its device.
-        """
         if self.state.timeout_watch is not None:
             devices = (x.device for x in tensors if isinstance(x, Tensor))
             self.state.timeout_watch.add(self.state.started[-1], next(devices, self.device))
@@ -112,9 +109,7 @@ class TorchComm(Comm):
 
     @property
     def hosts(self) -> Comm:
-        """See `Comm.hosts`. If the process group supports only NCCL, an additional gloo group is
-        used.
-        """
+        """See `Comm.hosts`. With NCCL only, an additional gloo group is used."""
         if self.device.type == "cpu":
             return self
         if self.state.hosts is None:
@@ -200,9 +195,7 @@ class TorchComm(Comm):
                        x)
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """See `Comm.all_gather`. On gloo with several nodes, the gather runs in two steps
-        (`comm.by_nodes`).
-        """
+        """See `Comm.all_gather`. On gloo with several nodes, it runs in two steps."""
         if torch.compiler.is_compiling():
             return collective(x, self.key, self.size, "all_gather", "none")
         if self.by_nodes:
@@ -230,9 +223,7 @@ class TorchComm(Comm):
         return out
 
     def broadcast(self, x: Tensor, root: int = 0) -> Tensor:
-        """See `Comm.broadcast`; `root` is a rank of this group. The bytes of a broadcast are not
-        counted.
-        """
+        """See `Comm.broadcast`; `root` is a rank of this group. Bytes are not counted."""
         out = x.clone()
         with self.error_context(lambda: f"broadcast from {root} of {x.dtype} {tuple(x.shape)}"):
             self._bounded(dist.broadcast, out, self.ranks[root])
@@ -271,9 +262,7 @@ class TorchComm(Comm):
 
     @contextmanager
     def _watched(self, sends: Messages, recvs: Messages) -> Iterator[None]:
-        """If the group has a watchdog, tell it that this rank waits for these messages inside the
-        block.
-        """
+        """Tell the watchdog, if there is one, that this rank waits for these messages."""
         watchdog = self.state.watchdog
         if watchdog is not None:
             watchdog.begin(f"send_receive with {len(sends)} sends, {len(recvs)} receives")
@@ -296,9 +285,7 @@ class TorchComm(Comm):
 
     def _message_failed(self, index: int, sends: Messages, recvs: Messages,
                         error: RuntimeError) -> CommError:
-        """Create the error for a failed message. index: index of the message in the concatenation
-        of `recvs` and `sends`.
-        """
+        """Create the error for message number `index` of `recvs` followed by `sends`."""
         peer, x = [*recvs, *sends][index]
         what = "receive of {} bytes from" if index < len(recvs) else "send of {} bytes to"
         waiting = sorted({p for p, _ in recvs[index:]})
@@ -330,8 +317,7 @@ class TorchComm(Comm):
         return child
 
     def store(self) -> dist.Store | None:  # type: ignore[name-defined]  # torch's stubs lack it
-        """Return the job's key-value store on a separate connection, so that other threads cannot
-        block it.
+        """Return the job's store on a separate connection, so that other threads cannot block it.
         """
         job_store: Any = dist.distributed_c10d._get_default_store()
         return job_store.clone()
@@ -341,10 +327,8 @@ class TorchComm(Comm):
             self._bounded(dist.barrier)
 
     def _bounded(self, collective: Callable[..., Any], *args: Any) -> None:
-        """Run a collective of torch. On gloo, the collective may take at most `timeout_s` seconds.
-
-        On NCCL, the host does not wait for the collective, so only the process group's own timeout
-        and the watchdog apply.
+        """Run a collective of torch, on gloo for at most `timeout_s` seconds. On NCCL, the host
+        does not wait, so only the process group's own timeout and the watchdog apply.
         """
         if not self.receive_first:
             collective(*args, group=self.group)
@@ -354,9 +338,6 @@ class TorchComm(Comm):
 
     def _started(self, what: str, result: Tensor, collective: Callable[..., Any],
                  *args: Tensor) -> Callable[[], Tensor]:
-        """Start `collective(*args)`, and return a function that waits for the collective and
-        returns `result`.
-        """
         with self.error_context(lambda: what):
             work = collective(*args, group=self.group, async_op=True)
 
@@ -368,9 +349,7 @@ class TorchComm(Comm):
         return wait
 
     def _wait_for(self, work: Any, *args: Any) -> None:
-        """Wait for a collective of torch that was called with `args`. On gloo, the wait ends after
-        at most `timeout_s` seconds.
-        """
+        """Wait for a collective of torch, on gloo for at most `timeout_s` seconds."""
         if not self.receive_first:
             work.wait()
             self._passes(*args)

@@ -182,7 +182,6 @@ def _all_end(store: Any) -> bool:
 
 
 def _come(store: Any, counter: str, timeout_s: float) -> bool:
-    """Return whether all ranks increased the counter before the timeout expired."""
     until = time.monotonic() + timeout_s
     while store.add(f"{_KEY}/{counter}", 0) < dist.get_world_size():
         if time.monotonic() > until:
@@ -192,7 +191,6 @@ def _come(store: Any, counter: str, timeout_s: float) -> bool:
 
 
 def _break_connections() -> None:
-    """Break the connections of all process groups of this process."""
     for group in list(dist.distributed_c10d._world.pg_map):
         if group.size() > 1:
             _break(group)
@@ -266,9 +264,7 @@ class TimeoutWatch:
         self._stopped = False
 
     def add(self, what: str, device: torch.device) -> None:
-        """Watch a collective that was queued on the current stream of `device`. `what` describes
-        the collective.
-        """
+        """Watch a collective, described by `what`, on the current stream of `device`."""
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             return  # a captured event does not track this call
         if self._stopped:
@@ -298,9 +294,7 @@ class TimeoutWatch:
                 return
 
     def _late(self) -> list[str]:
-        """If the oldest collective exceeded the timeout, return a list with this collective and the
-        collectives queued after it. If no collective is late, return an empty list.
-        """
+        """List the oldest collective, if it is late, and the collectives queued after it."""
         while self._pending and self._pending[0][2].query():
             self._pending.popleft()
         if not self._pending or time.monotonic() - self._pending[0][0] < self.timeout_s:
@@ -344,9 +338,7 @@ class Watchdog:
         self._thread.start()
 
     def begin(self, what: str) -> None:
-        """Record that this rank has started an exchange. The next heartbeat reports that the
-        exchange has started.
-        """
+        """Record that this rank has started an exchange."""
         self.count += 1
         self.what = f"in {what}"
 

@@ -271,7 +271,6 @@ class BoundedOnceDispatcher(ExchangeDispatcher[BoundedOncePlan]):
         return plan
 
     def dispatch(self, x_TD: Tensor, plan: BoundedOncePlan, anchor: Tensor | None) -> Sent:
-        """See `OnceDispatcher`."""
         arrived = ArrivedSlots.of(
             *plan.pairs.travel(plan.gates_TK, self.placement.comm, anchor), plan.hop,
             plan.gates_TK.shape[1])
@@ -281,7 +280,6 @@ class BoundedOnceDispatcher(ExchangeDispatcher[BoundedOncePlan]):
         return super().dispatch(_GradTimes.apply(x_TD, plan.sound), plan, anchor)
 
     def weigh(self, rows_ND: Tensor, plan: BoundedOncePlan) -> Tensor:
-        """See `ExchangeDispatcher`."""
         return super().weigh(rows_ND, plan) * plan.sound.to(rows_ND.dtype)
 
     @property

@@ -312,9 +312,7 @@ class RoutingCall:
 
     @property
     def unchosen_TE(self) -> Tensor:
-        """Bool tensor [T, E] that is True for the experts that a token did not choose. `ids_TK`
-        must not contain -1.
-        """
+        """Bool [T, E], True for experts that a token did not choose. No choice may be -1."""
         return torch.ones_like(self.logits_TE, dtype=torch.bool).scatter_(1, self.ids_TK, False)
 
     @property
@@ -362,9 +360,7 @@ class RoutingCall:
         return self.total(self.own_load_KE[0].to(self.logits_TE.dtype))
 
     def real(self, values: Tensor) -> Tensor:
-        """Return per-token values, [T] or [T, n], in which the values of padding tokens are set to
-        0.
-        """
+        """Return values [T] or [T, n] in which the values of padding tokens are 0."""
         if self.mask_T is None:
             return values
         return values * (self.mask_T if values.dim() == 1 else self.mask_T[:, None])
@@ -382,9 +378,7 @@ class RoutingCall:
         return self.real(torch.logsumexp(self.logits_TE, dim=1).square()).sum()
 
     def entropy(self) -> Tensor:
-        """Return the mean entropy of the scores over this rank's real tokens, in nats. The entropy
-        does not require gradients.
-        """
+        """Return the mean entropy of the scores over this rank's real tokens in nats, detached."""
         count = (max(1, self.ids_TK.shape[0]) if self.mask_T is None else
                  self.mask_T.sum().clamp(min=1))
         if self.routed is not None:

@@ -285,9 +285,7 @@ class TopKSchedule(HasFinishStep, BuffersKeepDtype):
 
 
 def begin_step(model: nn.Module, number: int, total: int | None) -> None:
-    """Pass the index of the current step to all schedules of a model; see
-    `TopKSchedule.begin_step`.
-    """
+    """Pass the index of the current step to all schedules of a model."""
     for module in model.modules():
         if isinstance(module, TopKSchedule):
             module.begin_step(number, total)
@@ -299,10 +297,8 @@ def needs_of(router: nn.Module) -> frozenset[str]:
 
 
 def balances_by_itself(router: nn.Module) -> bool:
-    """Return whether a router works without a balance loss.
-
-    The function also returns True for modules that do not derive from `RouterModule`, because
-    nothing is known about them.
+    """Return whether a router works without a balance loss. For modules that do not derive from
+    `RouterModule`, nothing is known, and the function returns True.
     """
     return router.balances if isinstance(router, RouterModule) else True
 

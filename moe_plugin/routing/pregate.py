@@ -68,8 +68,7 @@ class RoutingMailbox:
         self._waiting: dict[bool, PendingRouting] = {}
 
     def put(self, pending: PendingRouting, tokens: int) -> None:
-        """Store a decision. Store a decision. The block that made the decision calls this method.
-        """
+        """Store a decision. The block that made the decision calls this method."""
         self._waiting[tokens > 0] = pending
 
     def take(self, tokens: int) -> PendingRouting:
@@ -160,9 +159,7 @@ class NextBlockRouting:
         self._hooks: list[Any] = []
 
     def attach(self) -> None:
-        """Replace the routing of the layer, and register hooks on the layer's output and on its
-        experts.
-        """
+        """Replace the routing of the layer, and register hooks on its output and experts."""
         self.layer.link, self.layer.route = self, self.route  # type: ignore[method-assign]
         if self.following is None:
             return
@@ -200,7 +197,6 @@ class NextBlockRouting:
         return routing
 
     def _received(self, inbox: RoutingMailbox, tokens: Tokens, top_k: int | None) -> Routing:
-        """Return the routing decision that the previous block made for this block."""
         count = tokens.x_TD.shape[0]
         pending = replayed(self, lambda: inbox.take(count), self.layer.training,
                            what="received decision", values=False)
@@ -217,7 +213,6 @@ class NextBlockRouting:
         return _with_values(routing, values)
 
     def _decide(self, outbox: RoutingMailbox, tokens: Tokens, top_k: int | None) -> _Decided:
-        """Choose the experts of the next block, and put the decision in the next block's inbox."""
         if torch.compiler.is_compiling():
             raise ValueError("router.pre_gate=1 cannot be used with torch.compile. Set "
                              "router.pre_gate=0, run the model without torch.compile, or compile "
@@ -240,9 +235,7 @@ class NextBlockRouting:
         return _Decided(routing, pending, values)
 
     def _tie(self, layer: nn.Module, args: Any, output: MoEOutput) -> MoEOutput:
-        """Return the block's output unchanged, but connect the output to the gradients of the
-        decision.
-        """
+        """Connect the block's output to the gradients of the decision."""
         decided, self._decided = self._decided, None
         if decided is None or not torch.is_grad_enabled() or not any(
                 x.requires_grad for x in decided.values):
@@ -251,9 +244,7 @@ class NextBlockRouting:
         return replace(output, output=y)
 
     def _while_computing(self, experts: nn.Module, args: tuple[ExpertRows]) -> Any:
-        """While this block computes its experts, start to load the experts chosen for the next
-        block.
-        """
+        """Load the experts chosen for the next block while this block computes."""
         decided, after = self._decided, self.following
         if decided is None or after is None:
             return None
@@ -340,16 +331,12 @@ def _check_widths(layers: Sequence[LinkableLayer]) -> None:
 
 
 def has_own_gate(layer: LinkableLayer) -> bool:
-    """Return whether a layer chooses its own experts. If a layer does not choose its own experts,
-    the previous block chooses them.
-    """
+    """Return whether a layer chooses its own experts, instead of the previous block."""
     return layer.link is None or layer.link.inbox is None
 
 
 def chosen_together(layer: LinkableLayer) -> Iterator[LinkableLayer]:
-    """Yield a layer, followed by the next layers for as long as their experts are chosen by the
-    previous block.
-    """
+    """Yield a layer and the next layers whose experts the previous block chooses."""
     current: LinkableLayer | None = layer
     while current is not None:
         yield current
@@ -358,7 +345,6 @@ def chosen_together(layer: LinkableLayer) -> Iterator[LinkableLayer]:
 
 
 def _values(routing: Routing) -> list[Tensor]:
-    """Return the tensors of a routing decision that may require gradients."""
     more = [] if routing.passthrough_T is None else [routing.passthrough_T]
     return [routing.weights_TK, *more, *routing.losses.values()]
 

@@ -62,9 +62,7 @@ class Order:
 
 
 def order_of(plan: SwapPlan) -> Order:
-    """Return the schedule of a plan's copies, which determines when copies start and which passes
-    wait for them.
-    """
+    """Return when the copies of a plan start, and which passes wait for them."""
     waits = plan.problem.waits(plan.decisions)
     assert waits is not None  # the plan fits
     fetches: dict[int, tuple[int, ...]] = {}
@@ -133,18 +131,14 @@ class Pass:
         self._counted = 0
 
     def of(self, index: int) -> Pass | None:
-        """Return the pass of block `index` for the same micro-batch, or None if no such pass
-        exists.
-        """
+        """Return the pass of block `index` for the same micro-batch, or None."""
         candidate: Pass | None = self
         while candidate is not None and candidate.index != index:
             candidate = candidate.earlier
         return candidate
 
     def in_flight(self) -> bool:
-        """Return whether the backward pass of this block or of any later block is still outstanding
-        for this micro-batch.
-        """
+        """Return whether a backward pass is outstanding, of this block or a later block."""
         candidate: Pass | None = self
         while candidate is not None and candidate.ended:
             candidate = None if candidate._later is None else candidate._later()
@@ -344,9 +338,7 @@ class Activations(RunFeature):
                 _combined([unchanged_buffers(block), *(second for _, second in made)]))
 
     def _activation_bytes(self, block_pass: Pass) -> int:
-        """Return the measured activation bytes of a block, scaled by the size of the input in this
-        pass.
-        """
+        """Return the measured activation bytes, scaled by the size of this pass's input."""
         sizes = self.sizes.get(block_pass.index)
         if sizes is None:
             return 0

@@ -90,10 +90,9 @@ class LeastRecentlyUsed(CachePolicy):
 
 @policies.register("lfu")
 class LeastFrequentlyUsed(CachePolicy):
-    """A policy that evicts the expert with the fewest uses. Among experts with the same number of
-    uses, the policy evicts the least recently used expert.
-
-    Uses before an eviction are also counted, so frequently used experts tend to stay in the cache.
+    """A policy that evicts the expert with the fewest uses, and among equals the least recently
+    used expert. Uses before an eviction count, so frequently used experts tend to stay in the
+    cache.
     """
 
     def worth(self, key: Key, layer: int, layers: int) -> int:
@@ -288,13 +287,11 @@ class ExpertCache:
 
     @property
     def resident_bytes(self) -> int:
-        """Total size in bytes of all experts that are in slots or that are being copied to slots.
-        """
+        """Total size in bytes of the experts in slots or being copied to slots."""
         return len(self._slot) * self.spec.expert_bytes
 
     def _bring(self, keys: Sequence[Key], fetch: Fetch, counters: StoreCounters,
                early: bool) -> None:
-        """Start to copy all missing experts to slots in a single job."""
         missing: list[Key] = []
         try:
             for key in keys:
@@ -325,9 +322,7 @@ class ExpertCache:
             counters.prefetched += len(missing)
 
     def _take_slot(self, layer: int, keep: Collection[Key]) -> int | None:
-        """Return an empty slot, or None if no expert can be evicted. An expert is evicted if there
-        is no empty slot.
-        """
+        """Return an empty slot, evicting an expert if needed, or None."""
         if not self._free:
             keys = [key for key in self._slot if not self._pins[key] and key not in keep]
             if not keys:
@@ -373,9 +368,7 @@ class ExpertCache:
             raise errors[0]
 
     def _grow(self, experts: int) -> None:
-        """If a call needs more slots for the given number of experts and the limit permits it,
-        create more slots.
-        """
+        """Create more slots for a call with `experts` experts, if the limit permits it."""
         slots = 2 * experts
         if self.spec.limit:
             slots = self.spec.limit // self.spec.expert_bytes
@@ -398,9 +391,7 @@ _CACHES: weakref.WeakValueDictionary[CacheSpec, ExpertCache] = weakref.WeakValue
 
 
 def shared_cache(spec: CacheSpec) -> ExpertCache:
-    """Return the cache for a specification. All layers of this process that have this specification
-    share the cache.
-    """
+    """Return the cache that all layers of this process with this specification share."""
     cache: Any = _CACHES.get(spec)
     if cache is None:
         cache = _CACHES[spec] = ExpertCache(spec)

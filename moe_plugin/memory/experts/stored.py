@@ -78,9 +78,7 @@ class StoredExperts(Experts):
 
     @property
     def template(self) -> FFNExperts:
-        """Experts of the configured kind, which are called with the parameters that they should
-        use.
-        """
+        """Experts of the configured kind, called with the parameters to use."""
         return self._template[0]
 
     @property
@@ -122,9 +120,7 @@ class StoredExperts(Experts):
 
     @torch.no_grad()
     def compute(self, work: ExpertRows) -> Tensor:
-        """Compute the experts' outputs without gradients. If the cache is too small for all
-        experts, the outputs are computed in several parts.
-        """
+        """Compute outputs without gradients, in parts if the cache is too small."""
         counts = counts_of(work.rows)
         active = [expert for expert, rows in enumerate(counts) if rows]
         room = self.store.room(len(active))
@@ -138,9 +134,7 @@ class StoredExperts(Experts):
     def _run(self, x: Tensor, rows: RowCounts | RowPlan, active: Sequence[int],
              strategy: Strategy | None,
              started: Callable[[], object] | None = None) -> Tensor:
-        """Compute the rows of the experts in `active`, which contains all experts that have rows,
-        in slots of the cache.
-        """
+        """Compute the rows of the experts in `active`, which are all experts with rows."""
         counts, buffers = counts_of(rows), self.store.cache.buffers
         with self.store.use(active) as slots:
             if started is not None:
@@ -161,7 +155,6 @@ class StoredExperts(Experts):
 
     def call(self, x: Tensor, rows: RowCounts | RowPlan, parameters: FFNParameters,
              strategy: Strategy | None) -> Tensor:
-        """Compute the experts' outputs with the given parameters."""
         return self.template(ExpertRows(x, rows, parameters, strategy))
 
     @contextmanager
@@ -175,9 +168,7 @@ class StoredExperts(Experts):
                    for name, buffer in self.store.cache.buffers.items()}
 
     def prefetch(self, ids_TK: Tensor) -> None:
-        """See `Experts`. The host reads all expert indices from the device with a single
-        synchronization.
-        """
+        """See `Experts`. The host synchronizes with the device only once."""
         self.store.prefetch(expert for expert in ids_TK.unique().tolist() if expert >= 0)
 
     def taken_counts(self) -> dict[str, int]:
@@ -193,9 +184,7 @@ class StoredExperts(Experts):
         return {**grown, "resident_bytes": self.store.cache.resident_bytes}
 
     def use_layer(self, number: int | None) -> None:
-        """See `Experts`. If the file that stores the experts contains several layers, select this
-        layer's experts.
-        """
+        """See `Experts`. If the file contains several layers, select one."""
         if self._host.numbered_later:
             self._host = dataclasses.replace(self._host, layer_number=number, numbered_later=False)
             self.store.weights = self._weights()
@@ -245,7 +234,6 @@ class StoredExperts(Experts):
                          self._place.comm.rank)
 
     def _adopt(self, name: str, value: Tensor) -> None:
-        """Register a tensor in host memory as a parameter of this module and of the template."""
         if self._probe.device.type == "cuda" and not value.is_pinned():
             value = pinned_copy(value, self._probe.device)
         old = self._parameters.get(name)
@@ -323,9 +311,7 @@ def stored_names(model: nn.Module) -> set[str]:
 
 @contextmanager
 def without_values(model: nn.Module) -> Iterator[None]:
-    """Return a context manager in which `state_dict` returns meta tensors for experts stored in
-    files.
-    """
+    """Let `state_dict` return meta tensors for experts stored in files."""
     modules = [module for module in model.modules() if isinstance(module, StoredExperts)]
     for module in modules:
         module._values_wanted = False
@@ -393,9 +379,7 @@ class Refetched(torch.autograd.Function):
 def _gradients(ctx: Any, x: Tensor, gates_TK: Tensor | None, grad: Tensor, *,
                rows: RowCounts | RowPlan, active: Sequence[int], names: Sequence[str],
                sums: Sequence[Tensor | None]) -> tuple[Tensor, Tensor | None]:
-    """Return the gradients of `x` and the gate weights. The gradients of the parameters are added
-    to `sums`.
-    """
+    """Return the gradients of `x` and the gate weights, and add others to `sums`."""
     experts: StoredExperts = ctx.experts
     with experts.fetched(active) as tensors, torch.enable_grad(), torch.autocast(**ctx.autocast):
         x = x.detach().requires_grad_()

@@ -40,8 +40,7 @@ class StepResult:
 
     Attributes:
         losses: scalar loss of each micro-batch, detached from the graph.
-        balance: for each micro-batch, the sum of the losses returned by the blocks, added in the
-            order of the blocks.
+        balance: for each micro-batch, the sum of the losses returned by the blocks, in order.
         norm: norm of all gradients before clipping, or None if gradients are not clipped.
     """
 
@@ -51,8 +50,8 @@ class StepResult:
 
 
 class Clip(Protocol):
-    """An interface for clipping gradients that are never all in memory at the same time.
-    `PartedClip(1.0)` of `moe_plugin.training.gradients.sync` implements it.
+    """Clips gradients that are never all in memory at the same time, like `PartedClip(1.0)` of
+    `moe_plugin.training.gradients.sync`.
     """
 
     def add(self, place: int, parameters: Sequence[nn.Parameter]) -> None:
@@ -70,13 +69,11 @@ class Clip(Protocol):
 
 @dataclass
 class BlockMeasurement:
-    """Measurements of one block during the last training step. On a GPU, the times include only
-    kernel launches.
+    """Measurements of one block in the last step. On a GPU, only kernel launches are timed.
 
     Attributes:
         input_bytes: number of bytes stored per micro-batch for the backward pass.
-        forward_s, backward_s: time in seconds over all micro-batches. `backward_s` includes
-            recomputation.
+        forward_s, backward_s: time in seconds over all micro-batches, with recomputation.
         step_s: time in seconds of the optimizer step, including the wait for the optimizer state.
     """
 
@@ -93,44 +90,33 @@ class StreamedTrainer:
     over the same micro-batches in which all weights are on the device.
 
     Args:
-        blocks: modules, or functions that create modules. Functions are called one at a time, so
-            that the whole model is never in memory. Each module receives the output of the previous
-            module. A module returns either a tensor or a pair (tensor, scalar loss). The scalar
-            loss is added to the loss of the model.
-        loss: function `loss(output, target)` that returns a scalar. The gradients of all
-            micro-batches are summed. To train on the mean over micro-batches, let this function
-            divide by their number.
+        blocks: modules, or functions that create them. Functions are called one at a time, so that
+            the whole model is never in memory. Each module receives the output of the previous
+            module, and returns a tensor, or a pair (tensor, scalar loss to add to the loss).
+        loss: function `loss(output, target)` that returns a scalar. Gradients are summed over
+            micro-batches. For a mean, let this function divide by the number of micro-batches.
         optimizer: function that creates an optimizer for the parameters of one block, for example
             `partial(torch.optim.AdamW, lr=1e-3, fused=True)`. The optimizer must update each
             parameter independently of all other parameters.
-        tier: tier that stores the weights. Use `HostTier` to store the weights and run the
-            optimizer in host memory. If the device is a CPU, `DiskTier` stores the weights in
-            files.
+        tier: tier that stores the weights. With `HostTier`, the weights are stored and the
+            optimizer runs in host memory. `DiskTier` stores the weights in files for a CPU.
         device: device on which the blocks are computed.
-        segments: list with the number of blocks in each segment. By default, each segment contains
-            one block.
+        segments: number of blocks in each segment. Defaults to one block per segment.
         resident: indices of the blocks that always stay on the device.
-        limit: maximum number of bytes on the device for weights. On a CPU, the gradients and the
-            optimizer state of one block are included.
-        throttle: maximum bandwidth of the tier in bytes per second. Intended for tests and
-            benchmarks.
-        overlap: if True, a segment is copied while the previous segment is computed. Set this to
-            False only for comparisons.
-        seed: seed from which `randomness` derives a separate seed for each step, micro-batch and
-            block.
+        limit: maximum number of bytes on the device for weights; see `device_bytes`.
+        throttle: maximum bandwidth of the tier in bytes per second. Intended for tests.
+        overlap: True to copy a segment while the previous segment is computed.
+        seed: seed from which a separate seed is derived for each step, micro-batch and block.
         gradients: function that reduces the gradients of a module over ranks after the module's
             backward pass, for example `BlockGradients(world)` of `moe_plugin.hosts.plain.streamed`.
-        clip: object that clips gradients using the norm of all gradients. The tier then stores all
-            gradients until the norm is known, and the optimizers run after the whole backward pass.
-            Optional.
-        skip_not_finite: if True, a step is skipped if the norm computed by `clip` is not finite.
-        main_weights: see `StreamedBlock`. With main weights, `clip` receives all gradients in
-            float32, whereas `gradients` receives only the 16-bit gradients.
-        float32_sums: if True, gradients of parameters with main weights are summed over
-            micro-batches in float32.
+        clip: optional. Clips gradients using the norm of all gradients. The tier then stores the
+            gradients until the norm is known, so optimizers run after the whole backward pass.
+        skip_not_finite: True to skip a step if the norm computed by `clip` is not finite.
+        main_weights: see `StreamedBlock`. With main weights, `clip` receives gradients in float32,
+            whereas `gradients` receives only the 16-bit gradients.
+        float32_sums: True to sum gradients over micro-batches in float32 for main weights.
     Raises:
-        ValueError: If the tier, the segments or the limit are invalid, or if blocks share a
-            parameter.
+        ValueError: If the tier, segments or limit are invalid, or if blocks share a parameter.
         TierError: If the tier has no space.
 
     Attributes:
@@ -178,16 +164,13 @@ class StreamedTrainer:
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """Parameter groups of all optimizers. A learning-rate schedule sets `lr` in these groups.
-        """
+        """Parameter groups of all optimizers, in which a schedule sets `lr`."""
         return [group for block in self.blocks if block.optimizer is not None
                 for group in block.optimizer.param_groups]
 
     @property
     def device_bytes(self) -> int:
-        """Number of bytes of device memory used for weights. On a CPU, the gradients and the
-        optimizer state of one block are included.
-        """
+        """Bytes on the device for weights (on a CPU, also gradients and state of a block)."""
         return self._slots.nbytes + self.bytes_beside_segments
 
     def on_device(self) -> OnDevice:
@@ -195,9 +178,7 @@ class StreamedTrainer:
         return OnDevice(self.device_bytes)
 
     def use_segments(self, segments: Sequence[int]) -> None:
-        """Divide the model into other segments. Call this method between two steps. See the class
-        docstring for errors.
-        """
+        """Divide the model into other segments, between two steps. See the class for errors."""
         if sum(segments) != len(self.blocks) or min(segments, default=0) < 1:
             raise ValueError(f"segments of {list(segments)} blocks are not valid: each must have "
                              f">= 1 blocks, and their sum must be the model's {len(self.blocks)} "
@@ -230,8 +211,7 @@ class StreamedTrainer:
         return resident + largest + (self._room.nbytes if isinstance(self.tier, DiskTier) else 0)
 
     def step(self, micro_batches: Sequence[tuple[Tensor, Any]]) -> StepResult:
-        """Train on a list of micro-batches, and run the optimizers. Each micro-batch is a pair of
-        the first block's input and the target.
+        """Train on micro-batches (input of the first block, target), and run the optimizers.
 
         Raises:
             ValueError: If there are no micro-batches, or if a block returns an invalid object.
@@ -245,11 +225,8 @@ class StreamedTrainer:
 
     @ends_all_ranks(TierError)
     def accumulate(self, micro_batches: Sequence[tuple[Tensor, Any]]) -> StepResult:
-        """Run the forward and backward passes of a step. Without `clip`, this method also runs the
-        optimizers.
-
-        With `clip`, the tier stores the gradients until `update` is called. See `step` for the
-        errors that this method raises.
+        """Run the passes of a step, and without `clip` also the optimizers. With `clip`, the tier
+        stores the gradients until `update` is called. See `step` for errors.
         """
         if not micro_batches:
             raise ValueError("the step has 0 micro-batches; use at least 1 micro-batch")
@@ -284,8 +261,8 @@ class StreamedTrainer:
             last = block
 
     def _sum_gradients(self, block: StreamedBlock) -> None:
-        """If `float32_sums` is set, add the gradients of one micro-batch to the float32 gradients
-        of the block, and of the resident blocks that may share weights with it.
+        """Add gradients of a micro-batch to the float32 gradients (`float32_sums`). Resident blocks
+        are included, because they may share weights with the block.
         """
         for summed_block in (block, *(b for b in self.blocks if not b.streams)):
             if self.float32_sums:
@@ -333,9 +310,7 @@ class StreamedTrainer:
 
     @ends_all_ranks(TierError)
     def evaluate(self, micro_batches: Sequence[tuple[Tensor, Any]]) -> StepResult:
-        """Compute the losses of micro-batches without training. The modules stay in their current
-        mode (training or evaluation).
-        """
+        """Compute the losses without training. Modules stay in their mode (train or eval)."""
         self._passes.begin(micro_batches)
         self._forward(range(len(self.blocks)), keep=False)
         self._passes.losses()
@@ -371,29 +346,22 @@ class StreamedTrainer:
         setattr(self.profile[block.number], field, time.perf_counter() - started)
 
     def randomness(self, micro_batch: int, block: int) -> AbstractContextManager[None]:
-        """Return a context manager that sets the random numbers for a block and a micro-batch in
-        the current step.
-
-        After the context ends, torch's generators continue as if no random numbers had been drawn.
-        """
+        """Return a context with a block's random numbers that restores torch's generators."""
         self.micro_batch = micro_batch
         return seeded(self.device, seed_of(self.seed, self.steps, micro_batch, block))
 
     @ends_all_ranks(TierError)
     def replace_weights(self, change: Callable[[Iterator[list[Tensor]]], bool]) -> bool:
-        """Replace the weights of all blocks. If an error occurs, no weight is replaced. Call this
-        method between two steps.
+        """Replace all weights between two steps. If an error occurs, no weight is replaced.
 
         Args:
-            change: function whose argument is an iterator over the blocks. For each block, the
-                iterator yields copies of the weights in host memory: a list of the parameters
-                followed by the floating-point buffers. The function modifies these copies in place
+            change: function of an iterator that yields copies of each block's parameters and
+                floating-point buffers in host memory. The function modifies the copies in place
                 before it requests the next block. If the function returns True, the model uses the
-                modified weights.
+                modified copies.
         Returns: The return value of `change`.
         Raises:
-            TierError: If the tier has no space for both versions of the weights. Weights stay
-                unchanged.
+            TierError: If the tier has no space for both versions of the weights.
         """
         self.settle()
         staged: list[Callable[[bool], None]] = []

@@ -118,7 +118,6 @@ class Router(BuffersKeepDtype, RouterModule):
 
     @property
     def score_name(self) -> str:
-        """Name of the score function."""
         return self.config.score
 
     @property
@@ -128,9 +127,7 @@ class Router(BuffersKeepDtype, RouterModule):
 
     @property
     def step_comm(self) -> Comm:
-        """Group of the ranks, over all expert-parallel groups, that add up their counts at the end
-        of a step.
-        """
+        """Group of all ranks whose counts are summed at the end of a step."""
         return self.host.batch_comm or self.all_ranks or self.comm
 
     def _check_losses(self) -> None:
@@ -166,9 +163,7 @@ class Router(BuffersKeepDtype, RouterModule):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _parameters_to_meta(self) -> None:
-        """Move parameters to the meta device. Buffers are not moved, because their contents could
-        not be restored.
-        """
+        """Move parameters, but not buffers, to meta: buffers could not be restored."""
         for name, parameter in self.named_parameters(recurse=False):
             setattr(self, name, nn.Parameter(parameter.to("meta"), parameter.requires_grad))
 
@@ -181,9 +176,7 @@ class Router(BuffersKeepDtype, RouterModule):
                 torch.empty(self.num_experts, dtype=dtype, device=device))
 
     def reset_parameters(self) -> None:
-        """Set the initial values of the parameters. Subclasses that create other parameters
-        override this method.
-        """
+        """Initialize the parameters. A subclass with other parameters overrides this method."""
         if self.weight_ED is not None:
             xavier_(self.weight_ED)
         if self.logit_bias_E is not None:
@@ -314,7 +307,6 @@ class Router(BuffersKeepDtype, RouterModule):
             check_sequences(info, tokens)
 
     def noisy(self, clean_TE: Tensor, call: RoutingCall) -> Tensor:
-        """Return the logits [T, E] with the noise of the call added."""
         if not call.noise:
             return clean_TE
         call.clean_TE = clean_TE
@@ -356,9 +348,7 @@ class Router(BuffersKeepDtype, RouterModule):
         return total_load_E if added_E is None else added_E
 
     def _finish(self, call: RoutingCall, ids_TK: Tensor, weights_TK: Tensor) -> Routing:
-        """Remove the choices of padding tokens, scale the weights, and compute the losses and the
-        entropy.
-        """
+        """Drop choices of padding tokens, scale weights, and compute losses and entropy."""
         mask_T, counted = call.mask_T, ids_TK is call.ids_TK
         priority_T, passthrough_T, chosen_TK = call.priority_T, call.passthrough_T, call.chosen_TK
         if self.config.batch_prioritized and priority_T is None:
@@ -380,9 +370,7 @@ class Router(BuffersKeepDtype, RouterModule):
                        if counted else None)
 
     def losses_of(self, call: RoutingCall) -> dict[str, Tensor]:
-        """Return the configured losses of a call. Losses that need noise are omitted if the call
-        has no noise.
-        """
+        """Return the configured losses. Without noise, losses that need noise are omitted."""
         noisy = call.noise or call.deviation_TE is not None
         values = {}
         for name, loss in self.losses.items():
@@ -392,15 +380,11 @@ class Router(BuffersKeepDtype, RouterModule):
 
     @property
     def frozen(self) -> bool:
-        """True if no parameter of the router is trained. If a router is frozen, its biases and
-        temperatures do not change either.
-        """
+        """True if no parameter is trained. Biases and temperatures then do not change either."""
         return not (self.adapted or any([p.requires_grad for p in self.parameters()]))
 
     def note_adapter(self) -> None:
-        """Record whether an adapter trains `weight_ED`. The peft library shows this only during a
-        call.
-        """
+        """Record whether an adapter trains `weight_ED`. Only a call shows this for peft."""
         if torch.is_grad_enabled():
             self.adapted = "parametrizations" in self._modules and self.weight_ED.requires_grad
 
