@@ -31,14 +31,13 @@ FindNetwork = Callable[[], tuple[Network, str]]
 
 
 class Collectives:
-    """Collectives that gather a layer's data from all ranks or sum it over ranks. This base class
-    calls the collectives of the backend.
+    """The backend's own collectives, which gather a layer's data from all ranks or sum it over
+    ranks. Subclasses use other algorithms.
 
     The data consists of expert parameters and their gradients, partial outputs of ranks that share
-    the same tokens, and gradients of replicas. Each subclass implements the collectives with a
-    different algorithm. The plans and measurements of an algorithm are stored in the group's state.
-    Numbers on which the ranks must agree (counts, capacities, losses) are small, so they are always
-    sent with the group's own collectives.
+    the same tokens, and gradients of replicas. The plans and measurements of an algorithm are
+    stored in the group's state. Numbers on which the ranks must agree (counts, capacities, losses)
+    are small, so they are always sent with the group's own collectives.
     """
 
     name = "native"

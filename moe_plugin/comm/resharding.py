@@ -60,9 +60,9 @@ class Resharding:
         shape = None if self.source is None else tuple(stop - first for first, stop in self.source)
         given = None if x is None else tuple(x.shape)
         if given != shape or (x is not None and x.dtype != dtype):
-            raise ValueError(f"rank {self.comm.rank} stores a tensor of shape {shape} and {dtype} "
-                             f"in the source layout, but got a tensor of shape {given}"
-                             f"{'' if x is None else f' and {x.dtype}'}; pass this rank's part")
+            raise ValueError(f"rank {self.comm.rank} must pass its part of the source layout, a "
+                             f"tensor of shape {shape} and {dtype}, but passed a tensor of shape "
+                             f"{given}{'' if x is None else f' and {x.dtype}'}")
         return (_Posted if self.comm.receive_first else _InRounds)(
             self, None if x is None else x.detach(), dtype)
 

@@ -246,13 +246,13 @@ def check_settings(config: DispatchConfig, training: bool = True) -> None:
     for name in ("max_rows_factor", "max_tokens", "on_overflow", "stash_mib"):
         value = getattr(config, name)
         if value != getattr(default, name) and not traits.bounded:
-            raise ValueError(f"dispatch.{name}={value!r} does not fit dispatch.name="
-                             f"{config.name!r}, which has no bound on rows. Use "
-                             "dispatch.name='bounded', or leave the setting out")
+            raise ValueError(f"dispatch.{name}={value!r} cannot be used with dispatch.name="
+                             f"{config.name!r}, which does not limit the number of rows. Use "
+                             "dispatch.name='bounded', or remove the setting")
     outside = config.eval_capacity_factor is not None or config.eval_token_fraction > 0
     if traits.fixed_slots and config.capacity_factor is None and (training or not outside):
         raise ValueError(
-            f"dispatch.capacity_factor=none does not fit dispatch.name={config.name!r}: "
+            f"dispatch.capacity_factor=none cannot be used with dispatch.name={config.name!r}: "
             f"{_CAPACITY}")
 
 
@@ -263,7 +263,7 @@ def fixed_slots(kept: KeptRouting) -> tuple[Tensor, int]:
         ValueError: If this call has no capacity.
     """
     if kept.slots_TK is None or kept.capacity is None:
-        raise ValueError(f"dispatch.capacity_factor=none does not fit this call: {_CAPACITY}")
+        raise ValueError(f"dispatch.capacity_factor=none gives this call no capacity: {_CAPACITY}")
     return kept.slots_TK, kept.capacity
 
 

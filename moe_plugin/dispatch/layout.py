@@ -156,8 +156,8 @@ class LayerLayout:
             what = ("experts stored outside the device" if self.experts.stored else
                     f"parallel.spill={self.choice.spill!r}")
             raise ValueError(
-                f"{type(experts).__name__} wraps a layer's experts, which does not fit {what}, "
-                "because their parameters are then used without the adapter. Merge the adapter "
+                f"{type(experts).__name__} wraps a layer's experts and cannot be used with {what}, "
+                "because the parameters would be used without the adapter. Merge the adapter "
                 "first, or use experts.store=device and parallel.spill='never'")
         return next((p for p in experts.parameters() if p.requires_grad), self.experts.anchor)
 

@@ -67,8 +67,8 @@ class PaddedDispatcher(ExchangeDispatcher[ExchangePlan]):
 
 @dispatchers.register("parm_s2")
 class ParmS2Dispatcher(PaddedDispatcher):
-    """A dispatcher with fixed slots. The `parallel.replicas` ranks that have the same tokens divide
-    the slots among themselves (Parm S2).
+    """A dispatcher whose fixed slots are divided among the `parallel.replicas` ranks that have the
+    same tokens (Parm S2).
     """
 
     traits = DispatchTraits(fixed_slots=True, splits_slots=True, supports_pieces=True)

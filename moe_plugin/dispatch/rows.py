@@ -228,8 +228,8 @@ def with_weights(plan: RowPlan, weights_TK: Tensor) -> RowPlan:
 
 @dispatchers.register("index_slice")
 class IndexSliceDispatcher(Dispatcher[TokenPlan]):
-    """A dispatcher for a group in which all ranks have the same tokens. Each rank computes the rows
-    of its own experts, and an all-reduce sums the outputs (PPMoE).
+    """A dispatcher for ranks that have the same tokens: each rank computes the rows of its own
+    experts, and an all-reduce sums the outputs (PPMoE).
     """
 
     traits = DispatchTraits(shares_tokens=True, single_layout=True)

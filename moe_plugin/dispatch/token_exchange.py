@@ -246,8 +246,9 @@ class TokenDispatcher(Dispatcher[TokenExchangePlan]):
         super().__init__(context)
         if not isinstance(self.placement.comm, TorchComm):
             raise ValueError(
-                f"dispatch.name={self.name!r} does not fit the group {self.placement.comm.name!r}, "
-                "which is not a torch.distributed group. Use dispatch.name='ragged'")
+                f"dispatch.name={self.name!r} cannot be used with group "
+                f"{self.placement.comm.name!r}, which is not a torch.distributed group. Use "
+                "dispatch.name='ragged'")
 
     def plan(self, kept: KeptRouting) -> TokenExchangePlan:
         """See `Dispatcher`.

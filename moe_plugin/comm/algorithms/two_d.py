@@ -75,8 +75,8 @@ class _Plan:
 @algorithms.register("2dh", rounds=2, lacks=several_nodes)
 def two_d(comm: Comm, x: Tensor, send: Sequence[int] | None = None,
           recv: Sequence[int] | None = None) -> Tensor:
-    """An all-to-all within each node and then between nodes, which sends a few large messages over
-    all network cards.
+    """An all-to-all that runs first within each node and then between nodes, and sends a few large
+    messages over all network cards.
 
     Pieces may differ in length, nodes may differ in their number of ranks, and ranks may be
     numbered in any order. If pieces differ in length, the ranks of a node also exchange their row

@@ -47,5 +47,5 @@ def _check(config: MoEConfig, place: Placement,
             ("dispatch.stash_mib", config.dispatch.stash_mib,
              ranks > 1 and config.dispatch.stash_mib > 0, 0)):
         if bad:
-            raise ValueError(f"experts.store={config.experts.store} does not fit {name}={value}: "
-                             f"use {remedy}, or experts.store=device")
+            raise ValueError(f"experts.store={config.experts.store} cannot be used with "
+                             f"{name}={value}: use {remedy}, or experts.store=device")

@@ -148,8 +148,8 @@ def given_file(path: str | os.PathLike[str], shapes: Shapes, place: Placement,
     """
     where = f"experts.store_path={short(str(path))}"
     if place.shards > 1:
-        raise ValueError(f"{where} has whole experts, but {place.shards} ranks share each expert; "
-                         "use at most as many ranks as experts, or a folder")
+        raise ValueError(f"{where} stores whole experts, but {place.shards} ranks share each "
+                         "expert; use at most as many ranks as experts, or a folder")
     try:
         given = SafetensorsFile(path, verify=True)
     except (OSError, ValueError) as error:

@@ -203,7 +203,7 @@ class StoredExperts(Experts):
                 ("store", "host", self._host.adds_to_main_grad, "device")):
             if bad:
                 raise ValueError(
-                    f"experts.{name}={value} does not fit training with "
+                    f"experts.{name}={value} cannot be used in training with "
                     f"experts.store={self._config.store}"
                     f"{' in this host' if self._host.adds_to_main_grad else ''}: use {remedy}, or "
                     "call eval()")

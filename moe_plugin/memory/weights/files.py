@@ -42,8 +42,8 @@ def measured_layers(trainer: StreamedTrainer, micro_batches: int) -> list[Layer]
     """
     moved = trainer.copier.counters
     if not trainer.steps or not moved.busy_s or not moved.bytes:
-        raise ValueError(f"{trainer.steps} steps and {moved.bytes} copied bytes do not suffice to "
-                         "measure the blocks: do a step with one block per segment first")
+        raise ValueError(f"{trainer.steps} steps and {moved.bytes} copied bytes are not enough to "
+                         "measure the blocks: run a step with one block per segment first")
     if micro_batches < 1:
         raise ValueError(f"micro_batches={micro_batches} is not valid: it must be >= 1, and equal "
                          "to the number in the last step")

@@ -139,8 +139,8 @@ class StreamedTrainer:
         if not blocks:
             raise ValueError("the model has 0 blocks; use at least 1 block")
         if skip_not_finite and clip is None:
-            raise ValueError("skip_not_finite=True needs clip, because the norm of clip shows "
-                             "whether a step is finite; set clip")
+            raise ValueError("skip_not_finite=True needs clip, because the norm that clip computes "
+                             "shows whether all gradients are finite; pass clip")
         self.copier = Copier(self.device, throttle)
         self.overlap, self.seed, self.steps, self.micro_batch = overlap, seed, 0, 0
         self.gradients, self.clip = reduction(gradients), clip

@@ -118,8 +118,8 @@ class SAMRouter(GroupLimitedRouter):
 
 @routers.register("sigmoid_bias")
 class SigmoidBiasRouter(GroupLimitedRouter):
-    """A router that chooses the experts with the k largest values of s + b. Here, s are sigmoid
-    scores, and b is a bias that decreases for experts with a high load.
+    """A router that chooses the experts with the k largest values of s + b, where s are sigmoid
+    scores and b is a bias that decreases for experts with a high load.
 
     The weights are the scores s, without the bias. After each step,
     `b_e += bias_rate * sign(mean load - load_e)`, where load_e is the number of choices of expert e

@@ -17,8 +17,8 @@ _HALFWAY, _FULL = 1 / 3, 0.25
 
 @routers.register("sparsemixer")
 class SparseMixerRouter(Router):
-    """A router that chooses the best remaining expert k times. The weight of a choice is computed
-    by a softmax over the experts that are close to the best remaining expert.
+    """A router that chooses the best remaining expert k times, with weights from a softmax over the
+    experts that are close to the best remaining expert.
 
     An expert is close to the best expert if `(best - logit) / max(|logit|, best) <= 2 * mixer_eps`.
     In training, an expert is drawn from this softmax instead of choosing the best remaining expert.
