@@ -1,7 +1,7 @@
 """Functions that reorder and exchange pieces of a tensor along dimension 0, pack several tensors
 into one message, and describe messages in errors.
 
-The all-to-all algorithms use these functions.
+The all-to-all algorithms use the functions of this module.
 """
 
 from __future__ import annotations

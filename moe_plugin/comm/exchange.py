@@ -54,8 +54,7 @@ class Exchange(ABC):
         """The exchange in the opposite direction, which sends back the experts' outputs and the
         gradients of the rows that this exchange sent.
 
-        The `back` attribute of the returned exchange is this exchange. By default, an exchange is
-        its own opposite.
+        `exchange.back.back` is the exchange itself. By default, an exchange is its own opposite.
         """
         return self
 
@@ -162,7 +161,7 @@ class ExchangeRegistry(Registry[Exchange]):
             cost: optional. Cost model that the planner uses to predict the time of the algorithm.
                 By default, the planner has no prediction and the algorithm is only timed, unless a
                 separate file in `planner.all_to_all_cost` defines a cost model. Programs that do
-                not import torch can read such a file.
+                not import torch can read a file in `planner.all_to_all_cost`.
             options: see `Registry.register`.
         Raises:
             ValueError: If the name is already registered.

@@ -1,16 +1,16 @@
 """Differentiable collectives for data, expert and tensor parallelism.
 
 An all-to-all accepts an `anchor`, which is one of the layer's parameters. On some ranks, the input
-of the all-to-all may not need a gradient, for example because it is not trained. On these ranks,
-the anchor keeps the all-to-all in the autograd graph. As a result, either all ranks run the
-backward collective or no rank does.
+of the all-to-all may not need a gradient, for example because it is not trained. On ranks where the
+input needs no gradient, the anchor keeps the all-to-all in the autograd graph. As a result, either
+all ranks run the backward collective or no rank does.
 
 In data and expert parallelism, each rank has its own loss. In tensor parallelism, all ranks share
 one loss. For tensor parallelism, `split`, `gather`, `sum_parts` and `enter` are applied at the
-boundaries of a region in which each rank computes a part of the output. These four functions
-correspond to the functions f and g of Megatron. Outside a tensor-parallel region, gradients are
-equal on all ranks and are never summed over ranks. Inside a tensor-parallel region, the gradients
-of the ranks' parts are summed over ranks.
+boundaries of a region in which each rank computes a part of the output. `split`, `gather`,
+`sum_parts` and `enter` correspond to the functions f and g of Megatron. Outside a tensor-parallel
+region, gradients are equal on all ranks and are never summed over ranks. Inside a tensor-parallel
+region, the gradients of the ranks' parts are summed over ranks.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from moe_plugin.comm.exchange import Exchange
 class HostContext:
     """Information about a layer that only the layer's host framework has.
 
-    The host framework passes this object when it creates the layer.
+    The host framework passes a `HostContext` when it creates a layer.
 
     Attributes:
         layer_number: index of this layer among the MoE layers of the model, counted from 0, or None
@@ -108,10 +108,10 @@ class Placement:
         algorithm: all-to-all algorithm that sends the rows.
         copies: number of ranks to which each token is sent, r. S must be divisible by r. Defaults
             to S. If r < S, every S/r consecutive ranks form a group and gather each other's
-            parameters. After this gather, each rank has the parameters of 1/r of the expert, and
-            the ranks of the group divide the tokens among themselves.
-        replicas: group of ranks that have the same tokens as this rank, if the dispatcher uses such
-            a group.
+            parameters. After gathering, each rank has the parameters of 1/r of the expert, and the
+            ranks of the group divide the tokens among themselves.
+        replicas: group of ranks that have the same tokens as this rank, for dispatchers that use
+            such a group.
         configured_shards: configured number of ranks over which every expert is split, S. Defaults
             to the smallest possible number of shards, max(W / E, 1).
     """

@@ -85,7 +85,7 @@ class _Board:
 
 
 class SimulatedComm(Comm):
-    """One rank of a simulated group. `run_simulated` creates objects of this class."""
+    """One rank of a simulated group. `run_simulated` creates the objects of this class."""
 
     def __init__(self, board: _Board, ranks: Sequence[int], rank: int, traffic: Traffic,
                  timeout_s: float, topology: Topology, clock: MessageClock | None = None) -> None:

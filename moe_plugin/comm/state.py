@@ -21,8 +21,8 @@ from moe_plugin.comm.watchdog import TimeoutWatch, Watchdog
 
 @dataclass
 class Counters:
-    """Counters for the traffic from this rank to other ranks. One `Comm`, its views and its
-    contiguous subgroups share these counters.
+    """Counters for the traffic from this rank to other ranks. A `Comm`, its views and its
+    contiguous subgroups share the same counters.
 
     Attributes:
         bytes: total number of bytes sent.
@@ -89,7 +89,7 @@ class TrafficMeter:
 
     def sent(self) -> Counters:
         """Return the traffic counted since the meter was created. `exchanges` contains only
-        algorithms that ran during this time.
+        algorithms that ran since the meter was created.
         """
         now, before, exchanges = self._counters, self._before, {}
         for name, count in now.exchanges.items():
@@ -130,8 +130,8 @@ class GroupState:
         last_tag: tag of the exchange that was most recently started in the background. All ranks
             must request tags in the same order.
         abandoned: objects of messages for which no rank waits after an error. The backend may still
-            use these objects. Each element is a pair of the time until which the objects are kept
-            alive, and the objects.
+            use the objects of abandoned messages. Each element is a pair of the time until which
+            the objects are kept alive, and the objects.
         hosts: see `Comm.hosts`. `hosts` is None before its first use, or if the group itself
             accepts CPU tensors.
         subgroups: mapping from the ranks of a subgroup to the subgroup, for subgroups that contain
@@ -215,7 +215,7 @@ _STATES: WeakKeyDictionary[dist.ProcessGroup, GroupState] = WeakKeyDictionary()
 
 
 def group_state(group: dist.ProcessGroup | None) -> GroupState:
-    """Return the state of a process group. All layers on the group share this state."""
+    """Return the state of a process group. All layers on a group share the group's state."""
     assert group is not None  # the default group exists as long as any of its subgroups
     if group not in _STATES:
         _STATES[group] = GroupState()
@@ -228,7 +228,7 @@ class PostedMessages:
     If a pass raises an error, the code that would wait for the pass's messages does not run. If the
     tensors and work objects of these messages were then freed, gloo would never transfer the
     remaining bytes of the messages. All later messages on the same connection would be blocked. The
-    group's state therefore keeps these objects alive for a while.
+    group's state therefore keeps the tensors and work objects alive for a while.
 
     Args:
         state: the state of the group.

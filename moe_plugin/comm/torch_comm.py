@@ -109,7 +109,7 @@ class TorchComm(Comm):
 
     @property
     def hosts(self) -> Comm:
-        """See `Comm.hosts`. With NCCL only, an additional gloo group is used."""
+        """See `Comm.hosts`. If the group supports only NCCL, a separate gloo group is used."""
         if self.device.type == "cpu":
             return self
         if self.state.hosts is None:
@@ -195,7 +195,7 @@ class TorchComm(Comm):
                        x)
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """See `Comm.all_gather`. On gloo with several nodes, it runs in two steps."""
+        """See `Comm.all_gather`. On gloo with several nodes, the gather runs in two steps."""
         if torch.compiler.is_compiling():
             return collective(x, self.key, self.size, "all_gather", "none")
         if self.by_nodes:
@@ -207,8 +207,8 @@ class TorchComm(Comm):
         return out
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
-        """See `Comm.reduce_scatter`. On gloo, the sum is computed with a ring. With several nodes,
-        it is computed in two steps.
+        """See `Comm.reduce_scatter`. On gloo, the sum is computed with a ring. On gloo with several
+        nodes, the sum is computed in two steps.
         """
         if torch.compiler.is_compiling():
             return collective(x, self.key, self.size, "reduce_scatter", "none")
@@ -381,8 +381,8 @@ def _widening(x: Tensor) -> int:
 
 
 def default_comm(timeout_s: float = 1800.0) -> Comm:
-    """Return the `Comm` of the default torch.distributed group. If there is no such group, return a
-    group with one rank.
+    """Return the `Comm` of the default torch.distributed group. If there is no default group,
+    return a group with one rank.
 
     Raises:
         ValueError: If a launcher started several processes but the default group is not

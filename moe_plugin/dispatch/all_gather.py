@@ -3,11 +3,11 @@ experts.
 
 First, the expert ids are gathered, so that all sizes are known. After the ids, the tokens and gate
 weights are gathered in a single exchange. Finally, a reduce-scatter sums the outputs of all ranks.
-The backward pass runs these exchanges in reverse. The gradients of the summed outputs are gathered.
-The gradients of tokens and gate weights are summed in one reduce-scatter, or in two if their dtypes
-differ. The number of bytes sent does not depend on the number of choices per token, k. Compared
-with `all_gather`, an all-to-all sends more bytes if k S > W, and fewer bytes if k S < W, where S is
-the number of shards per expert and W the number of ranks.
+The backward pass runs the exchanges of the forward pass in reverse. The gradients of the summed
+outputs are gathered. The gradients of tokens and gate weights are summed in one reduce-scatter, or
+in two if their dtypes differ. The number of bytes sent does not depend on the number of choices per
+token, k. Compared with `all_gather`, an all-to-all sends more bytes if k S > W, and fewer bytes if
+k S < W, where S is the number of shards per expert and W the number of ranks.
 
 With Megatron's sequence parallelism, this dispatcher corresponds to PPMoE's index-slice dispatch
 (Chen et al. 2023), except that the all-reduce is split into an all-gather and a reduce-scatter.

@@ -2,8 +2,8 @@
 experts.
 
 A dispatcher declares its capabilities in `traits`. The layer, the layouts and the exactness tests
-read these traits and never check whether a method exists. A dispatcher stores no state between
-calls. The plan of a call contains all data that the call needs.
+read the traits of a dispatcher and never check whether a method exists. A dispatcher stores no
+state between calls. The plan of a call contains all data that the call needs.
 """
 
 from __future__ import annotations
@@ -105,13 +105,14 @@ class DispatchContext:
             `traits.supports_pieces`.
         limit: limit on the number of rows of the layer. All calls of the layer use the same limit
             object. None unless `traits.bounded`.
-        spill_planner: object that decides which rank computes which rows, or The decision is the
-            same on all ranks. `spill_planner` is None if every rank computes only its own experts.
+        spill_planner: object that decides which rank computes which rows. All ranks make the same
+            decision. `spill_planner` is None if every rank computes only its own experts.
         configured: traits of the dispatcher that the user configured, if this dispatcher replaces
             it.
         counts_on_device: True if the experts can read their row counts on the device.
         weights_first: True if gate weights are multiplied with the experts' inputs instead of their
-            outputs. Only dispatchers that send a token's row once per rank or node read this field.
+            outputs. Only dispatchers that send a token's row once per rank or node read
+            `weights_first`.
     """
 
     placement: Placement
@@ -141,7 +142,7 @@ class Dispatcher(ABC, Generic[PlanT]):
 
     @abstractmethod
     def plan(self, kept: KeptRouting) -> PlanT:
-        """Determine all sizes of a call. All ranks agree on these sizes.
+        """Determine all sizes of a call. All ranks agree on the sizes.
 
         `plan` is the only method in which the host may wait for the device.
         """
@@ -181,7 +182,7 @@ class Dispatcher(ABC, Generic[PlanT]):
 
         Args:
             sent: object returned by `dispatch`. The experts' outputs for all pieces must have been
-                passed to it.
+                passed to the object `sent`.
             plan: the plan of this call.
         """
 

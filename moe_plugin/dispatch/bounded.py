@@ -2,7 +2,7 @@
 
 Every rank sends a buffer of P rows (`RowsLimit.slots`) to every rank. A buffer contains the real
 rows first, followed by rows of zeros. Each buffer is accompanied by the number of rows for each
-expert. Kernels read these counts on the device. The host therefore never waits, and a CUDA graph
+expert. Kernels read the row counts on the device. The host therefore never waits, and a CUDA graph
 can capture a call. If a rank has more than P rows for another rank, all ranks detect this from the
 counts. All outputs of the call are then NaN, and `moe_plugin.dispatch.rows_limit.overflowed`
 reports the overflow at the end of the step. Megatron-core and torchtitan offer a similar mode. The

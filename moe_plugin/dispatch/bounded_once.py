@@ -1,11 +1,11 @@
 """Dispatchers that send bounded rows. The row of each token is sent only once to each rank or node;
 see `dispatch.once`.
 
-A rank sends at most P pairs of an expert and a weight to another rank. P is `RowsLimit.slots`, as
-in `dispatch.bounded`. A rank with T tokens sends at most min(P, T) rows to another rank. All slots
-are sent, including empty slots. The receiver counts the pairs on the device, so the host never
-waits. If a rank has more than P pairs for another rank, all ranks learn this before rows are sent,
-as in `dispatch.bounded`. All outputs and gradients of the call are then NaN.
+A rank sends at most P (expert, weight) pairs to another rank. P is `RowsLimit.slots`, as in
+`dispatch.bounded`. A rank with T tokens sends at most min(P, T) rows to another rank. All slots are
+sent, including empty slots. The receiver counts the pairs on the device, so the host never waits.
+If a rank has more than P pairs for another rank, all ranks are informed before rows are sent, as in
+`dispatch.bounded`. All outputs and gradients of the call are then NaN.
 
 With `dispatch.send: nodes`, a rank sends up to m P pairs to a node with m ranks. Within the node,
 each rank forwards the pairs that it received from other ranks. Rows that are within the limit P

@@ -2,10 +2,11 @@
 each target.
 
 A token is sent as one row to each target rank that has at least one of the token's experts. In
-addition, one pair is sent for each of these experts. A pair contains the expert shard, the gate
-weight, and a flag that marks the first pair of a row. Rows and pairs are ordered by target and then
-by token. The pairs of a token are ordered by choice. A pair occupies 6 to 12 bytes (`code_dtype`).
-Row indices are not sent. A pair without the flag belongs to the same row as the previous pair.
+addition to the row, one pair is sent for each of the token's experts on the target rank. A pair
+contains the expert shard, the gate weight, and a flag that marks the first pair of a row. Rows and
+pairs are ordered by target and then by token. The pairs of a token are ordered by choice. A pair
+occupies 6 to 12 bytes (`code_dtype`). Row indices are not sent. A pair without the flag belongs to
+the same row as the previous pair.
 
 Letters in tensor names stand for these numbers: T tokens (or received rows to forward), K choices,
 N rows, P sent pairs, Q received pairs, R received rows, and W ranks.
@@ -87,7 +88,7 @@ class Bundles:
 
     def sources(self, rows: int) -> Tensor:
         """Return the choice for which each row is sent, int64 [N] (`kernels.rows`). If several
-        choices of a token have the row's target, it is the first of these choices.
+        choices of a token have the row's target, the row is sent for the first of these choices.
 
 
         Args:

@@ -5,8 +5,8 @@ nodes. Neither dispatcher has been tested on a GPU. `dispatch.token_exchange` co
 shared by all dispatchers that use a package to send tokens.
 
 `deepep` uses the class `Buffer` of versions 1.x (1.2.1: `get_dispatch_layout`, `dispatch`,
-`combine`). Versions 2.x still contain this class. `deepep_v2` uses the class `ElasticBuffer` of
-version 2.1.0 (`dispatch` without `do_expand`, and `combine`). All ranks must pass the same
+`combine`). Versions 2.x of DeepEP also contain `Buffer`. `deepep_v2` uses the class `ElasticBuffer`
+of version 2.1.0 (`dispatch` without `do_expand`, and `combine`). All ranks must pass the same
 `num_max_tokens_per_rank` to the operations of `ElasticBuffer`.
 """
 
@@ -52,7 +52,7 @@ class _Buffered(TokenExchange):
 
     Attributes:
         buffer: the buffer object of the package.
-        later: name of the argument that makes an operation of the package run in the background.
+        later: keyword argument that makes an operation of the package run in the background.
     """
 
     buffer: Any

@@ -5,9 +5,9 @@ With several pieces, the exchange of one piece overlaps with the computation of 
 both the forward and the backward pass (Tutel's adaptive pipelining). The forward pass starts to
 send all pieces at once. Each piece is computed as soon as it has arrived, and its outputs are sent
 back immediately. The last step of the forward pass waits for the outputs of all pieces. The
-backward pass runs these exchanges in reverse, and may combine pieces into other groups. Rows are
-divided into `lcm(d, d_backward)` pieces, and each exchange sends one group of pieces. Pieces that
-stay on their rank are not part of any group.
+backward pass runs the exchanges of the forward pass in reverse, and may combine pieces into other
+groups. Rows are divided into `lcm(d, d_backward)` pieces, and each exchange sends one group of
+pieces. Pieces that stay on their rank are not part of any group.
 
 Rows are stored in the exchange object instead of being passed through autograd. One autograd node
 sends a piece, and another node receives it. A scalar token connects the two nodes, so that the
@@ -188,7 +188,7 @@ def by_piece(rows: Tensor, lengths: Sequence[list[int]]) -> list[Tensor]:
 
 class _Send(torch.autograd.Function):
     """Autograd function that sends the rows of a piece and returns a scalar token. The backward
-    pass waits for the gradients of these rows.
+    pass waits for the gradients of the rows.
     """
 
     @staticmethod
@@ -207,7 +207,7 @@ class _Send(torch.autograd.Function):
 
 class _Receive(torch.autograd.Function):
     """Autograd function that receives the rows of the piece to which a scalar token belongs. The
-    backward pass sends the gradients of these rows.
+    backward pass sends the gradients of the rows.
     """
 
     @staticmethod

@@ -44,8 +44,8 @@ class _Lease:
 
     Args:
         ours: handle of the package.
-        ids_TK: int64 [T, K], the expert shard ids. The library reads this tensor, so the tensor
-            must not be freed before the call has finished.
+        ids_TK: int64 [T, K], the expert shard ids. The library reads `ids_TK`, so the tensor must
+            not be freed before the call has finished.
         free: list of handles that can be reused.
 
     Attributes:

@@ -16,13 +16,13 @@ node, sums their outputs, and returns the sum as one row. Between nodes, rows ar
 algorithm `comm.all_to_all` (`leader` uses one network card per node) and in the format `comm.wire`.
 Within a node, rows are sent in their original dtype.
 
-The backward pass runs these exchanges in reverse. The gradient of a token's output is sent only
-once, and the gradients of the token's input are summed before they are returned. The ranks of the
-experts compute the gradients of the gate weights and return k numbers per token. `plan` determines
-all sizes with an exchange that takes the same path as the rows (`Agreed`). The host reads from the
-device once per call, and does not read in the backward pass. All choices of a row must be in the
-same piece. Rows can therefore be split into pieces along the axes `rows` and `peers`, but not along
-`experts`.
+The backward pass runs the exchanges of the forward pass in reverse. The gradient of a token's
+output is sent only once, and the gradients of the token's input are summed before they are
+returned. The ranks of the experts compute the gradients of the gate weights and return k numbers
+per token. `plan` determines all sizes with an exchange that takes the same path as the rows
+(`Agreed`). The host reads from the device once per call, and does not read in the backward pass.
+All choices of a row must be in the same piece. Rows can therefore be split into pieces along the
+axes `rows` and `peers`, but not along `experts`.
 
 Sources: DeepEP (deepseek-ai), which implements this method in GPU kernels; HierMoE (arXiv
 2508.09591).

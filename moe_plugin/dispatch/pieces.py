@@ -16,9 +16,9 @@ rank (Tutel). Along the axis `experts`, the local experts of each rank are assig
 order. A piece therefore contains all rows of a few experts (EPS-MoE).
 
 Along the axis `peers`, the other ranks are assigned to the pieces in the order of their distance
-(FasterMoE's smart schedule). Rows that stay on their rank do not need an exchange. Half of these
-rows are computed before the first piece arrives, and the other half while the outputs of the last
-piece are sent back.
+(FasterMoE's smart schedule). Rows that stay on their rank do not need an exchange. Half of the rows
+that stay on their rank are computed before the first piece arrives, and the other half while the
+outputs of the last piece are sent back.
 """
 
 from __future__ import annotations

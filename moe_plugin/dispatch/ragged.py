@@ -96,7 +96,7 @@ class SentSizes:
         owner: dispatcher that started the exchange. Only a dispatcher with the same placement can
             use the row counts.
         order_N: int64 [N], the indices of the choices, sorted by expert (`sort_by_expert`).
-        most_tokens: largest number of tokens on any rank. The method `rows` sets this attribute if
+        most_tokens: largest number of tokens on any rank. The method `rows` sets `most_tokens` if
             the exchange includes the numbers of tokens.
     """
 

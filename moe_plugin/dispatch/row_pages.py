@@ -7,8 +7,8 @@ need its own buffer. Only the device knows which pages are free, so the host nev
 Megatron-core and torchtitan call this method a paged stash.
 
 If no page is free on the device, rows are stored in pages in host memory, if there are any.
-If no page is free there either, the rows are lost: their gradients are NaN, and the step reports an
-overflow.
+If no page is free in host memory either, the rows are lost: their gradients are NaN, and the step
+reports an overflow.
 """
 
 from __future__ import annotations
@@ -178,8 +178,8 @@ class Kept:
             x_RD.reshape(-1), lengths_L.sum() * x_RD.shape[1])
 
     def rows(self) -> Tensor:
-        """Return the stored rows in a buffer of the original shape. The padding rows of this buffer
-        contain arbitrary values.
+        """Return the stored rows in a buffer of the original shape. The padding rows of the
+        returned buffer contain arbitrary values.
         """
         x_N = read_pages(self.record_M, self.pages.pages_SP, self.pages.host_SP,
                          math.prod(self.shape), self.enough)

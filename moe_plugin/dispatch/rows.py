@@ -83,7 +83,7 @@ def positions(source_N: Tensor, ids_TK: Tensor, complete: bool = False) -> Tenso
 
     Args:
         source_N: int64 [N], the choice of each row.
-        ids_TK: tensor of shape [T, K]. Only the shape and device of this tensor are used.
+        ids_TK: tensor of shape [T, K]. Only the shape and device of `ids_TK` are used.
         complete: True if every choice has a row.
     """
     if complete:

@@ -1,9 +1,10 @@
 """Limits on memory of a fixed size that a step may exceed.
 
-During a step, only the device knows whether a limit was exceeded. All ranks check this at the end
-of the step. If a limit was exceeded, either all ranks raise an error, or the memory is enlarged and
-the step is repeated. `RowsLimit` limits the number of rows that one rank sends to another.
-`dispatch.row_pages.PagedStash` limits the memory in which rows are stored for the backward pass.
+During a step, only the device knows whether a limit was exceeded. At the end of the step, all ranks
+check whether a limit was exceeded. If a limit was exceeded, either all ranks raise an error, or the
+memory is enlarged and the step is repeated. `RowsLimit` limits the number of rows that one rank
+sends to another. `dispatch.row_pages.PagedStash` limits the memory in which rows are stored for the
+backward pass.
 """
 
 from __future__ import annotations
@@ -68,8 +69,8 @@ def overflowed(limits: Sequence[Limit], comm: Comm) -> bool:
 
     Call this function after the backward pass and before the optimizer step. The function is
     collective and returns the same answer on all ranks. The host waits once for the device. If the
-    function returns True, discard the gradients and repeat the step. The limits have already been
-    enlarged in this case.
+    function returns True, discard the gradients and repeat the step. If the function returns True,
+    the limits have already been enlarged.
 
     Args:
         limits: limits of the layers on this rank. May be empty.
@@ -188,11 +189,11 @@ class RowsLimit(Limit):
         """Return the limit on rows and the number of tokens T. Both numbers are equal on all ranks.
 
         Unless `dispatch.max_tokens` is set, the first call with gradients and tokens determines T
-        with an all-reduce. The host waits for this all-reduce. Earlier calls run the same
+        with an all-reduce. The host waits for the all-reduce of T. Earlier calls run the same
         all-reduce, but do not store T.
 
         Args:
-            ids_TK: [T, k], the choices on this rank. Only the shape of this tensor is used.
+            ids_TK: [T, k], the choices on this rank. Only the shape of `ids_TK` is used.
             place: the ranks that store each expert.
         Raises:
             CommError: If T is still unknown when the call is compiled by `torch.compile` or

@@ -1,10 +1,10 @@
 """Spilling: if an expert has a high load, other ranks compute some of its rows.
 
-The ranks exchange the number of rows that each rank has for each expert. From these loads, all
-ranks compute the same plan for the call (`planner.spill`). A recomputation uses the same routing
-and therefore computes the same plan. All rows are sent in a single exchange, as without spilling,
-because a rank treats a borrowed expert as an additional local expert, which comes after the stored
-experts.
+The ranks exchange the number of rows that each rank has for each expert. From the exchanged loads,
+all ranks compute the same plan for the call (`planner.spill`). A recomputation uses the same
+routing and therefore computes the same plan. All rows are sent in a single exchange, as without
+spilling, because a rank treats a borrowed expert as an additional local expert, which comes after
+the stored experts.
 """
 
 from __future__ import annotations

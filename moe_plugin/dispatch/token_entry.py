@@ -4,7 +4,8 @@ the original shape.
 Several ranks of the expert-parallel group may have the same tokens, for example with tensor
 parallelism but without sequence parallelism. With Parm's schedule S1, N such ranks divide the
 tokens before the router: each rank routes and sends 1/N of the tokens, and the outputs are gathered
-at the end. Each of these ranks uses only a part of the tokens. The gradient of every parameter
+at the end. With schedule S1, each rank uses only a part of the tokens. The gradient of every
+parameter
 outside the experts is therefore summed over the N ranks. Source: Pan et al. 2024 (Parm).
 """
 

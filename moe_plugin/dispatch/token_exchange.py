@@ -200,7 +200,6 @@ class TokenExchangePlan(DispatchPlan):
         ids_TK: int64 [T, K*S], the chosen expert shards of this rank's tokens.
         weights_TK: float32 [T, K*S], the gate weights, which require gradients.
         most: largest number of tokens on any rank, or 0 if the package does not need this number.
-            `most` is 0 if the package does not need this number.
 
     Attributes:
         arrivals: for each piece, the received tokens. Filled by `dispatch`.

@@ -18,7 +18,7 @@ rounding error. If a row contains an infinity or a NaN, the received row also co
 value. Loss scaling can therefore detect the overflow.
 
 One format is used for the rows sent to experts and for the gradients of the experts' outputs. The
-outputs and the gradients of the rows use the same format or another one.
+outputs and the gradients of the rows use the same format or a different format.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class RowFormat:
     Attributes:
         encode: function that converts floating-point rows [R, ...] to the tensors that are sent,
             each of shape [R, ...].
-        decode: function that converts these tensors back to rows [R, ...] of a given `dtype`.
+        decode: function that converts the sent tensors back to rows [R, ...] of a given `dtype`.
         row_bytes: function that returns the number of bytes sent for a row of n elements.
     """
 
@@ -80,7 +80,7 @@ class WireFormat(Exchange):
 
     @functools.cached_property
     def back(self) -> Exchange:
-        """See `Exchange`. The attribute `back` of the returned exchange is this exchange."""
+        """See `Exchange`. `exchange.back.back` is the exchange itself."""
         if self.other == self.name:
             return self
         # stored by hand, because `cached_property` of the new object would create a third one

@@ -70,8 +70,8 @@ def aligned_buffer(nbytes: int, device: torch.device | str,
                    pinned_for: torch.device | None = None) -> Tensor:
     """Allocate an uninitialized, aligned uint8 buffer [nbytes].
 
-    pinned_for: GPU that will access the buffer. If it is passed, the buffer is allocated in pinned
-    host memory. Optional.
+    pinned_for: GPU that will access the buffer. If `pinned_for` is passed, the buffer is allocated
+    in pinned host memory. Optional.
     """
     if pinned_for is not None:
         return pinned_buffer((nbytes,), torch.uint8, pinned_for)
@@ -88,8 +88,8 @@ def aligned_buffer(nbytes: int, device: torch.device | str,
 def give_back_free_memory() -> None:
     """On systems with glibc, return unused memory of the C library to the operating system.
 
-    Without this call, glibc does not release the memory of freed gradients that lies between small
-    allocations still in use.
+    Without `give_back_free_memory`, glibc does not release the memory of freed gradients that lies
+    between small allocations still in use.
     """
     with contextlib.suppress(AttributeError, OSError):
         ctypes.CDLL(None).malloc_trim(0)

@@ -106,8 +106,8 @@ class Tier(ABC):
               after: Ticket | None = None) -> Ticket:
         """In the background, call `read_into` for all pairs (target, held) in order.
 
-        after: ticket of the job that stores these tensors. If that job fails, the job started here
-            fails with the same error.
+        after: ticket of the job that stores the tensors. If the job `after` fails, the job started
+            here fails with the same error.
         """
         wanted = list(wanted)
 

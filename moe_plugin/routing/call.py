@@ -40,7 +40,7 @@ def check_range(values: Tensor, first: int, last: int, message: str) -> None:
     """Raise a `ValueError` unless every integer is at least `first` and at most `last`.
 
     The host does not wait for the GPU. On a GPU, a failed check triggers an assertion on the
-    device. The host is informed of this assertion when it next synchronizes with the device.
+    device. The host is informed of the assertion when it next synchronizes with the device.
 
     Args:
         values: integer tensor of any shape.
@@ -82,8 +82,8 @@ def hand_token_ids(model: nn.Module, *names: str) -> None:
     Args:
         model: model that receives token ids either as its first positional argument or as a keyword
             argument.
-        names: names of the keyword arguments that may contain the token ids. If several of these
-            arguments are passed, the argument that comes first in `names` is used.
+        names: names of the keyword arguments that may contain the token ids. If several of the
+            named arguments are passed, the argument that comes first in `names` is used.
     """
     layers = [m for m in model.modules() if isinstance(m, TakesTokenIds) and "token_ids" in m.needs]
 
@@ -151,8 +151,8 @@ class RoutingCall:
             including this call.
         priority_T, passthrough_T, chosen_TK: see `moe_plugin.records.Routing`.
         routed: choices, weights and sums over tokens, as returned by `route` or `route_by_steps`.
-            `routed` is None if the router uses neither of these functions. If the field `z` of
-            `routed` is None, z is computed from `logits_TE`.
+            `routed` is None if the router uses neither `route` nor `route_by_steps`. If the field
+            `z` of `routed` is None, z is computed from `logits_TE`.
     """
 
     logits_TE: Tensor = None  # type: ignore[assignment]  # until hook `scores`
@@ -257,7 +257,7 @@ class RoutingCall:
     @property
     def scores_TE(self) -> Tensor:
         """Scores of all experts for each token. By default, `score` computes the scores. A router
-        may replace them.
+        may replace the scores.
         """
         if self._scores_TE is None:
             self._scores_TE = self.score.scores(self.logits_TE)

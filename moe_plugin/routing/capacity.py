@@ -12,8 +12,8 @@ Source: Tutel (`fast_dispatch`).
 | f = 0 | the largest number of tokens that any expert received from any rank: never drops |
 | f < 0 | min(the f = 0 value, max(1, k * int(-f * s))) |
 
-Tutel's formula does not guarantee at least one slot. With this formula and f < 1, all choices are
-dropped if a rank has at most E tokens. So few tokens are common during generation.
+Tutel's formula does not guarantee at least one slot. With Tutel's formula and f < 1, all choices
+are dropped if a rank has at most E tokens. So few tokens are common during generation.
 
 For example, s = 3 for T = 10, E = 4 and k = 2. For these numbers, f = 1 results in C = 6. With f =
 1.25, C = 2 * int(3.75) = 6. With f = 0.3, C = max(1, 2 * int(0.9)) = 1. With f = -1 and a largest
@@ -175,11 +175,11 @@ def capacity(config: DispatchConfig, routing: Routing, experts: int, comm: Comm,
     """Return the number of slots per expert and source rank, which is the same on all ranks, or
     None if no choice is dropped.
 
-     In the formulas, T is the largest number of real tokens on
-    any rank. On a CPU, a single all-reduce of two integers determines T and, if f <= 0, the largest
-    load of any expert. On a GPU, the host does not wait for the device. T therefore includes
-    padding on a GPU. The hosts can agree on this number without waiting for the device.
-    `limit_on_device` then drops choices based on the number of real tokens.
+     In the formulas, T is the largest number of real tokens on any rank. On a CPU, a single
+    all-reduce of two integers determines T and, if f <= 0, the largest load of any expert. On a
+    GPU, the host does not wait for the device. T therefore includes padding on a GPU. The hosts can
+    agree on the number of tokens with padding without waiting for the device. `limit_on_device`
+    then drops choices based on the number of real tokens.
 
     On a GPU, there are two cases for f <= 0. In a group of several ranks, the number of slots
     depends on the load, so the host waits for the load. A single rank uses a number of slots that
@@ -341,9 +341,9 @@ def drop(routing: Routing, slots_TK: Tensor | None, limit: int | Tensor | None,
         normalize_after: True if the remaining weights of tokens with several choices are divided by
             `max(sum + added, least)`.
         added: number added to the sum of the weights before the division.
-        least: smallest divisor. Defaults to the epsilon of the dtype, as in fairseq. With this
-            default, the output of a token is almost 0 if the router assigns almost the whole weight
-            to one expert and this choice is dropped.
+        least: smallest divisor. Defaults to the epsilon of the dtype, as in fairseq. With the
+            default of `least`, the output of a token is almost 0 if the router assigns almost the
+            whole weight to one expert and this choice is dropped.
     """
     if limit is None and not normalize_after:
         return routing

@@ -113,7 +113,7 @@ class RouterModule(HasFinishStep, nn.Module):
 
     Attributes:
         needs: names of the fields of `TokenInfo` that the router reads ("token_ids" or
-            "sequences"). Host frameworks provide only these fields.
+            "sequences"). Host frameworks provide only the fields in `needs`.
         own_losses: names of the losses that this router can compute but some other routers cannot.
         reads: names of the optional settings in the section `router` that this router reads. Each
             element has the form `name` or `name=value`. Each class must declare the complete list,
@@ -175,10 +175,10 @@ class RouterModule(HasFinishStep, nn.Module):
     def step_sums(self) -> list[Tensor]:
         """Return sums over this rank's tokens. `finish_step` uses these sums to update the router.
 
-        The sums include all tokens routed since the last optimizer step. A caller may combine these
-        tensors with the tensors of other replicas, so that the routers of all replicas remain
-        equal. Integer tensors must be added, and floating-point tensors must be averaged. If the
-        router's update does not use sums, the list is empty.
+        The sums include all tokens routed since the last optimizer step. A caller may combine the
+        sums with the sums of other replicas, so that the routers of all replicas remain equal.
+        Integer tensors must be added, and floating-point tensors must be averaged. If the router's
+        update does not use sums, the list is empty.
         """
         return []
 
@@ -188,11 +188,9 @@ class RouterModule(HasFinishStep, nn.Module):
 
 
 def changed_by_others(buffer: Tensor, version: int) -> bool:
-    """Return whether a buffer has been changed in place since it had the given version
-    (`Tensor._version`).
-
-    Buffers can change without a call of `load_state_dict`, for example when weights are averaged
-    (EMA) or when a checkpoint is read in place.
+    """Return whether a buffer was changed in place after the given version (`Tensor._version`).
+    Buffers can change without `load_state_dict`, for example when weights are averaged (EMA) or
+    when a checkpoint is read in place.
     """
     return (not torch.compiler.is_compiling() and not buffer.is_inference()
             and buffer._version != version)
@@ -202,9 +200,10 @@ class TopKSchedule(HasFinishStep, BuffersKeepDtype):
     """The number of experts per token as a function of the optimizer step (`router.top_k_at`).
 
     The state of the schedule is saved with the weights. If the host framework knows the index of
-    the step, it passes the index to `begin_step`. Without this index, `finish_step` counts the
-    steps. The current number of experts is stored as a Python integer. A call therefore does not
-    read this number from the device, and a layer is compiled once for each number.
+    the step, it passes the index to `begin_step`. If the host framework does not know the index of
+    the step, `finish_step` counts the steps. The current number of experts is stored as a Python
+    integer. A call therefore does not read this number from the device, and a layer is compiled
+    once for each number.
 
     Args:
         first: number of experts per token before the first change.
@@ -372,7 +371,7 @@ def router_counts(model: nn.Module) -> list[str]:
     """Return the names of the buffers that contain the counts and measurements of a model's
     routers.
 
-    The contents of these buffers are valid on this rank only.
+    The contents of the buffers of counts are valid on this rank only.
     """
     return [f"{path}.{name}".lstrip(".") for path, module in model.named_modules()
             if isinstance(module, RouterModule) for name in module._non_persistent_buffers_set]
@@ -383,9 +382,9 @@ def watch_ddp() -> None:
     created afterwards.
 
     Before each forward pass, DDP overwrites the buffers of every rank with the buffers of rank 0.
-    Without this exclusion, DDP would destroy the counts of earlier micro-batches. The routers in a
-    DDP wrapper use the loads of all ranks of the wrapper. The hook runs only when modules are
-    created, so it also works with compiled models.
+    If router counts were not excluded, DDP would destroy the counts of earlier micro-batches. The
+    routers in a DDP wrapper use the loads of all ranks of the wrapper. The hook runs only when
+    modules are created, so it also works with compiled models.
     """
     if not _watched:
         _watched.append(register_module_module_registration_hook(_keep_counts))

@@ -37,15 +37,15 @@ def add_counts(sums: Tensor, added: Callable[[], Tensor], training: bool,
                refusal: str = "") -> Tensor | None:
     """If the pass is counted (see `counts`), add `added()` to `sums` in place.
 
-    Under a compiler, this is an operation in the graph. Whether a pass is a recomputation is known
-    only when the pass runs, and not when it is traced.
+    Under a compiler, the addition is an operation in the graph. Whether a pass is a recomputation
+    is known only when the pass runs, and not when it is traced.
 
     Args:
         sums: tensor that is changed in place.
         added: function that returns the tensor to add and is called only if this tensor may be
             needed.
         training: True if the layer is in training mode.
-        refusal: optional. If it is passed, a recomputation raises a `RuntimeError` with this
+        refusal: optional. If `refusal` is passed, a recomputation raises a `RuntimeError` with this
             message. By default, a recomputation adds nothing.
     Returns: A copy of the new sums, or None if nothing was added. In training under a compiler, the
     function never returns None. If nothing was added, it returns a copy of `added()`.

@@ -162,8 +162,9 @@ def prefer_visited(scores_TE: Tensor, k: int, nodes_EN: Tensor, own: int, bias: 
     """Choose k experts per token, one after another, and prefer experts on nodes to which the token
     is sent anyway.
 
-    For the next choice, these are the token's own node and the nodes of the experts chosen so far.
-    If an expert is stored entirely on these nodes, `bias` is added to the expert's score.
+    For the next choice, the preferred nodes are the token's own node and the nodes of the experts
+    chosen so far. If an expert is stored entirely on preferred nodes, `bias` is added to the
+    expert's score.
 
     Args:
         scores_TE: scores, float.

@@ -29,7 +29,8 @@ losses: Registry[LossFn] = Registry("loss")
 
 
 def declares(*, balances: bool = True, needs: frozenset[str] = frozenset()) -> Callable[[Any], Any]:
-    """Return a decorator that declares properties of a loss. Place it below `losses.register`.
+    """Return a decorator that declares properties of a loss. Place the decorator below
+    `losses.register`.
 
     Args:
         balances: True if the loss increases when the load is uneven.

@@ -2,8 +2,8 @@
 
 The model's own mask arguments already state which tokens are padding, so callers do not need to
 pass a token mask to the MoE blocks. `follow_masks` registers hooks on the modules that receive a
-mask. During the forward pass of such a module, the MoE blocks inside the module use the module's
-mask. If a module receives no mask, the mask of the enclosing module is used.
+mask. During the forward pass of a module that receives a mask, the MoE blocks inside the module use
+this mask. If a module receives no mask, the mask of the enclosing module is used.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ _CHECKPOINT = "_gradient_checkpointing_func"  # attribute of modules in transfor
 
 
 class TokenMasks:
-    """The masks of the current forward pass. All MoE blocks of a model share this object."""
+    """The masks of the current forward pass. All MoE blocks of a model share one `TokenMasks`
+    object.
+    """
 
     def __init__(self) -> None:
         self._open: list[tuple[object, Tensor | None]] = []  # owner and mask of each running pass
@@ -204,10 +206,10 @@ def attended(value: Any, length: int | None, fixed_cache: bool = False) -> Tenso
 
     Args:
         value: attention mask in one of the following forms. A mask [B, S] is 0 for padding. If a
-            cache is used, this mask is longer, and only its last S columns are read. A mask [B, 1,
-            S, K] either is a bool tensor that is True for visible positions, or contains numbers
-            that are added to the attention scores. A dictionary maps kinds of layers to masks of
-            these forms. A token is real if it may attend to its own position.
+            cache is used, a mask [B, S] is longer, and only its last S columns are read. A mask [B,
+            1, S, K] either is a bool tensor that is True for visible positions, or contains numbers
+            that are added to the attention scores. A dictionary maps types of layers to masks [B,
+            S] or [B, 1, S, K]. A token is real if it may attend to its own position.
         length: number of tokens per sequence, S. Defaults to the length of the mask.
         fixed_cache: True if K includes unused positions of a cache. With a cache of fixed size, a
             token is real if it may attend to at least one position.
@@ -250,8 +252,8 @@ def _not_padding(module: nn.Module, value: Any) -> Tensor | None:
 
 
 class _Unknown:
-    """A hook for models that have no known mask argument. If such a model receives an unknown mask,
-    the hook logs a warning once.
+    """A hook for models that have no known mask argument. If a model receives an unknown mask, the
+    hook logs a warning once.
     """
 
     def __init__(self, places: Mapping[str, int]) -> None:
@@ -274,7 +276,7 @@ def follow_masks(model: nn.Module, inside: Iterable[nn.Module]) -> TokenMasks:
     If this function is called again for the same model, it returns the same object.
 
     inside: modules that read the masks. Masks are recorded only for modules that contain at least
-    one of these modules.
+    one module in `inside`.
     """
     hooks = [hook for module in model.modules() for hook in module._forward_pre_hooks.values()]
     known = [hook.masks for hook in hooks if isinstance(hook, _Hook)]

@@ -8,9 +8,9 @@ its block's ordinary gate. The first block also has a gate for its own experts, 
 calls no pre-gate. Source: Hwang et al., 2024 (Pre-gated MoE).
 
 `link` connects the layers of a model or of a pipeline stage. In each stage, the first block has a
-gate for its own experts. The function replaces the routing of each layer with a `NextBlockRouting`
-object and registers hooks on the layer. Two neighboring blocks share a `RoutingMailbox`. Block n
-puts its decision in the mailbox, and block n+1 removes the decision in the same forward pass.
+gate for its own experts. `link` replaces the routing of each layer with a `NextBlockRouting` object
+and registers hooks on the layer. Two neighboring blocks share a `RoutingMailbox`. Block n puts its
+decision in the mailbox, and block n+1 removes the decision in the same forward pass.
 
 The gradients of the gate weights and the balance losses are passed back on a separate path, which
 is not part of torch's graph. Block n+1 treats the gate weights and the balance losses as leaves and
@@ -59,9 +59,9 @@ class RoutingMailbox:
     pass.
 
     If a forward pass ends with an exception, its decision may remain in the mailbox. The next pass
-    replaces this decision. Decisions for calls without tokens are stored separately. A rank makes
-    these calls to take part in the collectives of other ranks, which may happen while its own pass
-    is in progress.
+    replaces the decision of a failed pass. Decisions for calls without tokens are stored
+    separately. A rank makes calls without tokens to take part in the collectives of other ranks,
+    which may happen while its own pass is in progress.
     """
 
     def __init__(self) -> None:
@@ -265,7 +265,7 @@ def _start_sizes(layer: LinkableLayer, routing: Routing) -> Any:
     """Let all ranks start to agree on the sizes for the next call of a layer.
 
     Returns None if the choices alone do not determine the sizes. The agreement is collective. All
-    ranks must start these agreements in the same order.
+    ranks must start their agreements in the same order.
     """
     if not layer.capacity.keeps_all(layer.training):
         return None
@@ -277,9 +277,9 @@ def link(model: nn.Module) -> int:
     (`router.predict`) the experts of the next layer.
 
     Layers are linked in the order in which they appear in the model's modules. Each forward pass
-    must call every layer exactly once, in this order. If a model has several stacks, or if a
-    process has several pipeline stages, call this function for each stack or stage. If no layer
-    uses one of the two settings, the model is not changed.
+    must call every layer exactly once, in the order of the model's modules. If a model has several
+    stacks, or if a process has several pipeline stages, call this function for each stack or stage.
+    If no layer uses one of the two settings, the model is not changed.
 
     Returns: The number of layers that have a pre-gate, which is the number of linked layers minus
     one.

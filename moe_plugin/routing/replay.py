@@ -166,8 +166,8 @@ def enclosing() -> tuple[Any, list[Any]]:
 def runs_once(training: bool) -> bool:
     """Return whether this pass has gradients and no hook replaces the tensors saved by autograd.
 
-    A pass of this kind is never recomputed, so its choices are not recorded. `runs_once` does not
-    inspect the call stack.
+    A pass with gradients and without such hooks is never recomputed, so its choices are not
+    recorded. `runs_once` does not inspect the call stack.
     """
     if _active.get() is not None:
         return False
@@ -360,8 +360,8 @@ def routing_replay() -> tuple[AbstractContextManager[None], AbstractContextManag
 def replaying() -> bool:
     """Return whether the current pass recomputes a call that had gradients in its first pass.
 
-    A recomputed call can have had gradients in its first pass only with a non-reentrant checkpoint.
-    Code that counts passes must not count this pass again.
+    Only a non-reentrant checkpoint runs the first pass with gradients. Code that counts passes must
+    not count this pass again.
     """
     if torch.compiler.is_compiling() or not inside_backward():
         return False

@@ -4,7 +4,8 @@ inference engine chose.
 About one in ten router choices differs between the inference engine that generated a sample and the
 model that is trained on the sample. Inference engines therefore return the experts of each token,
 and training uses these experts instead of the router's own choices. The current router computes the
-weights of these experts. Gradients flow through the weights to the router, as for any other choice.
+weights of the experts that the inference engine chose. Gradients flow through the weights to the
+router, as for any other choice.
 
     with replay_rollouts(model, tokens_of_rank(padded(samples, length))):
         loss = ...
@@ -13,7 +14,7 @@ weights of these experts. Gradients flow through the weights to the router, as f
 A sample is an array [tokens, layers, K] that begins with the prompt, as returned by vLLM
 (`CompletionOutput.routed_experts`) and SGLang (`meta_info["routed_experts"]`, base64 of int32). The
 last token was generated but never processed, so the inference engine did not choose experts for it.
-For this token and for every choice of -1, the router itself chooses the experts.
+For the last token and for every choice of -1, the router itself chooses the experts.
 
 Notation: T is the number of tokens, B the number of samples, S the number of tokens per padded
 sample, L the number of layers with experts, and K the number of experts per token.
@@ -163,8 +164,9 @@ def tokens_of_rank(ids_BSLK: Tensor, *, sequence_first: bool = False,
         sequence_first: True if tokens are ordered [S, B] (Megatron, fairseq). By default, tokens
             are ordered [B, S].
         context: pair (rank, ranks) for context parallelism. Each sequence is split into 2 * ranks
-            equal parts. As in Megatron, a rank processes two of these parts: the part with index
-            `rank`, counted from the start, and the part with index `rank`, counted from the end.
+            equal parts. As in Megatron, a rank processes two of the 2 * ranks parts: the part with
+            index `rank`, counted from the start, and the part with index `rank`, counted from the
+            end.
         lengths: lengths of the packed sequences, or None if samples are not packed. Each packed
             sequence is split separately.
         sequence: pair (rank, ranks) for sequence parallelism, which splits the remaining tokens
@@ -208,7 +210,7 @@ def replay_rollouts(model: nn.Module, ids_TLK: Tensor,
         model: model whose routers read `router.force`. Layers are matched in the order of the
             model's modules.
         ids_TLK: tensor returned by `tokens_of_rank`, on any device. Each forward pass of a layer
-            must process exactly these T tokens.
+            must process exactly the T tokens of `ids_TLK`.
         layers: for each layer of the model, the index of its recording among the L recorded layers.
             By default, all recorded layers are used in order. Pass `layers` if an inference engine
             also counts layers without experts, or if a pipeline stage contains only some layers.

@@ -110,15 +110,15 @@ class RouterSelector(BuffersKeepDtype, RouterModule):
     only on the settings, the index of the layer and the number of completed steps (`finish_step`),
     which are equal on all ranks. The number of completed steps is saved with the weights, so that a
     resumed run continues the sequence. Parameters of routers that were not selected receive a zero
-    gradient. Without these gradients, data-parallel wrappers that expect a gradient for every
+    gradient. Without zero gradients, data-parallel wrappers that expect a gradient for every
     parameter would hang.
 
     Args:
         routers: routers in the order of their names in `router.name`.
         config: section `router` of the layer's configuration. Optional. By default, the first
             router routes every call.
-        comm: group of ranks that store the experts. If the group has more than one rank, creating
-            this object is collective.
+        comm: group of ranks that store the experts. If the group has more than one rank, creating a
+            `RouterSelector` is collective.
         host: information about the layer from the host framework. All routers are built with this
             information.
         device: device of the buffer that contains the number of steps.

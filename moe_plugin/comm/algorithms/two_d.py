@@ -3,7 +3,7 @@
 Data is exchanged first within each node, and then between the ranks with the same local rank.
 Consider n ranks, m ranks per node and S bytes per rank. In phase 1, local rank l collects all data
 that its node sends to local rank l of any node, using messages of S/m bytes within the node. In
-phase 2, each of these collections is sent to its destination node. Phase 2 takes n/m - 1 messages
+phase 2, each rank sends the collected data to its destination nodes. Phase 2 takes n/m - 1 messages
 of S*m/n bytes instead of n - m messages of S/n bytes. The message counts and sizes of both phases
 assume that all nodes have the same number of ranks. If nodes differ in their number of ranks, rows
 for local rank j of another node are sent through local rank j mod m of this node. Each rank
@@ -112,8 +112,8 @@ def _even(comm: Comm, topology: Topology, x: Tensor) -> Tensor:
 
 
 def _via(topology: Topology, node: Sequence[int], destination: int) -> int:
-    """Return the rank of `node` that collects rows for a destination rank. If possible, both ranks
-    have the same local rank.
+    """Return the rank of `node` that collects rows for a destination rank. If possible, the
+    collecting rank has the same local rank as the destination rank.
     """
     return node[topology.local_of[destination] % len(node)]
 

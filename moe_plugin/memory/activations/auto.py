@@ -2,13 +2,13 @@
 based on measurements during training.
 
 In the first step, all blocks are swapped. The first step measures the activation bytes of each
-block and the bandwidth of the tier. In the next steps, all blocks are recomputed. The first of
-these steps is a warm-up. The others measure the time of each block, until the times of two steps
-agree. The measuring steps need much less memory than any limit for which a plan exists. The outputs
-and gradients of the measuring steps are bitwise equal to those with any other policy. Finally, the
-planner (`moe_plugin.planner.offload.activation_plan`) chooses a policy for each block. Afterwards,
-a step is measured again from time to time. If this step is much faster, the machine was busy during
-the first measurements, so all measurements are repeated.
+block and the bandwidth of the tier. In the next steps, all blocks are recomputed. The first step
+with recomputation is a warm-up. The other steps with recomputation measure the time of each block,
+until the times of two steps agree. The measuring steps need much less memory than any limit for
+which a plan exists. The outputs and gradients of the measuring steps are bitwise equal to those
+with any other policy. Finally, the planner (`moe_plugin.planner.offload.activation_plan`) chooses a
+policy for each block. Afterwards, a step is measured again from time to time. If a later step is
+much faster, the machine was busy during the first measurements, so all measurements are repeated.
 """
 
 from __future__ import annotations
@@ -84,11 +84,11 @@ def manage(blocks: Sequence[nn.Module], policy: str | Sequence[str] = "auto", *,
             restore the random state of a host framework.
         comm: group of ranks that have the same blocks. With "auto", all ranks of the group must
             call this function.
-        profile: file to which "auto" writes its measurements. `moe-plugin plan --memory` reads this
-            file.
+        profile: file to which "auto" writes its measurements. `moe-plugin plan --memory` reads the
+            file with the measurements.
 
-    Returns: The object that applies the policies. Call its method `after_step()` after each
-    training step.
+    Returns: The object that applies the policies. Call `after_step()` of the returned object after
+    each training step.
     Raises:
         ValueError: If a policy is unknown, `memory` is missing, or the folder cannot be created.
     """
@@ -335,7 +335,7 @@ class AutoActivations(Activations):
 
 class _Measured:
     """A `Probe` that measures the time and the bytes of each block in a step. `step` is the index
-    of the step.
+    of the measured step.
     """
 
     def __init__(self, device: torch.device) -> None:

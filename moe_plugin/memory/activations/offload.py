@@ -49,11 +49,10 @@ class Order:
     copies.
 
     Attributes:
-        waits, backward_waits: mapping from a block to an earlier block. The forward or backward
-            pass of the first block starts when the copies to the tier are complete for all blocks
-            up to the second block.
-        fetches: mapping from a block to other blocks. When the backward pass of the first block
-            starts, the activations of the other blocks are copied back to the device.
+        waits, backward_waits: mapping from block i to block j. The forward (or backward) pass of
+            block i waits until the copies to the tier of all blocks up to j are complete.
+        fetches: mapping from block i to a tuple of blocks. When the backward pass of block i
+            starts, the activations of the blocks in `fetches[i]` are copied back to the device.
     """
 
     waits: Mapping[int, int] = field(default_factory=dict)
@@ -88,8 +87,8 @@ def plain_order(policies: Sequence[str]) -> Order:
 
 @dataclass(frozen=True)
 class BlockSizes:
-    """The sizes in bytes of the data that a block stores between its forward and backward passes.
-    The sizes are measured.
+    """The measured sizes in bytes of the data that a block stores between its forward and backward
+    passes.
 
     Attributes:
         activations: total size of all storages that the backward pass needs, including the inputs.
@@ -138,7 +137,7 @@ class Pass:
         return candidate
 
     def in_flight(self) -> bool:
-        """Return whether a backward pass is outstanding, of this block or a later block."""
+        """Return whether the backward pass of this block, or of a later block, is outstanding."""
         candidate: Pass | None = self
         while candidate is not None and candidate.ended:
             candidate = None if candidate._later is None else candidate._later()
@@ -190,9 +189,9 @@ class Activations(RunFeature):
 
     Attributes:
         ledger: counter for the bytes of activations on the device. For blocks with the policies
-            keep and recompute, the bytes are known only after `sizes` has been measured. The bytes
-            of these blocks are obtained by scaling the measured bytes by the size of the block's
-            input.
+            keep and recompute, the bytes are known only after `sizes` has been measured. For blocks
+            with the policies keep and recompute, the measured bytes are scaled by the size of the
+            block's input.
         order: schedule of the copies between the device and the tier.
         sizes: mapping from the index of a block to its measured sizes.
         tell: function that is called when a pass begins or ends. See `Probe`.

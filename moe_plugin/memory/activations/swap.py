@@ -259,7 +259,7 @@ class Swapper:
 
 class Saved:
     """The tensors that autograd saves during a forward pass of one block. Saved-tensor hooks
-    intercept these tensors.
+    intercept the tensors that autograd saves.
 
     Args:
         swapper: object that copies the tensors to the tier and back to the device.

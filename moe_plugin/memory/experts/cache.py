@@ -147,8 +147,8 @@ class CacheSpec:
     Attributes:
         shapes: pairs of a parameter's name and the shape of the parameter for a single expert.
         dtype, device: dtype and device of the slots.
-        limit: maximum total size of all slots in bytes. If 0, the cache has twice as many slots as
-            the largest number of experts used by one call.
+        limit: maximum total size of all slots in bytes. If `limit` is 0, the cache has twice as
+            many slots as the largest number of experts used by one call.
         policy: name under which the cache policy is registered.
         throttle: maximum bandwidth of the tier in bytes per second, or None for no limit.
         rank: index of this rank in the expert-parallel group.
@@ -322,7 +322,7 @@ class ExpertCache:
             counters.prefetched += len(missing)
 
     def _take_slot(self, layer: int, keep: Collection[Key]) -> int | None:
-        """Return an empty slot, evicting an expert if needed, or None."""
+        """Return an empty slot, after evicting an expert if necessary, or None."""
         if not self._free:
             keys = [key for key in self._slot if not self._pins[key] and key not in keep]
             if not keys:
@@ -391,7 +391,7 @@ _CACHES: weakref.WeakValueDictionary[CacheSpec, ExpertCache] = weakref.WeakValue
 
 
 def shared_cache(spec: CacheSpec) -> ExpertCache:
-    """Return the cache that all layers of this process with this specification share."""
+    """Return the cache shared by all layers of this process with this specification."""
     cache: Any = _CACHES.get(spec)
     if cache is None:
         cache = _CACHES[spec] = ExpertCache(spec)

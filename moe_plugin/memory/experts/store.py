@@ -1,5 +1,5 @@
 """`ExpertStore`, which stores the experts of a layer in host memory or in a file and loads them
-into a cache on the device. Experts are computed in the slots of this cache.
+into a cache on the device. Experts are computed in the slots of the cache.
 """
 
 from __future__ import annotations
@@ -214,7 +214,8 @@ class FileWeights:
 
 
 class ExpertStore:
-    """The stored experts of a layer, together with the cache whose slots they are computed in.
+    """The stored experts of a layer, and the cache with the slots in which the experts are
+    computed.
 
     Args:
         weights: object that stores the parameters of the experts.
@@ -225,7 +226,7 @@ class ExpertStore:
 
     Attributes:
         counters: cache statistics for this layer.
-        cache: cache whose slots the experts are computed in.
+        cache: cache with the slots in which the experts are computed.
     """
 
     def __init__(self, weights: HostWeights | FileWeights, spec: CacheSpec, first: int,

@@ -42,10 +42,10 @@ class StoredExperts(Experts):
 
     Only the experts that are currently computed have a copy of their parameters on the device.
     Experts in host memory are ordinary parameters, and stay in host memory when the layer is moved
-    to a device. Experts in a file are not registered as parameters. For these experts, `state_dict`
-    returns tensors that are mapped from the file. If other processes can change the file, the
-    tensors are mapped from a copy. When a state dict is loaded, the experts are written to the file
-    one at a time.
+    to a device. Experts in a file are not registered as parameters. For experts in a file,
+    `state_dict` returns tensors that are mapped from the file. If other processes can change the
+    file, the tensors are mapped from a copy. When a state dict is loaded, the experts are written
+    to the file one at a time.
 
     Attributes:
         store: see `ExpertStore`.
@@ -184,7 +184,7 @@ class StoredExperts(Experts):
         return {**grown, "resident_bytes": self.store.cache.resident_bytes}
 
     def use_layer(self, number: int | None) -> None:
-        """See `Experts`. If the file contains several layers, select one."""
+        """See `Experts`. If the file contains several layers, select layer `number`."""
         if self._host.numbered_later:
             self._host = dataclasses.replace(self._host, layer_number=number, numbered_later=False)
             self.store.weights = self._weights()
@@ -379,7 +379,7 @@ class Refetched(torch.autograd.Function):
 def _gradients(ctx: Any, x: Tensor, gates_TK: Tensor | None, grad: Tensor, *,
                rows: RowCounts | RowPlan, active: Sequence[int], names: Sequence[str],
                sums: Sequence[Tensor | None]) -> tuple[Tensor, Tensor | None]:
-    """Return the gradients of `x` and the gate weights, and add others to `sums`."""
+    """Return gradients of `x` and the gate weights. Add parameter gradients to `sums`."""
     experts: StoredExperts = ctx.experts
     with experts.fetched(active) as tensors, torch.enable_grad(), torch.autocast(**ctx.autocast):
         x = x.detach().requires_grad_()

@@ -44,8 +44,8 @@ class StreamedBlock:
         layout: positions of all weights in a single buffer.
         streams: True if the weights are streamed.
         mains: indices of the parameters that have float32 main weights.
-        graded: the parameters that have gradients after the backward pass. These are the module's
-            parameters, or their main weights for parameters that have main weights.
+        graded: the parameters that have gradients after the backward pass. In `graded`, parameters
+            with main weights are replaced by their main weights.
         stepped: the parameters that the optimizer updates.
         optimizer: the optimizer, or None if the block has no trained parameter.
     Raises:
@@ -116,9 +116,9 @@ class StreamedBlock:
         """Number of bytes copied in one step, not counting the weights that are copied to the
         device.
 
-        With a tier in host memory, these are the bytes of the gradients. With a tier in files,
-        these are the bytes of the new weights and twice the bytes of the optimizer state, which is
-        both read and written.
+        With a tier in host memory, `returned_bytes` counts the gradients. With a tier in files,
+        `returned_bytes` counts the new weights once and the optimizer state twice, because the
+        state is both read and written.
         """
         if self._state is not None:
             return (self.layout.nbytes if self.trained else 0) + 2 * self._state.nbytes
@@ -168,9 +168,9 @@ class StreamedBlock:
         Args:
             copier: the copier.
             room: buffer that receives the optimizer state.
-            scale: function that modifies the gradients in place. If it is passed, `keep_gradients`
-                must have been called before. By default, the optimizer uses the gradients of the
-                backward pass without changes.
+            scale: function that modifies the gradients in place. If `scale` is passed,
+                `keep_gradients` must have been called before. By default, the optimizer uses the
+                gradients of the backward pass without changes.
         Returns: True if the weights attached to the module have already been updated.
         """
         if scale is None and self.stepped is not self.graded:
@@ -310,8 +310,8 @@ class StreamedBlock:
               ) -> Callable[[bool], None]:
         """Store new weights and buffers in addition to the current weights and buffers.
 
-        Returns: A function. Call it with True to use the new weights and buffers, or with False to
-            discard them.
+        Returns: A function. Call the returned function with True to use the new weights and
+            buffers, or with False to discard them.
         """
         staged = [] if self._state is None else self._stage_files(weights)
 
@@ -328,8 +328,9 @@ class StreamedBlock:
         return finish
 
     def state_tensors(self) -> dict[tuple[int, str], Tensor]:
-        """Return the tensors of the optimizer state. The keys are pairs of a parameter's index and
-        the name of the state. This method must not be called while a copy is in progress.
+        """Return the tensors of the optimizer state. The keys of the returned dict are pairs of a
+        parameter's index and the name of the state. This method must not be called while a copy is
+        in progress.
         """
         return state_of(self.optimizer) if self._state is None else self._state.tensors()
 

@@ -72,7 +72,7 @@ def plan_segments(trainer: StreamedTrainer, limit: int, micro_batches: int) -> S
         computation.
     Raises:
         ValueError: If no choice of segments fits in the limit, or if `measured_layers` raises an
-            error. In the first case, the message contains the required memory.
+            error. If no choice of segments fits, the message contains the required memory.
     """
     segment_plan = plan(measured_layers(trainer, micro_batches), micro_batches, limit,
                         trainer.bytes_beside_segments)
@@ -81,7 +81,7 @@ def plan_segments(trainer: StreamedTrainer, limit: int, micro_batches: int) -> S
 
 
 class SegmentsOnce:
-    """A callback for host frameworks. After the first step, it plans the segments once.
+    """A callback for host frameworks. The callback plans the segments once, after the first step.
 
     Args:
         trainer: the trainer. If no limit is set, the callback does not change the segments.
@@ -125,7 +125,7 @@ def save_weights(trainer: StreamedTrainer, folder: str | os.PathLike[str],
         trainer: the trainer.
         folder: the folder.
         beside: function that maps the index of a block to additional tensors to save with the
-            block. Use `read_beside` to read these tensors. Optional.
+            block. Use `read_beside` to read the additional tensors. Optional.
         finite: if True and a value is not finite, the function raises an error and writes nothing.
     Raises:
         ValueError: If the folder cannot be written. The error message states the reason.
@@ -205,7 +205,7 @@ def read_beside(folder: str | os.PathLike[str], block: StreamedBlock) -> dict[st
 
 def _existing_folder(folder: Path) -> Path:
     """Return the folder. Return the folder to read. If the process was killed while it replaced the
-    folder, this is the previous version of the folder.
+    folder, return the previous version of the folder.
     """
     old = folder.with_name(folder.name + ".old")
     return old if old.exists() and not folder.exists() else folder

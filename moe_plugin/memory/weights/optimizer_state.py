@@ -126,7 +126,7 @@ class StateInFiles:
         return self._layout.nbytes
 
     def fetch(self, copier: Copier, room: OptimizerStateBuffer) -> None:
-        """Start to copy the optimizer state to memory, unless this copy is already in progress."""
+        """Start to copy the optimizer state to memory, unless the copy is already in progress."""
         if self._held.held is not None and self._ticket is None:
             self._flat_N = room.of(self._layout.nbytes)
             self._ticket = self._held.fetch(copier, self._flat_N)

@@ -50,8 +50,8 @@ class StepResult:
 
 
 class Clip(Protocol):
-    """Clips gradients that are never all in memory at the same time, like `PartedClip(1.0)` of
-    `moe_plugin.training.gradients.sync`.
+    """An interface for clipping gradients that are never all in memory at the same time, like
+    `PartedClip(1.0)` of `moe_plugin.training.gradients.sync`.
     """
 
     def add(self, place: int, parameters: Sequence[nn.Parameter]) -> None:
@@ -346,7 +346,7 @@ class StreamedTrainer:
         setattr(self.profile[block.number], field, time.perf_counter() - started)
 
     def randomness(self, micro_batch: int, block: int) -> AbstractContextManager[None]:
-        """Return a context with a block's random numbers that restores torch's generators."""
+        """Return a context that seeds a block's random numbers and restores the generators."""
         self.micro_batch = micro_batch
         return seeded(self.device, seed_of(self.seed, self.steps, micro_batch, block))
 

@@ -18,10 +18,11 @@ from moe_plugin.routing.routers.base import Router
 class SinkhornRouter(Router):
     """A router that, in training, chooses the k largest elements per token of a balanced plan.
 
-    In evaluation, it chooses the k largest scores. The plan is computed from `exp(logits)` of the
-    real tokens on this rank. The rows (tokens) and the columns (experts) of the plan are scaled
-    alternately, in `sinkhorn_rounds` rounds. For k = 1, the weight is the sigmoid of the logit. For
-    k > 1, the weights are a softmax over all experts. The weights are not divided by their sum.
+    In evaluation, the router chooses the k largest scores. The plan is computed from `exp(logits)`
+    of the real tokens on this rank. The rows (tokens) and the columns (experts) of the plan are
+    scaled alternately, in `sinkhorn_rounds` rounds. For k = 1, the weight is the sigmoid of the
+    logit. For k > 1, the weights are a softmax over all experts. The weights are not divided by
+    their sum.
     Source: Clark et al., 2022 (S-BASE). The weights are computed as in Megatron-core.
     """
 

@@ -33,18 +33,18 @@ class Router(BuffersKeepDtype, RouterModule):
     """Base class of the provided routers. By default, its four hooks choose the k experts with the
     highest scores.
 
-    A subclass overrides some of the hooks `scores`, `select`, `weigh` and `after_choice`. If it has
-    parameters or buffers other than `weight_ED`, it also overrides `build`. For any dtype of the
-    layer, routing is computed outside autocast in float32, or in float64 if the input is float64.
-    With `router.fp32`, the parameters stay in at least float32 when the user or a host framework
-    casts the model (`half()`, `to(dtype)`).
+    A subclass overrides some of the hooks `scores`, `select`, `weigh` and `after_choice`. A
+    subclass with parameters or buffers other than `weight_ED` also overrides `build`. For any dtype
+    of the layer, routing is computed outside autocast in float32, or in float64 if the input is
+    float64. With `router.fp32`, the parameters stay in at least float32 when the user or a host
+    framework casts the model (`half()`, `to(dtype)`).
 
     Attributes:
         own_losses: names of the losses that this router can compute but some other routers cannot.
         only_noisy: names of the losses that are defined only if noise was added to the logits.
         adds_noise: True if `router.noise` is added to the logits.
         leaves_none: True if `select` always chooses k experts and never returns -1. A class that
-            overrides `select` must declare this attribute again.
+            overrides `select` must declare `leaves_none` again.
         multiplies_in_blocks: True if the router has no matmuls other than those in `Router.scores`.
         score: function that converts logits to scores.
         noise: standard deviation of the noise added to the logits in training.
@@ -163,7 +163,7 @@ class Router(BuffersKeepDtype, RouterModule):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _parameters_to_meta(self) -> None:
-        """Move parameters, but not buffers, to meta: buffers could not be restored."""
+        """Move parameters to the meta device, but not buffers, which could not be restored."""
         for name, parameter in self.named_parameters(recurse=False):
             setattr(self, name, nn.Parameter(parameter.to("meta"), parameter.requires_grad))
 
@@ -317,8 +317,8 @@ class Router(BuffersKeepDtype, RouterModule):
         float32.
 
         Both operations use the device's default random generator. For the recomputation, an
-        activation checkpoint restores the state of this generator. On ranks with the same tokens,
-        the generator has the same state.
+        activation checkpoint restores the state of the random generator. On ranks with the same
+        tokens, the generator has the same state.
         Source: Switch Transformers (Fedus et al., 2021), the exploration strategies "input dropout"
         and "input jitter".
         """
@@ -384,7 +384,9 @@ class Router(BuffersKeepDtype, RouterModule):
         return not (self.adapted or any([p.requires_grad for p in self.parameters()]))
 
     def note_adapter(self) -> None:
-        """Record whether an adapter trains `weight_ED`. Only a call shows this for peft."""
+        """Record whether an adapter trains `weight_ED`. Adapters of the peft library are visible
+        only during a call.
+        """
         if torch.is_grad_enabled():
             self.adapted = "parametrizations" in self._modules and self.weight_ED.requires_grad
 

@@ -8,9 +8,9 @@ and Castanon
 1989: auction for similar objects). All tokens bid at the same time, on the device that stores the
 scores. When all slots are occupied, the sum of the chosen scores is below the largest possible sum
 by at most epsilon per token. The bound on the sum holds for any initial prices. The auction starts
-with prices for which all experts have the same soft demand. These initial prices reduce the number
-of rounds. All functions in this module are pure, do not support gradients, and compute in float32
-(in float64 for float64 scores).
+with prices for which all experts have the same soft demand. The initial prices reduce the number of
+rounds. All functions in this module are pure, do not support gradients, and compute in float32 (in
+float64 for float64 scores).
 
 For example, 4,096 tokens with normally distributed scores and 64 experts need about 60 rounds. The
 sum of the chosen scores is then below the optimum by only 1e-6 of the spread of the scores per
@@ -52,9 +52,9 @@ def balanced_assignment(scores_TE: Tensor) -> Tensor:
     an auction.
 
     Args:
-        scores_TE: float. NaN scores are replaced with 0. Infinite scores are replaced with finite
-            scores: +Inf is one spread above the largest finite score, and -Inf is one spread below
-            the smallest. The assignment is balanced for any scores.
+        scores_TE: float. NaN scores are replaced with 0. +Inf is replaced with a number one spread
+            above the largest finite score, and -Inf with a number one spread below the smallest.
+            The assignment is balanced for any scores.
     """
     tokens, experts = scores_TE.shape
     if experts == 1 or not tokens:

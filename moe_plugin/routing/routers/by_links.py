@@ -52,15 +52,17 @@ class TAMoERouter(TopKRouter):
     times.
 
     Here, `c_ie` is the topology-aware fraction of tokens computed from the link costs
-    (`router.links`), and S is the number of real tokens on this rank. Choices that exceed this
-    capacity are dropped. First choices are kept before other choices, and earlier tokens before
+    (`router.links`), and S is the number of real tokens on this rank. Choices that exceed the
+    capacity of a rank and an expert are dropped. First choices are kept before other choices, and
+    earlier tokens before
     later tokens. With `pair_capacity: 0`, no choice is dropped. With `overflow: next`, choices that
     exceed the capacity are first moved to the token's next best expert with free capacity.
 
-    To train the router towards these fractions, set a weight for the loss `ta_moe`. The loss
+    To train the router towards the fractions `c_ie`, set a weight for the loss `ta_moe`. The loss
     `ta_moe` can be used with every router. If all ranks have the same router and similar tokens, no
-    loss can train the router to prefer different experts on different ranks. For such ranks,
-    choices follow the fractions only with `overflow: next`. Source: TA-MoE (Chen et al., 2022).
+    loss can train the router to prefer different experts on different ranks. On ranks with the same
+    router and similar tokens, choices follow the fractions only with `overflow: next`. Source:
+    TA-MoE (Chen et al., 2022).
     """
 
     reads = WITH_POLICY
@@ -146,15 +148,16 @@ class TopologyQuotaRouter(Router):
 
     The choices with the highest scores may be sent to other nodes. Among choices with equal scores,
     the choice of the earlier token has priority. Any other choice on another node is replaced with
-    the token's best unchosen expert on this rank's node. If there is no such expert, the choice is
-    dropped. The group's topology (`comm.topology`) determines which experts are on this rank's
+    the token's best unchosen expert on this rank's node. If no expert on this rank's node is free,
+    the choice is dropped. The group's topology (`comm.topology`) determines which experts are on
+    this rank's
     node. With a single node, this router is equivalent to the router topk. Source: FastMoE (He et
     al., 2021), the topology-aware gate.
 
     The one-pass kernel is used only if there is a single node. With several nodes, the router
     compares the scores of different tokens, and a choice may be -1. The router therefore needs the
-    scores of all experts. Computing the routing in separate steps provides these scores, whereas
-    the kernel would have to compute them again.
+    scores of all experts. Computing the routing in separate steps provides the scores of all
+    experts, whereas the kernel would have to compute them again.
     """
 
     reads = BY_SCORE

@@ -30,8 +30,8 @@ class CosineRouter(TopKRouter):
     et al., 2022); Chi et al., 2022.
 
     The cosine `cos(y, a)` is the dot product of `y / |y|` and `a / |a|`. If `|y| <= 1e-4`, the
-    cosine is 0 and the gradient with respect to y is zero. Without this rule, a row of zeros (for
-    example a padding token without a mask) could have an arbitrarily large gradient.
+    cosine is 0 and the gradient with respect to y is zero. Without the limit on `|y|`, a row of
+    zeros (for example a padding token without a mask) could have an arbitrarily large gradient.
     """
 
     reads = WITH_POLICY | FORCED | {"cosine_dim"}
@@ -39,7 +39,7 @@ class CosineRouter(TopKRouter):
 
     def build(self, dtype: torch.dtype | None, device: Any) -> None:
         """Create the projection, the bias, the directions and the temperature. Host frameworks must
-        not initialize these parameters again.
+        not initialize the parameters again.
         """
         where, width = {"dtype": dtype, "device": device}, self.config.cosine_dim
         self.project_PD = nn.Parameter(torch.empty(width, self.model_dim, **where))

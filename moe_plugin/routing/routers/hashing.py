@@ -78,8 +78,9 @@ def with_vocabulary(config: MoEConfig, sizes: Sequence[int], whose: str) -> MoEC
     user has not set it.
 
     Args:
-        sizes: valid vocabulary sizes, for example without and with padding rows. The setting is set
-            to the first of these sizes. If the size is unknown, `sizes` is empty.
+        sizes: valid vocabulary sizes, for example without and with padding rows.
+            `router.hash.vocabulary` is set to the first of the sizes. If the size is unknown,
+            `sizes` is empty.
         whose: name of the vocabulary, for use in error messages.
     Raises:
         ValueError: If the user has set a different size.

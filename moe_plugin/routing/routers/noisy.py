@@ -29,9 +29,10 @@ class NoisyTopKRouter(Router):
     al., 2017, equations 3 to 5.
 
     As in equations 3 and 5, the logits of experts that were not chosen are set to -inf before the
-    softmax. A single run of the kernel on these logits computes the weights, the importance and the
-    entropy. Experts are chosen from the logits before this run, because rounding in a softmax may
-    remove small differences. The losses `noisy_load` and `z` read the logits of all experts.
+    softmax. A single run of the kernel on the masked logits computes the weights, the importance
+    and the entropy. Experts are chosen from the logits before the kernel runs, because rounding in
+    a softmax may remove small differences. The losses `noisy_load` and `z` read the logits of all
+    experts.
     """
 
     reads = SEVERAL - {"noise"}

@@ -33,7 +33,8 @@ class PrototypeRouter(Router):
 
     The one-pass kernel treats each prototype of a token as a separate row with E/k logits. The
     kernel sums the importance over all rows, but the losses need the importance of each prototype.
-    If a loss reads the importance, it is therefore summed separately.
+    If a loss reads the importance, the importance is therefore summed separately for each
+    prototype.
     """
 
     reads = SEVERAL

@@ -21,7 +21,7 @@ class SparseMixerRouter(Router):
     experts that are close to the best remaining expert.
 
     An expert is close to the best expert if `(best - logit) / max(|logit|, best) <= 2 * mixer_eps`.
-    In training, an expert is drawn from this softmax instead of choosing the best remaining expert.
+    In training, an expert is drawn from the softmax instead of choosing the best remaining expert.
     If the drawn expert is not the best remaining expert, its weight is multiplied by 1/3 in three
     out of four draws. The gradient of the weight is not multiplied by 1/3. Multiplying only the
     weight gives Heun's third-order estimate of the gradient with respect to the choice. Source: Liu

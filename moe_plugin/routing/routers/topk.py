@@ -27,8 +27,8 @@ class TopKRouter(Router):
     scores is bounded below by a positive number.
 
     Attributes:
-        second_expert_policy: how the router treats the second expert in training. If this is an
-            empty string, the configured policy is used.
+        second_expert_policy: how the router treats the second expert in training. If
+            `second_expert_policy` is an empty string, the configured policy is used.
     """
 
     reads = WITH_POLICY | FORCED | LINEAR
@@ -111,8 +111,8 @@ class GShardRouter(TopKRouter):
 
 @routers.register("switch")
 class SwitchRouter(Router):
-    """A router that chooses the expert with the highest probability. The weight is this
-    probability.
+    """A router that chooses the expert with the highest probability. The weight of the expert is
+    its probability.
 
     As in the paper, `router.input_jitter` is applied to the input. Source: Switch Transformer
     (Fedus et al., 2021).
