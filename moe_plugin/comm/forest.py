@@ -154,7 +154,7 @@ def _agreed(comm: Comm, network: Network) -> Trees:
 
 
 def _broadcast_text(comm: Comm, text: str) -> str:
-    """Return the string passed by the group's first rank on all ranks."""
+    """On all ranks, return the string passed by the group's first rank."""
     data = text.encode()
     length = int(comm.broadcast(torch.tensor([len(data)])))
     buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8) if comm.rank == 0 else (

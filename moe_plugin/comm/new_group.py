@@ -3,10 +3,10 @@
 `torch.distributed.new_group` offers two ways to create a group, and neither can be used here. By
 default, all ranks of the job must call `new_group`, but ranks outside the new group may never call
 it. With `use_local_synchronization`, torch derives the group's name from the number of groups that
-the rank has created. Ranks that have created different numbers of groups would then wait for each
-other under different names. This module derives the name from the ranks of the group and from the
-number of groups already created for exactly these ranks. All ranks of a new group have created the
-same number of groups for the ranks of this group.
+the rank has created. With `use_local_synchronization`, ranks that have created different numbers of
+groups would wait for each other under different names. This module derives the name from the ranks
+of the group and from the number of groups already created for exactly these ranks. All ranks of a
+new group have created the same number of groups for the ranks of this group.
 """
 
 from __future__ import annotations

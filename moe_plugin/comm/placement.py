@@ -63,7 +63,8 @@ class HostContext:
 
     def when_split(self, sharing: Comm | None) -> "HostContext":
         """Return the context to use for the routers of a layer whose tokens are split among the
-        ranks in `sharing`. The ranks in `sharing` then compute parts of a single loss.
+        ranks in `sharing`. If tokens are split, the ranks in `sharing` compute parts of a single
+        loss.
         """
         if sharing is None:
             return self

@@ -159,7 +159,8 @@ class SimulatedComm(Comm):
             buffer.copy_(sent.view(buffer.shape))
         left = {peer: len(queue) for peer, queue in queues.items() if queue}
         if left:
-            raise self.error(f"send_receive left messages unread; number by sender: {left}")
+            raise self.error("send_receive did not read all messages; unread messages per sending "
+                             f"rank: {left}")
 
     def subgroup(self, ranks: Sequence[int]) -> SimulatedComm | None:
         key = tuple(ranks)

@@ -226,7 +226,7 @@ class PostedMessages:
     """A set of gloo messages that are in progress. Calling this object waits for the messages.
 
     If a pass raises an error, the code that would wait for the pass's messages does not run. If the
-    tensors and work objects of these messages were then freed, gloo would never transfer the
+    tensors and work objects of abandoned messages were freed, gloo would never transfer the
     remaining bytes of the messages. All later messages on the same connection would be blocked. The
     group's state therefore keeps the tensors and work objects alive for a while.
 

@@ -22,7 +22,7 @@ def node_name(environment: Mapping[str, str] | None = None) -> str:
 
     Two processes run on the same node if both the host names and the indices are equal. The index
     is needed because containers on different hosts may have the same host name. A launcher may also
-    start several agents on one host. Each agent is then treated as a separate node.
+    start several agents on one host. Each agent on a host is treated as a separate node.
 
     Args:
         environment: optional. Environment variables of the process. Defaults to `os.environ`.

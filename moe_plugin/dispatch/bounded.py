@@ -4,10 +4,10 @@ Every rank sends a buffer of P rows (`RowsLimit.slots`) to every rank. A buffer 
 rows first, followed by rows of zeros. Each buffer is accompanied by the number of rows for each
 expert. Kernels read the row counts on the device. The host therefore never waits, and a CUDA graph
 can capture a call. If a rank has more than P rows for another rank, all ranks detect this from the
-counts. All outputs of the call are then NaN, and `moe_plugin.dispatch.rows_limit.overflowed`
-reports the overflow at the end of the step. Megatron-core and torchtitan offer a similar mode. The
-modes of Megatron-core and torchtitan limit the number of rows that a rank receives, and write
-directly into the memory of other ranks.
+counts. After an overflow, all outputs of the call are NaN, and
+`moe_plugin.dispatch.rows_limit.overflowed` reports the overflow at the end of the step.
+Megatron-core and torchtitan offer a similar mode. The modes of Megatron-core and torchtitan limit
+the number of rows that a rank receives, and write directly into the memory of other ranks.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ A rank sends at most P (expert, weight) pairs to another rank. P is `RowsLimit.s
 `dispatch.bounded`. A rank with T tokens sends at most min(P, T) rows to another rank. All slots are
 sent, including empty slots. The receiver counts the pairs on the device, so the host never waits.
 If a rank has more than P pairs for another rank, all ranks are informed before rows are sent, as in
-`dispatch.bounded`. All outputs and gradients of the call are then NaN.
+`dispatch.bounded`. After such an overflow, all outputs and gradients of the call are NaN.
 
 With `dispatch.send: nodes`, a rank sends up to m P pairs to a node with m ranks. Within the node,
 each rank forwards the pairs that it received from other ranks. Rows that are within the limit P
@@ -379,7 +379,7 @@ class BoundedOnceToNodesDispatcher(BoundedOnceDispatcher):
 
     def read_pairs(self, piece: OncePiece, arrived: Arrived, slots: int, rows: int,
                    anchor: Tensor | None) -> None:
-        """See `BoundedOnceDispatcher`. The pairs are then forwarded to the ranks of their experts.
+        """See `BoundedOnceDispatcher`. The pairs are also forwarded to the ranks of their experts.
         """
         place, comm = self.placement, self.placement.comm
         shard_RK = arrived.shards()

@@ -2,8 +2,8 @@
 
 Bounded rows are stored in buffers of a fixed length, but the backward pass needs only the real rows
 and not the padding. The real rows are copied into pages, so that the next layer can use the buffer.
-All layers together then need a single buffer and the pages in use. Without pages, each layer would
-need its own buffer. Only the device knows which pages are free, so the host never waits.
+With pages, all layers together need a single buffer and the pages in use. Without pages, each layer
+would need its own buffer. Only the device knows which pages are free, so the host never waits.
 Megatron-core and torchtitan call this method a paged stash.
 
 If no page is free on the device, rows are stored in pages in host memory, if there are any.

@@ -10,10 +10,10 @@ adapters share.
 The sizes arrive together with the rows. The host waits once per piece, in `dispatch`, for the row
 counts from the package. `plan` only determines the largest number of tokens on any rank, and only
 if the package needs this number. A piece is a range of consecutive tokens of a rank. If a
-dispatcher declares `supports_pieces`, the operations of its package can run in the background. The
-forward pass then starts to send all pieces at once, and returns the outputs of one piece while the
-next piece is computed. If there is only one piece, its exchange overlaps with other work of the
-layer. The backward pass waits for every operation.
+dispatcher declares `supports_pieces`, the operations of its package can run in the background. For
+these packages, the forward pass starts to send all pieces at once, and returns the outputs of one
+piece while the next piece is computed. If there is only one piece, its exchange overlaps with other
+work of the layer. The backward pass waits for every operation.
 
 In tensor names, T is the number of tokens on this rank, R the number of received tokens, K the
 number of choices per token (with HybridEP, one choice per row), and D the width of a token.

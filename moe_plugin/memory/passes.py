@@ -140,7 +140,7 @@ class BlockPasses:
 
     def end(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         """For each micro-batch, return its loss and the sum of the losses returned by the blocks.
-        The method then clears all other data of the step.
+        Finally, the method clears all other data of the step.
         """
         balance = [torch.zeros(()) if x is None else x for x in self._balance]
         losses = tuple(self._losses)

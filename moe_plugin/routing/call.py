@@ -320,7 +320,8 @@ class RoutingCall:
         """Number of real tokens in the group, but at least 1, because other code divides by this
         number.
 
-        If the host does not know the number, it is a tensor in the dtype of the scores.
+        If the host does not know the number of tokens, `count` is a tensor in the dtype of the
+        scores.
         """
         if self._count is None:
             if self.mask_T is None and self.comm is None:

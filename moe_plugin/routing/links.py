@@ -23,8 +23,8 @@ def target_shares(beta_WW: Tensor) -> Tensor:
 
     Each row and each column sums to 1. The matrix `(1 / beta_ij) / sum_j (1 / beta_ij)` is returned
     if its columns have equal sums, because it is then the optimum of TA-MoE's linear program. If
-    the sums differ, the slowest link needs at most 1 % more time than at the optimum; see
-    `planner.link_shares`.
+    the columns have different sums, the slowest link needs at most 1 % more time than at the
+    optimum; see `planner.link_shares`.
 
     Args:
         beta_WW: float tensor [W, W]. Element [i, j] is the cost per byte of sending data from rank

@@ -362,8 +362,8 @@ class _Receive(torch.autograd.Function):
     """Return the tensors of a decision as leaves of the graph, and store their gradients in
     `PendingRouting`.
 
-    The block's input is an argument of this function. As a result, its backward pass runs before
-    the backward pass of the previous block.
+    The block's input is an argument of this function. As a result, the backward pass of `_Receive`
+    runs before the backward pass of the previous block.
     """
 
     @staticmethod

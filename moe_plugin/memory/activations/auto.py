@@ -95,9 +95,9 @@ def manage(blocks: Sequence[nn.Module], policy: str | Sequence[str] = "auto", *,
     names = [str(i) for i in range(len(blocks))] if names is None else list(names)
     limit = _size(memory) if isinstance(memory, str) else memory
     if policy == "auto" and not limit:
-        raise ValueError(f"activations=auto does not work with memory={short(memory)}: set the "
-                         "memory on the device for the activations of these blocks, for example "
-                         "8GiB")
+        raise ValueError(f"activations=auto needs a memory limit, but memory={short(memory)}: set "
+                         "memory to the device memory for the activations of these blocks, for "
+                         "example 8GiB")
     if isinstance(policy, str) and policy not in ("auto", *POLICIES):
         raise ValueError(f"activations={short(policy)} is unknown; use auto, "
                          f"{', '.join(POLICIES)}, or a list of policies for the blocks")

@@ -366,15 +366,15 @@ def _call(forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
 def _check_blocks(blocks: Sequence[nn.Module]) -> None:
     if len(blocks) < 1 or len({id(block) for block in blocks}) < len(blocks):
-        raise ValueError(f"{len(blocks)} blocks, of which {len({id(b) for b in blocks})} are "
-                         "different: use at least one block, and each block only once, in the "
-                         "order in which they run")
+        raise ValueError(f"the list has {len(blocks)} blocks, {len({id(b) for b in blocks})} of "
+                         "them distinct: pass at least one block, and each block only once, in the "
+                         "order in which the blocks run")
     for number, block in enumerate(blocks):
         run = vars(block).get("forward")
         if isinstance(run, functools.partial) and isinstance(
                 getattr(run.func, "__self__", None), Activations):
-            raise ValueError(f"the activations of block {number} are managed already; call "
-                             "release() on the existing manager, or leave the block out")
+            raise ValueError(f"the activations of block {number} are already managed by another "
+                             "Activations object; call its release(), or leave the block out")
 
 
 def tensors(value: Any) -> Iterator[Tensor]:

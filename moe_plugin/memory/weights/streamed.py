@@ -109,8 +109,8 @@ class StreamedTrainer:
         seed: seed from which a separate seed is derived for each step, micro-batch and block.
         gradients: function that reduces the gradients of a module over ranks after the module's
             backward pass, for example `BlockGradients(world)` of `moe_plugin.hosts.plain.streamed`.
-        clip: optional. Clips gradients using the norm of all gradients. The tier then stores the
-            gradients until the norm is known, so optimizers run after the whole backward pass.
+        clip: optional. Clips gradients using the norm of all gradients. The tier stores gradients
+            until the norm is known, so optimizers run after the whole backward pass.
         skip_not_finite: True to skip a step if the norm computed by `clip` is not finite.
         main_weights: see `StreamedBlock`. With main weights, `clip` receives gradients in float32,
             whereas `gradients` receives only the 16-bit gradients.

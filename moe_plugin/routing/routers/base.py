@@ -380,7 +380,7 @@ class Router(BuffersKeepDtype, RouterModule):
 
     @property
     def frozen(self) -> bool:
-        """True if no parameter is trained. Biases and temperatures then do not change either."""
+        """True if no parameter is trained. Frozen biases and temperatures do not change."""
         return not (self.adapted or any([p.requires_grad for p in self.parameters()]))
 
     def note_adapter(self) -> None:

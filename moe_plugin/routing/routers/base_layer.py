@@ -13,8 +13,8 @@ rounds. All functions in this module are pure, do not support gradients, and com
 float64 for float64 scores).
 
 For example, 4,096 tokens with normally distributed scores and 64 experts need about 60 rounds. The
-sum of the chosen scores is then below the optimum by only 1e-6 of the spread of the scores per
-token, which is far less than the bound.
+sum of the chosen scores is below the optimum by only 1e-6 of the spread of the scores per token,
+which is far less than the bound.
 """
 
 from __future__ import annotations

@@ -118,9 +118,9 @@ def with_room(scores_TE: Tensor, chosen_TK: Tensor, real_T: Tensor, most_E: Tens
     [T, K].
 
     In each round, every choice that exceeds the capacity of its expert is moved to the best of the
-    token's other experts that have free capacity. If an expert then has too many choices, some of
-    them are moved again in the next round. After the last round, choices that could not be moved
-    still exceed the capacity.
+    token's other experts that have free capacity. If an expert has too many choices after a round,
+    some of them are moved again in the next round. After the last round, choices that could not be
+    moved still exceed the capacity.
     """
     experts = scores_TE.shape[1]
     for _ in range(min(experts, ROUNDS)):

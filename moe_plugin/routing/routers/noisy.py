@@ -49,8 +49,8 @@ class NoisyTopKRouter(Router):
         keep_init(self.noise_ED)
 
     def reset_parameters(self) -> None:
-        """Initialize W with the Xavier distribution and V with zeros. The noise then has a standard
-        deviation of log 2.
+        """Initialize W with the Xavier distribution and V with zeros. Initially, the noise has a
+        standard deviation of log 2.
         """
         super().reset_parameters()
         nn.init.zeros_(self.noise_ED)
