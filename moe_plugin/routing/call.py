@@ -45,8 +45,8 @@ def check_range(values: Tensor, first: int, last: int, message: str) -> None:
     Args:
         values: integer tensor of any shape.
         first, last: smallest and largest allowed integer.
-        message: error message. The message of the error is `message.format(low, high)`, where `low`
-            and `high` are the smallest and the largest integer.
+        message: template of the error message. The message is `message.format(low, high)`, where
+            `low` and `high` are the smallest and the largest element of `values`.
     """
     if not values.numel() or torch.compiler.is_compiling() or values.is_meta:
         return

@@ -226,8 +226,7 @@ class StreamedTrainer:
     @ends_all_ranks(TierError)
     def accumulate(self, micro_batches: Sequence[tuple[Tensor, Any]]) -> StepResult:
         """Run the forward and backward passes of a step and, if `clip` is None, also the
-        optimizers. With `clip`, the tier stores the gradients until `update` is called. See `step`
-        for errors.
+        optimizers. With `clip`, the tier stores the gradients until `update` is called.
         """
         if not micro_batches:
             raise ValueError("the step has 0 micro-batches; use at least 1 micro-batch")
