@@ -1,5 +1,5 @@
-"""Groups of ranks and their collectives: real groups (torch.distributed), simulated groups
-(threads), and groups of a single rank.
+"""Groups of ranks and their collectives. A group can be real (torch.distributed), simulated with
+threads, or contain a single rank.
 """
 
 from moe_plugin.comm.algorithms import algorithms

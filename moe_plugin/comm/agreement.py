@@ -1,4 +1,6 @@
-"""A check that all ranks have equal settings, and an exchange of integers between hosts."""
+"""Functions that check that all ranks use the same settings, and that exchange integers between
+ranks.
+"""
 
 from __future__ import annotations
 
@@ -25,10 +27,11 @@ def agree(comm: Comm, settings: Mapping[str, Any]) -> None:
 
     Args:
         comm: the group.
-        settings: values of the settings by name. Two values are equal if their `repr` is equal.
+        settings: mapping from the name of each setting to its value. Two values are considered
+            equal if their `repr` strings are equal.
     Raises:
-        ValueError: If the settings differ. Every rank raises the error, which lists the name of
-            each setting that differs, its values, and the ranks that have each value.
+        ValueError: If the settings differ. All ranks raise the same error. The message lists each
+            setting that differs, its values, and the ranks that use each value.
     """
     if comm.size == 1 or not comm.separate:
         return
@@ -46,8 +49,8 @@ def agree(comm: Comm, settings: Mapping[str, Any]) -> None:
 
 def exchange_ints(comm: Comm, sends: Mapping[int, Sequence[int]],
                   recvs: Mapping[int, int]) -> dict[int, list[int]]:
-    """Exchange integers in host memory between ranks (see `Comm.hosts`). Integers that a rank sends
-    to itself are copied.
+    """Exchange integers that are stored in host memory between ranks (see `Comm.hosts`). Integers
+    that a rank sends to itself are copied without any communication.
 
     Args:
         comm: the group.

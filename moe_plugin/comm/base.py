@@ -1,11 +1,11 @@
 """`Comm`, the only interface through which a layer communicates with other ranks.
 
-A `Comm` is a group of ranks with the collectives that are defined below. The collectives do not
-support autograd. The differentiable versions are in `moe_plugin.comm.functional`. Hierarchical
-all-to-all algorithms send point-to-point messages in the same group (`send_receive`), so they do
-not need additional process groups.
+A `Comm` is a group of ranks that provides the collectives defined in this module. The collectives
+of `Comm` do not support autograd. Versions that support autograd are in
+`moe_plugin.comm.functional`. Hierarchical all-to-all algorithms send point-to-point messages
+(`send_receive`) within the same group, so they do not need additional process groups.
 
-In a group of one rank, every collective is a copy.
+In a group with one rank, every collective returns a copy of its input.
 """
 
 from __future__ import annotations
@@ -31,30 +31,31 @@ FindNetwork = Callable[[], tuple[Network, str]]
 
 
 class Collectives:
-    """The collectives that gather and sum a layer's data over ranks. This class uses the
-    collectives of the backend.
+    """The backend's own collectives, which gather a layer's data from all ranks or sum it over
+    ranks. Subclasses use other algorithms.
 
-    The data consists of expert parameters and their gradients, partial results of ranks with the
-    same tokens, and gradients of replicas. Subclasses implement different algorithms. An
-    algorithm's plans and measurements are stored in the group's state. Numbers on which ranks agree
-    (counts, capacities, losses) are small, and are always sent with the group's own collectives.
+    The data consists of expert parameters and their gradients, partial outputs of ranks that share
+    the same tokens, and gradients of replicas. The plans and measurements of an algorithm are
+    stored in the group's state. Numbers on which the ranks must agree (counts, capacities, losses)
+    are small, so they are always sent with the group's own collectives.
     """
 
     name = "native"
 
     @classmethod
     def make(cls, comm: Comm, network: FindNetwork, cluster: Cluster | None) -> Collectives:
-        """Return the collectives for a prepared group. All ranks must call this method.
+        """Create the collectives for a group for which `prepare` has been called. All ranks must
+        call this method.
 
-        network: function that returns the network between the ranks of the group.
-        cluster: optional. Cluster description that is used to predict which collectives are faster.
-        By default the collectives are measured instead.
+        network: function that returns a description of the network between the ranks of the group.
+        cluster: optional. Cluster description from which the fastest collectives are predicted. By
+        default, the collectives are timed instead.
         """
         return NATIVE
 
     def all_gather(self, comm: Comm, x: Tensor) -> Tensor:
-        """Concatenate the tensors `x` [n, ...] of all ranks to [size * n, ...]. All shapes must be
-        equal.
+        """Concatenate the tensors `x` [n, ...] of all ranks to a tensor [size * n, ...]. `x` must
+        have the same shape on all ranks.
         """
         return comm.all_gather(x)
 
@@ -63,44 +64,41 @@ class Collectives:
         return comm.reduce_scatter(x)
 
     def all_reduce(self, comm: Comm, x: Tensor) -> Tensor:
-        """Return the sum of `x` [...] over ranks, a new tensor that is equal on all ranks."""
+        """Return the sum of `x` [...] over ranks as a new tensor, which is equal on all ranks."""
         _count_all_reduce(comm, x)
         return comm.all_reduce(x)
 
     def start_all_reduce(self, comm: Comm, x: Tensor) -> Callable[[], Tensor]:
-        """Start to sum `x` over ranks. `x` may be overwritten; see `Comm.start_all_reduce`."""
+        """Start the sum of `x` over ranks. `x` may be overwritten; see `Comm.start_all_reduce`."""
         _count_all_reduce(comm, x)
         return comm.start_all_reduce(x)
 
     def part(self, ranks: Sequence[int]) -> Collectives:
-        """Return the collectives for the subgroup of `ranks` (indices in this group)."""
+        """Return the collectives for the subgroup that consists of `ranks` (indices in this group).
+        """
         return self
 
     def seconds(self, comm: Comm, kind: str, size: int) -> float | None:
-        """Predict the time in seconds of a collective (`kind`: all_gather, reduce_scatter or
-        all_reduce).
+        """Predict the time of a collective in seconds. `kind` is all_gather, reduce_scatter or
+        all_reduce.
 
         size: size in bytes of the whole tensor, over all ranks.
 
-        The result is None if the collective times in the cluster file for this backend can be used
-        unchanged.
+        Returns None if the collective times in the cluster file apply to this backend unchanged.
         """
         return None
 
     def active(self, comm: Comm) -> str:
-        """Return the name under which statistics report the collectives that are used in a
-        group."""
+        """Return the name under which statistics report the collectives used in a group."""
         return self.name
 
     def describe(self, comm: Comm) -> str:
-        """Describe the collectives that are used in a group, and the reason for their choice."""
+        """Describe which collectives are used in a group and why they were chosen."""
         return "native, the backend's own"
 
 
 def _count_all_reduce(comm: Comm, x: Tensor) -> None:
-    """Count the bytes that each rank sends in a ring all-reduce, because backends do not report
-    them.
-    """
+    """Count the bytes of a ring all-reduce, because backends do not report them."""
     comm.counters.sent(2 * (comm.size - 1), 2 * (comm.size - 1) * x.nbytes // comm.size)
 
 
@@ -113,12 +111,13 @@ class Comm(RankGroup):
     """A group of ranks and its collectives.
 
     Attributes:
-        receive_first: True if the fastest linear all-to-all on this backend consists of
-            point-to-point messages whose receives are all posted first.
-        threaded: whether exchanges may run in a different thread (on views created by `with_tag`).
-        key: key by which torch operations find the group (see `comm.graph_ops`), or None.
-        tag: number that separates exchanges that run at the same time; see `with_tag`.
-        collectives: implementation that gathers and sums data; see `with_collectives`.
+        receive_first: True if the fastest direct all-to-all on this backend uses point-to-point
+            messages and posts all receives before any send.
+        threaded: True if exchanges may run in another thread, on views created by `with_tag`.
+        key: key with which torch operations find the group (see `comm.graph_ops`), or None.
+        tag: number that distinguishes the messages of exchanges that run at the same time; see
+            `with_tag`.
+        collectives: object that gathers and sums data over ranks; see `with_collectives`.
     """
 
     receive_first: bool = False
@@ -130,20 +129,23 @@ class Comm(RankGroup):
     @abstractmethod
     def all_to_all(self, x: Tensor, send: Sequence[int] | None = None,
                    recv: Sequence[int] | None = None) -> Tensor:
-        """Exchange pieces along dimension 0 using the backend's all-to-all.
+        """Exchange pieces of `x` along dimension 0 with the backend's all-to-all.
 
-        Rank i's j-th piece becomes rank j's i-th piece.
+        The j-th piece of rank i becomes the i-th piece of rank j.
 
         Args:
             x: contiguous tensor [sum(send), ...] of any dtype.
-            send: optional. Length of the piece sent to each rank. By default all lengths are equal.
-            recv: optional. Length of the piece received from each rank. Defaults to equal lengths.
+            send: optional. Lengths of the pieces sent to each rank. By default, all pieces have the
+                same length.
+            recv: optional. Lengths of the pieces received from each rank. By default, all pieces
+                have the same length.
         Returns:
             A new tensor [sum(recv), ...] of the same dtype that contains the pieces in rank order.
         """
 
     def start_all_to_all(self, x: Tensor) -> Callable[[], Tensor]:
-        """Start an all-to-all of equal pieces of `x`, and return a function that awaits the result.
+        """Start an all-to-all of pieces of `x` that have equal length, and return a function that
+        waits for the received pieces and returns them.
 
         All ranks must start their exchanges in the same order. `x` [size * n, ...] must be
         contiguous and must not change until the exchange completes.
@@ -153,17 +155,16 @@ class Comm(RankGroup):
 
     @abstractmethod
     def all_reduce(self, x: Tensor, op: str = "sum") -> Tensor:
-        """Return the element-wise `sum` or `max` over ranks as a new tensor, equal on all ranks.
-
-        x: tensor of any shape, which must be the same on all ranks.
+        """Return the element-wise `sum` or `max` over ranks as a new tensor, which is equal on all
+        ranks. `x` may have any shape, which must be the same on all ranks.
         """
 
     def start_all_reduce(self, x: Tensor) -> Callable[[], Tensor]:
-        """Start to sum `x` over ranks, and return a function that waits for the sum and returns it.
+        """Start the sum of `x` over ranks, and return a function that waits for the sum and returns
+        it.
 
         All ranks must start their collectives in the same order. `x` must have the same shape on
-        all ranks and may be overwritten. In this base class the sum is complete when the method
-        returns.
+        all ranks and may be overwritten. The base class returns only after the sum is complete.
         """
         total = self.all_reduce(x)
         return lambda: total
@@ -171,7 +172,7 @@ class Comm(RankGroup):
     @abstractmethod
     def all_gather(self, x: Tensor) -> Tensor:
         """Return the tensors `x` [n, ...] of all ranks, concatenated to a new tensor [size * n,
-        ...]. All shapes must be equal.
+        ...]. `x` must have the same shape on all ranks.
         """
 
     @abstractmethod
@@ -182,7 +183,7 @@ class Comm(RankGroup):
 
     @abstractmethod
     def broadcast(self, x: Tensor, root: int = 0) -> Tensor:
-        """Return a copy of `x` on rank `root`. The shape must be the same on all ranks."""
+        """Return a copy of rank `root`'s tensor `x`. `x` must have the same shape on all ranks."""
 
     @abstractmethod
     def send_receive(self, sends: Messages, recvs: Messages) -> None:
@@ -191,38 +192,40 @@ class Comm(RankGroup):
         Every rank of the group must call this method, with empty lists if it has no messages.
 
         Args:
-            sends: the pair (peer, contiguous nonempty tensor of any dtype) for each message sent.
-            recvs: the pair (peer, contiguous buffer to fill) for each incoming message.
+            sends: list of pairs (peer, contiguous nonempty tensor of any dtype), one for each
+                message to send.
+            recvs: list of pairs (peer, contiguous buffer to fill), one for each message to receive.
         """
 
     def post(self, sends: Messages, recvs: Messages) -> Callable[[], None]:
         """Start point-to-point messages as in `send_receive`, and return a function that waits for
-        them.
+        the messages.
 
-        Only the ranks that send or receive messages need to call this method. These ranks may call
-        it in any order. Messages between the same two ranks are matched in the order in which they
-        are posted if their tags are equal. The tensors must not change until the messages complete.
-        In this base class the messages are complete when the method returns.
+        Only the ranks that send or receive messages need to call this method. The ranks may call
+        this method in any order. If messages between the same two ranks have the same tag, they are
+        matched in the order in which they are posted. The tensors must not change until the
+        messages complete. The base class returns only after the messages are complete.
         """
         self.send_receive(sends, recvs)
         return lambda: None
 
     @abstractmethod
     def subgroup(self, ranks: Sequence[int]) -> Comm | None:
-        """Return the `Comm` of some ranks of this group on these ranks, and None on all other
-        ranks.
+        """Create a `Comm` for some ranks of this group. The method returns the `Comm` on these
+        ranks and None on all other ranks.
 
-        Collective: all ranks call this method, in the same order. The topology of the subgroup is
-        the corresponding part of this group's topology.
+        The method is collective: all ranks must call it in the same order. The subgroup's topology
+        is the restriction of this group's topology to the subgroup's ranks.
         """
 
     @contextmanager
     def error_context(self, describe: Callable[[], str]) -> Iterator[None]:
-        """Convert a failure inside the block to a `CommError` that contains the rank, group,
-        collective and sizes.
+        """Convert a failure inside the block to a `CommError`, whose message names the rank, the
+        group, the collective and the sizes.
 
         describe: function that returns a description of the collective and its sizes. The function
-        is called only after a failure, or at the start if the collective may fail asynchronously.
+        is called only after a failure. If a collective may fail asynchronously, the function is
+        also called at the start of the block.
         """
         if self.fails_later:
             self.state.started.append(describe())
@@ -237,15 +240,15 @@ class Comm(RankGroup):
                              f"{self.missing_ranks()}") from error
 
     def _started_before(self) -> str:
-        """Return the collectives that may have caused a failure that is reported asynchronously."""
+        """List earlier collectives that may have caused a failure reported asynchronously."""
         before = list(self.state.started)[:-1]
         return f"; started before it, and perhaps the cause: {'; '.join(before)}" if before else ""
 
     def contiguous_subgroup(self, size: int) -> Comm:
         """Return the subgroup of `size` consecutive ranks that contains this rank.
 
-        `size` must divide the size of this group. The first call with each size is collective.
-        Traffic in the subgroup is counted in this group's counters.
+        `size` must divide the size of this group. The first call with a given size is collective.
+        Traffic in the subgroup is added to this group's counters.
         """
         ranks = [range(first, first + size) for first in range(0, self.size, size)]
         view = copy.copy(self._own_part(ranks))
@@ -253,16 +256,16 @@ class Comm(RankGroup):
         return view.with_collectives(self.collectives.part(ranks[self.rank // size]))
 
     def strided_subgroup(self, stride: int) -> Comm:
-        """Return the subgroup of all ranks whose distance from this rank is divisible by `stride`.
+        """Return the subgroup of all ranks whose index differs from this rank's index by a multiple
+        of `stride`.
 
-        `stride` must divide the size of this group. The first call with each stride is collective.
+        `stride` must divide the size of this group. The first call with a given stride is
+        collective.
         """
         return self._own_part([range(first, self.size, stride) for first in range(stride)])
 
     def _own_part(self, parts: Sequence[range]) -> Comm:
-        """Given the parts of this group, return the subgroup of the part that contains this rank.
-        The first call for each part is collective.
-        """
+        """Return the subgroup that contains this rank. Collective on first use."""
         own_part = next(part for part in parts if self.rank in part)
         if own_part not in self.state.subgroups:
             made = {part: self.subgroup(part) for part in parts}
@@ -276,11 +279,12 @@ class Comm(RankGroup):
 
     @property
     def hosts(self) -> Comm:
-        """A group of the same ranks for numbers in host memory. Hosts do not wait for devices in
-        this group.
+        """A group of the same ranks that exchanges numbers in host memory. Collectives in this
+        group do not make the host wait for the device.
 
-        If this group accepts CPU tensors, the result is this group. Otherwise the result is a
-        separate group, which is created collectively on first use.
+        If this group accepts CPU tensors, the property is this group itself. If the group does not
+        accept CPU tensors, the property is a separate group, which a collective call creates on
+        first use.
         """
         return self
 
@@ -290,15 +294,15 @@ class Comm(RankGroup):
         return self.counters.bytes
 
     def with_tag(self, tag: int) -> Comm:
-        """Return a view of this group that can be used in a different thread. Messages with
-        different tags are never confused.
+        """Return a view of this group that can be used in another thread. Messages with different
+        tags are never matched with each other.
         """
         view = copy.copy(self)
         view.tag = tag
         return view
 
     def with_collectives(self, collectives: Collectives) -> Comm:
-        """Return a view of this group that uses `collectives` to gather and sum its data."""
+        """Return a view of this group that gathers and sums its data with `collectives`."""
         if collectives is self.collectives:
             return self
         view = copy.copy(self)
@@ -308,11 +312,11 @@ class Comm(RankGroup):
         return view
 
     def agree_max(self, values: Sequence[float]) -> list[float]:
-        """Return the element-wise maximum over ranks of numbers in host memory. The result is equal
-        on all ranks.
+        """Return the element-wise maximum over ranks of a list of numbers in host memory. All ranks
+        receive the same maxima.
 
-        The maximum is computed with point-to-point messages in the group `hosts`, in log2(size)
-        rounds.
+        The maximum is computed in log2(size) rounds of point-to-point messages within the group
+        `hosts`.
         """
         maxima = torch.tensor(list(values), dtype=torch.float64)
         step = 1
@@ -326,12 +330,13 @@ class Comm(RankGroup):
 
 
 def piece_lengths(length: int, size: int, splits: Sequence[int] | None, what: str) -> list[int]:
-    """Return the lengths of the pieces into which `length` rows are split for `size` ranks.
+    """Return the lengths of the pieces when `length` rows are split into one piece for each of
+    `size` ranks.
 
-    what: name of the argument, which is used in error messages.
+    what: name of the collective, which is used in error messages.
 
-    A `ValueError` is raised if the number of splits differs from the number of ranks, or if the
-    rows cannot be split equally.
+    Raises a `ValueError` if the number of splits differs from the number of ranks, or if no splits
+    are passed and the rows cannot be split equally.
     """
     if splits is not None:
         if len(splits) != size:
@@ -367,32 +372,26 @@ class LocalComm(Comm):
 
     def all_to_all(self, x: Tensor, send: Sequence[int] | None = None,
                    recv: Sequence[int] | None = None) -> Tensor:
-        """Return a copy of `x` [n, ...]."""
         return x.clone()
 
     def all_reduce(self, x: Tensor, op: str = "sum") -> Tensor:
-        """Return a copy of `x`, which may have any shape."""
         return x.clone()
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """Return a copy of `x` [n, ...]."""
         return x.clone()
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
-        """Return a copy of `x` [n, ...]."""
         return x.clone()
 
     def broadcast(self, x: Tensor, root: int = 0) -> Tensor:
-        """Return a copy of `x`, which may have any shape."""
         return x.clone()
 
     def send_receive(self, sends: Messages, recvs: Messages) -> None:
-        """Copy each tensor of `sends` to the buffer of `recvs` with the same index."""
+        """Copy each tensor in `sends` to the buffer at the same index in `recvs`."""
         for (_, source), (_, target) in zip(sends, recvs, strict=True):
             target.copy_(source)
 
     def subgroup(self, ranks: Sequence[int]) -> Comm | None:
-        """Return this group if `ranks` is [0], else None."""
         return self if list(ranks) == [0] else None
 
     def barrier(self) -> None:

@@ -1,10 +1,11 @@
-"""All-gather and reduce-scatter in two steps: between nodes, and within each node.
+"""All-gather and reduce-scatter in two steps, one between nodes and one within each node.
 
-A ring over N nodes of P ranks sends (N P - 1) pieces over the link of every node. With two steps,
-only (N - 1) P pieces are sent over the link of every node. Each rank exchanges data first with the
-ranks that have the same local rank on other nodes, and then with the ranks of its own node. Rows
-are not sent to a node if no rank of the node needs them (`Wanted`). The two steps are faster if
-links between nodes are slower than links within a node.
+In a ring over N nodes with P ranks each, (N P - 1) pieces are sent over the link of every node.
+With two steps, only (N - 1) P pieces are sent over the link of every node. Each rank first
+exchanges data with the ranks that have the same local rank on other nodes, and then with the other
+ranks of its own node. A row is not sent to a node if no rank of the node needs the row (see
+`Wanted`). Two steps are faster than a ring if links between nodes are slower than links within a
+node.
 """
 
 from __future__ import annotations
@@ -22,15 +23,17 @@ Wanted = Sequence[Sequence[Tensor]]
 
 
 def gather_by_nodes(comm: Comm, x: Tensor, wanted: Wanted | None = None) -> Tensor:
-    """Concatenate the tensors `x` [n, ...] of all ranks along dimension 0 to [size * n, ...].
+    """Concatenate the tensors `x` [n, ...] of all ranks along dimension 0 to a tensor [size * n,
+    ...].
 
-    The group's topology must allow two steps; see `Topology.two_steps`.
+    The group's topology must support the two steps; see `Topology.two_steps`.
 
     Args:
         comm: the group.
         x: tensor [n, ...], which must have the same shape on all ranks.
-        wanted: optional. The rows that each node receives, which must be equal on all ranks. All
-            other rows are zero in the result. By default every node receives all rows.
+        wanted: optional. The rows that each node receives. The rows must be the same on all ranks.
+            Rows that a node does not receive are zero in the returned tensor. By default, every
+            node receives all rows.
     """
     rows = _Rows(comm, x.shape[0], wanted)
     column, this_node = rows.column(comm.rank), rows.here
@@ -52,14 +55,14 @@ def reduce_scatter_by_nodes(comm: Comm, x: Tensor, wanted: Wanted | None = None)
     """Sum the tensors `x` [size * n, ...] over ranks, and return this rank's part [n, ...] of the
     sum.
 
-    The group's topology must allow two steps; see `Topology.two_steps`. Values are summed first
-    within each node, in the order of its ranks, and then in the order of the nodes.
+    The group's topology must support the two steps; see `Topology.two_steps`. Values are summed
+    first within each node, in the order of its ranks, and then in the order of the nodes.
 
     Args:
         comm: the group.
         x: tensor [size * n, ...], which must have the same shape on all ranks.
-        wanted: optional. The rows of each rank to which each node contributes; see
-            `gather_by_nodes`. By default every node contributes to all rows.
+        wanted: optional. For each rank, the rows to which each node contributes; see
+            `gather_by_nodes`. By default, every node contributes to all rows.
     """
     length = piece_lengths(x.shape[0], comm.size, None, "reduce_scatter")[0]
     rows, parts_W = _Rows(comm, length, wanted), x.split(length) if length else [x] * comm.size
@@ -85,7 +88,7 @@ def reduce_scatter_by_nodes(comm: Comm, x: Tensor, wanted: Wanted | None = None)
 
 
 def _added(parts: Sequence[Tensor]) -> Tensor:
-    """Return the sum of the tensors, which are added in order to the first tensor."""
+    """Return the sum of the tensors. The sum is accumulated in order into the first tensor."""
     total = parts[0]
     for part in parts[1:]:
         total += part
@@ -93,41 +96,41 @@ def _added(parts: Sequence[Tensor]) -> Tensor:
 
 
 class _Rows:
-    """For each node, the rows that it needs from each rank."""
+    """The rows that each node needs from each rank."""
 
     def __init__(self, comm: Comm, length: int, wanted: Wanted | None) -> None:
         self.comm, self.topology, self.length, self.wanted = comm, comm.topology, length, wanted
         self.here = self.node(comm.rank)
 
     def node(self, rank: int) -> int:
-        """Return the index of the node of a rank."""
+        """Return the index of the node on which a rank runs."""
         return self.topology.node_of[rank]
 
     def column(self, rank: int) -> list[int]:
-        """Return the ranks with the same local rank as `rank`, one from each node, in the order of
-        nodes.
+        """Return the ranks that have the same local rank as `rank`, one from each node, in the
+        order of the nodes.
         """
         return [node[self.topology.local_of[rank]] for node in self.topology.nodes]
 
     def others_here(self) -> list[int]:
-        """Return the other ranks of this node."""
+        """Return all ranks of this node except this rank."""
         return ring(self.topology.peers(self.comm.rank), self.comm.rank)[:-1]
 
     def count(self, rank: int, node: int) -> int:
-        """Return how many rows of a rank a node needs."""
+        """Return the number of rows that a node needs from a rank."""
         return self.length if self.wanted is None else len(self.wanted[rank][node])
 
     def take(self, x: Tensor, rank: int, node: int) -> Tensor:
-        """Return the rows of a rank's tensor `x` [n, ...] that a node needs, as a contiguous
-        tensor.
+        """Select the rows that a node needs from a rank's tensor `x` [n, ...]. The returned tensor
+        is contiguous.
         """
         if self.wanted is None:
             return x.contiguous()
         return x.index_select(0, self.wanted[rank][node])
 
     def placed(self, pieces: dict[int, Tensor], like: Tensor) -> Tensor:
-        """Return a tensor [size * n, ...] in which the rows that this node received from all ranks
-        are at their original positions.
+        """Put the rows that this node received from all ranks at their original positions in a
+        tensor [size * n, ...].
         """
         if self.wanted is None:
             return torch.cat([pieces[rank] for rank in range(self.comm.size)])
@@ -137,7 +140,7 @@ class _Rows:
         return out_W.flatten(0, 1)
 
     def add(self, total: Tensor, rank: int, node: int, rows: Tensor) -> None:
-        """Add a node's contribution `rows` to a rank's rows `total` [n, ...]."""
+        """Add the rows contributed by a node to a rank's rows `total` [n, ...]."""
         if self.wanted is None:
             total += rows
         else:
@@ -145,15 +148,15 @@ class _Rows:
 
 
 def wanted_rows(comm: Comm, on_node_AN: Tensor) -> Wanted | None:
-    """Return the `Wanted` rows for a group that gathers data in two steps.
+    """Return the `Wanted` rows for a group in which data is gathered in two steps.
 
     Args:
         comm: the group.
-        on_node_AN: bool [size * n, nodes]. For each row, in rank order, it is True for the nodes
-            that need the row. The mask must be equal on all ranks.
+        on_node_AN: bool [size * n, nodes], with rows in rank order. Element [a, n] is True if node
+            n needs row a. The mask must be the same on all ranks.
     Returns:
-        The rows that each node needs, or None if the group does not use two steps. In that case all
-            rows are sent to all ranks.
+        The rows that each node needs. If the group does not use the two steps, the function returns
+        None, and all rows are sent to all ranks.
     """
     if not comm.by_nodes:
         return None

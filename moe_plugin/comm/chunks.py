@@ -1,7 +1,7 @@
-"""Functions that reorder and exchange pieces of a tensor along dimension 0, and functions that send
-several tensors in one exchange, and descriptions of messages.
+"""Functions that reorder and exchange pieces of a tensor along dimension 0, pack several tensors
+into one message, and describe messages in errors.
 
-The all-to-all algorithms are built from these functions.
+The all-to-all algorithms use the functions of this module.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from moe_plugin.kernels import transpose_chunks
 
 @dataclass(frozen=True)
 class PackedLayout:
-    """The layout of a packed row.
+    """The layout of the bytes of a packed row.
 
     Attributes:
-        parts: dtype, row shape, and number of bytes per row of each packed tensor.
+        parts: dtype, row shape and bytes per row of each packed tensor.
     """
 
     parts: tuple[tuple[torch.dtype, tuple[int, ...], int], ...]
 
     @classmethod
     def of(cls, tensors: Sequence[Tensor]) -> PackedLayout:
-        """Return the layout with which tensors [R, ...] are packed.
+        """Return the layout of the packed rows of tensors [R, ...].
 
         Raises:
-            ValueError: If the tensors differ in length.
+            ValueError: If the tensors differ in their number of rows.
         """
         if len({len(x) for x in tensors}) != 1:
             raise ValueError(
@@ -45,8 +45,8 @@ class PackedLayout:
 
 
 def pack(tensors: Sequence[Tensor]) -> tuple[Tensor, PackedLayout]:
-    """Concatenate the rows of tensors [R, ...] of any dtypes as bytes. The result consists of the
-    bytes, uint8 [R, B], and the layout for `unpack`.
+    """Pack the rows of several tensors [R, ...], which may have different dtypes, into one tensor
+    of bytes. The function returns the bytes, uint8 [R, B], and the layout that `unpack` needs.
     """
     layout = PackedLayout.of(tensors)
     return torch.cat(
@@ -55,8 +55,8 @@ def pack(tensors: Sequence[Tensor]) -> tuple[Tensor, PackedLayout]:
 
 
 def unpack(packed: Tensor, layout: PackedLayout) -> list[Tensor]:
-    """Split packed rows, uint8 [R, B], into tensors [R, ...]. This function is the inverse of
-    `pack` for any number of rows.
+    """Split packed rows, uint8 [R, B], into tensors [R, ...]. The function is the inverse of `pack`
+    and accepts any number of rows.
     """
     columns = packed.split([size for _, _, size in layout.parts], dim=1)
     return [
@@ -80,12 +80,12 @@ def _from_bytes(column: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> T
 
 
 def reorder(x: Tensor, lengths: Sequence[int], order: Sequence[int]) -> Tensor:
-    """Split `x` into pieces and concatenate the pieces in a different order, in one copy.
+    """Split `x` into pieces and concatenate the pieces in a different order with a single copy.
 
     Args:
         x: [sum(lengths), ...].
-        lengths: number of rows of each piece.
-        order: for each piece of the result, the index of this piece in `lengths`.
+        lengths: number of rows in each piece of `x`.
+        order: for each piece of the returned tensor, the index of the piece in `x`.
     """
     parts = x.split(list(lengths))
     wanted = [parts[i] for i in order if lengths[i]]
@@ -93,26 +93,26 @@ def reorder(x: Tensor, lengths: Sequence[int], order: Sequence[int]) -> Tensor:
 
 
 def stride_copy(x: Tensor, outer: int, inner: int) -> Tensor:
-    """Reorder `outer * inner` equal pieces from outer-major to inner-major order, in one strided
-    copy.
+    """Reorder `outer * inner` pieces of equal length from outer-major to inner-major order with a
+    single strided copy.
 
-    On a GPU the copy is made by a Triton kernel.
+    On a GPU, a Triton kernel makes the copy.
 
     Args:
-        x: tensor [outer * inner * c, ...]. The piece (o, j) of `x` becomes piece (j, o) of the
-            result.
+        x: tensor [outer * inner * c, ...]. Piece (o, j) of `x` becomes piece (j, o) of the returned
+            tensor.
         outer: number of outer pieces.
-        inner: number of inner pieces in each outer piece.
+        inner: number of inner pieces within each outer piece.
     """
     return x if outer == 1 or inner == 1 or not x.numel() else transpose_chunks(x, outer, inner)
 
 
 def exchange_pieces(comm: Comm, sends: Iterable[tuple[int, Tensor]],
                     recvs: Iterable[tuple[int, Tensor]]) -> None:
-    """Send and receive the pairs (peer, tensor [n, ...]) with `comm.send_receive`, leaving out
-    empty tensors.
+    """Send and receive the pairs (peer, tensor [n, ...]) with `comm.send_receive`. Empty tensors
+    are skipped.
 
-    Pieces that a rank sends to itself are copied.
+    Pieces that a rank sends to itself are copied without communication.
     """
     sends, recvs = list(sends), list(recvs)
     local = [x for peer, x in sends if peer == comm.rank and x.shape[0]]
@@ -124,21 +124,21 @@ def exchange_pieces(comm: Comm, sends: Iterable[tuple[int, Tensor]],
 
 
 def ring(ranks: Sequence[int], rank: int) -> list[int]:
-    """Return `ranks` in cyclic order starting after `rank`, so that every rank starts with a
-    different peer.
+    """Return `ranks` in cyclic order, starting with the rank that follows `rank`. As a result,
+    every rank starts with a different peer.
     """
     start = ranks.index(rank) + 1 if rank in ranks else 0
     return list(ranks[start:]) + list(ranks[:start])
 
 
 def swap_equal(comm: Comm, ranks: Sequence[int], x: Tensor, out: Tensor) -> None:
-    """Exchange equal pieces among `ranks`, which must include this rank.
+    """Exchange pieces of equal length among `ranks`, which must include this rank.
 
     Args:
         comm: the group.
-        ranks: ranks of the group that take part.
-        x: contiguous tensor [len(ranks) * n, ...], whose piece i is sent to `ranks[i]`.
-        out: contiguous tensor [len(ranks) * n, ...], whose piece i is received from `ranks[i]`.
+        ranks: ranks of the group that participate in the exchange.
+        x: contiguous tensor [len(ranks) * n, ...]. Piece i is sent to `ranks[i]`.
+        out: contiguous tensor [len(ranks) * n, ...]. Piece i is received from `ranks[i]`.
     """
     if not x.numel():
         return
@@ -155,9 +155,9 @@ def swap_equal(comm: Comm, ranks: Sequence[int], x: Tensor, out: Tensor) -> None
 
 def receive_first(comm: Comm, x: Tensor, send: Sequence[int] | None,
                   recv: Sequence[int] | None) -> Tensor:
-    """Run a linear all-to-all as point-to-point messages, with all receives posted before any send.
+    """Run a direct all-to-all as point-to-point messages. All receives are posted before any send.
 
-    Arguments and result are the same as in `Comm.all_to_all`.
+    The arguments and the returned tensor are the same as for `Comm.all_to_all`.
     """
     even = send is None and recv is None
     send = piece_lengths(x.shape[0], comm.size, send, "all_to_all send")
@@ -174,12 +174,12 @@ def receive_first(comm: Comm, x: Tensor, send: Sequence[int] | None,
 
 
 def ring_reduce_scatter(comm: Comm, x: Tensor) -> Tensor:
-    """Sum the tensors [size * n, ...] of all ranks with a ring of messages, and return this rank's
-    part [n, ...].
+    """Sum the tensors [size * n, ...] of all ranks by sending messages around a ring, and return
+    this rank's part [n, ...].
 
-    Each rank sends the fraction (size - 1)/size of `x`. Gloo's own reduce-scatter sums all of `x`
-    on every rank, and sends twice as many bytes. Part j is summed in the order of the ranks j+1,
-    ..., j.
+    Each rank sends (size - 1)/size of the bytes of `x`. Gloo's own reduce-scatter sums the whole
+    tensor `x` on every rank and sends twice as many bytes. Part j is summed in the order of the
+    ranks j+1, j+2, ..., j, modulo the number of ranks.
     """
     length = piece_lengths(x.shape[0], comm.size, None, "reduce_scatter")[0]
     if comm.size == 1 or not x.numel():
@@ -195,7 +195,7 @@ def ring_reduce_scatter(comm: Comm, x: Tensor) -> Tensor:
 
 
 def sizes_of(sends: Messages, recvs: Messages) -> str:
-    """Return the shapes of messages for error messages."""
+    """Format the shapes of messages for an error message."""
 
     def short(items: Messages) -> str:
         shown = ", ".join(f"{peer}: {tuple(x.shape)}" for peer, x in items[:16])

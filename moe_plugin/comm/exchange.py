@@ -1,8 +1,8 @@
-"""All-to-all algorithms: the base class `Exchange`, and the registry of algorithms. The registry
-contains the requirements and the cost of each algorithm.
+"""All-to-all algorithms: the base class `Exchange`, and the registry that contains the requirements
+and the cost of each algorithm.
 
-To add an algorithm, write a single file that registers it. `auto`, the planner and the log then use
-it automatically.
+To add an algorithm, write one file that registers the algorithm. `auto`, the planner and the log
+then use the new algorithm automatically.
 """
 
 from __future__ import annotations
@@ -24,17 +24,18 @@ Algorithm = TypeVar("Algorithm", bound=Callable[..., Any])
 class Exchange(ABC):
     """An all-to-all algorithm.
 
-    The same object is used for all groups. The state of a group is stored in `Comm.state`.
+    All groups use the same `Exchange` object. State that belongs to a group is stored in
+    `Comm.state`.
 
     Attributes:
-        in_background: whether the exchange may run in a different thread or on a side stream while
-            the rank computes.
-        direct: name under which calls are counted if the algorithm sends one message from every
-            rank to every other rank. Such an algorithm does not need a thread to run in the
-            background. The value is None for other algorithms.
-        rounds: number of consecutive rounds of messages in the algorithm. `auto` tries algorithms
-            with fewer rounds first. An algorithm with more rounds is chosen only if it is clearly
-            faster.
+        in_background: whether the exchange may run in another thread or on a side stream during
+            computation.
+        direct: name used to count calls of an algorithm in which every rank sends one message to
+            every other rank, or None for all other algorithms. A direct algorithm can run in the
+            background without a thread.
+        rounds: number of consecutive rounds of messages in the algorithm. `auto` first tries the
+            algorithms with the fewest rounds. An algorithm with more rounds is chosen only if it is
+            clearly faster.
     """
 
     in_background: bool = True
@@ -50,31 +51,32 @@ class Exchange(ABC):
 
     @property
     def back(self) -> Exchange:
-        """The exchange in the opposite direction. It returns the experts' outputs, and the
+        """The exchange in the opposite direction, which sends back the experts' outputs and the
         gradients of the rows that this exchange sent.
 
-        The attribute `back` of the returned exchange is this exchange. By default the method
-        returns this exchange itself.
+        `exchange.back.back` is the exchange itself. By default, an exchange is its own opposite.
         """
         return self
 
     def resolve(self, comm: Comm, x: Tensor, send: Sequence[int] | None,
                 recv: Sequence[int] | None) -> Exchange:
-        """Return the exchange that is used for one call. All ranks call this method in program
-        order, so the implementation may be collective.
+        """Return the exchange to use for one call. All ranks call this method in program order, so
+        the method may call collectives.
 
-        The arguments are those of the exchange itself. Only the shape and dtype of `x` are used.
+        The arguments are the same as for the exchange itself. Only the shape and dtype of `x` are
+        used.
         """
         return self
 
     def lacks(self, comm: Comm) -> str | None:
-        """Return the first requirement that a prepared group does not meet, or None if all
-        requirements are met. If a requirement is not met, `linear` runs instead.
+        """Return the first requirement that a prepared group does not meet, or None if the group
+        meets all requirements. If this method returns a requirement, `linear` runs instead of this
+        algorithm.
         """
         return None
 
     def tried(self, comm: Comm) -> bool:
-        """Return true if `auto` may choose this algorithm in a prepared group."""
+        """Return whether `auto` may choose this algorithm in a prepared group."""
         return False
 
 
@@ -91,9 +93,10 @@ class FunctionExchange(Exchange):
 
 
 class RegisteredExchange(FunctionExchange):
-    """A registered function with its declarations; see `ExchangeRegistry.register`.
+    """A registered function with its properties; see `ExchangeRegistry.register`.
 
-    Calls are counted. If the group does not meet a requirement, `linear` runs instead.
+    Calls are counted. If the group does not meet a requirement of the algorithm, `linear` runs
+    instead.
     """
 
     def __init__(self, function: Callable[..., Tensor], name: str, *, direct: bool, rounds: int,
@@ -126,38 +129,39 @@ def _everywhere(comm: Comm) -> bool:
 
 
 def several_nodes(comm: Comm) -> str | None:
-    """Return the reason why a hierarchical algorithm cannot be faster in a group. This function is
-    used as the argument `lacks` of `register`.
+    """Return the reason why a hierarchical algorithm cannot be faster than a flat algorithm in a
+    group, or None. Pass this function as the argument `lacks` of `register`.
     """
     return comm.topology.why_flat()
 
 
 class ExchangeRegistry(Registry[Exchange]):
-    """A registry of all-to-all algorithms by name. Plain functions are converted to `Exchange`
-    objects.
+    """A registry of all-to-all algorithms by name. A plain function is wrapped in an `Exchange`
+    object when it is registered.
     """
 
     def register(self, name: str, *, direct: bool = False, rounds: int = 1,
                  lacks: Callable[[Comm], str | None] = _nothing,
                  tried: Callable[[Comm], bool] = _everywhere, cost: CostModel | None = None,
                  **options: Any) -> Callable[[Algorithm], Algorithm]:
-        """Register an algorithm, which is an `Exchange` or a function `(comm, x, send, recv) ->
-        rows`.
+        """Register an algorithm, which is either an `Exchange` object or a function
+        `(comm, x, send, recv) -> rows`.
 
-        The decorator returns the decorated object unchanged, and `get` returns the `Exchange`. An
-        `Exchange` object itself declares the values of all arguments other than `cost`.
+        The decorator returns the decorated object unchanged, whereas `get` returns an `Exchange`
+        object. If the decorated object is an `Exchange`, then `direct`, `rounds`, `lacks` and
+        `tried` are ignored, because the object itself defines them.
 
         Args:
             name: name under which the algorithm is registered.
-            direct: see `Exchange`. In this method, the argument is a boolean, because
-                calls are counted under `name`.
+            direct: see `Exchange`. `direct` is a boolean here, because calls are counted under
+                `name`.
             rounds: see `Exchange`.
             lacks: see `Exchange`.
             tried: see `Exchange`.
-            cost: optional. Cost model with which the planner predicts the time of the algorithm. By
-                default, the algorithm is only measured, unless a separate file in
-                `planner.all_to_all_cost` contains a cost model. Such a file can be read by programs
-                without torch.
+            cost: optional. Cost model that the planner uses to predict the time of the algorithm.
+                By default, the planner has no prediction and the algorithm is only timed, unless a
+                separate file in `planner.all_to_all_cost` defines a cost model. Programs that do
+                not import torch can read a file in `planner.all_to_all_cost`.
             options: see `Registry.register`.
         Raises:
             ValueError: If the name is already registered.
@@ -178,15 +182,15 @@ class ExchangeRegistry(Registry[Exchange]):
         return checked
 
     def candidates(self, comm: Comm) -> list[str]:
-        """Return the names of the algorithms that `auto` may choose in a prepared group, with the
-        fewest rounds first.
+        """Return the names of the algorithms that `auto` may choose in a prepared group. Algorithms
+        with the fewest rounds come first.
         """
         entries = [entry for entry in self if entry.offered and entry.value.tried(comm)]
         entries.sort(key=lambda entry: (entry.value.rounds, entry.name != "linear"))
         return [entry.name for entry in entries]
 
     def left_out(self, comm: Comm) -> dict[str, list[str]]:
-        """Return the algorithms that run as `linear` in a prepared group, grouped by the
+        """Return the algorithms that are replaced by `linear` in a prepared group, grouped by the
         requirement that the group does not meet.
         """
         reasons: dict[str, list[str]] = {}

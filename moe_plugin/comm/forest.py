@@ -1,4 +1,6 @@
-"""`Forest`, collectives along throughput-optimal trees of a group's network (ForestColl)."""
+"""`Forest`: collectives that send data along throughput-optimal trees of a group's network
+(ForestColl).
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ EXAMPLE = 1 << 20  # bytes for which speeds are compared and reported
 
 @dataclass
 class _Planned:
-    """The trees of one group for each network. Each network is planned only once."""
+    """The trees planned for one group, stored by network. The trees for a given network are planned
+    only once.
+    """
 
     by_network: dict[str, Trees] = field(default_factory=dict)
 
@@ -38,12 +42,12 @@ class _Planned:
 @collective_kinds.register("forest")
 @dataclass(frozen=True)
 class Forest(Collectives):
-    """Collectives along throughput-optimal trees that are planned for the network of the group
-    (ForestColl).
+    """Collectives that send data along throughput-optimal trees, which are planned for the group's
+    network (ForestColl).
 
     Attributes:
-        network: network in which rank i is rank i of the group.
-        source: description of the origin of the network.
+        network: network in which node number i is rank i of the group.
+        source: description of where the network's data comes from.
     """
 
     network: Network
@@ -53,7 +57,7 @@ class Forest(Collectives):
     @classmethod
     def make(cls, comm: Comm, network: FindNetwork, cluster: Cluster | None) -> Collectives:
         """Create the collectives of a group; see `Collectives`. The trees are planned immediately,
-        so errors occur before training starts.
+        so planning errors occur before training starts.
         """
         made = cls(*network())
         made.trees(comm)
@@ -69,8 +73,8 @@ class Forest(Collectives):
         return trees.all_reduce(comm, self.trees(comm), x)
 
     def start_all_reduce(self, comm: Comm, x: Tensor) -> Callable[[], Tensor]:
-        """Start an all-reduce; see `Collectives`. The sum runs in the background if the group
-        supports it (`comm.handles`).
+        """Start an all-reduce; see `Collectives`. If the group supports background exchanges
+        (`comm.handles`), the sum is computed in the background.
         """
         planned = self.trees(comm)  # planning may be collective, so it runs here, in program order
         return start(comm, FunctionExchange(
@@ -83,8 +87,8 @@ class Forest(Collectives):
         return sum(predicted_s(half, size) for half in halves)
 
     def part(self, ranks: Sequence[int]) -> Collectives:
-        """Return the collectives of a subgroup; see `Collectives`. Native collectives are used if
-        the network does not connect the subgroup's ranks.
+        """Return the collectives for a subgroup; see `Collectives`. If the network does not connect
+        the subgroup's ranks, the native collectives are returned.
         """
         try:
             return dataclasses.replace(self, network=part_of(self.network, ranks))
@@ -93,11 +97,11 @@ class Forest(Collectives):
             return NATIVE
 
     def trees(self, comm: Comm) -> Trees:
-        """Return the trees of a group. The first call is collective: the first rank of the group
-        plans the trees.
+        """Return the trees planned for a group. The first call is collective, and the first rank of
+        the group plans the trees.
 
         Raises:
-            ValueError: If the planner rejects the network. All ranks raise the error.
+            ValueError: On all ranks, if the planner rejects the network.
         """
         known = comm.state.get(_Planned).by_network
         if self.key not in known:
@@ -106,7 +110,7 @@ class Forest(Collectives):
 
     @cached_property
     def key(self) -> str:
-        """A string that represents the network and is used as the key for trees and predictions."""
+        """A string that identifies the network and is used as the key for trees and predictions."""
         return json.dumps(self.network.to_dict())
 
     def describe(self, comm: Comm) -> str:
@@ -117,8 +121,8 @@ class Forest(Collectives):
 
 
 def plan_few(network: Network, collective: str) -> Schedule:
-    """Plan the optimal trees. If the optimum needs more than `FEW` trees per rank, plan fewer trees
-    with nearly the same speed.
+    """Plan the optimal trees for a collective. If the optimum needs more than `FEW` trees per rank
+    and a plan with at most `FEW` trees is nearly as fast, return that plan instead.
 
     Fewer trees are preferred because each tree requires additional messages.
     """
@@ -131,7 +135,9 @@ def plan_few(network: Network, collective: str) -> Schedule:
 
 
 def _agreed(comm: Comm, network: Network) -> Trees:
-    """Return the trees that the group's first rank planned. The trees are equal on all ranks."""
+    """Plan the trees on the group's first rank, and return them on all ranks. All ranks return the
+    same trees.
+    """
     text = ""
     if comm.rank == 0:
         try:
@@ -148,7 +154,7 @@ def _agreed(comm: Comm, network: Network) -> Trees:
 
 
 def _broadcast_text(comm: Comm, text: str) -> str:
-    """Return on all ranks the string that is passed by the group's first rank."""
+    """On all ranks, return the string passed by the group's first rank."""
     data = text.encode()
     length = int(comm.broadcast(torch.tensor([len(data)])))
     buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8) if comm.rank == 0 else (

@@ -1,14 +1,16 @@
 """Differentiable collectives for data, expert and tensor parallelism.
 
-An all-to-all accepts an `anchor`, which is a parameter of the layer. If the input of the all-to-all
-needs no gradient on one rank (for example because it is not trained), the anchor keeps the node in
-the autograd graph. As a result, the backward collective runs either on all ranks or on no rank.
+An all-to-all accepts an `anchor`, which is one of the layer's parameters. On some ranks, the input
+of the all-to-all may not need a gradient, for example because it is not trained. On ranks where the
+input needs no gradient, the anchor keeps the all-to-all in the autograd graph. As a result, either
+all ranks run the backward collective or no rank does.
 
-In data and expert parallelism, ranks have different losses. In tensor parallelism, the ranks share
-one loss. `split`, `gather`, `sum_parts` and `enter` are applied at the boundaries of a region in
-which each rank computes a part of the result, like the functions f and g of Megatron. Gradients
-outside the region are equal on all ranks and are never summed over ranks. Gradients of each rank's
-part are summed over ranks.
+In data and expert parallelism, each rank has its own loss. In tensor parallelism, all ranks share
+one loss. For tensor parallelism, `split`, `gather`, `sum_parts` and `enter` are applied at the
+boundaries of a region in which each rank computes a part of the output. `split`, `gather`,
+`sum_parts` and `enter` correspond to the functions f and g of Megatron. Outside a tensor-parallel
+region, gradients are equal on all ranks and are never summed over ranks. Inside a tensor-parallel
+region, the gradients of the ranks' parts are summed over ranks.
 """
 
 from __future__ import annotations
@@ -43,19 +45,19 @@ class _AllToAll(torch.autograd.Function):
 
 def all_to_all(x: Tensor, comm: Comm, algorithm: Exchange, send: Sequence[int] | None = None,
                recv: Sequence[int] | None = None, anchor: Tensor | None = None) -> Tensor:
-    """Exchange pieces of a tensor along dimension 0. The gradient is the reverse exchange with
-    `algorithm.back`.
+    """Exchange pieces of a tensor along dimension 0. The backward pass exchanges the gradients in
+    the opposite direction with `algorithm.back`.
 
     Args:
         x: [sum(send), ...].
         comm: the group.
-        algorithm: the exchange algorithm that is used.
-        send: optional. Length of the piece sent to each rank; see `Comm.all_to_all`.
-        recv: optional. Length of the piece received from each rank; see `Comm.all_to_all`.
-        anchor: optional. Parameter that keeps the node in the autograd graph; see the module
+        algorithm: all-to-all algorithm to use.
+        send: optional. Lengths of the pieces sent to each rank; see `Comm.all_to_all`.
+        recv: optional. Lengths of the pieces received from each rank; see `Comm.all_to_all`.
+        anchor: optional. Parameter that keeps the all-to-all in the autograd graph; see the module
             docstring.
     Returns:
-        The received pieces in rank order, [sum(recv), ...]. In a group of one rank, `x` itself is
+        The received pieces in rank order, [sum(recv), ...]. In a group with one rank, `x` itself is
         returned.
     """
     if comm.size == 1:
@@ -64,8 +66,8 @@ def all_to_all(x: Tensor, comm: Comm, algorithm: Exchange, send: Sequence[int] |
 
 
 class _Pair(torch.autograd.Function):
-    """An autograd function that runs one collective in forward and a different one in backward; see
-    `with_backward`.
+    """An autograd function that runs one collective in the forward pass and another in the backward
+    pass; see `with_backward`.
     """
 
     @staticmethod
@@ -81,16 +83,17 @@ class _Pair(torch.autograd.Function):
 
 
 def with_backward(x: Tensor, comm: Comm, forward: str, backward: str) -> Tensor:
-    """Run a collective whose gradient is computed by a different collective. In a group of one
+    """Run a collective whose gradient is computed with a different collective. In a group of one
     rank, `x` itself is returned.
 
     Args:
         x: [n, ...].
         comm: the group.
-        forward: name of the collective: `all_gather`, `reduce_scatter`, `all_reduce` or `own_part`
-            (this rank's 1/size along dimension 0).
-        backward: name of the collective for the gradient: one of the choices for `forward`, or
-            `identity`.
+        forward: name of the collective to run: `all_gather`, `reduce_scatter`, `all_reduce` or
+            `own_part`. `own_part` returns this rank's part, which is 1/size of the tensor along
+            dimension 0.
+        backward: name of the collective that computes the gradient: any name that `forward`
+            accepts, or `identity`.
     """
     if comm.size == 1:
         return x
@@ -100,9 +103,11 @@ def with_backward(x: Tensor, comm: Comm, forward: str, backward: str) -> Tensor:
 
 
 def all_gather(x: Tensor, comm: Comm) -> Tensor:
-    """Concatenate the tensors `x` [n, ...] of all ranks along dimension 0 to [size * n, ...].
+    """Concatenate the tensors `x` [n, ...] of all ranks along dimension 0 to a tensor [size * n,
+    ...].
 
-    The gradient is a reduce-scatter, because each rank's loss depends on the whole result.
+    The backward pass is a reduce-scatter, because each rank's loss depends on the whole gathered
+    tensor.
     """
     return with_backward(x, comm, "all_gather", "reduce_scatter")
 
@@ -123,15 +128,15 @@ class _Enter(torch.autograd.Function):
 
 
 def split(x: Tensor, comm: Comm) -> Tensor:
-    """Given a tensor [size * n, ...] that is equal on all ranks, return this rank's part [n, ...].
+    """Return this rank's part [n, ...] of a tensor [size * n, ...] that is equal on all ranks.
 
-    The backward pass gathers the parts.
+    The backward pass gathers the gradients of all parts.
     """
     return with_backward(x, comm, "own_part", "all_gather")
 
 
 def gather(x: Tensor, comm: Comm) -> Tensor:
-    """Concatenate the parts [n, ...] of all ranks along dimension 0 to [size * n, ...].
+    """Concatenate the parts [n, ...] of all ranks along dimension 0 to a tensor [size * n, ...].
 
     The backward pass returns this rank's part of the gradient.
     """
@@ -139,10 +144,9 @@ def gather(x: Tensor, comm: Comm) -> Tensor:
 
 
 def sum_parts(x: Tensor, comm: Comm) -> Tensor:
-    """Return the sum over ranks of each rank's part, which may have any shape (the function g of
-    Megatron).
+    """Sum the parts of all ranks (the function g of Megatron). The parts may have any shape.
 
-    The gradient of each part equals the gradient of the sum.
+    The gradient of each part is the gradient of the sum.
     """
     return with_backward(x, comm, "all_reduce", "identity")
 
@@ -152,13 +156,13 @@ def enter(x_TD: Tensor, weights_TK: Tensor, anchor: Tensor | None,
     """Return the tokens and the routing weights unchanged. The backward pass sums the gradients of
     both tensors over ranks (the function f of Megatron).
 
-    A single all-reduce, in the dtype of `x`, sums both gradients.
+    Both gradients are summed by a single all-reduce in the dtype of `x`.
 
     Args:
-        x_TD: tokens, which are equal on all ranks.
-        weights_TK: routing weights of the tokens, which are equal on all ranks.
-        anchor: optional. A parameter that keeps the node in the autograd graph; see the docstring
-            of `comm.functional`.
+        x_TD: tokens, which must be equal on all ranks.
+        weights_TK: routing weights of the tokens, which must be equal on all ranks.
+        anchor: optional. A parameter that keeps this operation in the autograd graph; see the
+            docstring of `comm.functional`.
         comm: the group.
     """
     return (x_TD, weights_TK) if comm.size == 1 else _Enter.apply(x_TD, weights_TK, anchor, comm)

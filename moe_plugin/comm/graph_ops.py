@@ -1,16 +1,18 @@
 # ruff: noqa: UP006, UP035, UP045  (torch.library reads List and Optional)
-"""Collectives as torch operations for use with `torch.compile`.
+"""Collectives that are defined as torch operations, so that `torch.compile` can include them in a
+graph.
 
-A compiler cannot trace the implementation of a collective, because it uses process groups,
-counters, timeouts and algorithms that measure times. The operations in this module are opaque to
-the compiler. The compiler knows the shapes and gradients of an operation, and includes the
-operation in its graphs unchanged. The operations refer to groups and exchanges by key, because
-torch operations accept only tensors, numbers and strings. The code in this module is used only
+A compiler cannot trace the implementation of a collective, because the implementation uses process
+groups, counters, timeouts and timers. The compiler does not look inside the operations of this
+module. The compiler only uses the output shapes and gradients of an operation, and includes each
+operation in its graphs unchanged. Torch operations accept only tensors, numbers and strings. Groups
+and exchanges are therefore passed to the operations as keys. The code in this module runs only
 under a compiler.
 
-Every rank must compile the same graph. Collectives keep their order, because the collectives of a
-layer depend on one another's results. The inputs must need gradients either on all ranks or on no
-rank, because a backward exchange whose result is not needed is not in the graph.
+All ranks must compile the same graph. The compiler does not change the order of the collectives,
+because each collective of a layer depends on the output of an earlier one. The inputs must need
+gradients either on all ranks or on no rank, because the compiler removes a backward exchange whose
+output is not needed.
 """
 
 from __future__ import annotations
@@ -27,8 +29,8 @@ from moe_plugin.comm.group import key_of, owner_of
 
 
 class Route:
-    """A group together with the exchange that sends rows in the group, identified by one key. A
-    copy of this object has a different key.
+    """A pair of a group and the exchange that sends rows within the group. A single key identifies
+    both the group and the exchange. A copy of a `Route` has a different key.
     """
 
     def __init__(self, comm: Comm, algorithm: Exchange, back: Route | None = None) -> None:
@@ -42,9 +44,9 @@ class Route:
 
     @property
     def back(self) -> Route:
-        """The route for the opposite direction; see `Exchange.back`.
+        """The route in the opposite direction; see `Exchange.back`.
 
-        The value is this route itself if both directions use the same exchange.
+        If both directions use the same exchange, the opposite route is the route itself.
         """
         return self if self._other is None else self._other
 
@@ -55,16 +57,16 @@ class Route:
 @torch.library.custom_op("moe_plugin::all_to_all", mutates_args=())
 def all_to_all(x: Tensor, anchor: Optional[Tensor], route: str, send: Optional[Sequence[int]],
                recv: Optional[Sequence[int]]) -> Tensor:
-    """Exchange pieces along dimension 0 with support for autograd; see
+    """Exchange pieces along dimension 0. The operation supports autograd; see
     `comm.functional.all_to_all`.
 
     Args:
         x: [sum(send), ...].
-        anchor: optional. A parameter that keeps the node in the autograd graph; see
+        anchor: optional. A parameter that keeps the all-to-all in the autograd graph; see
             `comm.functional`.
         route: key that identifies a `Route`.
-        send: optional. Length of the piece sent to each rank.
-        recv: optional. Length of the piece received from each rank.
+        send: optional. Lengths of the pieces sent to each rank.
+        recv: optional. Lengths of the pieces received from each rank.
     Returns:
         [sum(recv), ...].
     """
@@ -91,16 +93,16 @@ all_to_all.register_autograd(_exchange_back, setup_context=_keep_route)
 
 @torch.library.custom_op("moe_plugin::collective", mutates_args=())
 def collective(x: Tensor, comm: str, size: int, name: str, backward: str) -> Tensor:
-    """Run a collective whose gradient is computed by a different collective.
+    """Run a collective whose gradient is computed with a different collective.
 
     Args:
-        x: tensor [n, ...], or a 0-dim tensor for `all_reduce` and `all_max`.
+        x: tensor [n, ...]. For `all_reduce` and `all_max`, a 0-dim tensor is also allowed.
         comm: key that identifies the communication group.
         size: number of ranks in the group.
-        name: name of the collective: `all_to_all` (of equal pieces), `all_gather`,
+        name: name of the collective: `all_to_all` (with pieces of equal length), `all_gather`,
             `reduce_scatter`, `all_reduce`, `all_max` or `own_part`.
-        backward: name of the collective for the gradient. `identity` passes the gradient through
-            unchanged, and `none` means that there is no gradient.
+        backward: name of the collective that computes the gradient. `identity` passes the gradient
+            through unchanged, and `none` means that no gradient is computed.
     """
     return COLLECTIVES[name][0](owner_of(comm), x.contiguous())
 

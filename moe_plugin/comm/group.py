@@ -1,4 +1,6 @@
-"""`RankGroup`, the ranks of a group and their nodes, keys of groups, and error messages."""
+"""`RankGroup`, which describes the ranks of a group and their nodes. The module also defines keys
+that identify groups, and error messages.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ _BY_KEY: WeakValueDictionary[str, Any] = WeakValueDictionary()
 
 
 def key_of(owner: object) -> str:
-    """Create a new key by which operations can find the object `owner` as long as it exists."""
+    """Create a new key for `owner`. Operations can look up `owner` by this key for as long as
+    `owner` exists.
+    """
     key = f"{type(owner).__name__} {next(_NUMBERS)}"
     _BY_KEY[key] = owner
     return key
@@ -37,14 +41,16 @@ def owner_of(key: str) -> Any:
 
 
 class CommError(RuntimeError):
-    """Error that is raised if a collective failed or cannot run. The error message contains the
-    rank, the collective and the sizes.
+    """Error that is raised when a collective fails or cannot run. The error message names the rank,
+    the collective and the sizes.
     """
 
 
 @contextmanager
 def advice(text: str) -> Iterator[None]:
-    """Add `text`, a usual cause and its remedy, to a `CommError` raised inside the block."""
+    """Append `text` to the message of any `CommError` raised inside the block. `text` names a
+    common cause and its remedy.
+    """
     try:
         yield
     except CommError as error:
@@ -52,22 +58,21 @@ def advice(text: str) -> Iterator[None]:
 
 
 class RankGroup(ABC):
-    """A group of `size` ranks that contains this process (or thread). The index of this process (or
-    thread) is `rank`.
+    """A group of `size` ranks that includes this process (or this thread, in a simulated group).
 
     Args:
-        rank: this rank's index in the group.
+        rank: index of this process or thread in the group.
         size: number of ranks in the group.
-        name: name of the group, which is used in messages.
-        state: optional. State that is shared by all objects for the same group. By default a new
-            state is created.
+        name: name of the group, which appears in messages.
+        state: optional. State that all objects for the same group share. By default a new state is
+            created.
 
     Attributes:
-        ranks: for each rank of the group, its global rank.
-        separate: whether the ranks are separate processes, whose settings may differ; see
+        ranks: global rank of each rank of the group.
+        separate: True if the ranks are separate processes, so that their settings may differ; see
             `comm.agreement`.
-        fails_later: whether a collective may fail after it has returned. The error is then raised
-            by a later collective.
+        fails_later: True if a collective may fail after its call has returned, so that a later
+            collective raises the error.
     """
 
     separate: bool = False
@@ -83,18 +88,19 @@ class RankGroup(ABC):
 
     @property
     def device(self) -> torch.device:
-        """Device on which tensors for collectives of this group must be."""
+        """Device on which the tensors for this group's collectives must be located."""
         return torch.device("cpu")
 
     @property
     def by_nodes(self) -> bool:
-        """True if all-gather and reduce-scatter use two steps in this group; see `comm.by_nodes`.
+        """True if all-gather and reduce-scatter run in two steps in this group; see
+        `comm.by_nodes`.
         """
         return False
 
     @property
     def topology(self) -> Topology:
-        """The topology of the group, which states which ranks share a node.
+        """The group's topology, which describes which ranks run on the same node.
 
         Raises:
             CommError: If `prepare` has not been called.
@@ -105,18 +111,19 @@ class RankGroup(ABC):
         return self.state.topology
 
     def prepare(self, topology: Topology | None = None) -> Topology:
-        """Determine a topology of the group that is equal on all ranks. Collective: all ranks must
-        call this method with equal arguments.
+        """Determine a topology of the group that is equal on all ranks. This method is collective:
+        all ranks must call it with equal arguments.
 
-        Measurements that were made under a different topology are discarded.
+        Measurements made under a different topology are discarded.
 
         Args:
-            topology: optional. The topology of the group, which states which ranks share a node. By
-                default the current topology is kept, or the topology is detected if there is none.
+            topology: optional. New topology of the group, which describes which ranks run on the
+                same node. By default, the current topology is kept. If the group has no topology
+                yet, the topology is detected.
         Returns:
-            The new topology of the group.
+            The group's topology.
         Raises:
-            ValueError: If the topology has a different number of ranks.
+            ValueError: If the number of ranks in the topology differs from the size of the group.
         """
         if topology is None:
             topology = self.state.topology or self.detect_topology()
@@ -132,27 +139,27 @@ class RankGroup(ABC):
         return topology
 
     def detect_topology(self) -> Topology:
-        """Detect which ranks share a node.
+        """Detect which ranks run on the same node.
 
-        All ranks must call this method. This base class assumes that all ranks are on one node.
+        All ranks must call this method. This base class assumes that all ranks run on one node.
         """
         return Topology.one_node(self.size)
 
     def error(self, text: str) -> CommError:
-        """Return a `CommError` whose message begins with the rank and the group."""
+        """Create a `CommError` whose message begins with the rank and the group."""
         return CommError(f"rank {self.rank} of {self.size} in group {self.name!r}: {text}")
 
     def store(self) -> Any:
-        """Return a key-value store that is shared by all ranks and uses a separate connection, or
-        None if there is no store.
+        """Return a key-value store that all ranks share, or None if the group has no store. The
+        store uses a separate connection.
         """
         return None
 
     def missing_ranks(self) -> str:
-        """Return the reason why a rank gave up, to be used in an error message. If no rank gave up,
-        return the watchdog's report on ranks without heartbeats.
+        """Return the reason why another rank stopped the job, as text for an error message. If no
+        rank stopped the job, return the watchdog's report on ranks without heartbeats.
 
-        The string is empty if there is no such reason and no report.
+        If there is neither a reason nor a report, return an empty string.
         """
         watchdog = self.state.watchdog
         peer_reason = reason() if self.separate else ""

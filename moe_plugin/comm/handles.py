@@ -1,9 +1,10 @@
-"""Exchanges that run in the background while computation continues.
+"""Exchanges that run in the background while the rank computes.
 
-On gloo, an exchange runs on a tagged view of the group, so its messages are not confused with other
-messages. A `direct` exchange does not need a thread. All other exchanges of a group share one
-thread. On CUDA an exchange runs on a side stream, and the host does not wait for a device. In
-simulated groups and groups of one rank, the exchange is complete when `start` returns.
+On gloo, an exchange runs on a tagged view of the group, so its messages cannot be confused with
+other messages. A `direct` exchange runs without a thread. All other exchanges of a group share one
+background thread. On CUDA, an exchange runs on a side stream, and the host does not wait for the
+device. In simulated groups and in groups with one rank, the exchange is already complete when
+`start` returns.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class Handle:
 
     Attributes:
         finish: function that waits for the received rows.
-        result: the received rows after `finish` has returned, and None before.
+        result: the received rows, or None before `finish` has returned.
     """
 
     finish: Callable[[], Tensor]
@@ -51,12 +52,12 @@ def start(comm: Comm, algorithm: Exchange, x: Tensor, send: Sequence[int] | None
 
     Args:
         comm: the group.
-        algorithm: the exchange algorithm, which is resolved in this call in program order. If the
-            resolved exchange cannot run in the background, it is already complete when this
-            function returns.
-        x: contiguous tensor [sum(send), ...], which must not change until `wait` returns.
-        send: optional. Length of the piece sent to each rank; see `Comm.all_to_all`.
-        recv: optional. Length of the piece received from each rank; see `Comm.all_to_all`.
+        algorithm: all-to-all algorithm. The algorithm is resolved during the call of `start`, in
+            program order. If the resolved exchange cannot run in the background, it is complete
+            when this function returns.
+        x: contiguous tensor [sum(send), ...]. `x` must not change until `wait` returns.
+        send: optional. Lengths of the pieces sent to each rank; see `Comm.all_to_all`.
+        recv: optional. Lengths of the pieces received from each rank; see `Comm.all_to_all`.
     """
     x = x.detach()
     algorithm = algorithm.resolve(comm, x, send, recv)
@@ -73,21 +74,22 @@ def start(comm: Comm, algorithm: Exchange, x: Tensor, send: Sequence[int] | None
 
 
 class Series:
-    """A sequence of exchanges of rows, such as the exchanges of the pieces of one call.
+    """A sequence of exchanges of rows, for example the exchanges for all pieces of one layer call.
 
-    All ranks must start the exchanges in the order of their indices, from 0. On gloo a `direct`
-    exchange needs no thread: at the first `put` the receives of all exchanges are posted, before
-    the first send. Therefore no ready signal waits behind rows, and there is no round trip between
-    two exchanges. A peer sends rows in the order of the ready signals, so the receives of an
-    exchange must not be posted long before it starts.
+    All ranks must start the exchanges in ascending order of their indices, beginning with 0. On
+    gloo, a `direct` exchange runs without a thread. The first `put` posts the receives of all
+    exchanges before anything is sent. As a result, no ready signal is queued behind rows, and no
+    round trip is needed between two exchanges. A peer sends rows in the order in which it receives
+    ready signals. The receives of an exchange must therefore not be posted long before the exchange
+    starts.
 
     Args:
         comm: the group.
-        algorithm: the exchange algorithm, which is resolved at every `put` in program order. A
-            direct exchange is resolved only once for the whole sequence.
-        sends: for each exchange, the number of rows sent to each rank.
-        recvs: for each exchange, the number of rows received from each rank.
-        even: whether all ranks send equal numbers of rows to one another in each exchange.
+        algorithm: all-to-all algorithm. The algorithm is resolved at every `put`, in program order.
+            A direct exchange is resolved only once for the whole sequence.
+        sends: for each exchange, a list with the number of rows sent to each rank.
+        recvs: for each exchange, a list with the number of rows received from each rank.
+        even: True if, in each exchange, every rank sends the same number of rows to every rank.
     """
 
     def __init__(self, comm: Comm, algorithm: Exchange, sends: Sequence[Sequence[int]],
@@ -101,8 +103,8 @@ class Series:
         self.posted: dict[int, Handle] = {}
 
     def put(self, number: int, x: Tensor) -> None:
-        """Start the exchange with index `number` to send the rows `x` [sum(sends[number]), ...];
-        see `start`.
+        """Start the exchange with index `number`, which sends the rows `x` [sum(sends[number]),
+        ...]; see `start`.
         """
         x = x.detach()
         splits = (None, None) if self.even else (self.sends[number], self.recvs[number])
@@ -120,14 +122,15 @@ class Series:
             self.posted[number] = start(self.comm, algorithm, x, *splits)
 
     def take(self, number: int) -> Tensor:
-        """Wait for the exchange with index `number`, and return the received rows. This method may
-        be called once per exchange.
+        """Wait for the exchange with index `number`, and return the received rows. Call this method
+        at most once per exchange.
         """
         return self.posted.pop(number).wait()
 
 
 class _Expected:
-    """A direct exchange whose receives have been posted, but whose sends have not."""
+    """A direct exchange whose receives have been posted and whose sends have not been posted yet.
+    """
 
     def __init__(self, comm: Comm, name: str, like: Tensor, recv: Sequence[int]) -> None:
         self.comm, self.name = comm.with_tag(comm.state.next_tag()), name

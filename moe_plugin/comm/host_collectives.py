@@ -1,4 +1,4 @@
-"""Collectives that are run by a host, with error messages that name the failed collective."""
+"""Collectives of the host framework, with error messages that name the failed collective."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from moe_plugin.comm.base import Comm
 
 
 def comm_of(group: Any = None, timeout_s: float = 1800.0) -> Comm:
-    """Return the `Comm` for a host's process group.
+    """Return the `Comm` for a process group of the host framework.
 
     Args:
         group: optional. The process group. Defaults to the group of all ranks.
-        timeout_s: maximum time in seconds for a collective. The process group's own timeout applies
-            as well.
+        timeout_s: maximum duration of a collective, in seconds. The timeout of the process group
+            itself applies as well.
     """
     size = dist.get_world_size(group)
     return LocalComm() if size == 1 else TorchComm(group, timeout_s)
@@ -26,13 +26,13 @@ def comm_of(group: Any = None, timeout_s: float = 1800.0) -> Comm:
 
 @contextmanager
 def named(what: str, group: Any = None) -> Iterator[None]:
-    """Convert a failure inside the block to a `CommError` that names the rank, the group and the
-    collective.
+    """Convert a failure inside the block to a `CommError` whose message names the rank, the group
+    and the collective.
 
     Args:
         what: description of the collective and its purpose, such as "all_reduce of the gradient
             norm".
-        group: optional. The process group. Defaults to the default group.
+        group: optional. The process group. Defaults to the default process group.
     """
     try:
         yield
@@ -45,10 +45,11 @@ def named(what: str, group: Any = None) -> Iterator[None]:
 
 @contextmanager
 def collectives_named(what: str, group: Any = None) -> Iterator[None]:
-    """Convert failures as `named` does, around code that also contains other operations.
+    """Convert failures as `named` does. The block may also contain other operations.
 
-    Only errors of torch's process groups are converted, such as a lost connection in a reduction
-    that DistributedDataParallel starts within backward. The arguments are the same as for `named`.
+    Only errors from torch's process groups are converted. An example is a lost connection in a
+    reduction that DistributedDataParallel starts during the backward pass. The arguments are the
+    same as for `named`.
     """
     try:
         yield
@@ -62,13 +63,13 @@ def collectives_named(what: str, group: Any = None) -> Iterator[None]:
 
 @contextmanager
 def refused_together(what: str, group: Any = None) -> Iterator[None]:
-    """If any rank raises a `ValueError` or a `FloatingPointError` inside the block, raise it on all
-    ranks. Collective.
+    """If a rank raises a `ValueError` or a `FloatingPointError` inside the block, raise the error
+    on all ranks. Collective.
 
-    A `FloatingPointError` usually happens on one rank only, so its message names the rank.
+    A `FloatingPointError` usually occurs on one rank only, so its message names the rank.
 
     Args:
-        what: description of the check, which is used in the message if the collective fails.
+        what: description of the check, for the error message if the collective fails.
         group: optional. The process group. Defaults to the default group.
     """
     kinds = ValueError, FloatingPointError
@@ -87,11 +88,11 @@ def gather_objects(value: Any, what: str, group: Any = None) -> list[Any]:
     """Return the values of all ranks of a group, in rank order. Collective.
 
     Args:
-        value: value of this rank, which must be picklable.
-        what: description of the values, which is used in error messages.
+        value: this rank's value, which must be picklable.
+        what: description of the values, for error messages.
         group: optional. The process group. Defaults to the default group.
     Raises:
-        CommError: If the collective failed or timed out.
+        CommError: If the collective fails or times out.
     """
     everyone: list[Any] = [None] * dist.get_world_size(group)
     with named(f"all_gather of {what}", group):

@@ -1,12 +1,12 @@
-"""Creation of a process group by its own ranks, without participation of the other ranks of the
-job.
+"""A function that creates a process group without the participation of ranks outside the new group.
 
-`torch.distributed.new_group` offers two ways to create groups, and neither is suitable here. By
-default, the call is collective over the whole job, but ranks outside the group may never call it.
-With `use_local_synchronization`, the group's name is derived from the number of groups that the
-rank has created. Ranks that created different numbers of groups would wait for one another under
-different names. This module derives the name from the ranks of the group and from the number of
-groups created for exactly these ranks. This number is the same on all of them.
+`torch.distributed.new_group` offers two ways to create a group, and neither can be used here. By
+default, all ranks of the job must call `new_group`, but ranks outside the new group may never call
+it. With `use_local_synchronization`, torch derives the group's name from the number of groups that
+the rank has created. With `use_local_synchronization`, ranks that have created different numbers of
+groups would wait for each other under different names. This module derives the name from the ranks
+of the group and from the number of groups already created for exactly these ranks. All ranks of a
+new group have created the same number of groups for the ranks of this group.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _SAID = os.strerror(errno.EMFILE)  # gloo's errors contain only this text, not t
 
 
 def too_many(error: BaseException) -> str:
-    """If `error` was caused by the limit on open files, return a string with the limit, the number
-    needed and the remedy. Otherwise return an empty string.
+    """If `error` was caused by the limit on open files, return a message with the limit, the
+    required number of files and the remedy. For any other error, return an empty string.
     """
     if getattr(error, "errno", None) not in (errno.EMFILE, errno.ENFILE) and (
             _SAID not in str(error)):
@@ -44,19 +44,19 @@ if dist.is_available():
 
 def make_group(parent: dist.ProcessGroup, ranks: Sequence[int], made: dict[tuple[int, ...], int],
                timeout: timedelta, backend: str | None = None) -> dist.ProcessGroup:
-    """Create a process group. All ranks of the group, and no other ranks, must call this function
-    in the same order.
+    """Create a process group. Exactly the ranks of the new group must call this function, and all
+    of them must create their groups in the same order.
 
     Args:
         parent: existing group that contains the ranks of the new group.
-        ranks: global ranks in any order, including this rank. The new group contains these ranks in
-            ascending order.
-        made: mapping from each set of ranks in this job to the number of groups created for it so
-            far. This function updates the mapping.
-        timeout: timeout of the group's collectives.
+        ranks: global ranks of the new group in any order, including this rank. The new group
+            numbers these ranks in ascending order.
+        made: mapping from each set of ranks in this job to the number of groups created for this
+            set so far. `make_group` updates `made`.
+        timeout: timeout for the collectives of the group.
         backend: optional. Defaults to the backend of `parent`.
     Raises:
-        RuntimeError: If the backend failed, for example while it connected gloo's ranks.
+        RuntimeError: If the backend fails, for example while connecting the ranks with gloo.
     """
     ranks = sorted(ranks)
     key = tuple(ranks)
@@ -78,10 +78,10 @@ def make_group(parent: dist.ProcessGroup, ranks: Sequence[int], made: dict[tuple
 
 @contextmanager
 def _not_split() -> Iterator[None]:
-    """Prevent torch from creating groups inside the block by splitting the default group.
+    """Inside the block, prevent torch from creating groups by splitting the default group.
 
     If the default group is bound to a device (`init_process_group(device_id=...)`), torch creates
-    an NCCL group with `ncclCommSplit`, in which all ranks of the job must take part.
+    NCCL groups with `ncclCommSplit`, which all ranks of the job must call.
     """
     world: Any = dist.group.WORLD
     bound = world.bound_device_id

@@ -1,4 +1,6 @@
-"""The placement of a layer's experts on ranks, and information that a host passes to a layer."""
+"""The placement of a layer's experts on ranks, and the information that a host framework passes to
+a layer.
+"""
 
 from __future__ import annotations
 
@@ -12,38 +14,39 @@ from moe_plugin.comm.exchange import Exchange
 
 @dataclass(frozen=True)
 class HostContext:
-    """Information about a layer that only the layer's host has.
+    """Information about a layer that only the layer's host framework has.
 
-    The host passes this information to the layer when the layer is created.
+    The host framework passes a `HostContext` when it creates a layer.
 
     Attributes:
-        layer_number: index of this MoE layer among the MoE layers of its model, counted from 0, or
-            None if it is unknown.
-        numbered_later: True if the host sets the layer number after the layer has been created
-            (`moe_plugin.experts.base.Experts.use_layer`).
-        loss_comm: group of ranks that have parts of one batch of tokens. Balance losses are
-            computed over this group. If `loss_comm` is None, balance losses use only this rank's
-            tokens.
-        batch_comm: all data-parallel ranks, whose tokens form the batch of a step. If this is None,
-            the ranks that store the experts are used. In this case, routers with load-dependent
-            biases (`sigmoid_bias`, `quantile`) use the ranks whose gradients
-            `moe_plugin.training.gradients.sync` averages.
-        split_loss_comm: value of `loss_comm` for a layer that splits tokens which several ranks
-            share (`parallel.schedule: s1`), or None if splitting does not change the ranks.
-        split_batch_comm: value of `batch_comm` for a layer that splits tokens which several ranks
-            share. It is None if splitting does not change the ranks.
-        adds_to_main_grad: whether the host stores weight gradients in `parameter.main_grad`, and
-            expects that gradients may be added there during backward
-            (`moe_plugin.kernels.weight_grads`).
-        own_capacity: if it is true, each rank computes its capacity from its own number of tokens,
-            as if it were the only rank. If `own_capacity` is false, the capacity is computed from
-            the largest number of tokens on any rank that stores the experts.
-        tokens: number of tokens per call on this rank if it is the same on all ranks. The value is
-            None if the number is not known.
-        training: whether the layer may be trained. If `training` is false, warnings that concern
+        layer_number: index of this layer among the MoE layers of the model, counted from 0, or None
+            if unknown.
+        numbered_later: True if the host framework sets the layer number only after creating the
+            layer (`moe_plugin.experts.base.Experts.use_layer`).
+        loss_comm: group of ranks whose tokens together form one batch. Balance losses are computed
+            over the tokens of this group. If `loss_comm` is None, balance losses use only this
+            rank's tokens.
+        batch_comm: group of all data-parallel ranks, whose tokens together form the batch of a
+            step. If `batch_comm` is None, the ranks that store the experts are used instead.
+            Without `batch_comm`, routers with load-dependent biases (`sigmoid_bias`, `quantile`)
+            use the ranks over which `moe_plugin.training.gradients.sync` averages gradients.
+        split_loss_comm: replaces `loss_comm` in a layer that splits tokens shared by several ranks
+            (`parallel.schedule: s1`). `split_loss_comm` is `split_batch_comm` is `split_batch_comm`
+            is None if splitting does not change the group.
+        split_batch_comm: replaces `batch_comm` in a layer that splits tokens shared by several
+            ranks. None if splitting does not change the group.
+        adds_to_main_grad: True if the host framework stores weight gradients in
+            `parameter.main_grad` and allows the layer to add gradients there during the backward
+            pass (`moe_plugin.kernels.weight_grads`).
+        own_capacity: if True, each rank computes its capacity from its own number of tokens, as if
+            it were the only rank. If `own_capacity` is False, the capacity is computed from the
+            largest number of tokens on any rank that stores the experts.
+        tokens: number of tokens per call on this rank if all ranks have the same number, or None if
+            the number is unknown.
+        training: True if the layer may be trained. If `training` is False, warnings that concern
             only training are omitted.
-        agreed: further values, by name, that must be equal on all ranks of the layer, such as
-            settings of the run.
+        agreed: additional values by name, such as settings of the run, that must be equal on all
+            ranks of the layer.
     """
 
     layer_number: int | None = None
@@ -59,8 +62,9 @@ class HostContext:
     agreed: Mapping[str, Any] = field(default_factory=dict)
 
     def when_split(self, sharing: Comm | None) -> "HostContext":
-        """Return the context for routers in a layer whose tokens are split among the ranks
-        `sharing`. The losses of these ranks are then parts of a single loss.
+        """Return the context to use for the routers of a layer whose tokens are split among the
+        ranks in `sharing`. If tokens are split, the ranks in `sharing` compute parts of a single
+        loss.
         """
         if sharing is None:
             return self
@@ -69,7 +73,7 @@ class HostContext:
 
 
 def check_shards(experts: int, ranks: int, shards: int | None) -> None:
-    """Raise a `ValueError` unless the experts can be divided evenly over ranks and shards.
+    """Raise a `ValueError` unless the experts can be divided evenly among ranks and shards.
 
     Args:
         experts: number of experts.
@@ -92,25 +96,25 @@ def check_shards(experts: int, ranks: int, shards: int | None) -> None:
 
 @dataclass(frozen=True)
 class Placement:
-    """The ranks on which experts are stored. Rank i of `comm` stores `local` experts, or a shard of
-    each.
+    """The placement of a layer's experts on ranks. Rank i of `comm` stores either `local` whole
+    experts or one shard of each of `local` experts.
 
-    S consecutive ranks store the same L = E S / W experts, where rank g*S + j stores shard j of the
-    experts [g*L, (g+1)*L). Of all E*S shards, rank i stores the shards [i*L, (i+1)*L). If L = 1,
-    shard e*S + j is shard j of expert e.
+    S consecutive ranks store the same L = E S / W experts. Rank g*S + j stores shard j of the
+    experts [g*L, (g+1)*L). Of the E*S shards of all experts, rank i stores the shards [i*L,
+    (i+1)*L). If L = 1, shard e*S + j is shard j of expert e.
 
     Attributes:
         comm: the expert-parallel group.
-        experts: E, the number of experts.
-        algorithm: exchange algorithm that sends the rows.
-        copies: r, the number of ranks to which each token is sent. S must be divisible by r.
-            Defaults to S. If r < S, groups of S/r consecutive ranks gather the parameters of all
-            ranks in the group. Each rank then has 1/r of the expert, and the ranks of the group
-            divide the tokens among themselves.
-        replicas: group of ranks with the same tokens as this rank, if the dispatcher uses it.
-        configured_shards: S as configured, which is the number of ranks over which every expert is
-            split. Defaults to the smallest possible number of shards, which is the larger of W / E
-            and 1.
+        experts: number of experts, E.
+        algorithm: all-to-all algorithm that sends the rows.
+        copies: number of ranks to which each token is sent, r. S must be divisible by r. Defaults
+            to S. If r < S, every S/r consecutive ranks form a group and gather each other's
+            parameters. After gathering, each rank has the parameters of 1/r of the expert, and the
+            ranks of the group divide the tokens among themselves.
+        replicas: group of ranks that have the same tokens as this rank, for dispatchers that use
+            such a group.
+        configured_shards: configured number of ranks over which every expert is split, S. Defaults
+            to the smallest possible number of shards, max(W / E, 1).
     """
 
     comm: Comm
@@ -122,39 +126,41 @@ class Placement:
 
     @property
     def shards(self) -> int:
-        """The number S of ranks over which each expert is split."""
+        """Number of ranks over which each expert is split, S."""
         return self.configured_shards or max(1, self.comm.size // self.experts)
 
     @property
     def virtual(self) -> int:
-        """The number E S of shards of all experts together."""
+        """Total number of shards of all experts, E S."""
         return self.experts * self.shards
 
     @property
     def local(self) -> int:
-        """The number L of experts, or shards of experts, on this rank."""
+        """Number of experts, or shards of experts, on this rank, L."""
         return self.virtual // self.comm.size
 
     @property
     def first_expert(self) -> int:
-        """The index of the first of the `local` experts of which this rank stores a shard."""
+        """Index of the first expert of which this rank stores a shard."""
         return self.comm.rank // self.shards * self.local
 
     @property
     def shard(self) -> int:
-        """The index of the shard that this rank stores of each of its experts."""
+        """Index of the shard that this rank stores. The shard index is the same for all experts on
+        a rank.
+        """
         return self.comm.rank % self.shards
 
     def owner_of(self, expert: int, shard: int) -> tuple[int, int]:
-        """Return the rank that stores a shard, and the index of the shard among the rank's shards.
+        """Return the rank that stores a shard, and the index of the shard among the shards on that
+        rank.
         """
         run, slot = divmod(expert, self.local)
         return run * self.shards + shard, slot
 
     @property
     def token_shards(self) -> int:
-        """The number S/r of ranks that divide the tokens of one slice of an expert among
-        themselves.
+        """Number of ranks that divide the tokens of one slice of an expert among themselves, S/r.
         """
         return self.shards // (self.copies or self.shards)
 

@@ -1,4 +1,6 @@
-"""Transfer of a tensor between two layouts over ranks, as planned by `planner.resharding`."""
+"""Redistribution of a tensor from one layout over ranks to another, as planned by
+`planner.resharding`.
+"""
 
 from __future__ import annotations
 
@@ -15,17 +17,20 @@ DEPTHS = 64  # tags of one resharding; a job has fewer nodes in a relay chain
 
 
 class Resharding:
-    """A plan that moves tensors from one layout over the ranks of a group to a different layout.
+    """A plan that redistributes tensors from one layout over the ranks of a group to another
+    layout.
 
-    All ranks of the group must create their plans in the same order. On gloo only ranks with a part
-    in either layout need to take part in a move. Several moves may be in progress, and complete in
-    the order in which they were started. On other backends all ranks must call `TensorMove.end`.
+    All ranks of the group must create their plans in the same order. On gloo, only ranks that store
+    a part of the tensor in either layout need to participate in a move. Several moves may be in
+    progress at the same time. Moves complete in the order in which they were started. On other
+    backends, all ranks must call `TensorMove.end`.
 
     Args:
-        comm: the group whose ranks are the devices of the layouts.
+        comm: the group. The devices of the two layouts are the ranks of the group.
         source: layout of the tensors before the move.
         target: layout of the tensors after the move.
-        nodes: optional. The node of each rank. Defaults to the nodes of the group's topology.
+        nodes: optional. Index of the node on which each rank runs. Defaults to the nodes of the
+            group's topology.
     Raises:
         ValueError: If the layouts are incompatible; see `planner.resharding.unique_slices`.
     """
@@ -42,32 +47,32 @@ class Resharding:
         self.kept = [piece for piece in self.slices if comm.rank in piece.keepers]
 
     def start(self, x: Tensor | None, dtype: torch.dtype) -> TensorMove:
-        """Start a move by sending the parts that this rank stores and posting receives for the
-        parts that it needs.
+        """Start a move. This rank sends the parts that it stores and posts receives for the parts
+        that it needs.
 
         Args:
-            x: tensor with the shape of this rank's part in the source layout, or None if the rank
-                stores nothing in the source layout. The tensor must not change until the move ends.
-            dtype: dtype of the tensor that is moved.
+            x: this rank's part of the tensor in the source layout, or None if the rank stores no
+                part in that layout. The tensor must not change until the move ends.
+            dtype: dtype of the tensor to move.
         Raises:
             ValueError: If `x` has an unexpected shape or dtype.
         """
         shape = None if self.source is None else tuple(stop - first for first, stop in self.source)
         given = None if x is None else tuple(x.shape)
         if given != shape or (x is not None and x.dtype != dtype):
-            raise ValueError(f"rank {self.comm.rank} stores a tensor of shape {shape} and {dtype} "
-                             f"in the source layout, but got a tensor of shape {given}"
-                             f"{'' if x is None else f' and {x.dtype}'}; pass this rank's part")
+            raise ValueError(f"rank {self.comm.rank} must pass its part of the source layout, a "
+                             f"tensor of shape {shape} and {dtype}, but passed a tensor of shape "
+                             f"{given}{'' if x is None else f' and {x.dtype}'}")
         return (_Posted if self.comm.receive_first else _InRounds)(
             self, None if x is None else x.detach(), dtype)
 
     def __call__(self, x: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-        """Move a tensor immediately; see `start` and `TensorMove.end`."""
+        """Move a tensor and wait until the move is complete; see `start` and `TensorMove.end`."""
         return self.start(x, dtype).end()
 
 
 class TensorMove(ABC):
-    """A move of one tensor that is in progress; see `Resharding`."""
+    """One tensor's move that is in progress; see `Resharding`."""
 
     def __init__(self, plan: Resharding, x: Tensor | None, dtype: torch.dtype) -> None:
         self.plan, self.x = plan, x
@@ -83,14 +88,15 @@ class TensorMove(ABC):
 
     @abstractmethod
     def arrive(self) -> None:
-        """Wait for the remaining messages, and forward parts to other ranks."""
+        """Wait for the remaining messages, and forward received parts to other ranks."""
 
     def end(self) -> Tensor | None:
-        """Wait for the parts that this rank receives and sends, and relay parts that other ranks
-        need.
+        """Complete the move. This rank waits for the parts that it receives and sends, and relays
+        parts that other ranks need.
 
         Returns:
-            This rank's part of the target layout, or None if the rank stores nothing there.
+            This rank's part of the tensor in the target layout, or None if the rank stores no part
+            in that layout.
         """
         self.arrive()
         plan = self.plan
@@ -110,8 +116,8 @@ class TensorMove(ABC):
         return made
 
     def part(self, hop: Hop) -> Tensor:
-        """Return the contiguous part that this rank sends in a hop, which consists of its own data
-        or of data that it received before.
+        """Return the contiguous part that this rank sends in a hop. The part is either the rank's
+        own data or data received in an earlier hop.
         """
         if hop.depth:
             return self.buffers[_key(hop)]
@@ -126,7 +132,7 @@ class TensorMove(ABC):
 
 
 class _Posted(TensorMove):
-    """A move on gloo, in which all receives are posted at once, and a part is relayed as soon as it
+    """A move on gloo. All receives are posted at once, and each part is relayed as soon as it
     arrives.
     """
 
@@ -158,8 +164,8 @@ class _Posted(TensorMove):
 
 
 class _InRounds(TensorMove):
-    """A move on backends other than gloo. All ranks of the group exchange one round of messages for
-    each depth of the relay trees.
+    """A move on backends other than gloo. For each depth of the relay trees, all ranks of the group
+    exchange one round of messages.
     """
 
     def begin(self) -> None:

@@ -1,9 +1,9 @@
-"""`SimulatedComm`, a group whose ranks are all in one process, with one thread per rank.
+"""`SimulatedComm`, a group whose ranks are threads of one process.
 
-The all-to-all algorithms run unchanged, including autograd (on a CPU a thread's `backward()` runs
-in that thread). Messages and bytes are counted, so tests can compare algorithms with the expected
-numbers. If the group has a clock, messages advance the simulated time. If one rank fails, all other
-ranks are terminated.
+The all-to-all algorithms and autograd run unchanged. On a CPU, `backward()` runs in the thread that
+calls it. Messages and bytes are counted, so that tests can compare the traffic of an algorithm with
+the expected traffic. If the group has a clock, every message advances the simulated time. If one
+rank fails, the other ranks are stopped.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ Result = TypeVar("Result")
 
 @dataclass
 class Traffic:
-    """Counters of the traffic of all ranks.
+    """Counters for the traffic of all ranks.
 
-    Messages and bytes are counted by (source, destination), and collectives by name. All ranks are
-    global ranks. Empty pieces are not counted as messages.
+    Messages and bytes are counted per (source, destination) pair, and collectives are counted by
+    name. All ranks in the counters are global ranks. Empty pieces are not counted as messages.
     """
 
     messages: dict[tuple[int, int], int] = field(default_factory=dict)
@@ -44,11 +44,11 @@ class Traffic:
             self.bytes[source, target] = self.bytes.get((source, target), 0) + size
 
     def between(self, topology: Topology, what: str = "messages") -> int:
-        """Return the sum of `messages` or `bytes` sent from one node to a different node."""
+        """Return the number of `messages` or `bytes` sent between different nodes."""
         return self._sum(what, lambda s, t: not topology.same_node(s, t))
 
     def inside(self, topology: Topology, what: str = "messages") -> int:
-        """Return the sum of `messages` or `bytes` sent within nodes."""
+        """Return the number of `messages` or `bytes` sent within nodes."""
         return self._sum(what, topology.same_node)
 
     def _sum(self, what: str, wanted: Callable[[int, int], bool]) -> int:
@@ -60,20 +60,21 @@ Sent = Sequence[tuple[int, int]]
 
 
 class MessageClock(Protocol):
-    """A clock that advances simulated time for each message of a group."""
+    """A clock that advances the simulated time for each message of a group."""
 
     topology: Topology
 
     def charge(self, sent: Mapping[int, Sent]) -> None:
         """Advance the clock for one round of messages.
 
-        For each sending rank, the messages are pairs (destination rank, bytes) in sending order.
+        Each sending rank is mapped to a list of pairs (destination rank, bytes), in the order of
+        sending.
         """
 
 
 class _Board:
-    """An object through which the ranks of one group exchange values. Every rank posts a value and
-    reads the values of all ranks.
+    """An object through which the threads of one group exchange values. Each rank posts a value and
+    then reads the values of all ranks.
     """
 
     def __init__(self, size: int, timeout_s: float) -> None:
@@ -84,7 +85,7 @@ class _Board:
 
 
 class SimulatedComm(Comm):
-    """One rank of a simulated group, created by `run_simulated`."""
+    """One rank of a simulated group. `run_simulated` creates the objects of this class."""
 
     def __init__(self, board: _Board, ranks: Sequence[int], rank: int, traffic: Traffic,
                  timeout_s: float, topology: Topology, clock: MessageClock | None = None) -> None:
@@ -97,7 +98,7 @@ class SimulatedComm(Comm):
         """Exchange pieces; see `Comm.all_to_all`.
 
         Raises:
-            CommError: If peers sent numbers of rows that differ from `recv`.
+            CommError: If the peers sent other numbers of rows than `recv` specifies.
         """
         send = piece_lengths(x.shape[0], self.size, send, "all_to_all send")
         recv = piece_lengths(x.shape[0], self.size, recv, "all_to_all receive")
@@ -115,13 +116,15 @@ class SimulatedComm(Comm):
         return stacked.sum(0) if op == "sum" else stacked.amax(0)
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """Gather the tensors `x` [n, ...] to [size * n, ...]; see `Comm.all_gather`."""
+        """Gather the tensors `x` [n, ...] of all ranks to a tensor [size * n, ...]; see
+        `Comm.all_gather`.
+        """
         sent = self._count((peer, x) for peer in range(self.size))
         return torch.cat(self._meet("all_gather", x.detach(), sent))
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
-        """Sum the tensors `x` [size * n, ...] and scatter the sum to [n, ...]; see
-        `Comm.reduce_scatter`.
+        """Sum the tensors `x` [size * n, ...] over ranks and return this rank's part [n, ...] of
+        the sum; see `Comm.reduce_scatter`.
         """
         length = piece_lengths(x.shape[0], self.size, None, "reduce_scatter")[0]
         pieces = list(x.detach().split(length)) if length else [x.detach()] * self.size
@@ -135,7 +138,8 @@ class SimulatedComm(Comm):
         """Exchange messages; see `Comm.send_receive`. All ranks meet.
 
         Raises:
-            CommError: If a message is missing, is not received, or has the wrong size or dtype.
+            CommError: If an expected message was not sent, a message was not received, or a message
+                has the wrong size or dtype.
         """
         if not all(x.is_contiguous() for _, x in (*sends, *recvs)):
             raise ValueError("send_receive needs contiguous tensors; call contiguous() first")
@@ -155,7 +159,8 @@ class SimulatedComm(Comm):
             buffer.copy_(sent.view(buffer.shape))
         left = {peer: len(queue) for peer, queue in queues.items() if queue}
         if left:
-            raise self.error(f"send_receive left messages unread; number by sender: {left}")
+            raise self.error("send_receive did not read all messages; unread messages per sending "
+                             f"rank: {left}")
 
     def subgroup(self, ranks: Sequence[int]) -> SimulatedComm | None:
         key = tuple(ranks)
@@ -171,8 +176,8 @@ class SimulatedComm(Comm):
         self._meet("barrier", None)
 
     def _count(self, sends: Iterable[tuple[int, Tensor]]) -> Sent:
-        """Count messages. The result contains (global rank, bytes) for each message, in the order
-        of sending.
+        """Count messages. Return the pair (global rank, bytes) for each message, in the order of
+        sending.
         """
         messages = [(peer, x.numel() * x.element_size()) for peer, x in sends]
         real = [(self.ranks[peer], size) for peer, size in messages if peer != self.rank and size]
@@ -204,7 +209,7 @@ class SimulatedComm(Comm):
     def _account(self, what: str, posted: list[Any]) -> None:
         """Record one collective.
 
-        The function is called once per collective, on rank 0, while all ranks wait.
+        Rank 0 calls this function once per collective, while all ranks wait.
         """
         with self.board.lock:
             self.traffic.collectives[what] = self.traffic.collectives.get(what, 0) + 1
@@ -216,20 +221,21 @@ class SimulatedComm(Comm):
 def run_simulated(size: int, fn: Callable[[SimulatedComm], Result], timeout_s: float = 60.0,
                   traffic: Traffic | None = None, topology: Topology | None = None,
                   clock: MessageClock | None = None) -> list[Result]:
-    """Run `fn(comm)` on `size` ranks, one thread each, and return the results in rank order.
+    """Run `fn(comm)` on `size` ranks, with one thread per rank, and return the values returned by
+    `fn` in rank order.
 
-    The first failure is raised, and all other ranks are terminated. Threads share torch's global
-    random generator, so ranks that must draw the same numbers need separate generators.
+    If a rank fails, the function stops all other ranks and raises the first error. All threads
+    share torch's global random generator, so ranks that must draw the same numbers need their own
+    generators.
 
     Args:
-        size: number of ranks, and of threads.
-        fn: function that each rank runs.
-        timeout_s: maximum time in seconds that a rank waits for other ranks in a collective.
+        size: number of ranks, which is also the number of threads.
+        fn: function to run on each rank.
+        timeout_s: maximum time that a rank waits for other ranks in a collective, in seconds.
         traffic: optional. Object that counts the messages of all ranks.
-        topology: optional. The topology of the group, which states which ranks share a node. By
-            default the topology of the clock is used, or all ranks are on one node if there is no
-            clock.
-        clock: optional. Clock that advances for every message.
+        topology: optional. Topology of the group, which describes which ranks run on the same node.
+            Defaults to the topology of the clock. Without a clock, all ranks run on one node.
+        clock: optional. Clock that every message advances.
     """
     traffic = traffic or Traffic()
     topology = topology or (clock.topology if clock else Topology.one_node(size))

@@ -1,4 +1,6 @@
-"""The state of a group of ranks (`GroupState`), and traffic counters of a rank (`Counters`)."""
+"""The state shared by a group of ranks (`GroupState`), and the traffic counters of a rank
+(`Counters`).
+"""
 
 from __future__ import annotations
 
@@ -19,16 +21,17 @@ from moe_plugin.comm.watchdog import TimeoutWatch, Watchdog
 
 @dataclass
 class Counters:
-    """Traffic from this rank to other ranks through one `Comm`, its views and its subgroups.
+    """Counters for the traffic from this rank to other ranks. A `Comm`, its views and its
+    contiguous subgroups share the same counters.
 
     Attributes:
         bytes: total number of bytes sent.
         messages: total number of messages sent.
-        exchanges: number of all-to-alls for each algorithm that ran, by name. The name is `linear`
-            if a hierarchical algorithm was replaced with it.
-        rows: number of rows of this rank's tokens that were sent, including rows sent to this rank
-            itself. If the host does not know the number of rows, the number of slots is counted.
-        rows_between: number of these rows that were sent to other nodes.
+        exchanges: number of all-to-alls that ran with each algorithm, by the name of the algorithm.
+            If `linear` replaced a hierarchical algorithm, the all-to-all is counted as `linear`.
+        rows: number of rows sent for this rank's tokens, including rows that stay on this rank. If
+            the host does not know the number of rows, slots are counted instead.
+        rows_between: number of rows that were sent to other nodes.
     """
 
     bytes: int = 0
@@ -42,11 +45,11 @@ class Counters:
         self.exchanges[algorithm] = self.exchanges.get(algorithm, 0) + 1
 
     def send_rows(self, by_rank: Sequence[int], topology: Topology, rank: int) -> None:
-        """Count the rows of this rank's tokens that are sent.
+        """Add the rows sent for this rank's tokens to the counters.
 
         Args:
             by_rank: number of rows sent to each rank.
-            topology: topology of the group, which states the nodes of the ranks.
+            topology: topology of the group, which describes the node of each rank.
             rank: this rank.
         """
         rows = sum(by_rank)
@@ -55,19 +58,20 @@ class Counters:
             self.rows_between += rows - sum(by_rank[peer] for peer in topology.peers(rank))
 
     def sent(self, messages: int, size: int) -> None:
-        """Count `messages` messages that have `size` bytes in total."""
+        """Count `messages` messages with a total of `size` bytes."""
         self.messages += messages
         self.bytes += size
 
 
 class TrafficMeter:
-    """A meter of the traffic from this rank to other ranks of a group since the meter was created.
+    """A meter that measures the traffic from this rank to other ranks of a group since the meter
+    was created.
 
-    Under `torch.compile` nothing is counted, because a compiled graph cannot contain numbers that
-    change with every call.
+    Under `torch.compile` no traffic is counted, because a compiled graph cannot contain numbers
+    that change with every call.
 
     Args:
-        counters: traffic counters of the group.
+        counters: traffic counters of the group to measure.
     """
 
     def __init__(self, counters: Counters) -> None:
@@ -75,7 +79,7 @@ class TrafficMeter:
         self._before = replace(self._counters, exchanges=dict(self._counters.exchanges))
 
     def hold(self) -> None:
-        """Stop counting until `go_on` is called."""
+        """Pause the meter until `go_on` is called."""
         self._held = self.sent()
 
     def go_on(self) -> None:
@@ -84,8 +88,8 @@ class TrafficMeter:
         self._before = self.sent()  # excludes traffic sent while counting was stopped
 
     def sent(self) -> Counters:
-        """Return the traffic that was counted since the meter was created. `exchanges` contains
-        only algorithms that ran in this period.
+        """Return the traffic counted since the meter was created. `exchanges` contains only
+        algorithms that ran since the meter was created.
         """
         now, before, exchanges = self._counters, self._before, {}
         for name, count in now.exchanges.items():
@@ -103,38 +107,39 @@ MAX_TAG = (1 << 31) - 1
 
 @dataclass
 class GroupState:
-    """State that is created once for a group and used by all its layers.
+    """State that is created once per group and used by all layers on the group.
 
-    All `Comm` objects for one process group, and their tagged views, share one `GroupState`.
+    All `Comm` objects for the same process group, including their tagged views, share one
+    `GroupState`.
 
     Attributes:
-        topology: topology that states which ranks share a node. The topology is None until
+        topology: topology that describes which ranks run on the same node. `topology` is None until
             `Comm.prepare` is called. Hierarchical exchanges, routers that prefer nearby experts,
             and cost models depend on the topology.
-        watchdog: object that sends heartbeats, so that an error can name the missing ranks, or None
-            if no watchdog was requested.
-        worker: thread that runs exchanges in the background. The thread is created for the first
-            exchange.
+        watchdog: object that sends heartbeats, so that error messages can name missing ranks. The
+            watchdog is None if none was requested.
+        worker: thread that runs exchanges in the background. The thread is created when the first
+            exchange starts.
         stream: CUDA stream on which exchanges run in the background.
-        timeout_watch: object that watches NCCL's collectives if the process group's timeout is
-            longer than the layer's timeout, otherwise None.
-        connected: whether all ranks have taken part in a collective since the group was prepared
-            (NCCL).
-        started: descriptions of the last collectives, if collectives may fail after they have
-            returned.
-        last_tag: tag of the last exchange that was started in the background. All ranks must
-            request tags in the same order.
-        abandoned: objects of messages that no rank waits for after an error. A backend may still
-            use these objects. Each entry contains the time until which the objects are kept, and
-            the objects.
-        hosts: see `Comm.hosts`. The value is None before its first use, or if the
-            group itself serves this purpose.
-        subgroups: subgroups that contain this rank, stored by their ranks. Creating a subgroup is
-            collective and requires additional connections.
-        groups_made: number of groups created for each set of ranks, stored in the state of the
-            default group.
-        collects_for: for each rank of this node, the destination ranks whose rows it collects in
-            the 2DH all-to-all under this topology.
+        timeout_watch: object that watches NCCL collectives, or None unless the process group's
+            timeout is longer than the layer's timeout.
+        connected: on NCCL, True if all ranks have participated in a collective since the group was
+            prepared.
+        started: descriptions of the most recent collectives, if collectives may fail after their
+            calls have returned.
+        last_tag: tag of the exchange that was most recently started in the background. All ranks
+            must request tags in the same order.
+        abandoned: objects of messages for which no rank waits after an error. The backend may still
+            use the objects of abandoned messages. Each element is a pair of the time until which
+            the objects are kept alive, and the objects.
+        hosts: see `Comm.hosts`. `hosts` is None before its first use, or if the group itself
+            accepts CPU tensors.
+        subgroups: mapping from the ranks of a subgroup to the subgroup, for subgroups that contain
+            this rank. Creating a subgroup is collective and requires additional connections.
+        groups_made: mapping from each set of ranks to the number of groups created for it. The
+            mapping is stored in the state of the default group.
+        collects_for: for the 2DH all-to-all under this topology, mapping from each rank of this
+            node to the destination ranks whose rows it collects.
     """
 
     topology: Topology | None = None
@@ -154,43 +159,43 @@ class GroupState:
     _by_class: dict[type, Any] = field(default_factory=dict)
 
     def get(self, kind: type[T], make: Callable[[], T] | None = None) -> T:
-        """Return the object of class `kind` that a different part of this package stores with the
+        """Return the object of class `kind` that another module of this package stores with the
         group.
 
-        The object is created on first use, by `make` or `kind()`, and discarded when the topology
-        changes.
+        The object is created on first use by calling `make` or `kind()`. Stored objects are
+        discarded when the topology changes.
         """
         if kind not in self._by_class:
             self._by_class[kind] = (make or kind)()
         return self._by_class[kind]
 
     def set_topology(self, topology: Topology) -> None:
-        """Set a new topology, and discard measurements and plans that were made under the previous
-        one.
+        """Set a new topology. Measurements and plans made under the previous topology are
+        discarded.
         """
         self.topology, self.collects_for = topology, None
         self._by_class.clear()
 
     def next_tag(self, count: int = 1) -> int:
-        """Reserve `count` new tags for exchanges in the background, and return the first one, which
-        is from 1 to `MAX_TAG`.
+        """Reserve `count` new tags for background exchanges, and return the first reserved tag.
+        Tags range from 1 to `MAX_TAG`.
 
-        All ranks request tags in the same order.
+        All ranks must request tags in the same order.
         """
         first = self.last_tag + 1 if self.last_tag + count <= MAX_TAG else 1
         self.last_tag = first + count - 1
         return first
 
     def keep_abandoned(self, seconds: float, *parts: Any) -> None:
-        """Keep the objects of messages alive for `seconds`, until the peers have completed or
-        failed.
+        """Keep the objects of messages alive for `seconds`, so that the peers can complete or fail
+        in the meantime.
 
-        This method may be called by destructors in any thread.
+        Destructors in any thread may call this method.
         """
         self.abandoned[id(parts)] = time.monotonic() + seconds, parts
 
     def release_abandoned(self) -> None:
-        """Release the objects of messages whose time has passed."""
+        """Release the objects of messages whose time has expired."""
         # A copy of the items, because a destructor in a different thread may add an entry
         # meanwhile.
         for number, (until, _) in list(self.abandoned.items()):
@@ -210,7 +215,7 @@ _STATES: WeakKeyDictionary[dist.ProcessGroup, GroupState] = WeakKeyDictionary()
 
 
 def group_state(group: dist.ProcessGroup | None) -> GroupState:
-    """Return the state of a process group, which all layers on the group share."""
+    """Return the state of a process group. All layers on a group share the group's state."""
     assert group is not None  # the default group exists as long as any of its subgroups
     if group not in _STATES:
         _STATES[group] = GroupState()
@@ -218,19 +223,19 @@ def group_state(group: dist.ProcessGroup | None) -> GroupState:
 
 
 class PostedMessages:
-    """A set of messages in progress on gloo. Calling the object waits for the messages.
+    """A set of gloo messages that are in progress. Calling this object waits for the messages.
 
-    If a pass raises an error, no code waits for its messages. If the tensors and work objects of
-    these messages were then freed, gloo would never read or send the bytes of such a message. All
-    later messages on the connection would be blocked. Therefore the group's state keeps them alive
-    for a while.
+    If a pass raises an error, the code that would wait for the pass's messages does not run. If the
+    tensors and work objects of abandoned messages were freed, gloo would never transfer the
+    remaining bytes of the messages. All later messages on the same connection would be blocked. The
+    group's state therefore keeps the tensors and work objects alive for a while.
 
     Args:
         state: the state of the group.
-        seconds: how long the messages are kept alive if no code waits for them.
-        wait: function that is called with `works` and `messages`, and waits for the messages.
+        seconds: time for which the messages are kept alive if no code waits for them.
+        wait: function that is called with `works` and `messages` and waits for the messages.
         works: torch's work objects of the messages.
-        messages: the messages that are sent, and those that are received.
+        messages: the sent and the received messages.
     """
 
     def __init__(self, state: GroupState, seconds: float, wait: Callable[..., None],

@@ -1,4 +1,5 @@
-"""`Topology`, which contains the nodes of a group's ranks and their numbers of network cards."""
+"""`Topology`, which describes on which node each rank runs and how many network cards a node has.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +18,11 @@ _NODE_INDEX = ("GROUP_RANK", "SLURM_NODEID")
 
 
 def node_name(environment: Mapping[str, str] | None = None) -> str:
-    """Return the host name and, if it is set, the launcher's index of this node.
+    """Return the host name and the launcher's index of this node, if the launcher sets an index.
 
-    Two processes share a node if both values are equal. The index is needed because containers on
-    different hosts may have the same host name. A launcher may also start several agents on one
-    host, which are then treated as separate nodes.
+    Two processes run on the same node if both the host names and the indices are equal. The index
+    is needed because containers on different hosts may have the same host name. A launcher may also
+    start several agents on one host. Each agent on a host is treated as a separate node.
 
     Args:
         environment: optional. Environment variables of the process. Defaults to `os.environ`.
@@ -32,7 +33,7 @@ def node_name(environment: Mapping[str, str] | None = None) -> str:
 
 
 def node_key(size: int) -> bytes:
-    """Return a digest of the node's name that is `size` bytes long."""
+    """Return a digest of the node's name with `size` bytes."""
     return hashlib.sha256(node_name().encode()).digest()[:size]
 
 
@@ -40,13 +41,13 @@ def node_key(size: int) -> bytes:
 class Topology:
     """The nodes of a group of ranks.
 
-    Ranks need not be numbered node by node, and nodes may have different numbers of ranks.
+    Ranks do not need to be numbered node by node, and nodes may have different numbers of ranks.
 
     Attributes:
-        nodes: for each node, the ranks on the node (indices in the group) in ascending order. Nodes
-            are in the order of the first rank on each node.
+        nodes: for each node, the ranks (indices in the group) that run on the node, in ascending
+            order. Nodes are ordered by their first rank.
         nics: number of network cards per node.
-        source: description of the origin of the topology, which is used in messages.
+        source: description of how the topology was obtained, for use in messages.
     Raises:
         ValueError: If a rank is missing or appears twice, a node is empty, or `nics` is below 1.
     """
@@ -71,13 +72,13 @@ class Topology:
 
     @classmethod
     def one_node(cls, size: int) -> Topology:
-        """Create a topology with all ranks on one node."""
+        """Create a topology in which all ranks run on one node."""
         return cls((tuple(range(size)),), source="one node")
 
     @classmethod
     def uniform(cls, size: int, per_node: int, nics: int = 1, source: str = "given") -> Topology:
-        """Create a topology with `per_node` consecutive ranks on each node. The last node contains
-        the remaining ranks.
+        """Create a topology in which each node runs `per_node` consecutive ranks. The last node
+        runs the remaining ranks.
         """
         if per_node < 1:
             raise ValueError(
@@ -89,7 +90,8 @@ class Topology:
     @classmethod
     def from_keys(cls, keys: Sequence[Hashable], nics: int = 1,
                   source: str = "detected") -> Topology:
-        """Create a topology in which ranks with equal keys (for example host names) share a node.
+        """Create a topology in which ranks with equal keys (for example host names) run on the same
+        node.
         """
         nodes: dict[Any, list[int]] = {}
         for rank, key in enumerate(keys):
@@ -103,13 +105,13 @@ class Topology:
 
     @cached_property
     def node_of(self) -> tuple[int, ...]:
-        """The index of the node of each rank."""
+        """Index of the node on which each rank runs."""
         where = {rank: index for index, node in enumerate(self.nodes) for rank in node}
         return tuple(where[rank] for rank in range(self.size))
 
     @cached_property
     def local_of(self) -> tuple[int, ...]:
-        """The local rank of each rank on its node."""
+        """Local rank of each rank, that is, its index among the ranks of its node."""
         where = {rank: local for node in self.nodes for local, rank in enumerate(node)}
         return tuple(where[rank] for rank in range(self.size))
 
@@ -120,9 +122,10 @@ class Topology:
 
     @cached_property
     def two_steps(self) -> bool:
-        """True if collectives in two steps can be faster.
+        """True if collectives in two steps can be faster than a ring.
 
-        This requires several nodes with equally many ranks, at least two per node.
+        Two steps require several nodes with the same number of ranks, and at least two ranks per
+        node.
         """
         return self.uniform_nodes and self.why_flat() is None
 
@@ -137,22 +140,22 @@ class Topology:
         return self.uniform_nodes and self.node_major
 
     def peers(self, rank: int) -> tuple[int, ...]:
-        """Return the ranks on the node of `rank`, including `rank`."""
+        """Return all ranks on the node of `rank`, including `rank` itself."""
         return self.nodes[self.node_of[rank]]
 
     def same_node(self, one: int, other: int) -> bool:
-        """Return true if two ranks share a node."""
+        """Return whether two ranks run on the same node."""
         return self.node_of[one] == self.node_of[other]
 
     def restrict(self, ranks: Sequence[int]) -> Topology:
-        """Return the topology of the subgroup of `ranks`, in which ranks are numbered as in the
-        subgroup.
+        """Return the topology of the subgroup that consists of `ranks`, in which ranks are numbered
+        as in the subgroup.
         """
         return Topology.from_keys([self.node_of[rank] for rank in ranks], self.nics, self.source)
 
     def why_flat(self) -> str | None:
-        """Return the reason why hierarchical exchanges cannot be faster in this topology, or None
-        if they can be faster.
+        """Return the reason why hierarchical exchanges cannot be faster than flat exchanges in this
+        topology, or None if they can be faster.
         """
         if len(self.nodes) == 1:
             return f"all {self.size} ranks are on one node"

@@ -1,4 +1,4 @@
-"""`TorchComm`, a `Comm` over torch.distributed (gloo or NCCL)."""
+"""`TorchComm`, a `Comm` that uses torch.distributed (gloo or NCCL)."""
 
 # mypy: disable-error-code=no-any-return
 # (collectives under torch.compile have no types)
@@ -38,13 +38,13 @@ class TorchComm(Comm):
     """A group of ranks that uses a torch.distributed process group.
 
     Args:
-        group: optional. The process group. Defaults to the default group.
-        timeout_s: maximum time in seconds for a collective or a point-to-point exchange, even if
-            the group's own timeout is longer. Groups created by `subgroup` have the same timeout.
-            On NCCL, a thread watches groups that have a longer timeout; see `comm.watchdog`. A
-            failure that occurs after the call has returned is raised by a later collective, whose
-            error message lists earlier collectives. If NCCL's own watchdog terminates the process,
-            the log of NCCL names the collective.
+        group: optional. The process group. Defaults to the default process group.
+        timeout_s: maximum duration in seconds of a collective or a point-to-point exchange, even if
+            the process group's own timeout is longer. Groups created by `subgroup` have the same
+            timeout. On NCCL, if the process group's timeout is longer, a thread enforces
+            `timeout_s`; see `comm.watchdog`. If a collective fails after its call has returned, a
+            later collective raises the error, and the error message lists the earlier collectives.
+            If NCCL's own watchdog terminates the process, NCCL's log names the collective.
     Raises:
         ValueError: If torch.distributed is not initialized.
     """
@@ -83,8 +83,6 @@ class TorchComm(Comm):
                 lambda: f"; {state.watchdog.report()}" if state.watchdog is not None else "")
 
     def _passes(self, *tensors: object) -> None:
-        """Record that the last described collective was queued on the current stream of its device.
-        """
         if self.state.timeout_watch is not None:
             devices = (x.device for x in tensors if isinstance(x, Tensor))
             self.state.timeout_watch.add(self.state.started[-1], next(devices, self.device))
@@ -105,13 +103,13 @@ class TorchComm(Comm):
 
     @property
     def device(self) -> torch.device:
-        """The current CUDA device for NCCL, otherwise the CPU."""
+        """The current CUDA device for NCCL, and the CPU otherwise."""
         return torch.device("cuda", torch.cuda.current_device(
         )) if "nccl" in self.backend and "gloo" not in self.backend else torch.device("cpu")
 
     @property
     def hosts(self) -> Comm:
-        """See `Comm.hosts`. A group with only NCCL uses an additional gloo group."""
+        """See `Comm.hosts`. If the group supports only NCCL, a separate gloo group is used."""
         if self.device.type == "cpu":
             return self
         if self.state.hosts is None:
@@ -123,15 +121,16 @@ class TorchComm(Comm):
 
     @property
     def by_nodes(self) -> bool:
-        """See `RankGroup.by_nodes`. The result is true on gloo if there are several nodes with
-        equally many ranks, at least two per node.
+        """See `RankGroup.by_nodes`. True on gloo if there are several nodes that all have the same
+        number of ranks, and at least two ranks per node.
         """
         topology = self.state.topology
         return self.receive_first and topology is not None and topology.two_steps
 
     def prepare(self, topology: Topology | None = None) -> Topology:
-        """See `RankGroup.prepare`. On NCCL the communicator is created by one collective of all
-        ranks, because not all ranks take part in the messages of a hierarchical exchange.
+        """See `RankGroup.prepare`. On NCCL, this method runs a collective of all ranks, which
+        creates the communicator. The communicator must exist before a hierarchical exchange runs,
+        because not all ranks take part in that exchange's messages.
         """
         topology = super().prepare(topology)
         if self.fails_later and not self.state.connected:
@@ -140,7 +139,9 @@ class TorchComm(Comm):
         return topology
 
     def detect_topology(self) -> Topology:
-        """Detect which ranks share a node by their node indices and host names. Collective."""
+        """Detect which ranks run on the same node by comparing node indices and host names.
+        Collective.
+        """
         key_bytes = torch.frombuffer(bytearray(node_key(_KEY_BYTES)), dtype=torch.uint8)
         key_bytes = key_bytes.to(self.device)
         keys = self.all_gather(key_bytes).cpu().view(self.size, _KEY_BYTES)
@@ -148,9 +149,10 @@ class TorchComm(Comm):
 
     def all_to_all(self, x: Tensor, send: Sequence[int] | None = None,
                    recv: Sequence[int] | None = None) -> Tensor:
-        """See `Comm.all_to_all`. Dtypes that the backend does not support are sent as bytes.
+        """See `Comm.all_to_all`. Tensors with dtypes that the backend does not support are sent as
+        bytes.
 
-        A tagged view uses point-to-point messages instead.
+        On a tagged view, point-to-point messages are used instead.
         """
         if torch.compiler.is_compiling() and send is None and recv is None:
             return collective(x, self.key, self.size, "all_to_all", "none")
@@ -170,7 +172,7 @@ class TorchComm(Comm):
         return out
 
     def start_all_to_all(self, x: Tensor) -> Callable[[], Tensor]:
-        """See `Comm.start_all_to_all`. On gloo the exchange runs while this rank computes."""
+        """See `Comm.start_all_to_all`. On gloo, the exchange runs while this rank computes."""
         if not self.receive_first or self.tag or torch.compiler.is_compiling():
             return super().start_all_to_all(x)
         x, out, rows = x.contiguous(), torch.empty_like(x), x.shape[0] // self.size
@@ -179,7 +181,7 @@ class TorchComm(Comm):
                        dist.all_to_all_single, _as_supported(out), _as_supported(x))
 
     def all_reduce(self, x: Tensor, op: str = "sum") -> Tensor:
-        """See `Comm.all_reduce`. The bytes of this collective are counted by `Collectives`."""
+        """See `Comm.all_reduce`. `Collectives` counts the bytes of this collective."""
         if torch.compiler.is_compiling():
             return collective(x, self.key, self.size, _TRACED_AS[op], "none")
         out = x.clone()
@@ -188,13 +190,12 @@ class TorchComm(Comm):
         return out
 
     def start_all_reduce(self, x: Tensor) -> Callable[[], Tensor]:
-        """See `Comm.start_all_reduce`. The sum runs in place while this rank computes."""
+        """See `Comm.start_all_reduce`. The sum is computed in place while this rank computes."""
         return self._started(f"all_reduce(sum) of {x.dtype} {tuple(x.shape)}", x, dist.all_reduce,
                        x)
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """See `Comm.all_gather`. On gloo with several nodes, two steps are used (`comm.by_nodes`).
-        """
+        """See `Comm.all_gather`. On gloo with several nodes, the gather runs in two steps."""
         if torch.compiler.is_compiling():
             return collective(x, self.key, self.size, "all_gather", "none")
         if self.by_nodes:
@@ -206,7 +207,9 @@ class TorchComm(Comm):
         return out
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
-        """See `Comm.reduce_scatter`. On gloo a ring is used, or two steps for several nodes."""
+        """See `Comm.reduce_scatter`. On gloo, the sum is computed with a ring. On gloo with several
+        nodes, the sum is computed in two steps.
+        """
         if torch.compiler.is_compiling():
             return collective(x, self.key, self.size, "reduce_scatter", "none")
         if self.receive_first:
@@ -227,7 +230,9 @@ class TorchComm(Comm):
         return out
 
     def send_receive(self, sends: Messages, recvs: Messages) -> None:
-        """See `Comm.send_receive`. A failed peer or a timeout raises a `CommError`."""
+        """See `Comm.send_receive`. If a peer fails or the timeout expires, the method raises a
+        `CommError`.
+        """
         if not sends and not recvs:
             return
         if self.receive_first:
@@ -238,7 +243,9 @@ class TorchComm(Comm):
             self._batched(sends, recvs)
 
     def post(self, sends: Messages, recvs: Messages) -> Callable[[], None]:
-        """See `Comm.post`. On gloo messages run in the background; `timeout_s` limits each wait."""
+        """See `Comm.post`. On gloo, messages are sent in the background, and `timeout_s` limits
+        each wait.
+        """
         if not self.receive_first:
             return super().post(sends, recvs)
         self.state.release_abandoned()
@@ -255,7 +262,7 @@ class TorchComm(Comm):
 
     @contextmanager
     def _watched(self, sends: Messages, recvs: Messages) -> Iterator[None]:
-        """Inform the watchdog, if there is one, while this rank waits for these messages."""
+        """Tell the watchdog, if there is one, that this rank waits for these messages."""
         watchdog = self.state.watchdog
         if watchdog is not None:
             watchdog.begin(f"send_receive with {len(sends)} sends, {len(recvs)} receives")
@@ -266,7 +273,8 @@ class TorchComm(Comm):
                 watchdog.end()
 
     def _wait_for_messages(self, works: Sequence[Any], sends: Messages, recvs: Messages) -> None:
-        """On gloo, wait for each message separately, so that an error message can name the peer."""
+        """On gloo, wait for each message separately, so that the error message can name the peer.
+        """
         deadline = time.monotonic() + self.timeout.total_seconds()
         with self._watched(sends, recvs):
             for index, work in enumerate(works):
@@ -277,7 +285,7 @@ class TorchComm(Comm):
 
     def _message_failed(self, index: int, sends: Messages, recvs: Messages,
                         error: RuntimeError) -> CommError:
-        """Return the error for a failed message. index: position in `recvs` followed by `sends`."""
+        """Create the error for message number `index` of `recvs` followed by `sends`."""
         peer, x = [*recvs, *sends][index]
         what = "receive of {} bytes from" if index < len(recvs) else "send of {} bytes to"
         waiting = sorted({p for p, _ in recvs[index:]})
@@ -286,7 +294,7 @@ class TorchComm(Comm):
             f"in {sizes_of(sends, recvs)}: {error}{self.missing_ranks()}")
 
     def _batched(self, sends: Messages, recvs: Messages) -> None:
-        """Run all messages on NCCL in one grouped call on the current stream."""
+        """On NCCL, run all messages in one grouped call on the current stream."""
         ops = [dist.P2POp(dist.irecv, _as_supported(buffer), self.ranks[peer], self.group)
                for peer, buffer in recvs]
         ops += [dist.P2POp(dist.isend, _as_supported(x), self.ranks[peer], self.group)
@@ -297,7 +305,7 @@ class TorchComm(Comm):
             self._passes(*(x for _, x in (*sends, *recvs)))
 
     def subgroup(self, ranks: Sequence[int]) -> TorchComm | None:
-        """See `Comm.subgroup`. Only ranks of the new group need to call this method."""
+        """See `Comm.subgroup`. Only the ranks of the new group need to call this method."""
         if self.rank not in ranks:
             return None
         made = group_state(dist.group.WORLD).groups_made
@@ -309,7 +317,8 @@ class TorchComm(Comm):
         return child
 
     def store(self) -> dist.Store | None:  # type: ignore[name-defined]  # torch's stubs lack it
-        """Return the job's store on a separate connection, which other threads do not block."""
+        """Return the job's store on a separate connection, so that other threads cannot block it.
+        """
         job_store: Any = dist.distributed_c10d._get_default_store()
         return job_store.clone()
 
@@ -318,9 +327,8 @@ class TorchComm(Comm):
             self._bounded(dist.barrier)
 
     def _bounded(self, collective: Callable[..., Any], *args: Any) -> None:
-        """Run a torch collective. On gloo the collective may take at most `timeout_s`.
-
-        On NCCL the host does not wait, so the group's own timeout and its watchdog apply.
+        """Run a collective of torch, on gloo for at most `timeout_s` seconds. On NCCL, the host
+        does not wait, so only the process group's own timeout and the watchdog apply.
         """
         if not self.receive_first:
             collective(*args, group=self.group)
@@ -330,7 +338,6 @@ class TorchComm(Comm):
 
     def _started(self, what: str, result: Tensor, collective: Callable[..., Any],
                  *args: Tensor) -> Callable[[], Tensor]:
-        """Start `collective(*args)`, and return a function that waits and returns `result`."""
         with self.error_context(lambda: what):
             work = collective(*args, group=self.group, async_op=True)
 
@@ -342,9 +349,7 @@ class TorchComm(Comm):
         return wait
 
     def _wait_for(self, work: Any, *args: Any) -> None:
-        """Wait for a torch collective with these arguments. On gloo, wait at most `timeout_s`
-        seconds.
-        """
+        """Wait for a collective of torch, on gloo for at most `timeout_s` seconds."""
         if not self.receive_first:
             work.wait()
             self._passes(*args)
@@ -366,21 +371,22 @@ _WIDE = {torch.float8_e4m3fn, torch.float8_e5m2, torch.int16, torch.bool}
 
 
 def _as_supported(x: Tensor) -> Tensor:
-    """Return a view of `x` in a dtype that every backend can send."""
+    """Return a view of `x` with a dtype that every backend can send."""
     return x.flatten().view(torch.uint8) if x.dtype in _WIDE else x
 
 
 def _widening(x: Tensor) -> int:
-    """Return the number of elements in dimension 0 of `_as_supported(x)` for each row of `x`."""
+    """Return the length of `_as_supported(x)` along dimension 0 per row of `x`."""
     return math.prod(x.shape[1:]) * x.element_size() if x.dtype in _WIDE else 1
 
 
 def default_comm(timeout_s: float = 1800.0) -> Comm:
-    """Return the default torch.distributed group if it exists, otherwise a group of one rank.
+    """Return the `Comm` of the default torch.distributed group. If there is no default group,
+    return a group with one rank.
 
     Raises:
-        ValueError: If a launcher started several processes but no group is initialized. Otherwise
-            each process would silently train a separate model.
+        ValueError: If a launcher started several processes but the default group is not
+            initialized. Without this error, each process would silently train a separate model.
     """
     if dist.is_available() and dist.is_initialized():
         return TorchComm(None, timeout_s) if dist.get_world_size() > 1 else LocalComm()

@@ -1,25 +1,27 @@
-"""All-gather, reduce-scatter and all-reduce along the trees of a schedule, implemented as messages
-within a group.
+"""All-gather, reduce-scatter and all-reduce that send data along the trees of a schedule, using
+messages within a group.
 
-The data of all ranks is treated as one row of elements. The shard of each root is split among the
-root's trees by their weights, and each of these parts is split into C chunks. Chunk c is sent over
-an edge from depth d - 1 to depth d in round c + LAG (d - 1). The chunks are sent one after another,
-so all trees are busy at the same time. All data that one rank sends to a different rank in one
-round is sent in one message. In a reduce-scatter, data is sent towards the roots, with the same
-messages in the opposite order.
+The data of all ranks is treated as a single vector of elements. Each root's shard is split among
+the trees of this root in proportion to their weights. The part of each tree is then split into C
+chunks. In round c + LAG (d - 1), chunk c is sent over the edges from depth d - 1 to depth d. The
+chunks follow one another, so all trees are busy at the same time. All data that one rank sends to
+another rank in the same round is sent in a single message. In a reduce-scatter, data flows towards
+the roots. The messages are the same as in an all-gather, in the opposite order.
 
-A rank forwards data that arrived LAG rounds earlier, so its links are busy while the messages of a
-round are in transit. Let T be the time in seconds to send all bytes, alpha the time of a round in
-seconds, and D the depth of the trees. The collective then takes (C + LAG (D - 1)) (T / C + alpha)
-seconds. This time is smallest for C = sqrt(LAG (D - 1) T / alpha).
+A rank forwards data that arrived LAG rounds earlier, so its links stay busy while the messages of a
+round are in transit. Let T be the time to send all bytes and alpha the fixed time of a round, both
+in seconds, and let D be the depth of the trees. With C chunks, the collective takes (C + LAG (D -
+1)) (T / C + alpha) seconds. The time is minimal for C = sqrt(LAG (D - 1) T / alpha).
 
-All ranks run the same number of rounds. On gloo a rank posts the receives of the next rounds before
-it sends, so a round does not wait for a different rank to reach it. On other backends each round is
-one call of `Comm.send_receive`. Deadlocks cannot occur, because the rank that is furthest behind
-waits only for messages of earlier rounds, which all other ranks have already posted.
+All ranks run the same number of rounds. On gloo, a rank posts the receives of later rounds before
+it sends, so a round does not wait until another rank reaches the same round. On other backends,
+each round is one call of `Comm.send_receive`. Deadlocks cannot occur. The rank that is furthest
+behind waits only for messages of earlier rounds, and all other ranks have already posted these
+messages.
 
-Sums are bitwise equal in every run. In each round a rank adds the received data to its own part in
-the order of the senders' ranks, and the tree determines in which round each part arrives.
+Sums are bitwise equal in every run with the same inputs. In each round, a rank adds received data
+to its own data in the order of the senders' ranks. The tree determines in which round each part
+arrives.
 """
 
 from __future__ import annotations
@@ -45,11 +47,12 @@ Span = tuple[int, int]  # first element, and the element after the last
 
 @dataclass(frozen=True)
 class Message:
-    """Data that is sent to, or received from, a different rank in one round.
+    """Data that is sent to another rank, or received from another rank, in one round.
 
     Attributes:
-        peer: the other rank.
-        spans: ranges of elements of the whole tensor that the message contains, in order.
+        peer: the rank at the other end of the message.
+        spans: ranges of elements of the whole tensor that the message contains, in the order in
+            which they are sent.
     """
 
     peer: int
@@ -63,30 +66,28 @@ class Message:
 
 @dataclass(frozen=True)
 class Round:
-    """The messages that a rank sends and receives in one round, in ascending order of the other
-    rank.
-    """
+    """The messages that a rank sends and receives in one round, sorted by peer."""
 
     sends: tuple[Message, ...]
     recvs: tuple[Message, ...]
 
 
 def shards_of(length: int, ranks: int) -> list[int]:
-    """Return the first index of each rank's shard of `length` elements, followed by the end index.
-    The sizes of the shards are as equal as possible.
+    """Return the index of the first element of each rank's shard of `length` elements, followed by
+    the end of the last shard. The lengths of the shards are as equal as possible.
     """
     return [length * rank // ranks for rank in range(ranks + 1)]
 
 
 def round_s(schedule: Schedule) -> float:
-    """Return the fixed time of a round in seconds: the cost of its slowest message, at least
-    `ROUND_S`.
+    """Return the fixed time of a round in seconds, which is the cost of the round's slowest
+    message, but at least `ROUND_S`.
     """
     return max(schedule.message_s, ROUND_S)
 
 
 def chunks_for(schedule: Schedule, size: int) -> int:
-    """Return the number of chunks C for `size` bytes in total, which is from 1 to `MOST_CHUNKS`."""
+    """Return the number of chunks C, from 1 to `MOST_CHUNKS`, for a tensor of `size` bytes."""
     deeper = LAG * (schedule.depth - 1)
     if deeper <= 0:
         return 1
@@ -96,7 +97,8 @@ def chunks_for(schedule: Schedule, size: int) -> int:
 
 
 def predicted_s(schedule: Schedule, size: int) -> float:
-    """Return the predicted time in seconds for `size` bytes in total; see the module docstring."""
+    """Return the predicted time in seconds for a tensor of `size` bytes; see the module docstring.
+    """
     chunks = chunks_for(schedule, size)
     rounds = chunks + LAG * max(schedule.depth - 1, 0)
     return rounds * (schedule.seconds(size) / chunks + round_s(schedule))
@@ -107,12 +109,12 @@ def rounds_of(schedule: Schedule, rank: int, shards: Sequence[int], chunks: int)
     number of rounds.
 
     Args:
-        schedule: schedule of an all-gather (away from the roots) or a reduce-scatter (towards the
-            roots).
+        schedule: schedule of an all-gather (away from the roots) or of a reduce-scatter (towards
+            the roots).
         rank: the rank.
-        shards: index of the first element of each rank's shard, followed by the end index; see
-            `shards_of`.
-        chunks: number of chunks into which each part of a shard is split.
+        shards: index of the first element of each rank's shard, followed by the end of the last
+            shard; see `shards_of`.
+        chunks: number of chunks into which each tree's part of a shard is split.
     """
     deepest = schedule.depth
     rounds = chunks + LAG * max(deepest - 1, 0)
@@ -140,8 +142,8 @@ def _messages(by_peer: dict[int, list[Span]]) -> tuple[Message, ...]:
 
 
 def _joined(spans: list[Span]) -> tuple[Span, ...]:
-    """Return the spans in ascending order, with adjacent spans merged. The result is equal on both
-    ends of a message.
+    """Return the spans in ascending order. Adjacent spans are merged. The sender and the receiver
+    of a message compute the same spans.
     """
     joined: list[Span] = []
     for start, stop in sorted(spans):
@@ -159,7 +161,7 @@ def _split(span: Span, parts: int) -> list[Span]:
 
 
 def _parts(schedule: Schedule, shards: Sequence[int]) -> list[tuple[Tree, Span]]:
-    """Return every tree together with the part of its root's shard that it transfers."""
+    """Return each tree together with the part of its root's shard that the tree transfers."""
     done = [0] * (len(shards) - 1)
     parts = []
     for tree in schedule.trees:
@@ -179,8 +181,8 @@ _SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16
 
 @dataclass
 class Trees:
-    """The schedules of one group, and the rounds for all sizes that have been used so far. This
-    object is stored in the group's state.
+    """The schedules of one group, and the rounds for every tensor size used so far. The object is
+    stored in the group's state.
 
     Attributes:
         gather: schedule of the all-gather.
@@ -194,7 +196,7 @@ class Trees:
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
 
     def rounds(self, schedule: Schedule, comm: Comm, length: int, size: int) -> list[Round]:
-        """Return this rank's rounds for `length` elements that have `size` bytes in total."""
+        """Return this rank's rounds for a tensor with `length` elements and `size` bytes."""
         chunks = chunks_for(schedule, size)
         key = schedule.collective, length, chunks
         with self._lock:
@@ -207,11 +209,11 @@ class Trees:
 
 
 def all_gather(comm: Comm, trees: Trees, x: Tensor) -> Tensor:
-    """Concatenate the equally shaped tensors `x` [n, ...] of all ranks along dimension 0 to [size *
-    n, ...].
+    """Concatenate the tensors `x` [n, ...] of all ranks along dimension 0 to a tensor [size * n,
+    ...].
 
     Raises:
-        CommError: If a peer failed, or if a message exceeded the timeout.
+        CommError: If a peer fails or a message exceeds the timeout.
     """
     out = x.new_empty((comm.size * x.shape[0], *x.shape[1:]))
     if out.numel():
@@ -223,7 +225,7 @@ def all_gather(comm: Comm, trees: Trees, x: Tensor) -> Tensor:
 def reduce_scatter(comm: Comm, trees: Trees, x: Tensor) -> Tensor:
     """Sum the tensors `x` [size * n, ...] over ranks, and return this rank's part [n, ...].
 
-    Sums are computed in the dtype of `x` and in a fixed order (see the module docstring).
+    Sums are computed in the dtype of `x` and in a fixed order; see the module docstring.
 
     Raises:
         CommError: If a peer failed, or if a message exceeded the timeout.
@@ -237,8 +239,7 @@ def reduce_scatter(comm: Comm, trees: Trees, x: Tensor) -> Tensor:
 
 
 def all_reduce(comm: Comm, trees: Trees, x: Tensor) -> Tensor:
-    """Return the sum of `x`, which may have any shape, over ranks. The result is equal on all
-    ranks.
+    """Return the sum of `x` over ranks. `x` may have any shape. The sum is equal on all ranks.
 
     The sum is computed by a reduce-scatter followed by an all-gather.
 
@@ -253,15 +254,17 @@ def all_reduce(comm: Comm, trees: Trees, x: Tensor) -> Tensor:
 
 
 def _spread(comm: Comm, trees: Trees, whole: Tensor) -> None:
-    """Send each rank's shard of `whole` to all ranks, which write it to `whole` in place."""
+    """Send each rank's shard of `whole` to all other ranks, which write the shard to their own
+    `whole` in place.
+    """
     flat_N = whole.view(-1).view(_SAME_SIZE[whole.element_size()])
     rounds = trees.rounds(trees.gather, comm, whole.numel(), whole.nbytes)
     _Run(comm, flat_N, rounds, "all_gather", _put).go()
 
 
 def _collect(comm: Comm, trees: Trees, whole: Tensor) -> None:
-    """Sum the shards of `whole` in place, so that each rank has the sum of its own shard. The other
-    shards of `whole` then contain partial sums.
+    """Sum the shards of `whole` over ranks in place. Each rank obtains the complete sum of its own
+    shard. The other shards of `whole` contain partial sums afterwards.
     """
     rounds = trees.rounds(trees.reduce, comm, whole.numel(), whole.nbytes)
     _Run(comm, whole.view(-1), rounds, "reduce_scatter", _add).go()
@@ -277,14 +280,14 @@ def _add(target: Tensor, arrived: Tensor) -> None:
 
 @dataclass
 class _Run:
-    """One execution of the rounds of a collective.
+    """One run of all rounds of a collective.
 
     Attributes:
         comm: the group.
-        flat_N: the whole tensor as a flat vector.
+        flat_N: the whole tensor, viewed as a vector.
         rounds: the rounds of this rank.
-        what: name of the collective, which is used in messages.
-        take: function that writes received data to its target.
+        what: name of the collective, for use in messages.
+        take: function that writes received data to its destination.
     """
 
     comm: Comm
@@ -311,8 +314,8 @@ class _Run:
                 f"{self.flat_N.dtype} [{self.flat_N.numel()}])") from error
 
     def _post(self, number: int) -> None:
-        """Run a round on gloo, for which receives are posted in advance, and do not wait for sends
-        immediately.
+        """Run a round on gloo. Receives are posted in advance, and the method does not wait until
+        the sends complete.
         """
         while self._posted < min(number + AHEAD, len(self.rounds)):
             buffers = self._buffers(self.rounds[self._posted].recvs)
@@ -328,8 +331,8 @@ class _Run:
             self._leaving[number] = self.comm.post(sends, [])
 
     def _complete(self, number: int) -> None:
-        """Wait for a posted round, write the received data to its target, and release the buffers
-        that were sent.
+        """Wait for a posted round, write the received data to its destination, and release the
+        buffers that were sent.
         """
         if number in self._arriving:
             wait, buffers = self._arriving.pop(number)
@@ -339,16 +342,16 @@ class _Run:
             self._leaving.pop(number)()
 
     def _meet(self, number: int) -> None:
-        """Run a round on other backends: exchange all messages of the round. Every rank must call
-        this method.
+        """Run a round on backends other than gloo by exchanging all messages of the round. Every
+        rank must call this method.
         """
         buffers = self._buffers(self.rounds[number].recvs)
         self.comm.send_receive(self._sends(number), self._addressed(number, buffers))
         self._unpack(number, buffers)
 
     def _buffers(self, recvs: Sequence[Message]) -> list[Tensor]:
-        """Return the buffers for received messages. A message is received in place if its target is
-        contiguous and no values are added.
+        """Return buffers for the messages to receive. A message is received in place if its
+        destination is contiguous and the received data is not added to existing values.
         """
         return [self.flat_N[slice(*message.spans[0])] if self._in_place(message) else
                 self.flat_N.new_empty(message.length) for message in recvs]

@@ -1,17 +1,19 @@
-"""Threads that watch a group of ranks, and functions that terminate all ranks of a job after a
-fatal error.
+"""Threads that watch a group of ranks, and functions that stop all ranks of a job after a fatal
+error.
 
-`Watchdog` sends heartbeats, so that an error can name the missing ranks. `TimeoutWatch` finds and
-names collectives on NCCL that take longer than `comm.timeout_s`.
+`Watchdog` sends heartbeats, so that error messages can name missing ranks. `TimeoutWatch` detects
+NCCL collectives that take longer than `comm.timeout_s` and logs their names.
 
-The host does not wait for NCCL's collectives, and NCCL's own watchdog only uses the timeout with
-which a group was created. The timeout of a group that was created by other code may be longer than
-`comm.timeout_s`. In this case, each collective of the layer records an event, and a thread checks
-whether the oldest event has passed. The host does not wait for these events.
+The host does not wait for NCCL collectives, and NCCL's own watchdog uses only the timeout with
+which a group was created. A group that was created by other code may have a timeout longer than
+`comm.timeout_s`. For groups with a longer timeout, each collective of the layer records an event,
+and a thread checks whether the oldest event has completed. The host does not wait for the recorded
+events.
 
-CUDA forbids such checks while a graph is captured in the mode `global`, which is torch's default.
-Capture graphs with `torch.cuda.graph(..., capture_error_mode="thread_local")`, as torch's own
-watchdog thread also requires. In other modes, the thread stops watching and a warning is logged.
+While a graph is captured in the mode `global`, which is torch's default, CUDA forbids the thread's
+checks. Therefore capture graphs with `torch.cuda.graph(..., capture_error_mode="thread_local")`.
+Torch's own watchdog thread requires the same mode. In any other mode, the thread stops watching and
+logs a warning.
 """
 
 from __future__ import annotations
@@ -46,10 +48,10 @@ _TOGETHER_S = 1.0  # wait for ranks that end with the same error
 
 @contextmanager
 def ends_all_ranks(kind: type[BaseException]) -> Iterator[None]:
-    """Terminate all ranks of the job if an error of type `kind` is raised inside the block.
+    """If an error of type `kind` is raised inside the block, stop all ranks of the job.
 
-    Use this for errors that occur on only one rank, and after which the other ranks cannot
-    continue.
+    Use this context manager for errors that occur on one rank only and prevent the other ranks from
+    continuing.
     """
     try:
         yield
@@ -60,12 +62,13 @@ def ends_all_ranks(kind: type[BaseException]) -> Iterator[None]:
 
 @contextmanager
 def says_why() -> Iterator[None]:
-    """If an error occurs on this rank alone, terminate all ranks with its error message. This block
-    is placed around a whole run.
+    """If an error occurs on this rank only, stop all ranks and show them this rank's error message.
+    Use `says_why` around a whole run.
 
-    Without this block the other ranks would fail with a broken connection. If all ranks fail
-    independently, for example because of invalid settings, nothing is changed. An error caused
-    by too many open files is raised as a `ValueError` that states the limit and the remedy.
+    Without this context manager, the other ranks would fail with a broken connection. If all ranks
+    fail independently, for example because of invalid settings, each rank raises its own error. If
+    the limit on open files was reached, the context manager raises a `ValueError` that states the
+    limit and the remedy.
     """
     try:
         yield
@@ -79,13 +82,15 @@ def says_why() -> Iterator[None]:
 
 
 def abort_job(error: BaseException) -> None:
-    """Cause all other ranks to stop waiting for this rank, whose groups become unusable.
+    """Stop all other ranks from waiting for this rank. The groups that contain this rank can no
+    longer be used.
 
-    A job that consists of one process is not affected. On NCCL, ranks that wait in a kernel notice
-    the abort when their host next waits for sizes, or when their own timeout passes.
+    A job with a single process is not affected. On NCCL, a rank that waits in a kernel notices the
+    abort when its host next waits for sizes, or when its own timeout expires.
 
     Args:
-        error: the error that is the reason. A note with this rank's number is added to it.
+        error: the error that stops the job. The number of this rank is added to the error as a
+            note.
     """
     if not _several() or _why(error) in getattr(error, "__notes__", ()):
         return
@@ -98,10 +103,10 @@ def abort_job(error: BaseException) -> None:
 
 
 def reason() -> str:
-    """Return the reason that a rank gave when it gave up, or an empty string if no rank gave up.
+    """Return the reason why another rank stopped the job, or an empty string if no rank stopped it.
 
-    If a rank gave up, this rank's connections are also broken, because other ranks may be waiting
-    for it.
+    If another rank stopped the job, this function also breaks this rank's connections, because
+    other ranks may be waiting for this rank.
     """
     if not _several():
         return ""
@@ -113,15 +118,15 @@ def reason() -> str:
 
 
 def is_of_another_rank(error: BaseException) -> bool:
-    """Return true if the error message names the error of a different rank as the cause."""
+    """Return whether the error message names an error on another rank as the cause."""
     return _GAVE_UP in str(error)
 
 
 def claim_first_report(text: str) -> bool:
-    """Return true if this rank is the first rank of the job to report `text`.
+    """Return whether this rank is the first rank of the job to report `text`.
 
-    The result is also true if the job's store cannot be reached. Use this function for messages
-    that may occur either on one rank or on all ranks.
+    If the job's store cannot be reached, the function also returns True. Use this function for
+    messages that may occur on a single rank or on all ranks.
     """
     key = f"moe_plugin/said/{zlib.crc32(text.encode()):08x}"
     count = _bounded(lambda store: store.add(key, 1)) if _several() else None
@@ -129,10 +134,10 @@ def claim_first_report(text: str) -> bool:
 
 
 def leave() -> None:
-    """Wait briefly for other ranks before this rank ends with an error.
+    """Before this rank exits with an error, wait briefly until the other ranks exit.
 
-    Only the first rank waits. The process of the first rank may contain the job's store, and
-    without the wait the other ranks would log long errors about a lost connection.
+    Only the first rank waits. The process of the first rank may host the job's store. If the first
+    rank exited immediately, the other ranks would log long errors about a lost connection.
     """
     if _several():
         _bounded(_all_leave if dist.get_rank() == 0 else lambda store: _count(store, "left"))
@@ -178,7 +183,6 @@ def _all_end(store: Any) -> bool:
 
 
 def _come(store: Any, counter: str, timeout_s: float) -> bool:
-    """Return true if all ranks have increased the counter before the timeout."""
     until = time.monotonic() + timeout_s
     while store.add(f"{_KEY}/{counter}", 0) < dist.get_world_size():
         if time.monotonic() > until:
@@ -188,7 +192,6 @@ def _come(store: Any, counter: str, timeout_s: float) -> bool:
 
 
 def _break_connections() -> None:
-    """Break the connections of all groups of this process."""
     for group in list(dist.distributed_c10d._world.pg_map):
         if group.size() > 1:
             _break(group)
@@ -213,9 +216,9 @@ def _break(group: Any) -> None:
 
 
 def _bounded(call: Callable[[Any], Any]) -> Any:
-    """Return `call(store)` for the job's store, or None if the store does not answer in time.
+    """Return `call(store)` for the job's store, or None if the store does not respond in time.
 
-    The call uses a separate connection, which is not blocked by other threads.
+    The call uses a separate connection, so that other threads cannot block it.
     """
     answers: list[Any] = []
 
@@ -239,16 +242,18 @@ def _event_of(device: torch.device) -> torch.cuda.Event | None:
 
 
 class TimeoutWatch:
-    """A thread that aborts a group if one of the group's collectives takes too long.
+    """A thread that aborts a group if one of its collectives takes too long.
 
     Args:
-        group: process group to watch. This object does not keep the group alive.
-        timeout_s: maximum time in seconds for a collective, including work queued before it.
-        who: description of the rank and the group, which is used in messages.
-        report: function that returns further information about the peers for messages, or an empty
-            string.
-        event: function that records an event with a `query()` method on a device's current stream.
-            The result is None if the host itself waits for the device's collectives.
+        group: process group to watch. This object holds no strong reference to the group.
+        timeout_s: maximum duration of a collective in seconds, including work that was queued
+            before it.
+        who: description of the rank and the group, for use in messages.
+        report: function that returns additional information about the peers for messages, or an
+            empty string.
+        event: function that records an event on a device's current stream. The event has a
+            `query()` method. The function returns None if the host itself waits for collectives on
+            the device.
     """
 
     def __init__(self, group: Any, timeout_s: float, who: str, report: Callable[[], str],
@@ -260,9 +265,7 @@ class TimeoutWatch:
         self._stopped = False
 
     def add(self, what: str, device: torch.device) -> None:
-        """Watch a collective, described by `what`, that was queued on the current stream of
-        `device`.
-        """
+        """Watch a collective, described by `what`, on the current stream of `device`."""
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             return  # a captured event does not track this call
         if self._stopped:
@@ -292,9 +295,7 @@ class TimeoutWatch:
                 return
 
     def _late(self) -> list[str]:
-        """Return a list with the oldest collective that exceeded the timeout and the collectives
-        behind it, or an empty list.
-        """
+        """List the oldest collective, if it is late, and the collectives queued after it."""
         while self._pending and self._pending[0][2].query():
             self._pending.popleft()
         if not self._pending or time.monotonic() - self._pending[0][0] < self.timeout_s:
@@ -312,15 +313,16 @@ class TimeoutWatch:
 
 
 class Watchdog:
-    """A thread that sends the heartbeats of one rank of a group.
+    """A thread that sends heartbeats for one rank of a group.
 
     Args:
-        store: a torch.distributed store, or any object with `set`, `get` and `check`. The store
-            should not be located in a rank that may fail; torchrun's store is not.
+        store: a torch.distributed store, or any other object with the methods `set`, `get` and
+            `check`. The store should not be hosted by a rank that may fail. torchrun's store is not
+            hosted by a rank.
         rank: this rank's index in the group.
         size: number of ranks in the group.
-        name: name of the group, which is used in the store's keys.
-        interval_s: time in seconds between two heartbeats.
+        name: name of the group, for use in the store's keys.
+        interval_s: time between two heartbeats, in seconds.
     Raises:
         ValueError: If `interval_s` is not positive.
     """
@@ -337,12 +339,12 @@ class Watchdog:
         self._thread.start()
 
     def begin(self, what: str) -> None:
-        """Record that this rank starts an exchange. The next heartbeat reports the start."""
+        """Record that this rank has started an exchange."""
         self.count += 1
         self.what = f"in {what}"
 
     def end(self) -> None:
-        """Record that the exchange is complete."""
+        """Record that the exchange has completed."""
         self.what = "between exchanges"
 
     def close(self) -> None:
@@ -351,8 +353,8 @@ class Watchdog:
         self._thread.join(self.interval_s + 5)
 
     def report(self) -> str:
-        """Describe in one sentence which ranks sent no heartbeat for three intervals, and which
-        ranks are behind.
+        """Describe in one sentence which ranks have not sent a heartbeat for three intervals, and
+        which ranks have completed fewer exchanges.
         """
         beats = self._read()
         if beats is None:

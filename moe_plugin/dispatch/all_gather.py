@@ -1,19 +1,23 @@
-"""The dispatcher `all_gather`: every rank receives all tokens and computes the rows of its experts.
+"""The dispatcher `all_gather`. Every rank receives all tokens and computes the rows of its own
+experts.
 
-The expert ids are gathered first, so that all sizes are known. The tokens and gate weights are then
-gathered in one exchange. A reduce-scatter sums the results of the ranks. The backward pass runs in
-the opposite direction. The gradient of the sums is gathered. The gradients of tokens and gate
-weights are returned in one reduce-scatter, or in two if their dtypes differ. The number of bytes
-sent does not depend on the number k of choices. With S shards per expert and W ranks, an all-to-all
-sends more bytes if k S > W, and fewer bytes if k S < W.
+First, the expert ids are gathered, so that all sizes are known. After the ids, the tokens and gate
+weights are gathered in a single exchange. Finally, a reduce-scatter sums the outputs of all ranks.
+The backward pass runs the exchanges of the forward pass in reverse. The gradients of the summed
+outputs are gathered. The gradients of tokens and gate weights are summed in one reduce-scatter, or
+in two if their dtypes differ. The number of bytes sent does not depend on the number of choices per
+token, k. Compared with `all_gather`, an all-to-all sends more bytes if k S > W, and fewer bytes if
+k S < W, where S is the number of shards per expert and W the number of ranks.
 
-With Megatron's sequence parallelism this is PPMoE's index-slice dispatch (Chen et al. 2023) in
-which the all-reduce is split into an all-gather and a reduce-scatter. With ring collectives, a rank
-sends `(W - 1) T (D + 2 K)` elements for the tokens and `(W - 1) T D` elements for the results in
-the forward pass. In the backward pass, a rank sends `(W - 1) T D` and `(W - 1) T (D + K)` elements.
+With Megatron's sequence parallelism, this dispatcher corresponds to PPMoE's index-slice dispatch
+(Chen et al. 2023), except that the all-reduce is split into an all-gather and a reduce-scatter.
+With ring collectives, a rank sends the following numbers of elements in the forward pass:
+`(W - 1) T (D + 2 K)` for the tokens and `(W - 1) T D` for the outputs. In the backward pass, a rank
+sends `(W - 1) T D` elements for the gradients of the outputs and `(W - 1) T (D + K)` elements for
+the gradients of the tokens and gate weights.
 
-In tensor names, T is the number of tokens of this rank, and A is W times the largest number of
-tokens of any rank. D is the width, and K the number of choices.
+In tensor names, T is the number of tokens on this rank, and A is W times the largest number of
+tokens on any rank. D is the width of a token, and K is the number of choices per token.
 """
 
 from __future__ import annotations
@@ -41,15 +45,16 @@ from moe_plugin.records import ExpertRows, KeptRouting
 
 @dataclass(frozen=True)
 class GatheredPlan(TokenPlan):
-    """The plan of `all_gather`.
+    """The plan of one call of the dispatcher `all_gather`.
 
-    `row_plan` describes the rows for the tokens of all ranks, each padded to `longest` tokens.
+    `row_plan` describes the rows for the tokens of all ranks. The tokens of each rank are padded to
+    `longest` tokens.
 
     Attributes:
-        weights_TK: [T, K], the gate weights of this rank's tokens, differentiable.
-        longest: the largest number of tokens of any rank.
-        wanted: the tokens that each node needs, because one of their experts is on the node. If
-            `wanted` is None, all tokens are sent to all nodes.
+        weights_TK: [T, K], the gate weights of this rank's tokens. They require gradients.
+        longest: the largest number of tokens on any rank.
+        wanted: for each node, the tokens that it needs because at least one of their experts is on
+            the node. If `wanted` is None, all tokens are sent to all nodes.
     """
 
     weights_TK: Tensor
@@ -59,12 +64,13 @@ class GatheredPlan(TokenPlan):
 
 @dispatchers.register("all_gather")
 class AllGatherDispatcher(Dispatcher[GatheredPlan]):
-    """A dispatcher that gathers all tokens on every rank and reduce-scatters the results."""
+    """A dispatcher that gathers all tokens on every rank and reduce-scatters the outputs."""
 
     traits = DispatchTraits(single_layout=True)
 
     def plan(self, kept: KeptRouting) -> GatheredPlan:
-        """See `Dispatcher`. The hosts exchange the numbers of tokens. Then the ids are gathered.
+        """See `Dispatcher`. The hosts exchange the numbers of tokens, and then the expert ids are
+        gathered.
 
         The host waits for the device once.
         """
@@ -81,7 +87,9 @@ class AllGatherDispatcher(Dispatcher[GatheredPlan]):
         return GatheredPlan(rows.counts.total, rows, routing.weights_TK, longest, wanted)
 
     def _nodes_of(self, ids_AK: Tensor) -> Tensor:
-        """Return a bool tensor [A, nodes] that is true if an expert of the token is on the node."""
+        """Return a bool tensor [A, nodes] whose element is True if one of the token's experts is on
+        the node.
+        """
         place, topology = self.placement, self.placement.comm.topology
         on_node_EN = torch.zeros(place.experts + 1, len(topology.nodes), dtype=torch.bool)
         for expert in range(place.experts):
@@ -101,9 +109,10 @@ class AllGatherDispatcher(Dispatcher[GatheredPlan]):
 
 
 def _longest(comm: Comm, ids_TK: Tensor) -> int:
-    """Determine the largest number of tokens of any rank by an exchange between hosts.
+    """Return the largest number of tokens on any rank. The hosts exchange their numbers of tokens.
 
-    On several nodes, `agree_max` needs fewer rounds than an all-reduce.
+    If collectives run in two steps between several nodes, `agree_max` needs fewer rounds than an
+    all-reduce.
     """
     if comm.by_nodes:
         return int(comm.agree_max([len(ids_TK)])[0])
@@ -111,8 +120,8 @@ def _longest(comm: Comm, ids_TK: Tensor) -> int:
 
 
 def _all_ids(comm: Comm, ids_TK: Tensor, experts: int) -> Tensor:
-    """Gather the ids of all ranks, int64 [A, K]. Between nodes, ids are sent as int16 if their
-    values allow it.
+    """Gather the expert ids of all ranks, int64 [A, K]. Between nodes, the ids are sent as int16 if
+    all expert ids fit in int16.
     """
     if not comm.by_nodes or experts > torch.iinfo(torch.int16).max:
         return comm.all_gather(ids_TK)
@@ -131,7 +140,9 @@ def _reduce(comm: Comm, x: Tensor, wanted: Wanted | None) -> Tensor:
 
 
 class _Scatter(torch.autograd.Function):
-    """Autograd function that sums the results of all ranks for this rank's tokens."""
+    """Autograd function that sums the outputs of all ranks and returns the sums for this rank's
+    tokens.
+    """
 
     @staticmethod
     def forward(ctx: Any, part_AD: Tensor, comm: Comm, wanted: Wanted | None) -> Tensor:
@@ -144,8 +155,9 @@ class _Scatter(torch.autograd.Function):
 
 
 class _Gather(torch.autograd.Function):
-    """Autograd function that gathers the tokens and gate weights of all ranks, padded to
-    `longest`."""
+    """Autograd function that gathers the tokens and gate weights of all ranks. The tensors of each
+    rank are padded to `longest` tokens.
+    """
 
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, weights_TK: Tensor, anchor: Tensor | None, comm: Comm,

@@ -1,8 +1,9 @@
-"""The interface of dispatchers, which send rows to the experts and combine the results.
+"""The interface of dispatchers, which send rows to the experts and combine the outputs of the
+experts.
 
-A dispatcher declares its abilities in `traits`. The layer, the layouts and the exactness tests read
-the traits and never probe for methods. A dispatcher does not store state between calls. The plan
-contains all data that a call needs.
+A dispatcher declares its capabilities in `traits`. The layer, the layouts and the exactness tests
+read the traits of a dispatcher and never check whether a method exists. A dispatcher stores no
+state between calls. The plan of a call contains all data that the call needs.
 """
 
 from __future__ import annotations
@@ -31,15 +32,15 @@ PlanT = TypeVar("PlanT", bound=DispatchPlan)  # the plans of a dispatcher
 
 @dataclass(frozen=True)
 class Overlap:
-    """The number of pieces into which rows are split so that exchanges and matmuls overlap.
+    """The numbers of pieces into which rows are split, so that exchanges overlap with matmuls.
 
     Attributes:
-        forward: the number of pieces in the forward pass, `parallel.d`.
-        backward: the number of pieces in the backward pass, `parallel.d_backward`. If 0, it equals
-            the number of pieces in the forward pass.
-        background: True if even a single piece is sent in the background because other work is done
-            at the same time.
-        piece_axis: the axis along which rows are split, as in `dispatch.pieces`.
+        forward: number of pieces in the forward pass, `parallel.d`.
+        backward: number of pieces in the backward pass, `parallel.d_backward`. If `backward` is 0,
+            the backward pass uses the same number of pieces as the forward pass.
+        background: if True, rows are sent in the background even if there is only one piece, so
+            that the exchange overlaps with other work.
+        piece_axis: axis along which rows are split into pieces; see `dispatch.pieces`.
     """
 
     forward: int = 1
@@ -49,35 +50,38 @@ class Overlap:
 
     @property
     def pieces(self) -> int:
-        """The number of pieces that travel, which both directions can group evenly."""
+        """Number of pieces into which rows are divided. Both the forward and the backward pass can
+        combine the pieces into groups of equal size.
+        """
         return math.lcm(self.forward, self.backward or self.forward)
 
 
 @dataclass(frozen=True)
 class DispatchTraits:
-    """The abilities that a dispatcher declares.
+    """The capabilities that a dispatcher declares.
 
     Attributes:
-        fixed_slots: whether the dispatcher sends C slots per expert and source rank, including
-            empty slots. Such a dispatcher needs a capacity. Other dispatchers send exactly the
-            rows that were routed.
-        supports_pieces: whether rows can be split into pieces (`Overlap`), so that exchanges
+        fixed_slots: True if the dispatcher sends C slots per expert and source rank, including
+            empty slots. A dispatcher with fixed slots requires a capacity. Other dispatchers send
+            only the rows to which tokens were routed.
+        supports_pieces: True if rows can be split into pieces (`Overlap`), so that exchanges
             overlap with matmuls.
-        piece_axes: the axes along which rows can be split into pieces (`dispatch.pieces`).
-        shares_tokens: whether all ranks of the group have the same tokens.
-        splits_slots: whether ranks with the same tokens (`Placement.replicas`) divide the slots
-            among them.
-        single_layout: whether the dispatcher runs in one layout only, in which every expert is
-            computed where it is stored. Other dispatchers support every `r`.
-        bounded: whether rows are sent in buffers of a fixed length (`DispatchContext.limit`), while
-            their numbers stay on the device.
-        spills: whether ranks other than the owner may compute rows of an expert (`parallel.spill`).
-            Such a dispatcher returns a `SpillingPlan` if it has a `DispatchContext.spill_planner`.
-            Such a dispatcher must send exact rows and support every layout.
-        sends_once: whether `dispatch.once` (or `dispatch.bounded_once` for bounded rows) may
-            replace the dispatcher. A token's row is then sent once to each rank or node that has
-            some of the token's experts. Such a dispatcher must send exact rows and support every
-            layout.
+        piece_axes: axes along which rows can be split into pieces (`dispatch.pieces`).
+        shares_tokens: True if all ranks of the group have the same tokens.
+        splits_slots: True if ranks that have the same tokens (`Placement.replicas`) divide the
+            slots among themselves.
+        single_layout: True if the dispatcher supports only the layout in which each expert is
+            computed on the rank that stores it. Other dispatchers support every value of `r`.
+        bounded: True if rows are sent in buffers of a fixed length (`DispatchContext.limit`), so
+            that the row counts can stay on the device.
+        spills: True if ranks that do not store an expert may compute some of the expert's rows
+            (`parallel.spill`). If `DispatchContext.spill_planner` is set, a dispatcher that spills
+            returns a `SpillingPlan`. A dispatcher that spills must send only real rows and support
+            every layout.
+        sends_once: True if `dispatch.once` (or `dispatch.bounded_once` for bounded rows) may
+            replace the dispatcher. The replacement sends a token's row only once to each rank or
+            node that has at least one of the token's experts. A dispatcher that declares
+            `sends_once` must send only real rows and support every layout.
     """
 
     fixed_slots: bool = False
@@ -93,20 +97,22 @@ class DispatchTraits:
 
 @dataclass(frozen=True)
 class DispatchContext:
-    """The arguments of a dispatcher.
+    """The arguments with which a dispatcher is created.
 
     Attributes:
-        placement: the ranks that store each expert, and the exchange algorithm.
-        overlap: the number of pieces. More than one piece is allowed only with
+        placement: the ranks that store each expert, and the all-to-all algorithm.
+        overlap: number of pieces in each direction. More than one piece requires
             `traits.supports_pieces`.
-        limit: the limit on the rows of the layer. The same limit is used for all calls. None unless
-            `traits.bounded`.
-        spill_planner: object that decides which rank computes which rows, with the same result on
-            all ranks, or None if every rank computes only its own experts.
-        configured: the traits of the configured dispatcher, if this dispatcher replaces it.
-        counts_on_device: whether the experts can read the numbers of their rows on the device.
-        weights_first: True if gate weights multiply the experts' inputs instead of their results.
-            Only dispatchers that send rows once read this field.
+        limit: limit on the number of rows of the layer. All calls of the layer use the same limit
+            object. None unless `traits.bounded`.
+        spill_planner: object that decides which rank computes which rows. All ranks make the same
+            decision. `spill_planner` is None if every rank computes only its own experts.
+        configured: traits of the dispatcher that the user configured, if this dispatcher replaces
+            it.
+        counts_on_device: True if the experts can read their row counts on the device.
+        weights_first: True if gate weights are multiplied with the experts' inputs instead of their
+            outputs. Only dispatchers that send a token's row once per rank or node read
+            `weights_first`.
     """
 
     placement: Placement
@@ -119,12 +125,12 @@ class DispatchContext:
 
 
 class Dispatcher(ABC, Generic[PlanT]):
-    """Base class of dispatchers, which send tokens to the ranks of their experts and return the
-    results.
+    """Base class of dispatchers. A dispatcher sends tokens to the ranks of their experts and
+    returns the outputs.
 
     Attributes:
-        reads_anchor: whether `dispatch` uses its argument `anchor`. This is the case if ranks
-            exchange data.
+        reads_anchor: True if `dispatch` uses its argument `anchor`. The anchor is needed if there
+            is more than one rank.
     """
 
     traits: ClassVar[DispatchTraits]
@@ -136,22 +142,23 @@ class Dispatcher(ABC, Generic[PlanT]):
 
     @abstractmethod
     def plan(self, kept: KeptRouting) -> PlanT:
-        """Agree on all sizes of a call.
+        """Determine all sizes of a call. All ranks agree on the sizes.
 
-        This is the only step in which the host may wait for the device.
+        `plan` is the only method in which the host may wait for the device.
         """
 
     def start_sizes(self, routing: Routing, tokens: bool = False) -> Any:
-        """Start to exchange the sizes of a call before its `plan`.
+        """Start to exchange the sizes of a call before `plan` is called.
 
-        This is useful if the router's choices are known early and none of them will be dropped. All
-        ranks must start their exchanges in the same order.
+        Starting early saves time if the router's choices are known early and no choice will be
+        dropped. All ranks must start their exchanges in the same order.
 
         Args:
-            routing: the routing of the call. The caller must set `routing.sizes` to the result.
-            tokens: whether the largest number of tokens of any rank is exchanged, too.
-        Returns: the exchange in progress (`dispatch.ragged.SentSizes`), or None if the dispatcher
-            has nothing to exchange early.
+            routing: routing of the call. The caller must assign the returned object to
+                `routing.sizes`.
+            tokens: if True, the largest number of tokens on any rank is determined as well.
+        Returns: The exchange in progress (`dispatch.ragged.SentSizes`), or None if the dispatcher
+            cannot exchange sizes early.
         """
         return None
 
@@ -159,31 +166,32 @@ class Dispatcher(ABC, Generic[PlanT]):
     def dispatch(self, x_TD: Tensor, plan: PlanT, anchor: Tensor | None) -> Sent:
         """Send the rows to their experts.
 
-        Exchanges that run in the background (`Overlap`) have been started on return.
+        When the method returns, all exchanges that run in the background (`Overlap`) have been
+        started.
 
         Args:
-            x_TD: [T, D] tokens of this rank.
+            x_TD: [T, D], the tokens of this rank.
             plan: the plan of this call.
-            anchor: a parameter that connects the exchanges to the autograd graph on all ranks or
-                on none (`comm.functional`). Optional.
+            anchor: parameter that connects the exchanges to the autograd graph, either on all ranks
+                or on no rank (`comm.functional`). Optional.
         """
 
     @abstractmethod
     def combine(self, sent: Sent, plan: PlanT) -> Tensor:
-        """Return the outputs [T, D], each of which is the weighted sum of a token's rows.
+        """Return the outputs [T, D]. The output of a token is the weighted sum of its rows.
 
         Args:
-            sent: the object returned by `dispatch`, after the results of all its pieces have been
-                returned to it.
+            sent: object returned by `dispatch`. The experts' outputs for all pieces must have been
+                passed to the object `sent`.
             plan: the plan of this call.
         """
 
 
 class WrappedDispatcher(Dispatcher[Any]):
-    """Base class of dispatchers that wrap a different dispatcher and add work to its steps.
+    """Base class of dispatchers that wrap another dispatcher and add work to its methods.
 
     Args:
-        inner: the wrapped dispatcher.
+        inner: dispatcher to wrap.
     """
 
     def __init__(self, inner: Dispatcher) -> None:
@@ -224,53 +232,55 @@ dispatchers: Registry[type[Dispatcher[Any]]] = Registry("dispatcher", base=Dispa
 
 
 def check_settings(config: DispatchConfig, training: bool = True) -> None:
-    """Check the capacity and the settings of bounded rows.
+    """Check the capacity settings and the settings of bounded rows.
 
     Args:
         config: the dispatch settings.
-        training: whether the layer may be trained. If it is True, a capacity for evaluation alone
-            is not enough.
+        training: True if the layer may be trained. If `training` is True, it is not enough to set a
+            capacity for evaluation only.
     Raises:
-        ValueError: If the dispatcher has fixed slots but no capacity, or a setting of bounded rows
-            is set for a dispatcher without a bound.
+        ValueError: If the dispatcher has fixed slots but no capacity is set, or if a setting of
+            bounded rows is used with a dispatcher whose rows are not bounded.
     """
     default = DispatchConfig()
     traits = dispatchers.get(config.name).traits
     for name in ("max_rows_factor", "max_tokens", "on_overflow", "stash_mib"):
         value = getattr(config, name)
         if value != getattr(default, name) and not traits.bounded:
-            raise ValueError(f"dispatch.{name}={value!r} does not fit dispatch.name="
-                             f"{config.name!r}, which has no bound on rows. Use "
-                             "dispatch.name='bounded', or leave the setting out")
+            raise ValueError(f"dispatch.{name}={value!r} cannot be used with dispatch.name="
+                             f"{config.name!r}, which does not limit the number of rows. Use "
+                             "dispatch.name='bounded', or remove the setting")
     outside = config.eval_capacity_factor is not None or config.eval_token_fraction > 0
     if traits.fixed_slots and config.capacity_factor is None and (training or not outside):
         raise ValueError(
-            f"dispatch.capacity_factor=none does not fit dispatch.name={config.name!r}: "
+            f"dispatch.capacity_factor=none cannot be used with dispatch.name={config.name!r}: "
             f"{_CAPACITY}")
 
 
 def fixed_slots(kept: KeptRouting) -> tuple[Tensor, int]:
-    """Return the slot of each choice, int64 [T, K], and the capacity.
+    """Return the slot of each choice, int64 [T, K], and the capacity per expert.
 
     Raises:
         ValueError: If this call has no capacity.
     """
     if kept.slots_TK is None or kept.capacity is None:
-        raise ValueError(f"dispatch.capacity_factor=none does not fit this call: {_CAPACITY}")
+        raise ValueError(f"dispatch.capacity_factor=none gives this call no capacity: {_CAPACITY}")
     return kept.slots_TK, kept.capacity
 
 
 def expand(place: Placement, routing: Routing, slots_TK: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return the choices over shards of experts: ids int64 [T, K*r] and weights [T, K*r].
+    """Convert choices of experts to choices of expert shards. The function returns the shard ids,
+    int64 [T, K*r], and the weights [T, K*r].
 
-    Each of the r slices of a chosen expert receives the token. The slots of an expert are divided
-    among the S/r ranks that share a slice: slot s is assigned to rank s % (S/r) of these ranks.
+    A token is sent to each of the r slices of a chosen expert. The S/r ranks that share a slice
+    divide the slots of the expert among themselves: rank number s % (S/r) among them processes slot
+    s.
 
     Args:
-        place: the ranks that store each expert, and r.
-        routing: the choices over whole experts.
+        place: the ranks that store each expert, and the number of copies r.
+        routing: choices of whole experts.
         slots_TK: int64 [T, K], the slot of each choice within its expert. If `slots_TK` is None,
-            the slots are computed when they are needed.
+            the function computes the slots when they are needed.
     """
     if place.shards == 1:
         return routing.ids_TK, routing.weights_TK
@@ -291,9 +301,10 @@ def expand(place: Placement, routing: Routing, slots_TK: Tensor | None) -> tuple
 
 
 def expand_slots(place: Placement, slots_TK: Tensor, capacity: int) -> tuple[Tensor, int]:
-    """Return the slots int64 [T, K*r] and the capacity over shards of experts.
+    """Convert the slots of experts to slots of expert shards. The function returns the slots, int64
+    [T, K*r], and the capacity per shard.
 
-    The slots of an expert are assigned in turns to the S/r ranks that share it.
+    The slots of an expert are assigned round-robin to the S/r ranks that share the expert.
     """
     if place.token_shards > 1:
         slots_TK = torch.div(slots_TK, place.token_shards, rounding_mode="floor")

@@ -1,12 +1,13 @@
-"""The dispatcher `bounded`, which sends exact rows in buffers of a fixed length.
+"""The dispatcher `bounded`, which sends only real rows, in buffers of a fixed length.
 
-Every rank sends the same number P of rows (`RowsLimit.slots`) to every rank. The real rows come
-first, followed by rows of zeros. The numbers of rows of each expert are sent, too. Kernels read
-these counts on the device, so the host never waits, and a CUDA graph can capture a call. If a rank
-has more than P rows for another rank, all ranks learn this from the counts. The outputs of the call
-are then NaN, and `moe_plugin.dispatch.rows_limit.overflowed` reports the overflow at the end of the
-step. Megatron-core and torchtitan offer a similar mode. These modes bound the rows that a rank
-receives, and their exchange writes directly into the memory of its peers.
+Every rank sends a buffer of P rows (`RowsLimit.slots`) to every rank. A buffer contains the real
+rows first, followed by rows of zeros. Each buffer is accompanied by the number of rows for each
+expert. Kernels read the row counts on the device. The host therefore never waits, and a CUDA graph
+can capture a call. If a rank has more than P rows for another rank, all ranks detect this from the
+counts. After an overflow, all outputs of the call are NaN, and
+`moe_plugin.dispatch.rows_limit.overflowed` reports the overflow at the end of the step.
+Megatron-core and torchtitan offer a similar mode. The modes of Megatron-core and torchtitan limit
+the number of rows that a rank receives, and write directly into the memory of other ranks.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ from moe_plugin.records import DeviceCounts, KeptRouting
 
 @dispatchers.register("bounded")
 class BoundedDispatcher(ExchangeDispatcher[ExchangePlan]):
-    """A dispatcher that pads exact rows to a fixed bound, so that the host never waits."""
+    """A dispatcher that pads the rows for each rank to a fixed length, so that the host never waits
+    for the device.
+    """
 
     traits = DispatchTraits(supports_pieces=True, bounded=True, sends_once=True)
 
@@ -39,12 +42,15 @@ class BoundedDispatcher(ExchangeDispatcher[ExchangePlan]):
 
     @property
     def maps_rows(self) -> bool:
-        """See `ExchangeDispatcher`. False with pages, because pages store rows without padding."""
+        """See `ExchangeDispatcher`. False if rows are stored in pages, because pages store rows
+        without padding.
+        """
         return not self.limit.stashes
 
     def plan(self, kept: KeptRouting) -> ExchangePlan:
-        """See `Dispatcher`. This requires one even exchange of counts. The host does not read any
-        value."""
+        """See `Dispatcher`. The plan requires one exchange of row counts, in which all ranks send
+        the same number of elements. The host does not read any value from the device.
+        """
         place, comm = self.placement, self.placement.comm
         ids_TK, weights_TK = expand(place, kept.routing, kept.slots_TK)
         slots, _ = self.limit.slots(kept.routing.ids_TK, place)
@@ -73,7 +79,8 @@ class BoundedDispatcher(ExchangeDispatcher[ExchangePlan]):
     def weigh(self, rows_ND: Tensor, plan: ExchangePlan) -> Tensor:
         """See `ExchangeDispatcher`.
 
-        The gradient of the gate weights needs the rows. With pages, only the real rows are stored.
+        The rows are needed to compute the gradients of the gate weights. If rows are stored in
+        pages, only the real rows are stored.
         """
         choices = plan.position_TK.numel()
         if not self.limit.stashes or rows_ND.shape[0] <= choices:
@@ -85,21 +92,21 @@ class BoundedDispatcher(ExchangeDispatcher[ExchangePlan]):
 
 
 def says_load(ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
-    """Return whether a routing reflects an actual load, as a bool scalar on the device.
+    """Return a bool scalar on the device that is True if the routing represents the actual load of
+    the experts.
 
-    If the rows of an earlier layer exceeded the bound, all values are NaN. The routing of such
-    tokens must not change the bound. A single finite weight is enough for the rows to be counted,
-    because otherwise tokens would be lost without an error.
+    If an earlier layer had more rows than its limit allows, all values are NaN. The routing of NaN
+    tokens must not change the limit. One finite weight is sufficient for the routing to count,
+    because tokens would otherwise be lost without an error.
     """
     return (weights_TK.isfinite() & (ids_TK >= 0)).any()
 
 
 def _slots_by_rank(place: Placement, ids_TK: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the slot of each choice and the numbers of rows.
+    """Return the slot of each choice and the row counts.
 
-    The rows that are sent to a rank are ordered by expert. The slot, int64 [T, K*r], is the
-    position of a choice among the rows for its rank. The numbers of rows, int64 [W, L], are given
-    by rank and local expert.
+    The rows for each rank are ordered by expert. The slot, int64 [T, K*r], is the index of a choice
+    among the rows for its rank. The row counts, int64 [W, L], are indexed by rank and local expert.
     """
     number_N, count_V = running_count(ids_TK.reshape(-1), place.virtual)
     count_WL = count_V.view(place.comm.size, place.local)
@@ -108,19 +115,22 @@ def _slots_by_rank(place: Placement, ids_TK: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _fitting(count_WL: Tensor, slots: int) -> Tensor:
-    """Return how many rows of each (rank, expert) are among the first `slots` rows of the rank."""
+    """For each rank and expert, return how many of the expert's rows are among the first `slots`
+    rows for the rank.
+    """
     end_WL = count_WL.cumsum(1).clamp(max=slots)
     return end_WL.diff(dim=1, prepend=end_WL.new_zeros(end_WL.shape[0], 1))
 
 
 def _piece(recv_WL: Tensor, first: int, end: int) -> Piece:
-    """Return the piece that contains the slots from `first` to `end` of every rank's rows.
+    """Return the piece that contains the slots from `first` (inclusive) to `end` (exclusive) of the
+    rows from every rank.
 
     Args:
-        recv_WL: int64, the real rows from each rank for each local expert. The rows of a rank are
-            ordered by expert and followed by padding.
-        first: the first slot of the piece.
-        end: the slot after the last slot of the piece.
+        recv_WL: int64, number of real rows from each rank for each local expert. The rows from a
+            rank are ordered by expert and followed by padding.
+        first: first slot of the piece.
+        end: slot after the last slot of the piece.
     """
     ranks, experts = recv_WL.shape
     slots = end - first

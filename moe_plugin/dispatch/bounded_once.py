@@ -1,17 +1,18 @@
-"""Dispatchers that send bounded rows once to each rank or node; see `dispatch.once`.
+"""Dispatchers that send bounded rows. The row of each token is sent only once to each rank or node;
+see `dispatch.once`.
 
-A rank sends at most P pairs to another rank (`RowsLimit.slots`, the bound of `dispatch.bounded`),
-and at most min(P, T) rows of its T tokens. All slots are sent, whether filled or empty. The
-receiver counts the pairs on the device, so the host never waits. If a rank has more than P pairs
-for another rank, all ranks are informed of this before rows are sent, as in `dispatch.bounded`. The
-outputs and gradients of the call are then NaN.
+A rank sends at most P (expert, weight) pairs to another rank. P is `RowsLimit.slots`, as in
+`dispatch.bounded`. A rank with T tokens sends at most min(P, T) rows to another rank. All slots are
+sent, including empty slots. The receiver counts the pairs on the device, so the host never waits.
+If a rank has more than P pairs for another rank, all ranks are informed before rows are sent, as in
+`dispatch.bounded`. After such an overflow, all outputs and gradients of the call are NaN.
 
-With `dispatch.send: nodes`, a rank sends m P pairs to a node with m ranks. Within a node, a rank
-forwards the pairs of all ranks that send to it. Therefore rows within the bound are within the
-limits of both exchanges, and no further agreement is needed.
+With `dispatch.send: nodes`, a rank sends up to m P pairs to a node with m ranks. Within the node,
+each rank forwards the pairs that it received from other ranks. Rows that are within the limit P
+therefore fit both exchanges, and the ranks need no further agreement.
 
-In tensor names, S is the number of sources of an exchange. `dispatch.bundles` explains the other
-letters.
+In tensor names, S is the number of source ranks in an exchange. See `dispatch.bundles` for the
+other letters.
 """
 
 from __future__ import annotations
@@ -38,14 +39,14 @@ from moe_plugin.records import KeptRouting
 
 @dataclass(frozen=True)
 class SlotHop:
-    """An exchange with the same number of slots for each target and from each source.
+    """An exchange in which all target ranks and all source ranks have the same number of slots.
 
     Attributes:
-        comm: the group of all ranks.
-        targets: the ranks to which this rank sends, in ascending order.
-        sources: the ranks from which this rank receives, in ascending order.
-        rows: the number of slots for rows, per target and per source.
-        pairs: the number of slots for pairs, per target and per source.
+        comm: group of all ranks.
+        targets: ranks to which this rank sends, in ascending order.
+        sources: ranks from which this rank receives, in ascending order.
+        rows: number of row slots per target and per source.
+        pairs: number of pair slots per target and per source.
     """
 
     comm: Comm
@@ -55,17 +56,20 @@ class SlotHop:
     pairs: int
 
     def sizes(self, slots: int) -> tuple[list[int], list[int]]:
-        """Return the sizes sent to and received from each rank, for `slots` slots per target."""
+        """Return the numbers of slots sent to each rank and received from each rank, given `slots`
+        slots per target.
+        """
         ranks = range(self.comm.size)
         # the exchange runs over the whole group, in which other ranks send and receive nothing
         return ([slots if rank in self.targets else 0 for rank in ranks],
                 [slots if rank in self.sources else 0 for rank in ranks])
 
     def loaded(self, target_TK: Tensor) -> Loaded:
-        """Assign choices to slots.
+        """Assign choices to the slots of the exchange.
 
         Args:
-            target_TK: int64 [T, K], the index in `targets` for each choice, or -1.
+            target_TK: int64 [T, K], the index of each choice's target in `targets`, or -1 if a
+                choice has no target.
         """
         bundles = Bundles.of(target_TK, len(self.targets))
         number_N = torch.arange(target_TK.numel(), device=target_TK.device)
@@ -85,15 +89,15 @@ class SlotHop:
 
 @dataclass(frozen=True)
 class Loaded:
-    """The slots that the choices of tokens occupy in an exchange.
+    """The slots in which an exchange sends the choices of tokens.
 
     Attributes:
         hop: the exchange.
-        target_TK: int64 [T, K], the index of each choice's target, or -1.
-        first_TK: bool [T, K], whether a choice begins a row.
-        rows_W: int64 [W], the number of rows for each target.
-        row_TK: int64 [T, K], the slot of each choice's row among the row slots of its target.
-        pair_TK: int64 [T, K], the slot of each choice's pair among the pair slots of its target.
+        target_TK: int64 [T, K], the index of each choice's target, or -1 if a choice has no target.
+        first_TK: bool [T, K], True if the choice is the first choice of a row.
+        rows_W: int64 [W], the number of rows sent to each target.
+        row_TK: int64 [T, K], the row slot of each choice at the choice's target.
+        pair_TK: int64 [T, K], the pair slot of each choice at the choice's target.
     """
 
     hop: SlotHop
@@ -104,10 +108,11 @@ class Loaded:
     pair_TK: Tensor
 
     def rows(self, starts: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Return the choice of each row and the row of each choice (`kernels.rows`).
+        """Return the choice that belongs to each row and the row that belongs to each choice
+        (`kernels.rows`).
 
         Args:
-            starts: the first slot of each piece, followed by the number of slots.
+            starts: first slot of each piece, followed by the total number of slots.
         """
         targets = len(self.hop.targets)
         position_TK = slot_positions(torch.where(self.first_TK, self.target_TK, -1), self.row_TK,
@@ -115,11 +120,11 @@ class Loaded:
         return slot_sources(position_TK, targets * self.hop.rows), position_TK
 
     def pairs(self, shard_TK: Tensor, shards: int) -> Pairs:
-        """Encode the pairs in their slots.
+        """Encode the pairs and put them in their slots.
 
         Args:
             shard_TK: int64 [T, K], the expert shard of each choice.
-            shards: the number of expert shards on all ranks.
+            shards: total number of expert shards on all ranks.
         """
         slots = self.hop.pairs
         position_TK = torch.where(self.target_TK >= 0, self.target_TK * slots + self.pair_TK, -1)
@@ -137,11 +142,11 @@ class ArrivedSlots:
 
     Attributes:
         shard_SP: int64 [S, P], the expert shard of each pair. -1 for padding.
-        row_SP: int64 [S, P], the slot of the pair's row among the row slots of its source.
-        number_SP: int64 [S, P], the index of the pair among the pairs of its row.
-        weight_Q: [S * P], the gate weights, differentiable.
-        rows: the number of slots for rows, per source.
-        choices: the largest number K of choices that a row may have.
+        row_SP: int64 [S, P], the row slot of each pair at its source.
+        number_SP: int64 [S, P], the index of each pair among the pairs of its row.
+        weight_Q: [S * P], the gate weight of each pair. The weights require gradients.
+        rows: number of row slots per source.
+        choices: maximum number of choices per row, K.
     """
 
     shard_SP: Tensor
@@ -153,13 +158,13 @@ class ArrivedSlots:
 
     @classmethod
     def of(cls, code_Q: Tensor, weight_Q: Tensor, hop: SlotHop, choices: int) -> ArrivedSlots:
-        """Decode the results of `Pairs.travel`.
+        """Decode the codes and weights returned by `Pairs.travel`.
 
         Args:
-            code_Q: int64 [S * P], the codes.
-            weight_Q: [S * P], the gate weights.
+            code_Q: int64 [S * P], the code of each pair.
+            weight_Q: [S * P], the gate weight of each pair.
             hop: the exchange.
-            choices: the largest number K of choices that a row may have.
+            choices: maximum number of choices per row, K.
         """
         code_SP = code_Q.view(len(hop.sources), hop.pairs)
         first_SP = (code_SP >= 0) & ((code_SP & 1) > 0)
@@ -172,9 +177,10 @@ class ArrivedSlots:
                    choices)
 
     def piece(self, start: int, end: int) -> Arrived:
-        """Return the pairs of the rows in slots `start` to `end` of each source.
+        """Return the pairs of the rows in slots `start` (inclusive) to `end` (exclusive) of each
+        source.
 
-        All other pairs become padding.
+        All other pairs are replaced with padding.
         """
         sources, slots = self.shard_SP.shape[0], end - start
         inside_SP = (self.shard_SP >= 0) & (self.row_SP >= start) & (self.row_SP < end)
@@ -191,15 +197,17 @@ class ArrivedSlots:
 
 @dataclass(frozen=True, kw_only=True)
 class BoundedOncePlan(ExchangePlan):
-    """The plan of bounded rows that are sent once.
+    """The plan of a call that sends bounded rows, where each token's row is sent only once to each
+    rank or node.
 
     Attributes:
-        gates_TK: the gate weights, differentiable.
-        pairs: the encoded pairs to send.
-        hop: the first exchange, which sends the tokens.
-        starts: the first slot of each piece, followed by the number of slots.
-        slots: the bound P.
-        sound: a factor of all results, which is 1, or NaN if rows exceeded the bound.
+        gates_TK: gate weights of the choices. They require gradients.
+        pairs: encoded (expert, weight) pairs to send.
+        hop: first exchange, in which this rank sends its tokens.
+        starts: first slot of each piece, followed by the total number of slots.
+        slots: maximum number of pairs from one rank to another, P.
+        sound: factor by which all outputs are multiplied, which is 1, or NaN if the rows of any
+            rank exceeded the limit.
     """
 
     pieces: tuple[OncePiece, ...]
@@ -212,7 +220,7 @@ class BoundedOncePlan(ExchangePlan):
 
 
 class _GradTimes(torch.autograd.Function):
-    """Autograd function that returns rows unchanged and multiplies their gradient by a scalar."""
+    """Autograd function that returns rows unchanged and multiplies their gradients by a scalar."""
 
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, factor: Tensor) -> Tensor:
@@ -225,9 +233,9 @@ class _GradTimes(torch.autograd.Function):
 
 
 class BoundedOnceDispatcher(ExchangeDispatcher[BoundedOncePlan]):
-    """A dispatcher that sends bounded rows once to each rank.
+    """A dispatcher for bounded rows that sends each token's row only once to each rank.
 
-    Like `OnceDispatcher`, the class has no registered name.
+    Like `OnceDispatcher`, this class is not registered under a name.
     """
 
     traits = DispatchTraits(supports_pieces=True, bounded=True, sends_once=True)
@@ -238,7 +246,9 @@ class BoundedOnceDispatcher(ExchangeDispatcher[BoundedOncePlan]):
         self.limit, self.weights_first = context.limit, context.weights_first
 
     def plan(self, kept: KeptRouting) -> BoundedOncePlan:
-        """See `Dispatcher`. Costs one even exchange of counts. The host reads nothing."""
+        """See `Dispatcher`. The plan requires one exchange of counts, in which all ranks send the
+        same number of elements. The host does not read any value from the device.
+        """
         place = self.placement
         ids_TK, gates_TK = expand(place, kept.routing, kept.slots_TK)
         rank_TK = torch.div(ids_TK, place.local, rounding_mode="floor")
@@ -261,7 +271,6 @@ class BoundedOnceDispatcher(ExchangeDispatcher[BoundedOncePlan]):
         return plan
 
     def dispatch(self, x_TD: Tensor, plan: BoundedOncePlan, anchor: Tensor | None) -> Sent:
-        """See `OnceDispatcher`."""
         arrived = ArrivedSlots.of(
             *plan.pairs.travel(plan.gates_TK, self.placement.comm, anchor), plan.hop,
             plan.gates_TK.shape[1])
@@ -271,35 +280,36 @@ class BoundedOnceDispatcher(ExchangeDispatcher[BoundedOncePlan]):
         return super().dispatch(_GradTimes.apply(x_TD, plan.sound), plan, anchor)
 
     def weigh(self, rows_ND: Tensor, plan: BoundedOncePlan) -> Tensor:
-        """See `ExchangeDispatcher`."""
         return super().weigh(rows_ND, plan) * plan.sound.to(rows_ND.dtype)
 
     @property
     def even(self) -> bool:
-        """True if all ranks send each other the same number of rows."""
+        """True if every rank sends the same number of rows to every rank."""
         return True
 
     def first_hop(self, slots: int, tokens: int) -> SlotHop:
-        """Return the exchange that sends the tokens.
+        """Return the exchange in which a rank sends its own tokens.
 
         Args:
-            slots: the bound P on the pairs from one rank to another.
-            tokens: the largest number T of tokens of any rank.
+            slots: maximum number of pairs from one rank to another, P.
+            tokens: largest number of tokens on any rank, T.
         """
         ranks = range(self.placement.comm.size)
         return SlotHop(self.placement.comm, ranks, ranks, min(slots, tokens), slots)
 
     def next_target(self, rank_TK: Tensor) -> Tensor:
-        """Return the index of each choice's target in the first exchange, int64, or -1.
+        """Return the index of each choice's target in the first exchange, int64, or -1 for choices
+        without an expert.
 
         Args:
-            rank_TK: int64 [T, K], the rank of each choice's expert, or -1.
+            rank_TK: int64 [T, K], the rank of each choice's expert, or -1 for choices without an
+                expert.
         """
         return rank_TK
 
     def read_pairs(self, piece: OncePiece, arrived: Arrived, slots: int, rows: int,
                    anchor: Tensor | None) -> None:
-        """Prepare a piece for receiving `rows` rows from each source."""
+        """Prepare a piece that receives `rows` rows from each source."""
         place, choices = self.placement, arrived.weights_RK.shape[1]
         # a source sends at most `slots` pairs, and at most K of them for each row
         most = place.comm.size * min(slots, rows * choices)
@@ -307,16 +317,18 @@ class BoundedOnceDispatcher(ExchangeDispatcher[BoundedOncePlan]):
 
     def _agree(self, rank_TK: Tensor, loaded: Loaded, slots: int,
                counts: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the rows of this rank's experts, and whether the rows of any rank exceeded the
-        bound.
+        """Return the number of rows for this rank's experts, and whether the rows of any rank
+        exceeded the limit.
 
-        Both values stay on the device.
+        Both returned tensors stay on the device.
 
         Args:
-            rank_TK: int64 [T, K], the rank of each choice's expert, or -1.
-            loaded: the slots of the choices.
-            slots: the bound P.
-            counts: whether the routing reflects an actual load (`says_load`).
+            rank_TK: int64 [T, K], the rank of each choice's expert, or -1 for choices without an
+                expert.
+            loaded: slots of the choices.
+            slots: maximum number of pairs from one rank to another, P.
+            counts: bool scalar that is True if the routing represents the actual load
+                (`says_load`).
         """
         comm = self.placement.comm
         pairs_W = expert_load(rank_TK, comm.size)
@@ -332,7 +344,8 @@ class BoundedOnceDispatcher(ExchangeDispatcher[BoundedOncePlan]):
 
 
 class BoundedOnceToNodesDispatcher(BoundedOnceDispatcher):
-    """A dispatcher that sends bounded rows once to each node. A rank of the node forwards them.
+    """A dispatcher for bounded rows that sends each token's row only once to each node. A rank of
+    the node forwards the row to the other ranks.
 
     See `dispatch.once_nodes`.
     """
@@ -366,7 +379,8 @@ class BoundedOnceToNodesDispatcher(BoundedOnceDispatcher):
 
     def read_pairs(self, piece: OncePiece, arrived: Arrived, slots: int, rows: int,
                    anchor: Tensor | None) -> None:
-        """See `BoundedOnceDispatcher`. The pairs are forwarded to the ranks of their experts."""
+        """See `BoundedOnceDispatcher`. The pairs are also forwarded to the ranks of their experts.
+        """
         place, comm = self.placement, self.placement.comm
         shard_RK = arrived.shards()
         choices = shard_RK.shape[1]

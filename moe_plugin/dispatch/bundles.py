@@ -1,14 +1,15 @@
-"""Encoding and decoding of (expert, weight) pairs for rows that are sent once to each target.
+"""Encoding and decoding of (expert, weight) pairs, which accompany rows that are sent only once to
+each target.
 
-A token is sent as one row to each target rank that has some of its experts. In addition, a pair is
-sent for each of these experts. A pair contains the expert shard, the gate weight, and a flag that
-is set if the pair is the first pair of a row. Rows and pairs are ordered by target and then by
-token. The pairs of a token are ordered by choice. A pair has 6 to 12 bytes (`code_dtype`). Row
-indices are not sent, because a pair belongs to the same row as the previous pair unless its flag is
-set.
+A token is sent as one row to each target rank that has at least one of the token's experts. In
+addition to the row, one pair is sent for each of the token's experts on the target rank. A pair
+contains the expert shard, the gate weight, and a flag that marks the first pair of a row. Rows and
+pairs are ordered by target and then by token. The pairs of a token are ordered by choice. A pair
+occupies 6 to 12 bytes (`code_dtype`). Row indices are not sent. A pair without the flag belongs to
+the same row as the previous pair.
 
-In tensor names, T is the number of tokens (or of received rows that are forwarded), K of choices, N
-of rows, P of sent pairs, Q of received pairs, R of received rows, and W of ranks.
+Letters in tensor names stand for these numbers: T tokens (or received rows to forward), K choices,
+N rows, P sent pairs, Q received pairs, R received rows, and W ranks.
 """
 
 from __future__ import annotations
@@ -30,10 +31,12 @@ from moe_plugin.records import DeviceCounts, RowCounts, RowPlan
 
 
 def first_of_each(key_TK: Tensor) -> Tensor:
-    """Return a bool tensor [T, K] that is true if a choice is the first of its token with its key.
+    """Return a bool tensor [T, K]. Element [t, k] is True if no earlier choice of token t has the
+    same key as choice k.
 
     Args:
-        key_TK: int64 [T, K], the keys. The result is False for a key of -1.
+        key_TK: int64 [T, K], the key of each choice. For a key of -1, the returned element is
+            False.
     """
     # sorting needs less memory than comparing all pairs of choices, by a factor of K
     sorted_TK, order_TK = key_TK.sort(dim=1, stable=True)
@@ -44,17 +47,19 @@ def first_of_each(key_TK: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Bundles:
-    """Choices grouped by target. All values are on the device and unknown to the host.
+    """The choices of all tokens, grouped by target. All tensors are on the device, and the host
+    does not read them.
 
     Attributes:
-        target_TK: int64 [T, K], the rank to which each choice is sent next, or -1.
-        first_TK: bool [T, K], whether the choice is the first of its token for this target.
-        order_N: int64 [T*K], the indices of the choices in the order of their pairs. Choices
-            without a target come last.
-        first_N: bool [T*K], whether each pair begins a row.
-        row_N: int64 [T*K], the row of each pair.
-        rows_W: int64 [W], the number of rows for each rank.
-        pairs_W: int64 [W], the number of pairs for each rank.
+        target_TK: int64 [T, K], the rank to which each choice is sent next, or -1 if a choice has
+            no target.
+        first_TK: bool [T, K], True if the choice is the first choice of its token for this target.
+        order_N: int64 [T*K], the indices of the choices, sorted in the order in which their pairs
+            are sent. Choices without a target are at the end.
+        first_N: bool [T*K], True if the pair is the first pair of a row.
+        row_N: int64 [T*K], the index of each pair's row.
+        rows_W: int64 [W], the number of rows sent to each rank.
+        pairs_W: int64 [W], the number of pairs sent to each rank.
     """
 
     target_TK: Tensor
@@ -67,11 +72,12 @@ class Bundles:
 
     @classmethod
     def of(cls, target_TK: Tensor, ranks: int) -> Bundles:
-        """Group choices by target.
+        """Group the choices by target.
 
         Args:
-            target_TK: int64 [T, K], the rank to which each choice is sent next, or -1.
-            ranks: the number W of ranks.
+            target_TK: int64 [T, K], the rank to which each choice is sent next, or -1 if a choice
+                has no target.
+            ranks: number of ranks, W.
         """
         order_N, pairs_W = sort_by_expert(target_TK, ranks)
         first_TK = first_of_each(target_TK)
@@ -81,22 +87,24 @@ class Bundles:
         return cls(target_TK, first_TK, order_N, first_N, first_N.cumsum(0) - 1, rows_W, pairs_W)
 
     def sources(self, rows: int) -> Tensor:
-        """Return the choice that each row is sent for, int64 [N] (`kernels.rows`).
+        """Return the choice for which each row is sent, int64 [N] (`kernels.rows`). If several
+        choices of a token have the row's target, the row is sent for the first of these choices.
 
-        Each row is sent for the first choice of its token for the row's target.
 
         Args:
-            rows: the number N of rows.
+            rows: number of rows, N.
         """
         row_N = torch.where(self.first_N, self.row_N, -1)
         position_N = torch.empty_like(row_N).index_copy_(0, self.order_N, row_N)
         return slot_sources(position_N.view(self.target_TK.shape), rows)
 
     def pieces(self, share_WC: Tensor) -> Tensor:
-        """Return the piece of each choice's row, int64 [T, K] (`dispatch.pieces`).
+        """Return the index of the piece that contains each choice's row, int64 [T, K]
+        (`dispatch.pieces`).
 
         Args:
-            share_WC: int64 [W, C], the cumulative shares of the pieces for the rows to each rank.
+            share_WC: int64 [W, C], cumulative shares that divide the rows for each rank into
+                pieces.
         """
         end_WC = torch.div(self.rows_W[:, None] * share_WC, share_WC[:, -1:],
                            rounding_mode="floor")
@@ -110,21 +118,21 @@ class Bundles:
 
 
 def code_dtype(shards: int) -> torch.dtype:
-    """Return the dtype of the integer that encodes the expert shard and the row flag of a pair."""
+    """Return the integer dtype that encodes the expert shard and the flag of a pair."""
     return torch.int16 if 2 * shards <= torch.iinfo(torch.int16).max else torch.int32
 
 
 @dataclass(frozen=True)
 class Pairs:
-    """The (expert, weight) pairs that this rank sends in one call.
+    """The (expert, weight) pairs that this rank sends in one call of the layer.
 
     Attributes:
-        code_P: the code of each pair, 2 * shard + 1 if it begins a row, otherwise 2 * shard. -1 for
-            padding.
-        choice_P: int64 [P], the index of the choice, from 0 to T*K - 1. T*K for padding.
-        send: the number of pairs sent to each rank.
-        recv: the number of pairs received from each rank.
-        filler: whether the pairs may include padding.
+        code_P: code of each pair. The code is 2 * shard + 1 for the first pair of a row, and 2 *
+            shard for all other pairs. -1 for padding.
+        choice_P: int64 [P], the index of each pair's choice, from 0 to T*K - 1. T*K for padding.
+        send: number of pairs sent to each rank.
+        recv: number of pairs received from each rank.
+        filler: True if the pairs may include padding.
     """
 
     code_P: Tensor
@@ -136,14 +144,14 @@ class Pairs:
     @classmethod
     def of(cls, bundles: Bundles, shard_TK: Tensor, shards: int, send: list[int],
            recv: list[int]) -> Pairs:
-        """Encode the pairs of grouped choices.
+        """Encode the pairs of the grouped choices.
 
         Args:
-            bundles: the choices, grouped by target.
+            bundles: choices grouped by target.
             shard_TK: int64 [T, K], the expert shard of each choice.
-            shards: the number of expert shards on all ranks.
-            send: the number of pairs for each rank.
-            recv: the number of pairs from each rank.
+            shards: total number of expert shards on all ranks.
+            send: number of pairs to send to each rank.
+            recv: number of pairs to receive from each rank.
         """
         total = sum(send)
         choice_P = bundles.order_N[:total]
@@ -152,16 +160,17 @@ class Pairs:
 
     def travel(self, weights_TK: Tensor, comm: Comm,
                anchor: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Exchange the pairs. The result contains the received codes, int64 [Q], and the
-        differentiable weights [Q]. Both are ordered by source rank.
+        """Exchange the pairs. Return the received codes, int64 [Q], and the received weights [Q],
+        which require gradients. Both tensors are ordered by source rank.
         """
         code_Q, weight_Q = _Travel.apply(weights_TK, anchor, self, comm)
         return code_Q.to(torch.int64), weight_Q
 
 
 class _Travel(torch.autograd.Function):
-    """Autograd function that sends codes and weights in one exchange. The backward pass returns the
-    gradients of the weights."""
+    """Autograd function that sends codes and weights in a single exchange. The backward pass sends
+    the gradients of the weights back.
+    """
 
     @staticmethod
     def forward(ctx: Any, weights_TK: Tensor, anchor: Tensor | None, pairs: Pairs,
@@ -189,13 +198,14 @@ class _Travel(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class Arrived:
-    """The received pairs, which are the choices of the received rows.
+    """The received pairs. Each pair is one choice of a received row.
 
     Attributes:
         shard_Q: int64 [Q], the expert shard of each pair. -1 for padding.
-        choice_Q: int64 [Q], the index of the pair among the R*K choices of rows. R*K for padding.
-        weights_RK: [R, K], the gate weights, differentiable. The weight is 0 if a row has fewer
-            than K choices.
+        choice_Q: int64 [Q], the index of each pair among the R*K choices of all received rows. R*K
+            for padding.
+        weights_RK: [R, K], the gate weights. They require gradients. If a row has fewer than K
+            choices, the remaining weights are 0.
     """
 
     shard_Q: Tensor
@@ -204,13 +214,13 @@ class Arrived:
 
     @classmethod
     def of(cls, code_Q: Tensor, weight_Q: Tensor, rows: int, choices: int) -> Arrived:
-        """Decode the results of `Pairs.travel`.
+        """Decode the codes and weights returned by `Pairs.travel`.
 
         Args:
-            code_Q: int64 [Q], the codes.
-            weight_Q: [Q], the gate weights.
-            rows: the number R of received rows.
-            choices: the largest number K of choices of a row.
+            code_Q: int64 [Q], the code of each pair.
+            weight_Q: [Q], the gate weight of each pair.
+            rows: number of received rows, R.
+            choices: maximum number of choices per row, K.
         """
         first_Q = code_Q & 1
         number_Q = torch.arange(code_Q.numel(), device=code_Q.device)
@@ -221,18 +231,21 @@ class Arrived:
         return cls(code_Q >> 1, choice_Q, weights_N.view(rows, choices))
 
     def shards(self) -> Tensor:
-        """Return the expert shard of each choice of the rows, int64 [R, K], or -1."""
+        """Return the expert shard of each choice of the received rows, int64 [R, K], or -1 if a row
+        has fewer choices.
+        """
         choices = self.weights_RK.numel()  # one more element absorbs the padding
         shard_N = torch.full((choices + 1,), -1, dtype=torch.int64, device=self.shard_Q.device)
         shard_N.index_copy_(0, self.choice_Q, self.shard_Q)
         return shard_N[:choices].view(self.weights_RK.shape)
 
     def row_plan(self, first_shard: int, counts: Sequence[int]) -> RowPlan:
-        """Return the index through which this rank's experts read the rows without copying them.
+        """Return an index with which this rank's experts read the received rows without copying
+        them.
 
         Args:
-            first_shard: the first expert shard of this rank.
-            counts: the number of rows of each local expert shard.
+            first_shard: index of the first expert shard on this rank.
+            counts: number of rows for each expert shard on this rank.
         """
         order_Q = stable_order(self.shard_Q - first_shard, len(counts))
         source_Q = self.choice_Q[order_Q]
@@ -242,13 +255,14 @@ class Arrived:
 
 
 def bounded_plan(arrived: Arrived, first_shard: int, local: int, most: int) -> RowPlan:
-    """Return `Arrived.row_plan` in a buffer for `most` pairs, with counts on the device.
+    """Return the same index as `Arrived.row_plan`, but in a buffer for `most` pairs and with counts
+    that stay on the device.
 
     Args:
         arrived: the received pairs.
-        first_shard: the first expert shard of this rank.
-        local: the number of expert shards on this rank.
-        most: the size of the buffer.
+        first_shard: index of the first expert shard on this rank.
+        local: number of expert shards on this rank.
+        most: size of the buffer in pairs.
     """
     expert_Q = torch.where(arrived.shard_Q >= 0, arrived.shard_Q - first_shard, -1)
     order_Q, count_L = sort_by_expert(expert_Q[:, None], local)

@@ -1,13 +1,13 @@
 """The dispatchers `deepep` and `deepep_v2`, which use DeepEP (deepseek-ai).
 
-Both dispatchers need the package `deep_ep`, which uses NVLink inside a node and RDMA between nodes.
-Neither dispatcher was tested on a GPU. `dispatch.token_exchange` contains the code that all such
-packages share.
+Both dispatchers require the package `deep_ep`, which uses NVLink within a node and RDMA between
+nodes. Neither dispatcher has been tested on a GPU. `dispatch.token_exchange` contains the code
+shared by all dispatchers that use a package to send tokens.
 
 `deepep` uses the class `Buffer` of versions 1.x (1.2.1: `get_dispatch_layout`, `dispatch`,
-`combine`), which versions 2.x still contain. `deepep_v2` uses the class `ElasticBuffer` of 2.1.0
-(`dispatch` without `do_expand`, `combine`). All ranks must call the operations of `ElasticBuffer`
-with the same `num_max_tokens_per_rank`.
+`combine`). Versions 2.x of DeepEP also contain `Buffer`. `deepep_v2` uses the class `ElasticBuffer`
+of version 2.1.0 (`dispatch` without `do_expand`, and `combine`). All ranks must pass the same
+`num_max_tokens_per_rank` to the operations of `ElasticBuffer`.
 """
 
 from __future__ import annotations
@@ -32,24 +32,27 @@ SOURCE = "github.com/deepseek-ai/DeepEP"
 
 
 def why_not() -> str | None:
-    """Return None if a DeepEP with `Buffer` is installed, otherwise the reason and a remedy."""
+    """Return None if the installed version of DeepEP contains `Buffer`, and otherwise the reason
+    and a remedy.
+    """
     reasons = [package_why_not(PACKAGE, file, "DeepEP 1.x", SOURCE)
                for file in ("buffer.py", "buffers/legacy.py")]
     return reasons[0] if all(reasons) else None
 
 
 def v2_why_not() -> str | None:
-    """Return None if a DeepEP with `ElasticBuffer` is installed, otherwise the reason and a remedy.
+    """Return None if the installed version of DeepEP contains `ElasticBuffer`, and otherwise the
+    reason and a remedy.
     """
     return package_why_not(PACKAGE, "buffers/elastic.py", "DeepEP 2.1", SOURCE)
 
 
 class _Buffered(TokenExchange):
-    """Base class with the code that both exchanges share.
+    """Base class that contains the code shared by both exchanges.
 
     Attributes:
-        buffer: the package's buffer.
-        later: the argument that makes an operation of the package run in the background.
+        buffer: the buffer object of the package.
+        later: keyword argument that makes an operation of the package run in the background.
     """
 
     buffer: Any
@@ -111,7 +114,7 @@ class ElasticDeepEP(_Buffered):
 
 @dispatchers.register("deepep", why_not=why_not, optional=True)
 class DeepEPDispatcher(TokenDispatcher):
-    """A dispatcher that sends tokens with DeepEP's fused kernels, once to each rank (bf16)."""
+    """A dispatcher that sends each token once to each rank with DeepEP's fused kernels (bf16)."""
 
     name, exchange = "deepep", DeepEP
     traits = DispatchTraits(single_layout=True, supports_pieces=True)
@@ -119,7 +122,9 @@ class DeepEPDispatcher(TokenDispatcher):
 
 @dispatchers.register("deepep_v2", why_not=v2_why_not, optional=True)
 class ElasticDeepEPDispatcher(TokenDispatcher):
-    """A dispatcher that uses DeepEP 2's elastic buffer over NCCL's device interface (bf16)."""
+    """A dispatcher that uses the elastic buffer of DeepEP 2, which is based on NCCL's device
+    interface (bf16).
+    """
 
     name, exchange = "deepep_v2", ElasticDeepEP
     traits = DispatchTraits(single_layout=True, supports_pieces=True)

@@ -1,16 +1,18 @@
-"""The base class of dispatchers that use all-to-all, and exchanges in pieces.
+"""The base class of dispatchers that use all-to-all, and classes that divide an exchange into
+pieces.
 
-With several pieces, the exchange of one piece overlaps with the computation of a different piece in
-the forward and backward passes (Tutel's adaptive pipelining). The forward pass sends all pieces at
-once. Each piece is computed when it has arrived, and its results are sent back immediately. The
-last step waits for all results. The backward pass runs in the opposite direction and may group the
-pieces differently. Rows are divided into `lcm(d, d_backward)` pieces, and each exchange sends a
-group of pieces. Pieces that stay on their rank do not belong to a group.
+With several pieces, the exchange of one piece overlaps with the computation of another piece in
+both the forward and the backward pass (Tutel's adaptive pipelining). The forward pass starts to
+send all pieces at once. Each piece is computed as soon as it has arrived, and its outputs are sent
+back immediately. The last step of the forward pass waits for the outputs of all pieces. The
+backward pass runs the exchanges of the forward pass in reverse, and may combine pieces into other
+groups. Rows are divided into `lcm(d, d_backward)` pieces, and each exchange sends one group of
+pieces. Pieces that stay on their rank are not part of any group.
 
-Rows are not passed through autograd, but are stored in the exchange object. One autograd node sends
-a piece and a second one receives it. The two nodes are connected by a scalar token, so that the
-first node may finish before its rows have arrived. Autograd runs nodes in the reverse order of
-their creation, so all ranks send in the same order.
+Rows are stored in the exchange object instead of being passed through autograd. One autograd node
+sends a piece, and another node receives it. A scalar token connects the two nodes, so that the
+first node can finish before its rows have arrived. Autograd runs nodes in the reverse order of
+their creation, so all ranks send the pieces in the same order.
 """
 
 from __future__ import annotations
@@ -39,14 +41,14 @@ ExchangePlanT = TypeVar("ExchangePlanT", bound=ExchangePlan)
 
 
 class PipelinedExchange:
-    """The exchange of all pieces of a plan, for rows and for their gradients.
+    """The exchange of all pieces of a plan. The object sends both rows and their gradients.
 
     Args:
-        placement: the ranks and the exchange algorithm.
-        pieces: the pieces, with the rows to send to and receive from each rank.
-        even: whether all ranks send each other the same number of rows (`ExchangePlan.even`).
-        overlap: the numbers of groups of pieces in forward and backward.
-        reverse: True if results are returned to the ranks of their tokens.
+        placement: the ranks that store each expert, and the all-to-all algorithm.
+        pieces: pieces with their numbers of rows to send to and receive from each rank.
+        even: True if every rank sends the same number of rows to every rank (`ExchangePlan.even`).
+        overlap: numbers of groups of pieces in the forward and the backward pass.
+        reverse: True if the exchange returns outputs to the ranks of their tokens.
     """
 
     def __init__(self, placement: Placement, pieces: Sequence[RowsPiece], even: bool,
@@ -61,24 +63,28 @@ class PipelinedExchange:
             overlap.backward or overlap.forward, even, last_first=True)
 
     def post(self, number: int, rows_ND: Tensor, anchor: Tensor | None) -> Tensor:
-        """Send a piece and return a scalar token for `take`. This method must be called for the
-        pieces in order.
+        """Send a piece and return a scalar token, which must be passed to `take`. Call this method
+        once for each piece, in the order of the pieces.
 
         Args:
-            number: the index of the piece.
+            number: index of the piece.
             rows_ND: [N, D], the rows of the piece.
-            anchor: a parameter that connects the exchange to the autograd graph
-                (`comm.functional`). Optional.
+            anchor: parameter that connects the exchange to the autograd graph (`comm.functional`).
+                Optional.
         """
         return _Send.apply(self, number, rows_ND, anchor)
 
     def take(self, number: int, token: Tensor) -> Tensor:
-        """Wait for the rows of a piece and return them. `token` is the result of `post`."""
+        """Wait for the rows of a piece and return the rows. `token` is the scalar returned by
+        `post`.
+        """
         return _Receive.apply(self, number, token)
 
 
 class _Sizes(NamedTuple):
-    """The rows of a piece to and from each rank, and whether the piece stays on its rank."""
+    """The numbers of rows of a piece that are sent to and received from each rank, and whether the
+    piece stays on its rank.
+    """
 
     send: list[int]
     recv: list[int]
@@ -86,16 +92,17 @@ class _Sizes(NamedTuple):
 
 
 class _Direction:
-    """One direction (sending rows or returning results) of an exchange. `put` sends pieces in
-    groups, and `take` receives them.
+    """One direction of an exchange: it either sends rows or returns outputs. `put` sends pieces in
+    groups, and `take` returns received pieces.
 
     Args:
         comm: the ranks.
-        algorithm: the exchange algorithm.
-        pieces: the sizes of the pieces.
-        groups: the number of groups.
-        even: whether all ranks send each other the same number of rows.
-        last_first: whether pieces are passed to `put` in reverse order, starting with the last one.
+        algorithm: all-to-all algorithm to use.
+        pieces: row counts of the pieces.
+        groups: number of groups into which the pieces are combined.
+        even: True if every rank sends the same number of rows to every rank.
+        last_first: True if pieces are passed to `put` in reverse order, beginning with the last
+            piece.
     """
 
     def __init__(self, comm: Comm, algorithm: Exchange, pieces: Sequence[_Sizes], groups: int,
@@ -117,7 +124,7 @@ class _Direction:
         self.arrived: dict[int, Tensor] = {}
 
     def put(self, number: int, rows: Tensor) -> None:
-        """Add a piece to its group. The last piece of a group starts the exchange."""
+        """Add a piece to its group. The last piece of a group starts the group's exchange."""
         task = torch._C._current_graph_task_id()
         if task != self.task:  # another pass over this graph; an aborted pass may have left pieces
             self.task = task
@@ -155,7 +162,8 @@ def _sum(lengths: Sequence[list[int]]) -> list[int]:
 
 
 def _by_rank(parts: Sequence[Tensor], lengths: Sequence[list[int]]) -> Tensor:
-    """Merge pieces that are each ordered by rank into one buffer ordered by rank."""
+    """Merge pieces into one buffer. The rows of each piece and of the buffer are ordered by rank.
+    """
     if len(parts) == 1:
         return parts[0].contiguous()
     split = [part.split(length) for part, length in zip(parts, lengths, strict=True)]
@@ -163,11 +171,12 @@ def _by_rank(parts: Sequence[Tensor], lengths: Sequence[list[int]]) -> Tensor:
 
 
 def by_piece(rows: Tensor, lengths: Sequence[list[int]]) -> list[Tensor]:
-    """Divide a buffer ordered by rank into pieces, as the inverse of `_by_rank`.
+    """Divide a buffer whose rows are ordered by rank into pieces, which is the inverse of
+    `_by_rank`.
 
     Args:
         rows: the rows of all pieces.
-        lengths: for each piece, its number of rows by rank.
+        lengths: for each piece, a list with its number of rows for each rank.
     """
     if len(lengths) == 1:
         return [rows]
@@ -179,7 +188,8 @@ def by_piece(rows: Tensor, lengths: Sequence[list[int]]) -> list[Tensor]:
 
 class _Send(torch.autograd.Function):
     """Autograd function that sends the rows of a piece and returns a scalar token. The backward
-    pass waits for the gradients."""
+    pass waits for the gradients of the rows.
+    """
 
     @staticmethod
     def forward(ctx: Any, exchange: PipelinedExchange, number: int, rows: Tensor,
@@ -196,8 +206,9 @@ class _Send(torch.autograd.Function):
 
 
 class _Receive(torch.autograd.Function):
-    """Autograd function that receives the rows of a piece, given its scalar token. The backward
-    pass sends the gradients."""
+    """Autograd function that receives the rows of the piece to which a scalar token belongs. The
+    backward pass sends the gradients of the rows.
+    """
 
     @staticmethod
     def forward(ctx: Any, exchange: PipelinedExchange, number: int, token: Tensor) -> Tensor:
@@ -212,15 +223,16 @@ class _Receive(torch.autograd.Function):
 
 
 class SentPieces(Sent):
-    """Rows that are sent in several pieces. The results of a piece are returned while the next
+    """Rows that are sent in several pieces. The outputs of a piece are sent back while the next
     piece is computed.
 
     Args:
-        arriving: iterator over the work for the experts, with one item per piece (`Sent`).
-        anchor: the anchor that was passed to `Dispatcher.dispatch`.
+        arriving: iterator that yields the experts' work for one piece at a time (`Sent`).
+        anchor: anchor that was passed to `Dispatcher.dispatch`.
         plan: the plan of the call.
-        mapped: whether experts write results in the order of arrival (`Piece.results`).
-        back: the exchange that returns the results.
+        mapped: True if the experts write their outputs in the order in which the rows arrived
+            (`Piece.results`).
+        back: exchange that sends the outputs back.
     """
 
     def __init__(self, arriving: Iterable[ExpertRows], anchor: Tensor | None, plan: ExchangePlan,
@@ -229,23 +241,25 @@ class SentPieces(Sent):
         self.plan, self.mapped, self.back = plan, mapped, back
 
     def put_back(self, result: Tensor) -> None:
-        """See `Sent`. Return the results of a piece. The scalar token of the exchange is stored
-        instead of the rows."""
+        """See `Sent`. Send the outputs of a piece back. Only the scalar token of the exchange is
+        stored, not the rows.
+        """
         number = len(self.results)  # results are put back in the order of the pieces
         rows_RD = self.plan.pieces[number].results(result, self.mapped)
         self.results.append(self.back.post(number, rows_RD, self.anchor))
 
     def returned(self) -> Iterator[Tensor]:
-        """Return the results of each piece on the rank of its tokens, [N, D] each.
+        """Return an iterator over the outputs [N, D] of each piece on the rank of its tokens.
 
-        The iterator waits for one piece after another.
+        The iterator waits for the pieces one by one.
         """
         return (self.back.take(number, token) for number, token in enumerate(self.results))
 
 
 class ExchangeDispatcher(Dispatcher[ExchangePlanT]):
-    """Base class of dispatchers that send rows and return results with an all-to-all. Subclasses
-    implement `plan`."""
+    """Base class of dispatchers that send rows and return outputs with an all-to-all. Subclasses
+    implement `plan`.
+    """
 
     def __init__(self, context: DispatchContext) -> None:
         super().__init__(context)
@@ -253,9 +267,10 @@ class ExchangeDispatcher(Dispatcher[ExchangePlanT]):
 
     @property
     def pieces(self) -> int:
-        """The number of pieces of a call's rows.
+        """Number of pieces into which the rows of a call are divided.
 
-        The number is 1 under `torch.compile`, because a compiled graph runs one exchange at a time.
+        Under `torch.compile`, the number is 1, because a compiled graph runs only one exchange at a
+        time.
         """
         return 1 if torch.compiler.is_compiling() else self.overlap.pieces
 
@@ -290,8 +305,9 @@ class ExchangeDispatcher(Dispatcher[ExchangePlanT]):
 
     def _in_background(self, rows_ND: Tensor, plan: ExchangePlan,
                        anchor: Tensor | None) -> Iterable[ExpertRows]:
-        """Send all pieces, and return an iterator that yields the work of each piece when it has
-        arrived."""
+        """Send all pieces, and return an iterator that waits for each piece and yields the experts'
+        work for the piece.
+        """
         parts = rows_ND.split([self.sharers * sum(piece.send) for piece in plan.pieces])
         out = PipelinedExchange(self.placement, plan.pieces, plan.even, self.overlap)
         # all pieces are posted before the first one is awaited
@@ -301,26 +317,29 @@ class ExchangeDispatcher(Dispatcher[ExchangePlanT]):
                 for number, piece in enumerate(plan.pieces))
 
     def weigh(self, rows_ND: Tensor, plan: ExchangePlanT) -> Tensor:
-        """Return the weighted sum of each token's rows, [T, D]."""
+        """Return the weighted sum of the rows of each token, [T, D]."""
         return combine_rows(rows_ND, plan.weights_TK, plan.source_N, plan.position_TK,
                             plan.complete)
 
     @property
     def maps_rows(self) -> bool:
-        """Whether experts read rows in the order of arrival through an index (`Piece.work`)."""
+        """True if the experts use an index to read rows in the order in which they arrived
+        (`Piece.work`).
+        """
         return True
 
     @property
     def sharers(self) -> int:
-        """The number of ranks that have the same tokens and divide their rows."""
+        """Number of ranks that have the same tokens and divide the tokens' rows among themselves.
+        """
         return 1
 
     def own_part(self, rows_ND: Tensor) -> Tensor:
-        """Return this rank's part [N, D] of the rows [sharers * N, D] of a piece."""
+        """Return the part [N, D] of a piece's rows [sharers * N, D] that this rank processes."""
         return rows_ND
 
     def all_parts(self, rows_ND: Tensor) -> Tensor:
-        """Apply the inverse of `own_part` to the returned rows."""
+        """Apply the inverse of `own_part` to rows that were returned."""
         return rows_ND
 
     def _exchange(self, route: Route, rows: Tensor, send: list[int], recv: list[int], even: bool,

@@ -1,13 +1,14 @@
 """The dispatcher `hybridep`, which uses HybridEP (NVIDIA).
 
-The branch `hybrid-ep` of DeepEP must be installed as `deep_ep`. HybridEP occupies few processors of
-a GPU and uses NVLink and RDMA. The dispatcher was not tested on a GPU.
+The `hybrid-ep` branch of DeepEP must be installed as `deep_ep`. HybridEP occupies only a few
+streaming multiprocessors of a GPU and uses NVLink and RDMA. The dispatcher has not been tested on a
+GPU.
 
-The interface is `HybridEPBuffer` (commit 94a9f8f, July 2026). `dispatch_with_permute` returns one
-row for each choice, sorted by expert, instead of tokens. `combine_with_unpermute` sums the rows of
-a token. All ranks must pass the same number of tokens, so ranks with fewer tokens add padding
-tokens without experts. The operations cannot run in the background, so rows are sent in one piece
-without any overlap.
+The dispatcher uses the class `HybridEPBuffer` (commit 94a9f8f, July 2026). Instead of tokens,
+`dispatch_with_permute` returns one row per choice, sorted by expert. `combine_with_unpermute` sums
+the rows of each token. All ranks must pass the same number of tokens. Ranks with fewer tokens
+therefore add padding tokens, which have no experts. The operations cannot run in the background, so
+all rows are sent in one piece, and the exchange does not overlap with computation.
 """
 
 from __future__ import annotations
@@ -35,19 +36,19 @@ PACKAGE = "deep_ep"
 
 
 def why_not() -> str | None:
-    """Return None if `HybridEPBuffer` is installed, otherwise the reason and a remedy."""
+    """Return None if `HybridEPBuffer` is installed, and otherwise the reason and a remedy."""
     return package_why_not(PACKAGE, "hybrid_ep_buffer.py", "HybridEP",
                            "branch hybrid-ep of github.com/deepseek-ai/DeepEP")
 
 
 @dataclass
 class _Handle:
-    """The data that is needed to return results.
+    """The data needed to return the experts' outputs.
 
     Attributes:
-        ours: the handle that HybridEP returned for the dispatch.
-        ids_TK: int64 [T, K], the expert shards of the tokens, without padding.
-        rows: the number of received rows.
+        ours: handle that HybridEP returned for the dispatch.
+        ids_TK: int64 [T, K], the expert shard ids of the tokens, without padding.
+        rows: number of received rows.
     """
 
     ours: Any
@@ -103,7 +104,7 @@ class HybridEP(TokenExchange):
 
 @dispatchers.register("hybridep", why_not=why_not, optional=True)
 class HybridEPDispatcher(TokenDispatcher):
-    """A dispatcher that uses HybridEP's kernels, which also sort rows by expert (bf16)."""
+    """A dispatcher that uses HybridEP's kernels, which also sort the rows by expert (bf16)."""
 
     name, exchange = "hybridep", HybridEP
     traits = DispatchTraits(single_layout=True)

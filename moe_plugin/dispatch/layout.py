@@ -1,7 +1,7 @@
-"""`LayerLayout`, which determines how tokens and expert parameters are brought to the same rank.
+"""`LayerLayout`, which determines how tokens and expert parameters meet on the same rank.
 
-With r = 0, the parameters of all experts are gathered, and the tokens stay on their ranks. With r
->= 1 each token is sent to r ranks for each of its experts. See `comm.placement.Placement` and
+With r = 0, the parameters of all experts are gathered, and tokens stay on their ranks. With r >= 1,
+each token is sent to r ranks for each of its experts. See `comm.placement.Placement` and
 docs/adaptive.md.
 """
 
@@ -25,7 +25,9 @@ from moe_plugin.utils.machine import exporting
 
 
 class LayoutExperts(Protocol):
-    """The interface of experts that a layout uses. `moe_plugin.experts.Experts` documents it."""
+    """The methods and attributes of experts that a layout uses. `moe_plugin.experts.Experts`
+    documents it.
+    """
 
     later: LaterGrads | None
     stored: bool
@@ -48,22 +50,24 @@ class LayoutExperts(Protocol):
 
 @dataclass(frozen=True)
 class LayerLayout:
-    """A layout of a layer that is ready to be called.
+    """A layout of a layer, with all objects that are needed to call the layer.
 
     Attributes:
-        choice: the choice that describes the layout.
-        dispatcher: the dispatcher that sends rows and returns their results.
-        experts: the experts of this rank, without adapters that wrap them.
-        strategy: the function that computes rows. If `strategy` is None, the configured strategy is
-            used.
-        gather: the ranks whose parameters are gathered before the experts compute, or None if no
-            parameters are gathered.
-        gathered_shards: how many consecutive ranks of `gather` store shards of the same expert.
-        first_shard: the index of the first expert shard that this rank has after gathering.
-        stash: the pages that store the rows for the backward pass, or None if autograd stores them.
-        label: the label of the choice (`LayoutChoice.label`).
-        pieces: the number of pieces in which rows are sent and computed.
-        plain: True if all rows are computed in one piece and without pages, with the stored
+        choice: `LayoutChoice` that describes the layout.
+        dispatcher: dispatcher that sends rows and returns outputs.
+        experts: this rank's experts, without any adapters that wrap them.
+        strategy: function that computes the experts' rows. If `strategy` is None, the configured
+            strategy is used.
+        gather: group of ranks whose parameters are gathered before the experts are computed, or
+            None if no parameters are gathered.
+        gathered_shards: number of consecutive ranks in `gather` that store shards of the same
+            expert.
+        first_shard: index of the first expert shard on this rank after parameters have been
+            gathered.
+        stash: pages that store the rows for the backward pass, or None if autograd stores the rows.
+        label: label of the layout (`LayoutChoice.label`).
+        pieces: number of pieces in which rows are sent and computed.
+        plain: True if all rows are computed in one piece, without pages, using the stored
             parameters and the configured strategy.
     """
 
@@ -88,11 +92,12 @@ class LayerLayout:
 
     @property
     def compiles(self) -> bool:
-        """True if `torch.compile` may trace plan, dispatch, experts and combine.
+        """True if `torch.compile` may trace the steps plan, dispatch, experts and combine.
 
-        If the host reads the numbers of rows, or fetches experts, each new load would trigger
-        another compilation, so such a layout is not traced. `torch.export` always traces, because
-        it needs one program for all loads.
+        If the host reads row counts or fetches experts, every new load would trigger a
+        recompilation. Layouts in which the host reads row counts or fetches experts are therefore
+        not traced. Under `torch.export`, the steps are always traced, because an exported program
+        must support all loads.
 
         Raises:
             ValueError: If `torch.export` cannot trace this layout.
@@ -116,14 +121,14 @@ class LayerLayout:
 
     def dispatch(self, x_TD: Tensor, plan: DispatchPlan, experts: nn.Module,
                  anchored: bool = True) -> Sent:
-        """Send the rows of tokens [T, D] to their experts (`Dispatcher.dispatch`).
+        """Send the rows of the tokens [T, D] to their experts (`Dispatcher.dispatch`).
 
         Args:
-            x_TD: [T, D] tokens of this rank.
+            x_TD: [T, D], the tokens of this rank.
             plan: the plan of this call.
-            experts: the experts of this rank, or an adapter that wraps them.
-            anchored: whether a parameter connects the exchanges to the autograd graph. The value
-                may be False if the gradients of the tokens are needed on all ranks or on no rank.
+            experts: this rank's experts, or an adapter that wraps them.
+            anchored: whether a parameter connects the exchanges to the autograd graph. False is
+                allowed if the tokens need gradients either on all ranks or on no rank.
         """
         anchor = None
         if experts is not self.experts:
@@ -141,24 +146,25 @@ class LayerLayout:
         return sent
 
     def _anchor_of(self, experts: nn.Module) -> Tensor | None:
-        """Return a trainable parameter of an adapter if there is one, otherwise the anchor of the
-        experts.
+        """Return a trainable parameter of the adapter, or the anchor of the experts if the adapter
+        has no trainable parameter.
 
         Raises:
-            ValueError: If other code computes the experts without the adapter.
+            ValueError: If code outside the adapter computes the experts.
         """
         if self.experts.stored or self.choice.spill != "never":
             what = ("experts stored outside the device" if self.experts.stored else
                     f"parallel.spill={self.choice.spill!r}")
             raise ValueError(
-                f"{type(experts).__name__} wraps a layer's experts, which does not fit {what}, "
-                "because their parameters are then used without the adapter. Merge the adapter "
+                f"{type(experts).__name__} wraps a layer's experts and cannot be used with {what}, "
+                "because the parameters would be used without the adapter. Merge the adapter "
                 "first, or use experts.store=device and parallel.spill='never'")
         return next((p for p in experts.parameters() if p.requires_grad), self.experts.anchor)
 
     def _parameters(self, experts: nn.Module) -> FFNParameters | None:
-        """Return the parameters for all pieces of a call. The result is None if the stored
-        parameters are used."""
+        """Return the parameters to use for all pieces of a call. Returns None if the stored
+        parameters are used.
+        """
         extras: dict[str, object] = {}
         # With several pieces, or with delayed weight gradients, exchanges of other pieces or of
         # another micro-batch run at the same time. `GradSums` adds up the weight gradients of all

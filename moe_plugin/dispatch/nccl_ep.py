@@ -1,12 +1,13 @@
 """The dispatcher `nccl_ep`, which uses NCCL's expert parallelism.
 
-The package nccl4py with its experimental module `nccl.ep` must be installed. The dispatcher was not
-measured on a GPU.
+The package nccl4py, including its experimental module `nccl.ep`, must be installed. The performance
+of this dispatcher has not been measured on a GPU.
 
-The interface is `nccl.ep` of nccl4py 0.3.1 (libnccl_ep 0.1.0): `Group`, `Handle`, the algorithm
-`HIGH_THROUGHPUT`, the layout `FLAT`, and both pass directions. The host reads the numbers of rows
-one time more than with DeepEP. The library waits in each dispatch operation, so rows are sent in
-one piece. A handle owns device memory, so it is reused after the call that used it has finished.
+The dispatcher uses `nccl.ep` of nccl4py 0.3.1 (libnccl_ep 0.1.0) with `Group`, `Handle`, the
+algorithm `HIGH_THROUGHPUT`, the layout `FLAT`, and both pass directions. Compared with DeepEP, the
+host reads row counts one additional time. The library waits in every dispatch operation, so all
+rows are sent in one piece. Because a handle owns device memory, the dispatcher reuses the handle
+after the call that used it has finished.
 """
 
 from __future__ import annotations
@@ -33,22 +34,23 @@ PACKAGE = "nccl"
 
 
 def why_not() -> str | None:
-    """Return None if nccl4py with `nccl.ep` is installed, otherwise the reason and a remedy."""
+    """Return None if nccl4py with `nccl.ep` is installed, and otherwise the reason and a remedy."""
     return package_why_not(PACKAGE, "ep/handle.py", "nccl4py 0.3.1 or newer",
                            "pip install 'nccl4py[cu13]'")
 
 
 class _Lease:
-    """Owner of a handle until a call has finished. The handle is then available again.
+    """An object that owns a handle until a call has finished. When the call has finished, other
+    calls can use the handle.
 
     Args:
-        ours: the handle of the package.
-        ids_TK: int64 [T, K], the expert shards. The library reads this memory, so it must not be
-            freed before the call has finished.
-        free: the list of handles that can be reused.
+        ours: handle of the package.
+        ids_TK: int64 [T, K], the expert shard ids. The library reads `ids_TK`, so the tensor must
+            not be freed before the call has finished.
+        free: list of handles that can be reused.
 
     Attributes:
-        rows: the number of received rows.
+        rows: number of received rows.
     """
 
     def __init__(self, ours: Any, ids_TK: Tensor, free: list[Any]) -> None:
@@ -123,7 +125,7 @@ class NCCLExchange(TokenExchange):
 
 
 def _stream(x: Tensor) -> int:
-    """Return the address of the current stream of a GPU, or 0 on a CPU."""
+    """Return the address of the current CUDA stream, or 0 for a tensor on a CPU."""
     return torch.cuda.current_stream(x.device).cuda_stream if x.is_cuda else 0
 
 

@@ -1,27 +1,31 @@
-"""A dispatcher that sends a token's row once to each rank, or once to each node, with its experts.
+"""A dispatcher that sends a token's row only once to each rank, or only once to each node, that has
+experts of the token.
 
-With k experts per token, `ragged` sends k rows, even if several of these experts are on one rank.
-With `dispatch.send: ranks` a token sends one row to each rank that has some of its experts,
-together with (expert, weight) pairs (`dispatch.bundles`). The experts read the rows through an
-index. The results are weighted and summed on the rank of the experts in float32, rounded once, and
-returned as one row. With even routing over W ranks, `W (1 - (1 - 1/W)^k)` rows are sent per token
-instead of k.
+For a token with k experts, `ragged` sends k rows, even if several of these experts are on the same
+rank.
+With `dispatch.send: ranks`, a token is sent as one row to each rank that has at least one of its
+experts. The row is accompanied by (expert, weight) pairs (`dispatch.bundles`). The experts use an
+index to read the rows. The rank of the experts multiplies their outputs by the gate weights, sums
+the products in float32, rounds the sum once, and returns it as one row. If tokens are distributed
+evenly over W ranks, `W (1 - (1 - 1/W)^k)` rows are sent per token instead of k.
 
-With `dispatch.send: nodes`, one row is sent to each node. The receiver is the rank with the same
-local rank as the sender (modulo m on a smaller node with m ranks), so that all network cards are
-used, as in 2DH. The receiving rank forwards the row to the ranks of its node, sums their results,
-and returns one row. Between nodes, rows are sent by the algorithm `comm.all_to_all` (with `leader`,
-through one network card per node) and in the format `comm.wire`. Within a node, rows are sent in
-their own dtype.
+With `dispatch.send: nodes`, a token is sent as one row to each node. The row is received by the
+rank that has the same local rank as the sender (modulo m on a smaller node with m ranks). As in
+2DH, all network cards are therefore used. The receiving rank forwards the row to the ranks of its
+node, sums their outputs, and returns the sum as one row. Between nodes, rows are sent with the
+algorithm `comm.all_to_all` (`leader` uses one network card per node) and in the format `comm.wire`.
+Within a node, rows are sent in their original dtype.
 
-The backward pass runs in the opposite direction: the gradient of a token's output is sent once, and
-the sum of the gradients of its input is returned once. The gradients of gate weights are computed
-on the ranks of the experts and are returned as k numbers per token. `plan` determines all sizes in
-an exchange that follows the path of the rows (`Agreed`). The host reads from the device once per
-call, and never in the backward pass. All choices of a row are in the same piece, so rows are split
-into pieces along the axis rows or peers, but not along experts.
+The backward pass runs the exchanges of the forward pass in reverse. The gradient of a token's
+output is sent only once, and the gradients of the token's input are summed before they are
+returned. The ranks of the experts compute the gradients of the gate weights and return k numbers
+per token. `plan` determines all sizes with an exchange that takes the same path as the rows
+(`Agreed`). The host reads from the device once per call, and does not read in the backward pass.
+All choices of a row must be in the same piece. Rows can therefore be split into pieces along the
+axes `rows` and `peers`, but not along `experts`.
 
-Sources: DeepEP (deepseek-ai), which implements this in kernels; HierMoE (arXiv 2508.09591).
+Sources: DeepEP (deepseek-ai), which implements this method in GPU kernels; HierMoE (arXiv
+2508.09591).
 """
 
 from __future__ import annotations
@@ -56,13 +60,13 @@ from moe_plugin.utils.machine import to_device
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes of one exchange.
+    """The numbers of rows and pairs in one exchange.
 
     Attributes:
-        send: the number of rows to each rank.
-        recv: the number of rows from each rank.
-        pairs_out: the number of pairs to each rank.
-        pairs_in_PW: the number of pairs from each rank, for each piece.
+        send: number of rows sent to each rank.
+        recv: number of rows received from each rank.
+        pairs_out: number of pairs sent to each rank.
+        pairs_in_PW: for each piece, number of pairs received from each rank.
     """
 
     send: list[int]
@@ -72,19 +76,19 @@ class Sizes:
 
     @property
     def pairs_in(self) -> list[int]:
-        """The number of pairs from each rank, for all pieces together."""
+        """Total number of pairs received from each rank, over all pieces."""
         return [sum(column) for column in zip(*self.pairs_in_PW, strict=True)]
 
 
 @dataclass(frozen=True)
 class Agreed:
-    """All sizes of a call.
+    """All numbers of rows and pairs on which the ranks agree for one call.
 
     Attributes:
-        first: the sizes of the first exchange, which sends the tokens.
-        inner: the sizes of the exchange inside a node, for each piece. The list is empty if rows
-            are not forwarded.
-        counts_PL: the number of rows of each of this rank's experts, for each piece.
+        first: sizes of the first exchange, in which each rank sends its own tokens.
+        inner: for each piece, sizes of the exchange within the node. If rows are not forwarded,
+            `inner` is an empty list.
+        counts_PL: for each piece, number of rows of each expert on this rank.
     """
 
     first: Sizes
@@ -94,14 +98,14 @@ class Agreed:
 
 @dataclass
 class Forwarding:
-    """Forwarding of the received rows of a piece to the ranks of the node that store the experts.
+    """Forwards the received rows of a piece to the ranks of the node that store the experts.
 
     Attributes:
         place: the ranks that store each expert.
-        sizes: the sizes of the exchange inside the node.
-        source_N: int64 [N], the choice of each forwarded row (`kernels.rows`).
-        position_RK: int64 [R, K], the forwarded row of each choice, or -1.
-        anchor: a parameter that connects the exchange to the autograd graph (`comm.functional`).
+        sizes: sizes of the exchange within the node.
+        source_N: int64 [N], the choice for which each row is forwarded (`kernels.rows`).
+        position_RK: int64 [R, K], the forwarded row of each choice, or -1 if a choice has no row.
+        anchor: parameter that connects the exchange to the autograd graph (`comm.functional`).
     """
 
     place: Placement
@@ -111,12 +115,15 @@ class Forwarding:
     anchor: Tensor | None
 
     def there(self, rows_RD: Tensor) -> Tensor:
-        """Send the rows to the ranks of their experts and return the rows received here."""
+        """Send the rows to the ranks of their experts, and return the rows that this rank receives.
+        """
         rows_ND = gather_rows(rows_RD, self.source_N, self.position_RK)
         return self._exchange(rows_ND, self.sizes.send, self.sizes.recv)
 
     def back(self, rows_ND: Tensor) -> Tensor:
-        """Return the results to the forwarding ranks, and sum them for each row."""
+        """Send the experts' outputs to the forwarding ranks, and return the sum of the outputs for
+        each row.
+        """
         rows_ND = self._exchange(rows_ND, self.sizes.recv, self.sizes.send)
         return combine_rows(rows_ND, None, self.source_N, self.position_RK)
 
@@ -126,15 +133,16 @@ class Forwarding:
 
 @dataclass
 class OncePiece:
-    """A piece of rows that are sent together, with the interface of `dispatch.pieces.Piece`.
+    """A piece of rows that are sent together, with the same interface as `dispatch.pieces.Piece`.
 
     Attributes:
-        send: the number of rows sent to each rank.
-        recv: the number of rows received from each rank.
-        local: whether all rows of the piece stay on their rank.
-        weights_first: whether gate weights multiply the inputs of the experts.
-        rows: the plan by which the experts read the received rows. The plan is set after the pairs
-            have arrived.
+        send: number of rows sent to each rank.
+        recv: number of rows received from each rank.
+        local: True if all rows of the piece stay on their rank.
+        weights_first: True if gate weights are multiplied with the experts' inputs instead of their
+            outputs.
+        rows: plan that maps the received rows to the experts. The plan is set when the pairs have
+            arrived.
         forwarding: object that forwards the rows within a node, or None if rows are not forwarded.
     """
 
@@ -146,8 +154,9 @@ class OncePiece:
     forwarding: Forwarding | None = None
 
     def work(self, rows_RD: Tensor, mapped: bool) -> ExpertRows:
-        """See `Piece.work`. The experts read rows through an index, or receive a copy of each
-        row."""
+        """See `Piece.work`. The experts either read rows through an index or receive a copy of each
+        row.
+        """
         plan = self.rows
         assert plan is not None
         if self.forwarding is not None:
@@ -162,7 +171,9 @@ class OncePiece:
         return ExpertRows(rows_RD, plan.counts)
 
     def results(self, rows_RD: Tensor, mapped: bool) -> Tensor:
-        """See `Piece.results`. The results contain one row for each received row."""
+        """See `Piece.results`. The returned tensor contains one row of outputs for each received
+        row.
+        """
         plan = self.rows
         assert plan is not None
         if self.weights_first or not mapped:
@@ -174,15 +185,16 @@ class OncePiece:
 
 @dataclass(frozen=True, kw_only=True)
 class OncePlan(ExchangePlan):
-    """The plan of rows that are sent once. `weights_TK` is None, because results are multiplied by
-    gate weights before they are returned.
+    """The plan of a call in which each token's row is sent only once to each rank or node.
+    `weights_TK` is None, because outputs are multiplied by the gate weights before they are sent
+    back.
 
     Attributes:
-        gates_TK: the gate weights, differentiable.
-        pairs: the encoded pairs to send.
-        agreed: all sizes of the call.
-        width: the number of experts per rank, including borrowed experts.
-        spill: the plan that assigns rows to ranks, as in `SpillingPlan.spill`.
+        gates_TK: gate weights of the choices. They require gradients.
+        pairs: encoded (expert, weight) pairs to send.
+        agreed: all numbers of rows and pairs of the call.
+        width: number of experts per rank, including borrowed experts.
+        spill: plan that determines which rank computes each row, as in `SpillingPlan.spill`.
     """
 
     pieces: tuple[OncePiece, ...]
@@ -194,10 +206,10 @@ class OncePlan(ExchangePlan):
 
 
 class OnceDispatcher(ExchangeDispatcher[OncePlan]):
-    """A dispatcher that sends a token's row once to each rank.
+    """A dispatcher that sends each token's row only once to each rank.
 
-    The class has no registered name. If `dispatch.send` is set, this dispatcher replaces a
-    dispatcher that declares `sends_once`.
+    `OnceDispatcher` is not registered under a name. If `dispatch.send` is set, this dispatcher
+    replaces a configured dispatcher that declares `sends_once`.
     """
 
     traits = DispatchTraits(supports_pieces=True, piece_axes=("rows", "peers"), spills=True,
@@ -209,14 +221,16 @@ class OnceDispatcher(ExchangeDispatcher[OncePlan]):
 
     @property
     def maps_rows(self) -> bool:
-        """See `ExchangeDispatcher`. False if rows of borrowed experts are computed separately."""
+        """See `ExchangeDispatcher`. False if the rows of borrowed experts are computed separately.
+        """
         return self.planner is None
 
     def plan(self, kept: KeptRouting) -> OncePlan:
         """See `Dispatcher`.
 
-        This requires one exchange of counts and one copy from device to host. A spill planner
-        requires one more of each, because its plan determines the rows.
+        The plan requires one exchange of counts and one copy from device to host. With a spill
+        planner, a second exchange and a second copy are needed, because the planner decides which
+        rank computes each row.
         """
         place, comm = self.placement, self.placement.comm
         ids_TK, gates_TK = expand(place, kept.routing, kept.slots_TK)
@@ -251,7 +265,9 @@ class OnceDispatcher(ExchangeDispatcher[OncePlan]):
         return plan
 
     def dispatch(self, x_TD: Tensor, plan: OncePlan, anchor: Tensor | None) -> Sent:
-        """See `Dispatcher`. The pairs are sent before the rows, in a separate small exchange."""
+        """See `Dispatcher`. The (expert, weight) pairs are sent before the rows, in a separate
+        small exchange.
+        """
         code_Q, weight_Q = plan.pairs.travel(plan.gates_TK, self.placement.comm, anchor)
         lengths = plan.agreed.first.pairs_in_PW
         parts = zip(by_piece(code_Q, lengths), by_piece(weight_Q, lengths), strict=True)
@@ -261,25 +277,27 @@ class OnceDispatcher(ExchangeDispatcher[OncePlan]):
         return super().dispatch(x_TD, plan, anchor)
 
     def next_rank(self, rank_TK: Tensor) -> Tensor:
-        """Return the rank to which each choice is sent first, int64, or -1.
+        """Return the rank to which each choice is sent in the first exchange, int64, or -1 for
+        choices without an expert.
 
         Args:
-            rank_TK: int64 [T, K], the rank of each choice's expert, or -1.
+            rank_TK: int64 [T, K], the rank of each choice's expert, or -1 for choices without an
+                expert.
         """
         return rank_TK
 
     def read_pairs(self, plan: OncePlan, number: int, arrived: Arrived,
                    anchor: Tensor | None) -> None:
-        """Prepare the piece with the index `number` for the rows that it will receive."""
+        """Prepare the piece with index `number` for the rows that the piece will receive."""
         plan.pieces[number].rows = arrived.row_plan(self.placement.comm.rank * plan.width,
                                                     plan.agreed.counts_PL[number])
 
     def agree(self, table_WPL: Tensor, rows_W: Tensor) -> Agreed:
-        """Exchange the sizes of a call. Collective.
+        """Exchange the numbers of rows and pairs of a call. Collective.
 
         Args:
-            table_WPL: the numbers of rows and pairs of this rank; see `_table`.
-            rows_W: int64 [W], the number of rows to each rank.
+            table_WPL: numbers of rows and pairs for this rank's tokens; see `_table`.
+            rows_W: int64 [W], the number of rows sent to each rank.
         """
         size = self.placement.comm.size
         # an even exchange, whose sizes all ranks know
@@ -293,10 +311,10 @@ class OnceDispatcher(ExchangeDispatcher[OncePlan]):
 
     def _table(self, ids_TK: Tensor, rank_TK: Tensor, width: int, bundles: Bundles,
                shares: PieceShares) -> Tensor:
-        """Return the numbers of rows and pairs of this rank's tokens, int64 [W, P, 1 + L].
+        """Return the numbers of rows and pairs for this rank's tokens, int64 [W, P, 1 + L].
 
-        For each rank and piece, the first column is the number of rows, and the other columns are
-        the numbers of pairs by local expert. `width` is L.
+        For each rank and piece, the first column contains the number of rows, and the other columns
+        contain the numbers of pairs for each local expert. `width` is L.
         """
         place, pieces = self.placement, shares.pieces
         cell_TK = rank_TK
@@ -315,10 +333,10 @@ class OnceDispatcher(ExchangeDispatcher[OncePlan]):
 
 
 def pairs_of(table_PL: Sequence[Sequence[int]]) -> int:
-    """Return the number of pairs in some pieces of a table."""
+    """Return the total number of pairs in the given pieces of a table."""
     return sum(sum(row[1:]) for row in table_PL)
 
 
 def experts_of(table_WL: Sequence[Sequence[int]]) -> list[int]:
-    """Return the number of pairs of each expert from all ranks."""
+    """Return the number of pairs for each expert, summed over all ranks."""
     return [sum(column) for column in zip(*table_WL, strict=True)][1:]

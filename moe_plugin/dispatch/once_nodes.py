@@ -1,4 +1,6 @@
-"""A dispatcher that sends rows once to each node and forwards them within the node."""
+"""A dispatcher that sends each token's row only once to each node and forwards the row within the
+node.
+"""
 
 from __future__ import annotations
 
@@ -27,13 +29,13 @@ from moe_plugin.utils.machine import to_device
 
 @dataclass(frozen=True)
 class NodePeers:
-    """The ranks that exchange rows between nodes.
+    """The ranks with which this rank exchanges rows between nodes.
 
     Attributes:
-        node_ranks: the ranks of this node.
-        via: for each node, the rank on the node that receives rows from this rank.
-        entry: for each rank, the rank of this node that receives the rows sent by that rank.
-        sources: the ranks that send rows to this rank.
+        node_ranks: all ranks of this node.
+        via: for each node, the rank on that node to which this rank sends rows.
+        entry: for each rank of the group, the rank of this node that receives its rows.
+        sources: ranks that send rows to this rank.
     """
 
     node_ranks: Sequence[int]
@@ -43,7 +45,9 @@ class NodePeers:
 
     @classmethod
     def of(cls, comm: Comm) -> NodePeers:
-        """Pair ranks that have the same position in their nodes, modulo the size of the node."""
+        """Pair ranks that have the same local rank, modulo the number of ranks of the receiving
+        node.
+        """
         topology = comm.topology
         position, node_ranks = topology.local_of, topology.peers(comm.rank)
         entry = [node_ranks[position[source] % len(node_ranks)] for source in range(comm.size)]
@@ -53,7 +57,8 @@ class NodePeers:
 
 
 class OnceToNodesDispatcher(OnceDispatcher):
-    """A dispatcher that sends a token's row once to each node. A rank of the node forwards it.
+    """A dispatcher that sends each token's row only once to each node. The receiving rank forwards
+    the row within its node.
 
     See `dispatch.once` and `NodePeers`.
     """
@@ -70,7 +75,8 @@ class OnceToNodesDispatcher(OnceDispatcher):
 
     def read_pairs(self, plan: OncePlan, number: int, arrived: Arrived,
                    anchor: Tensor | None) -> None:
-        """See `OnceDispatcher`. The pairs are also forwarded to the ranks of their experts."""
+        """See `OnceDispatcher`. In addition, the pairs are forwarded to the ranks of their experts.
+        """
         place, sizes = self.placement, plan.agreed.inner[number]
         shard_RK = arrived.shards()
         rank_RK = torch.div(shard_RK, plan.width, rounding_mode="floor")
@@ -86,9 +92,10 @@ class OnceToNodesDispatcher(OnceDispatcher):
             Arrived.of(code_Q, weight_Q, sum(sizes.recv), shard_RK.shape[1]), anchor)
 
     def agree(self, table_WPL: Tensor, rows_W: Tensor) -> Agreed:
-        """See `OnceDispatcher`. Exchange sizes between nodes, and then their sums within the nodes.
+        """See `OnceDispatcher`. First exchange the sizes between nodes, then exchange their sums
+        within each node.
 
-        The host reads from the device once, after both exchanges.
+        The host reads from the device only once, after both exchanges.
         """
         comm, size = self.placement.comm, self.placement.comm.size
         pieces, columns = table_WPL.shape[1:]
@@ -118,7 +125,7 @@ class OnceToNodesDispatcher(OnceDispatcher):
 
     def _sizes(self, own_sizes: list[int], source_sizes: list[int], node_sizes: list[int],
                pieces: int, columns: int) -> Agreed:
-        """Convert the numbers that `agree` has read."""
+        """Build an `Agreed` from the numbers that `agree` read from the device."""
         size, node_ranks = self.placement.comm.size, self.node_ranks
         table_size = pieces * columns
         node_of = self.placement.comm.topology.node_of

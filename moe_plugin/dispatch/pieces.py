@@ -1,24 +1,24 @@
-"""Plans of exchanges, which divide rows into pieces that are sent and computed one after another.
+"""Plans of exchanges. A plan divides rows into pieces, which are sent and computed one after
+another.
 
-Rows are ordered by piece. The rows of a piece are ordered by expert shard, and those of a shard by
-slot. Exact rows are divided into pieces along an axis of `PIECE_AXES`. A capacity of n slots is
-divided into m
-pieces: piece c contains the slots from floor(n c / m) to floor(n (c + 1) / m), so that slot i
-belongs to piece floor(((i + 1) m - 1) / n).
+Rows are ordered by piece. Within a piece, rows are ordered by expert shard, and within a shard by
+slot. Exact rows are divided into pieces along one of the axes in `PIECE_AXES`. If a capacity of n
+slots is divided into m pieces, then piece c contains the slots from floor(n c / m) to
+floor(n (c + 1) / m). Slot i therefore belongs to piece floor(((i + 1) m - 1) / n).
 
-The sender and the receiver compute the piece of each exact row from counts that both of them know.
-A table s of cumulative shares divides the n rows of each (source rank, expert, destination rank):
-piece c contains the rows floor(n s[c] / s[-1]) to floor(n s[c + 1] / s[-1]). The axis is one of the
-following three.
+The sender and the receiver compute the piece of each exact row from row counts that are known to
+both ranks. A table s of cumulative shares divides the n rows for each (source rank, expert,
+destination rank): piece c contains the rows from floor(n s[c] / s[-1]) to floor(n s[c + 1] /
+s[-1]). There are three axes.
 
-With the axis `rows`, every piece contains the same fraction of the rows of each expert from each
-rank (Tutel). With the axis `experts`, the local experts of each rank are assigned to the pieces in
-order, so a piece contains all rows of a few experts (EPS-MoE).
+Along the axis `rows`, every piece contains the same fraction of the rows of each expert from each
+rank (Tutel). Along the axis `experts`, the local experts of each rank are assigned to the pieces in
+order. A piece therefore contains all rows of a few experts (EPS-MoE).
 
-With the axis `peers`, the ranks are assigned to the pieces in the order of their distance
-(FasterMoE's smart schedule). Rows that stay on their rank need no exchange. One half of them is
-computed before the first piece arrives, and the other half while the results of the last piece are
-returned.
+Along the axis `peers`, the other ranks are assigned to the pieces in the order of their distance
+(FasterMoE's smart schedule). Rows that stay on their rank do not need an exchange. Half of the rows
+that stay on their rank are computed before the first piece arrives, and the other half while the
+outputs of the last piece are sent back.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ Shares = Callable[[int, int], list[int]]  # (distance of ranks, local expert) to
 
 @dataclass(frozen=True)
 class PieceShares:
-    """The division of the rows of one call into pieces.
+    """A rule that divides the rows of one call into pieces.
 
     Attributes:
-        shares: a function that maps the distance of two ranks and a local expert to the cumulative
-            shares of the pieces.
-        pieces: the number of pieces.
-        local: the pieces whose rows stay on their rank.
+        shares: function that maps the distance between two ranks and a local expert to the
+            cumulative shares of the pieces.
+        pieces: number of pieces.
+        local: indices of the pieces whose rows stay on their rank.
     """
 
     shares: Shares
@@ -58,13 +58,13 @@ class PieceShares:
     local: tuple[int, ...] = ()
 
     def parts(self, rows_WL: Counts, rank: int, outgoing: bool) -> list[Counts]:
-        """Return the numbers of rows of each piece.
+        """Return the row counts of each piece.
 
         Args:
-            rows_WL: the numbers of rows in all pieces together, by the other rank and the
-                receiver's local expert.
-            rank: the index of this rank.
-            outgoing: True if the rows are sent to the other ranks, and False if they are received.
+            rows_WL: row counts over all pieces, indexed by the other rank and the receiver's local
+                expert.
+            rank: index of this rank.
+            outgoing: True if this rank sends the rows, and False if this rank receives the rows.
         """
         if self.pieces == 1:
             return [rows_WL]
@@ -85,8 +85,8 @@ def _divided(rows: int, shares: list[int]) -> list[int]:
 
 
 def _window(number: int, items: int, index: int) -> list[int]:
-    """Return the cumulative shares of item `index` if `items` items are assigned to `number`
-    pieces.
+    """Return the cumulative shares with which item number `index` is divided among the pieces, when
+    `items` items are assigned to `number` pieces.
     """
     return [min(max(piece * items - number * index, 0), number) for piece in range(number + 1)]
 
@@ -115,19 +115,22 @@ PIECE_AXES: dict[str, Callable[[int, int, int], PieceShares]] = {
 
 
 def shares_along(name: str, number: int, ranks: int, local: int) -> PieceShares:
-    """Return the division of the rows that are sent to other ranks into `number` pieces.
+    """Return a rule that divides the rows for other ranks into `number` pieces along an axis.
 
     Args:
-        name: the axis, a key of `PIECE_AXES`. The axis has no effect with one piece.
-        number: the number of pieces.
-        ranks: the number of ranks of the group.
-        local: the number of experts on a rank.
+        name: name of the axis, which is a key of `PIECE_AXES`. If there is only one piece, the axis
+            has no effect.
+        number: number of pieces.
+        ranks: number of ranks in the group.
+        local: number of experts per rank.
     """
     return PIECE_AXES[name if number > 1 else "rows"](number, ranks, local)
 
 
 class RowsPiece(Protocol):
-    """Rows that are sent together. For the attributes and methods, see `Piece`."""
+    """The interface of a piece of rows that are sent together. See `Piece` for the attributes and
+    methods.
+    """
 
     @property
     def send(self) -> list[int]: ...
@@ -148,15 +151,16 @@ class Piece:
     """A piece of rows that are sent together.
 
     Attributes:
-        send: the number of rows sent to each rank.
-        recv: the number of rows received from each rank.
-        counts: the number of received rows by local expert.
-        order_R: int64 [R], for each row in expert-major order, its position in the order of arrival
-            (by source rank), or None if both orders are equal, or if `slots` is set.
-        inverse_R: int64 [R], the inverse of `order_R`.
-        slots: the number of rows of each (source rank, expert) pair, if it is the same for all
+        send: number of rows sent to each rank.
+        recv: number of rows received from each rank.
+        counts: number of received rows for each local expert.
+        order_R: int64 [R], the position at which each row arrives, for rows in expert-major order.
+            Rows arrive ordered by source rank. `order_R` is None if both orders are equal or if
+            `slots` is set.
+        inverse_R: int64 [R], the inverse permutation of `order_R`.
+        slots: number of rows for each (source rank, expert) pair, if the number is the same for all
             pairs (Tutel's flexible layout). None otherwise.
-        local: True if, on every rank, all rows of the piece stay on their rank.
+        local: True if all rows of the piece stay on their rank, on every rank.
     """
 
     send: list[int]
@@ -168,12 +172,14 @@ class Piece:
     local: bool = False
 
     def work(self, rows_RD: Tensor, mapped: bool) -> ExpertRows:
-        """Return received rows [R, D], ordered by (source rank, expert), as work for the experts.
+        """Convert received rows [R, D], which are ordered by (source rank, expert), to work for the
+        experts.
 
         Args:
-            rows_RD: [R, D], the rows in the order of arrival.
-            mapped: True if the experts read rows through an index and write results in the order of
-                arrival. If `mapped` is False, the rows are copied into expert-major order.
+            rows_RD: [R, D], the rows in the order in which they arrived.
+            mapped: if True, the experts read rows through an index and write their outputs in the
+                order in which the rows arrived. If `mapped` is False, the rows are copied into
+                expert-major order.
         """
         if not mapped or not self.reorders:
             return ExpertRows(self.expert_major(rows_RD), self.counts)
@@ -182,18 +188,21 @@ class Piece:
                                            complete=True))
 
     def results(self, rows_RD: Tensor, mapped: bool) -> Tensor:
-        """Return the results of `work` in the order of arrival, [R, D]."""
+        """Return the experts' outputs in the order in which the rows arrived, [R, D]."""
         return rows_RD if mapped and self.reorders else self.rank_major(rows_RD)
 
     @property
     def reorders(self) -> bool:
-        """Whether the expert-major order of rows differs from the order of arrival."""
+        """True if the expert-major order of the rows differs from the order in which they arrived.
+        """
         if self.slots is None:
             return self.order_R is not None
         return len(self.recv) > 1 and len(self.counts.host) > 1 and self.slots > 0
 
     def _orders(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return `order_R` and `inverse_R`. Both are computed on the device if `slots` is set."""
+        """Return `order_R` and `inverse_R`. If `slots` is set, both tensors are computed on the
+        device.
+        """
         if self.slots is None:
             assert self.order_R is not None and self.inverse_R is not None
             return self.order_R, self.inverse_R
@@ -205,14 +214,16 @@ class Piece:
         return order_R, inverse_R
 
     def expert_major(self, rows_RD: Tensor) -> Tensor:
-        """Reorder rows [R, D] from (source rank, expert) to (expert, source rank)."""
+        """Reorder rows [R, D] that are sorted by (source rank, expert) so that they are sorted by
+        (expert, source rank).
+        """
         if not self.reorders:
             return rows_RD
         order_R, inverse_R = self._orders(rows_RD.device)
         return permute_rows(rows_RD, order_R, inverse_R)
 
     def rank_major(self, rows_RD: Tensor) -> Tensor:
-        """Apply the inverse of `expert_major`."""
+        """Reorder rows with the inverse of `expert_major`."""
         if not self.reorders:
             return rows_RD
         order_R, inverse_R = self._orders(rows_RD.device)
@@ -221,17 +232,18 @@ class Piece:
 
 @dataclass(frozen=True)
 class ExchangePlan(DispatchPlan):
-    """The plan of an exchange, which describes the rows, their pieces, and the rows of each token.
+    """The plan of an exchange. The plan describes the rows of each token and the pieces in which
+    the rows are sent.
 
     Attributes:
-        source_N: int64 [N], the choice that each row belongs to (`kernels.rows`). Rows are ordered
+        source_N: int64 [N], the choice to which each row belongs (`kernels.rows`). Rows are ordered
             by piece.
-        position_TK: int64 [T, K*r], the row of each choice, or -1.
-        weights_TK: [T, K*r] gate weights, differentiable, or None if results are multiplied by gate
-            weights before they are returned.
-        pieces: the pieces in the order in which they are sent.
-        even: whether every rank sends the same number of rows to every rank, in each piece.
-        complete: True if it is known that every choice has a row and no slot is empty.
+        position_TK: int64 [T, K*r], the row of each choice, or -1 if a choice has no row.
+        weights_TK: [T, K*r], the gate weights, which require gradients. `weights_TK` is None if
+            outputs are multiplied by the gate weights before they are sent back.
+        pieces: pieces in the order in which they are sent.
+        even: True if, in each piece, every rank sends the same number of rows to every rank.
+        complete: True if it is known that every choice has a row and that no slot is empty.
     """
 
     source_N: Tensor
@@ -244,16 +256,17 @@ class ExchangePlan(DispatchPlan):
 
 def ragged_plan(order_N: Tensor, send_WL: Counts, recv_WL: Counts, ids_TK: Tensor,
                 weights_TK: Tensor, place: Placement, overlap: Overlap) -> ExchangePlan:
-    """Return the plan for exactly the rows that were routed.
+    """Return a plan that sends exactly the routed rows, without padding.
 
     Args:
-        order_N: int64 [N], the choices sorted by expert shard. Choices without an expert are last.
-        send_WL: the rows by destination rank and its local expert.
-        recv_WL: the rows by source rank and local expert.
+        order_N: int64 [N], the indices of the choices, sorted by expert shard. Choices without an
+            expert are at the end.
+        send_WL: row counts, indexed by destination rank and that rank's local expert.
+        recv_WL: row counts, indexed by source rank and this rank's local expert.
         ids_TK: int64 [T, K*r], the expert shard of each choice.
         weights_TK: [T, K*r], the gate weight of each choice.
         place: the ranks that store each expert.
-        overlap: the number of pieces and their axis.
+        overlap: number of pieces, and the axis along which rows are split.
     """
     # len(send_WL[0]) includes borrowed experts, so it can exceed place.local
     shares = shares_along(overlap.piece_axis, overlap.pieces, place.comm.size, len(send_WL[0]))
@@ -273,27 +286,28 @@ def ragged_plan(order_N: Tensor, send_WL: Counts, recv_WL: Counts, ids_TK: Tenso
 
 
 def count_rows(plan: ExchangePlan, place: Placement) -> None:
-    """Add the number of rows that are sent to the counters. Nothing is counted in a compiled
-    graph."""
+    """Add the number of sent rows to the counters. In a compiled graph, no rows are counted."""
     for piece in () if torch.compiler.is_compiling() else plan.pieces:
         place.comm.counters.send_rows(piece.send, place.comm.topology, place.comm.rank)
 
 
 def padded_plan(place: Placement, ids_TK: Tensor, weights_TK: Tensor, slots_TK: Tensor,
                 capacity: int, number: int, sharers: int = 1) -> ExchangePlan:
-    """Return the plan for fixed slots, with the capacity divided into nearly equal pieces.
+    """Return a plan that sends fixed slots. The capacity is divided into pieces of nearly equal
+    length.
 
-    If several ranks share the slots, the slots of a piece are ordered by the rank that sends them.
+    If several ranks divide the slots among themselves, the slots of a piece are ordered by sending
+    rank.
 
     Args:
         place: the ranks that store each expert.
         ids_TK: int64 [T, K*r], the expert shard of each choice.
         weights_TK: [T, K*r], the gate weight of each choice.
-        slots_TK: int64 [T, K*r], the slot of each choice inside its expert shard.
-        capacity: the number of slots of an expert shard.
-        number: the number of pieces. If there are fewer slots than pieces, the number of pieces is
-            reduced to the number of slots.
-        sharers: the number of ranks that have the same tokens and divide the slots.
+        slots_TK: int64 [T, K*r], the slot of each choice within its expert shard.
+        capacity: number of slots per expert shard.
+        number: the number of pieces. If the capacity is smaller than the number of pieces, there
+            are as many pieces as slots.
+        sharers: number of ranks that have the same tokens and divide the slots among themselves.
     """
     sharer_slots = -(-capacity // sharers)
     number = max(1, min(number, sharer_slots))  # no piece may be empty
@@ -310,21 +324,21 @@ def padded_plan(place: Placement, ids_TK: Tensor, weights_TK: Tensor, slots_TK: 
 
 
 def _even_piece(place: Placement, slots: int) -> Piece:
-    """Return a piece with `slots` rows for each expert shard from each rank."""
+    """Return a piece that contains `slots` rows from each rank for each expert shard."""
     size, local = place.comm.size, place.local
     by_rank = [slots * local] * size
     return Piece(by_rank, by_rank, RowCounts([size * slots] * local), slots=slots)
 
 
 def slot_positions(owner_TK: Tensor, slots_TK: Tensor, owners: int, starts: list[int]) -> Tensor:
-    """Return the row of each choice, int64, if rows are ordered by (piece, owner, slot).
+    """Return the row of each choice, int64, when rows are ordered by (piece, owner, slot).
 
     Args:
-        owner_TK: int64, the owner (expert shard or rank) of each choice's row. The value -1 means
-            that the choice has no row. The result for such a choice is -1.
+        owner_TK: int64, the owner (expert shard or rank) of each choice's row, or -1 if a choice
+            has no row. The function returns -1 for choices without a row.
         slots_TK: int64, the slot of each choice among the slots of its owner.
-        owners: the number of owners.
-        starts: the first slot of each piece, followed by the number of slots.
+        owners: number of owners.
+        starts: first slot of each piece, followed by the total number of slots.
     """
     start_TK, length_TK = _slot_parts(slots_TK, starts, starts[-1])
     position_TK = start_TK * owners + owner_TK * length_TK + slots_TK - start_TK
@@ -333,7 +347,7 @@ def slot_positions(owner_TK: Tensor, slots_TK: Tensor, owners: int, starts: list
 
 def _slot_parts(slots_TK: Tensor, starts: list[int], capacity: int
                 ) -> tuple[Tensor | int, Tensor | int]:
-    """Return the first slot and the length of the piece that contains each slot."""
+    """For each slot, return the first slot and the length of the piece that contains the slot."""
     number = len(starts) - 1
     if number == 1:
         return 0, capacity
@@ -346,7 +360,9 @@ def _slot_parts(slots_TK: Tensor, starts: list[int], capacity: int
 
 
 def order_by_piece(send_PWL: list[Counts], source_N: Tensor) -> Tensor:
-    """Return the permutation from rows by expert shard to rows by (piece, expert shard)."""
+    """Return the permutation that reorders rows sorted by expert shard so that they are sorted by
+    (piece, expert shard).
+    """
     device = source_N.device
     lengths_VP = to_device(send_PWL, device).flatten(1).t()
     piece_VP = torch.arange(len(send_PWL), device=device).repeat(lengths_VP.shape[0])

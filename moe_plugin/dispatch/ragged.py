@@ -1,18 +1,19 @@
 """The dispatchers `ragged`, `padded` and `parm_s2`.
 
-`ragged` sends exactly the rows that were routed, without padding. The ranks exchange the numbers of
-rows before the rows. The host waits for these numbers once per call, and never in the backward
-pass. The exchange of the numbers may start as soon as the choices are known.
+`ragged` sends exactly the routed rows, without padding. The ranks exchange row counts before they
+exchange rows. The host waits for the row counts once per call, and does not wait in the backward
+pass. The exchange of row counts can start as soon as the router's choices are known.
 
-`padded` sends C slots per expert and source rank in an even all-to-all. The host does not wait,
-because all sizes are determined by the capacity (`routing.capacity`). Computing the capacity may
-itself require a wait (docs/synchronization.md).
+`padded` sends C slots per expert and source rank in an all-to-all of equal pieces. The host does
+not wait, because the capacity (`routing.capacity`) determines all sizes. Computing the capacity may
+itself make the host wait (docs/synchronization.md).
 
-`parm_s2` is Parm's schedule S2. N ranks have the same tokens, route all of them, and divide the
-slots: each rank sends 1/N of the slots of every expert to all shards of the expert. The returned
-rows are gathered over the N ranks, and are then weighted and summed. (Schedule S1 divides the
-tokens before the router and works with any other dispatcher; see `dispatch.token_entry`.) Source:
-Pan et al. 2024 (Parm); k f T D elements are gathered.
+`parm_s2` implements Parm's schedule S2. N ranks have the same tokens, route all of them, and divide
+the slots among themselves. Each rank sends 1/N of the slots of every expert to all shards of the
+expert. The returned rows are gathered over the N ranks, multiplied by the gate weights, and summed
+per token. (Schedule S1 divides the tokens before the router and can be used with any other
+dispatcher; see `dispatch.token_entry`.) Source: Pan et al. 2024 (Parm); k f T D elements are
+gathered, where f is the capacity factor.
 """
 
 from __future__ import annotations
@@ -49,14 +50,14 @@ from moe_plugin.utils.machine import start_to_host
 
 @dispatchers.register("padded")
 class PaddedDispatcher(ExchangeDispatcher[ExchangePlan]):
-    """A dispatcher with fixed slots. The exchange converts rows [E, C, D] to [L, W*C, D] (Tutel's
-    flexible layout), so that each expert computes one large matmul.
+    """A dispatcher with a fixed number of slots per expert. The exchange converts rows [E, C, D] to
+    [L, W*C, D] (Tutel's flexible layout), so that each expert computes a single large matmul.
     """
 
     traits = DispatchTraits(fixed_slots=True, supports_pieces=True)
 
     def plan(self, kept: KeptRouting) -> ExchangePlan:
-        """See `Dispatcher`. Empty slots are rows of zeros."""
+        """See `Dispatcher`. Empty slots are sent as rows of zeros."""
         slots_TK, capacity = fixed_slots(kept)
         ids_TK, weights_TK = expand(self.placement, kept.routing, slots_TK)
         slots_TK, capacity = expand_slots(self.placement, slots_TK, capacity)
@@ -66,8 +67,8 @@ class PaddedDispatcher(ExchangeDispatcher[ExchangePlan]):
 
 @dispatchers.register("parm_s2")
 class ParmS2Dispatcher(PaddedDispatcher):
-    """A dispatcher whose fixed slots are divided among `parallel.replicas` ranks with the same
-    tokens (Parm S2).
+    """A dispatcher whose fixed slots are divided among the `parallel.replicas` ranks that have the
+    same tokens (Parm S2).
     """
 
     traits = DispatchTraits(fixed_slots=True, splits_slots=True, supports_pieces=True)
@@ -77,26 +78,26 @@ class ParmS2Dispatcher(PaddedDispatcher):
         return self.placement.replicas.size if self.placement.replicas is not None else 1
 
     def own_part(self, rows_ND: Tensor) -> Tensor:
-        """Return the part of every expert's slots that this replica sends."""
+        """Return the slots of every expert that this replica sends."""
         replicas = self.placement.replicas
         return rows_ND if replicas is None else split(rows_ND, replicas)
 
     def all_parts(self, rows_ND: Tensor) -> Tensor:
-        """Gather the parts of all replicas, so that their outputs are equal."""
+        """Gather the rows of all replicas, so that all replicas compute equal outputs."""
         replicas = self.placement.replicas
         return rows_ND if replicas is None else gather(rows_ND, replicas)
 
 
 @dataclass(eq=False)
 class SentSizes:
-    """An exchange in progress of the numbers of rows of one call.
+    """An exchange of row counts for one call that is in progress.
 
     Attributes:
-        owner: the dispatcher that started the exchange. A dispatcher with a different placement
-            cannot use the result.
-        order_N: int64 [N], the choices sorted by expert (`sort_by_expert`).
-        most_tokens: the largest number of tokens of any rank. The method `rows` sets this number if
-            the exchange includes it.
+        owner: dispatcher that started the exchange. Only a dispatcher with the same placement can
+            use the row counts.
+        order_N: int64 [N], the indices of the choices, sorted by expert (`sort_by_expert`).
+        most_tokens: largest number of tokens on any rank. The method `rows` sets `most_tokens` if
+            the exchange includes the numbers of tokens.
     """
 
     owner: object
@@ -108,9 +109,10 @@ class SentSizes:
     most_tokens: int | None = None
 
     def rows(self) -> tuple[list[list[int]], list[list[int]]]:
-        """Return the numbers of rows to and from each rank, by the receiver's local expert.
+        """Return the row counts to each rank and from each rank. Both lists are indexed by rank and
+        by the receiver's local expert.
 
-        The host waits for the numbers, but not for work that was launched after the exchange.
+        The host waits for the row counts, but not for work launched after the exchange.
         """
         if self._rows is None:  # read once: `parallel.prefill` reads the numbers before the plan
             rows_by_side = self._arriving().view(self._shape).tolist()
@@ -122,7 +124,7 @@ class SentSizes:
 
 
 def agreed_sizes(owner: object, place: Placement, ids_TK: Tensor, routing: Routing) -> SentSizes:
-    """Exchange the numbers of rows of a call. See `start_sizes` for the arguments."""
+    """Exchange the row counts of a call. See `start_sizes` for a description of the arguments."""
     order_N, send_V = _sorted(place, ids_TK, routing)
     # one tensor, so that the host reads both directions in one copy
     both_2V = torch.stack([send_V, place.comm.all_to_all(send_V)])
@@ -132,16 +134,16 @@ def agreed_sizes(owner: object, place: Placement, ids_TK: Tensor, routing: Routi
 
 def start_sizes(owner: object, place: Placement, ids_TK: Tensor, routing: Routing,
                 tokens: bool = False) -> SentSizes:
-    """Start to exchange the numbers of rows of a call.
+    """Start to exchange the row counts of a call.
 
     All ranks must start their exchanges in the same order.
 
     Args:
-        owner: the dispatcher of the call.
+        owner: dispatcher of the call.
         place: the ranks that store each expert.
-        ids_TK: int64, the choices over shards of experts (`dispatch.base.expand`).
-        routing: the routing of the call.
-        tokens: True if the ranks also exchange their numbers of tokens (`SentSizes.most_tokens`).
+        ids_TK: int64, the chosen expert shards (`dispatch.base.expand`).
+        routing: routing of the call.
+        tokens: if True, the ranks also exchange their numbers of tokens (`SentSizes.most_tokens`).
     """
     order_N, send_V = _sorted(place, ids_TK, routing)
     if tokens:
@@ -166,7 +168,8 @@ def _sorted(place: Placement, ids_TK: Tensor, routing: Routing) -> tuple[Tensor,
 
 @dispatchers.register("ragged")
 class RaggedDispatcher(ExchangeDispatcher[ExchangePlan]):
-    """A dispatcher that sends exactly the routed rows, sorted by expert, in an uneven all-to-all.
+    """A dispatcher that sends exactly the routed rows, sorted by expert, in an all-to-all with
+    pieces of different lengths.
     Sources: FastMoE, MegaBlocks.
     """
 
@@ -179,11 +182,14 @@ class RaggedDispatcher(ExchangeDispatcher[ExchangePlan]):
 
     @property
     def maps_rows(self) -> bool:
-        """See `ExchangeDispatcher`. False if rows of borrowed experts are computed separately."""
+        """See `ExchangeDispatcher`. False if the rows of borrowed experts are computed separately.
+        """
         return self.planner is None
 
     def plan(self, kept: KeptRouting) -> ExchangePlan:
-        """See `Dispatcher`. Costs one exchange of counts and one copy from device to host."""
+        """See `Dispatcher`. The plan requires one exchange of counts and one copy from device to
+        host.
+        """
         place = self.placement
         if self.planner is not None:
             return spilling_plan(kept, place, self.overlap, self.planner)

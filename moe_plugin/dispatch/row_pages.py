@@ -1,13 +1,14 @@
-"""Pages that store the rows for the backward pass and are shared by all layers of a group.
+"""Pages that store rows for the backward pass. All layers of a group share the pages.
 
-Bounded rows are stored in buffers whose length is the bound, but the backward pass needs only the
-used part. This part is copied into pages, and the buffer can be used by the next layer. All layers
-together then need one buffer of the maximum size and the pages in use, instead of one buffer of the
-maximum size for each layer. The free pages are known only on the device, so the host never waits.
-Megatron-core and torchtitan call this a paged stash.
+Bounded rows are stored in buffers of a fixed length, but the backward pass needs only the real rows
+and not the padding. The real rows are copied into pages, so that the next layer can use the buffer.
+With pages, all layers together need a single buffer and the pages in use. Without pages, each layer
+would need its own buffer. Only the device knows which pages are free, so the host never waits.
+Megatron-core and torchtitan call this method a paged stash.
 
-If no page is free, rows are stored in pages in host memory, if such pages exist. Otherwise the rows
-are lost: their gradients are NaN, and the step reports an overflow.
+If no page is free on the device, rows are stored in pages in host memory, if there are any.
+If no page is free in host memory either, the rows are lost: their gradients are NaN, and the step
+reports an overflow.
 """
 
 from __future__ import annotations
@@ -32,17 +33,18 @@ MIB = 1 << 20
 
 
 class PageRing:
-    """A ring buffer of the free pages of one memory area, on the device.
+    """A ring buffer on the device that contains the free pages of one memory area.
 
     Args:
-        slots: the number of pages.
-        first: the index of the first page.
-        device: the device of the ring.
+        slots: number of pages.
+        first: index of the first page.
+        device: device on which the ring is stored.
 
     Attributes:
-        free_S: int64 [slots + 1], the ring. The last element absorbs writes of invalid pages.
-        head: int64 scalar, the number of pages that `take` has returned so far.
-        tail: int64 scalar, `slots` plus the number of pages that `give` has returned to the ring.
+        free_S: int64 [slots + 1], the indices of the free pages. The last element receives the
+            writes for invalid pages.
+        head: int64 scalar, the total number of pages that `take` has removed.
+        tail: int64 scalar, `slots` plus the total number of pages that `give` has returned.
     """
 
     def __init__(self, slots: int, first: int, device: torch.device) -> None:
@@ -52,13 +54,15 @@ class PageRing:
         self.tail = torch.full((), slots, dtype=torch.int64, device=device)
 
     def take(self, number: Tensor, index_M: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
-        """Remove `number` pages from the ring, or no pages if fewer than `number` are free.
+        """Remove `number` pages from the ring. If fewer than `number` pages are free, no page is
+        removed.
 
         Args:
-            number: int64 scalar, how many pages are needed.
-            index_M: int64 [M], the numbers from 0 to M - 1. M is an upper bound of `number`.
-            wanted: bool scalar. If it is False, no page is removed.
-        Returns: the pages, int64 [M], padded with -1, and whether there were enough pages.
+            number: int64 scalar, the number of pages to remove.
+            index_M: int64 [M], the integers from 0 to M - 1. M is an upper limit of `number`.
+            wanted: bool scalar. If `wanted` is False, no page is removed.
+        Returns: The removed pages, int64 [M], padded with -1, and a bool scalar that is True if
+        there were enough pages.
         """
         enough = wanted & (self.tail - self.head >= number)
         slot_M = self.free_S[(self.head + index_M) % max(1, self.slots)]
@@ -67,7 +71,7 @@ class PageRing:
         return torch.where(enough & (index_M < number), slot_M, -1), enough
 
     def give(self, record_M: Tensor, index_M: Tensor) -> None:
-        """Return the pages of a record that belong to this ring."""
+        """Return those pages of a record that belong to this ring to the ring."""
         mine_M = (record_M >= self.first) & (record_M < self.first + self.slots)
         place_M = torch.where(mine_M, (self.tail + index_M) % max(1, self.slots), self.slots)
         self.free_S.index_copy_(0, place_M, record_M)
@@ -75,18 +79,18 @@ class PageRing:
 
 
 class Pages:
-    """The pages for one dtype on one device.
+    """The pages for tensors of one dtype on one device.
 
     Args:
-        slots: the number of pages on the device.
-        host: the number of pages in host memory.
-        like: a tensor with the dtype and the device that the pages should have.
+        slots: number of pages on the device.
+        host: number of pages in host memory.
+        like: tensor whose dtype and device the pages should have.
 
     Attributes:
         in_use: int64 scalar on the device, the number of pages in use. Pages that were needed but
-            not available are included.
-        most: int64 scalar on the device, the maximum of `in_use`.
-        lost: int64 scalar on the device, the number of tensors that were not stored.
+            not available are counted as well.
+        most: int64 scalar on the device, the largest value of `in_use` so far.
+        lost: int64 scalar on the device, the number of tensors that could not be stored.
     """
 
     def __init__(self, slots: int, host: int, like: Tensor) -> None:
@@ -109,9 +113,9 @@ class Pages:
         """Copy the first elements of a tensor into pages.
 
         Args:
-            x_N: [N], the tensor.
+            x_N: [N], the tensor to store.
             used: int64 scalar, the number of elements to store.
-        Returns: the pages, int64 [M]; the number of pages needed; and whether there were enough
+        Returns: The pages, int64 [M], the number of pages needed, and whether there were enough
             pages.
         """
         if not capturing(x_N.device):  # each replay of the graph would free them again
@@ -130,7 +134,7 @@ class Pages:
         return record_M, number, enough
 
     def free(self, record_M: Tensor, number: Tensor) -> None:
-        """Free the pages of a record."""
+        """Return the pages of a record to their rings."""
         index_M = torch.arange(record_M.shape[0], device=record_M.device)
         for ring in self.rings:
             ring.give(record_M, index_M)
@@ -138,11 +142,11 @@ class Pages:
 
     @torch.no_grad()
     def drop(self, record_M: Tensor, number: Tensor) -> None:
-        """Let the next `write` free the pages of a record.
+        """Mark the pages of a record to be freed by the next `write`.
 
-        This method is called by the garbage collector, which may run in any thread and with any
-        current stream. Therefore it must not launch a kernel. While a CUDA graph is captured, the
-        pages are freed immediately, because each replay must free them.
+        The garbage collector calls this method, in any thread and with any current stream. The
+        method must therefore not launch a kernel. While a CUDA graph is captured, the pages are
+        freed immediately, because every replay of the graph must free them.
         """
         if capturing(record_M.device):
             self.free(record_M, number)
@@ -157,15 +161,15 @@ class Pages:
 
 
 class Kept:
-    """The rows of one call, stored in pages.
+    """The rows of one call that are stored in pages.
 
-    The pages are freed when this object is deleted. Therefore an autograd graph that is retained,
-    or deleted without a backward pass, needs no special treatment.
+    The pages are freed when this object is deleted. An autograd graph that is retained, or deleted
+    without a backward pass, therefore needs no special handling.
 
     Args:
         pages: the pages to use.
-        x_RD: [R, D], the rows, followed by padding.
-        lengths_L: int64 [L], the number of rows of each expert.
+        x_RD: [R, D], the rows followed by padding.
+        lengths_L: int64 [L], the number of rows for each expert.
     """
 
     def __init__(self, pages: Pages, x_RD: Tensor, lengths_L: Tensor) -> None:
@@ -174,8 +178,9 @@ class Kept:
             x_RD.reshape(-1), lengths_L.sum() * x_RD.shape[1])
 
     def rows(self) -> Tensor:
-        """Return the rows in a buffer of the original shape. The padding contains arbitrary
-        values."""
+        """Return the stored rows in a buffer of the original shape. The padding rows of the
+        returned buffer contain arbitrary values.
+        """
         x_N = read_pages(self.record_M, self.pages.pages_SP, self.pages.host_SP,
                          math.prod(self.shape), self.enough)
         return x_N.view(self.shape)
@@ -187,12 +192,12 @@ class Kept:
 
 
 class PagedStash(Limit):
-    """The pages of all layers of a group on this rank.
+    """The pages on this rank that all layers of a group share.
 
-    The pages are allocated for each dtype on first use.
+    The pages for a dtype are allocated when the dtype is first used.
 
-    The settings are the maximum over all existing layers. A step is repeated after an overflow if
-    any layer is set to repeat.
+    The size of the pages is the maximum that any existing layer configures. After an overflow, the
+    step is repeated if at least one layer is configured to repeat.
     """
 
     remedy = ("the rows needed in backward took {needed} bytes, more than dispatch.stash_mib and "
@@ -207,8 +212,8 @@ class PagedStash(Limit):
         """Register the settings of a layer.
 
         Args:
-            layer: an object that lives as long as the layer.
-            config: the dispatch settings of the layer.
+            layer: object that exists as long as the layer.
+            config: dispatch settings of the layer.
         """
         if not self._asked:  # all earlier layers were deleted, so their pages are not needed
             self._grown = 0
@@ -217,17 +222,17 @@ class PagedStash(Limit):
 
     @property
     def made(self) -> list[Pages]:
-        """The list of all allocated pages, with one entry per dtype and device."""
+        """All allocated pages, as a list with one element per dtype and device."""
         return [*self._pages.values()]
 
     @property
     def bytes(self) -> int:
-        """The setting for the size of the pages in device memory, in bytes per dtype."""
+        """Configured size of the pages in device memory, in bytes per dtype."""
         return max([self._grown, *(int(c.stash_mib * MIB) for c in self._asked.values())])
 
     @property
     def host_bytes(self) -> int:
-        """The setting for the size of the pages in host memory, in bytes per dtype."""
+        """Configured size of the pages in host memory, in bytes per dtype."""
         return max([0, *(int(c.stash_host_mib * MIB) for c in self._asked.values())])
 
     @property
@@ -236,14 +241,14 @@ class PagedStash(Limit):
 
     @property
     def needed(self) -> Tensor | None:  # type: ignore[override]
-        """See `Limit`. The unit is bytes."""
+        """See `Limit`. The needed size is given in bytes."""
         # 0 unless a tensor was lost: only then were the pages too few
         needed = [pages.most * (pages.lost > 0) * (PAGE * dtype.itemsize)
                   for (dtype, _), pages in self._pages.items()]
         return torch.stack(needed).amax() if needed else None
 
     def grow(self, needed: int) -> None:
-        """See `Limit`. Tensors in existing pages remain there."""
+        """See `Limit`. Tensors that are already stored remain in the old pages."""
         self._grown = max(self._grown, with_room(needed))
         self._pages.clear()
 
@@ -254,9 +259,9 @@ class PagedStash(Limit):
             pages.most.copy_(pages.in_use)
 
     def pages(self, like: Tensor) -> Pages:
-        """Return the pages for tensors with the dtype and device of `like`.
+        """Return the pages for tensors that have the dtype and device of `like`.
 
-        New, larger pages are allocated if the sizes have grown since the last call.
+        If the configured size has grown since the last call, larger pages are allocated.
         """
         key, page = (like.dtype, like.device), PAGE * like.element_size()
         wanted = self.bytes // page, self.host_bytes // page
@@ -283,17 +288,17 @@ class PagedStash(Limit):
         """Copy the rows of all experts into pages.
 
         Args:
-            x_RD: [R, width], the rows of the experts, followed by padding.
+            x_RD: [R, width], the rows of the experts followed by padding.
             lengths_L: int64 [L], the number of rows of each expert.
         """
         return Kept(self.pages(x_RD), x_RD, lengths_L)
 
 
 def may_keep() -> bool:
-    """Return whether rows may be stored in pages now.
+    """Return whether rows may currently be stored in pages.
 
-    The result is False under activation checkpointing and under `torch.compile`, which determine
-    the tensors that autograd saves.
+    Returns False under activation checkpointing and under `torch.compile`, because they determine
+    which tensors autograd saves.
     """
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return False

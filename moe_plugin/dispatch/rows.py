@@ -1,15 +1,17 @@
-"""The order of rows (sorted by expert, or in fixed slots), and dispatchers that do not send tokens.
+"""Functions that put rows in order (sorted by expert, or in fixed slots), and dispatchers that do
+not send tokens.
 
-The dispatcher `index_slice` is for groups whose ranks all have the same tokens (PPMoE). Instead of
-an all-to-all, every rank computes the same routing and the rows of its own experts. One all-reduce
-sums the results, as in a dense feed-forward layer under tensor parallelism. The backward pass uses
-one all-reduce for the gradients of the input and of the gate weights. The gradients of the router,
-including those of the balance losses, are therefore complete and equal on all ranks. Each rank
-takes part in a ring all-reduce of T D elements in forward and T (D + K) elements in backward.
+The dispatcher `index_slice` can be used if all ranks of a group have the same tokens (PPMoE).
+Instead of exchanging tokens, every rank computes the same routing and then the rows of its own
+experts. A single all-reduce sums the outputs, as in a dense feed-forward layer under tensor
+parallelism. The backward pass uses one all-reduce for the gradients of the input and the gate
+weights. As a result, the gradients of the router are complete and equal on all ranks, including the
+gradients of the balance losses. The ring all-reduces process T D elements in the forward pass and T
+(D + K) elements in the backward pass.
 Source: Chen et al. 2023 (PPMoE).
 
-In tensor names, N is the number of choices that have a row, and V is the number of slots. The other
-letters are explained in `moe_plugin.records`.
+In tensor names, N is the number of choices that have a row, and V is the number of slots. See
+`moe_plugin.records` for the other letters.
 """
 
 from __future__ import annotations
@@ -44,9 +46,9 @@ from moe_plugin.utils.machine import exporting
 
 
 def known_load(routing: Routing) -> tuple[Tensor | None, bool]:
-    """Return the load of a routing, if it was counted, and whether every choice has an expert.
+    """Return the load of a routing, if the load is known, and whether every choice has an expert.
 
-    Returns: the load, int64 [K, E], or None; and True if `ids_TK` is known to contain no -1.
+    Returns: The load, int64 [K, E], or None, and True if it is known that `ids_TK` contains no -1.
     """
     counted = routing.counted
     # a routing that was derived from another one has different choices
@@ -57,16 +59,16 @@ def known_load(routing: Routing) -> tuple[Tensor | None, bool]:
 
 def sort_by_expert(ids_TK: Tensor, experts: int, load_KE: Tensor | None = None,
                    complete: bool = False) -> tuple[Tensor, Tensor]:
-    """Sort choices by expert. The choices of an expert stay in token order.
+    """Sort choices by expert. The choices of each expert remain in token order.
 
     Args:
-        ids_TK: int64 [T, K], the expert of each choice. The value -1 means that there is no expert.
-        experts: the number E of experts.
-        load_KE: int64 [K, E], the known load (`known_load`). If `load_KE` is None, the load is
-            counted.
+        ids_TK: int64 [T, K], the expert of each choice, or -1 for a choice without an expert.
+        experts: number of experts, E.
+        load_KE: int64 [K, E], the load, if it is known (`known_load`). If `load_KE` is None, the
+            function counts the load.
         complete: True if it is known that every choice has an expert.
-    Returns: the indices of the choices sorted by expert, int64 [T*K], with choices without an
-        expert last; and the number of choices of each expert, int64 [E].
+    Returns: The indices of the choices, sorted by expert, int64 [T*K], and the number of choices of
+        each expert, int64 [E]. Choices without an expert are at the end.
     """
     key_N = ids_TK.reshape(-1)
     if not complete:
@@ -77,12 +79,12 @@ def sort_by_expert(ids_TK: Tensor, experts: int, load_KE: Tensor | None = None,
 
 
 def positions(source_N: Tensor, ids_TK: Tensor, complete: bool = False) -> Tensor:
-    """Return the row of each choice, int64 [T, K], or -1 for a choice without a row.
+    """Return the row of each choice, int64 [T, K], or -1 for choices without a row.
 
     Args:
         source_N: int64 [N], the choice of each row.
-        ids_TK: a tensor of shape [T, K]. Only its shape and device are used.
-        complete: whether every choice has a row.
+        ids_TK: tensor of shape [T, K]. Only the shape and device of `ids_TK` are used.
+        complete: True if every choice has a row.
     """
     if complete:
         return inverse_permutation(source_N).view(ids_TK.shape)
@@ -99,14 +101,16 @@ def inverse_permutation(order_R: Tensor) -> Tensor:
 
 def exact_rows(ids_TK: Tensor, weights_TK: Tensor, experts: int, load_KE: Tensor | None = None,
                complete: bool = False) -> RowPlan:
-    """Return one row for each (token, expert) pair, sorted by expert. The host reads the counts.
+    """Return one row for each (token, expert) pair. The rows are sorted by expert. The host reads
+    the row counts from the device.
 
     Args:
-        ids_TK: int64 [T, K], the expert of each choice. The value -1 means that the choice has no
+        ids_TK: int64 [T, K], the expert of each choice. A value of -1 means that the choice has no
             row.
         weights_TK: [T, K], the gate weights.
-        experts: the number of experts.
-        load_KE: int64 [K, E], the known load. If it is None, the load is counted.
+        experts: number of experts.
+        load_KE: int64 [K, E], the load, if it is known. If `load_KE` is None, the function counts
+            the load.
         complete: True if it is known that every choice has an expert.
     """
     order_N, count_E = sort_by_expert(ids_TK, experts, load_KE, complete)
@@ -119,13 +123,14 @@ def exact_rows(ids_TK: Tensor, weights_TK: Tensor, experts: int, load_KE: Tensor
 
 
 def device_rows(ids_TK: Tensor, weights_TK: Tensor, experts: int) -> RowPlan:
-    """Return the rows of `exact_rows` in a buffer for T*K rows, with counts on the device.
+    """Return the same rows as `exact_rows`, but in a buffer for T*K rows and with counts that stay
+    on the device.
 
     Args:
-        ids_TK: int64 [T, K], the expert of each choice. The value -1 means that the choice has no
+        ids_TK: int64 [T, K], the expert of each choice. A value of -1 means that the choice has no
             row.
         weights_TK: [T, K], the gate weights.
-        experts: the number of experts.
+        experts: number of experts.
     """
     source_R, position_TK, count_E = sorted_choices(ids_TK, experts)
     return RowPlan(source_R, position_TK, weights_TK, DeviceCounts(count_E, ids_TK.numel()))
@@ -133,16 +138,16 @@ def device_rows(ids_TK: Tensor, weights_TK: Tensor, experts: int) -> RowPlan:
 
 def slot_rows(ids_TK: Tensor, weights_TK: Tensor, slots_TK: Tensor, capacity: int,
               experts: int) -> RowPlan:
-    """Return C rows per expert, including empty rows. Row e*C + c is slot c of expert e.
+    """Return C rows for each expert, including empty rows. Row e*C + c contains slot c of expert e.
 
-    The host reads nothing.
+    The host does not read any value from the device.
 
     Args:
         ids_TK: int64 [T, K], the expert of each choice. The value -1 means that the choice has no
             row.
         weights_TK: [T, K], the gate weights.
-        slots_TK: int64 [T, K], the slot of each choice inside its expert.
-        capacity: the number C of slots per expert.
+        slots_TK: int64 [T, K], the slot of each choice within its expert.
+        capacity: number of slots per expert, C.
         experts: the number of experts.
     """
     position_TK = torch.where(ids_TK >= 0, ids_TK * capacity + slots_TK, -1)
@@ -151,7 +156,9 @@ def slot_rows(ids_TK: Tensor, weights_TK: Tensor, slots_TK: Tensor, capacity: in
 
 
 def rows_of_this_rank(routing: Routing, place: Placement) -> RowPlan:
-    """Return the rows of this rank's experts, or expert shards, for all tokens of a routing."""
+    """Return the rows that this rank's experts or expert shards compute for all tokens of a
+    routing.
+    """
     ids_TK = routing.ids_TK - place.first_expert
     mine_TK = (ids_TK >= 0) & (ids_TK < place.local)
     return exact_rows(torch.where(mine_TK, ids_TK, -1), routing.weights_TK, place.local)
@@ -159,23 +166,23 @@ def rows_of_this_rank(routing: Routing, place: Placement) -> RowPlan:
 
 @dataclass(frozen=True)
 class TokenPlan(DispatchPlan):
-    """The plan of a dispatcher that does not send tokens. Experts read their rows directly from the
+    """The plan of a call that does not send tokens. The experts read their rows directly from the
     tokens.
 
     Attributes:
-        row_plan: the rows of the tokens that this rank computes.
+        row_plan: rows that this rank computes.
     """
 
     row_plan: RowPlan
 
 
 class LocalDispatcher(Dispatcher[TokenPlan]):
-    """A dispatcher for a rank that has all experts, either stored or gathered.
+    """A dispatcher for a rank that has the parameters of all experts, either stored or gathered.
 
-    Tokens stay on the rank.
+    Tokens stay on their rank.
 
-    Rows have the same form as with the configured dispatcher: exact rows, fixed slots or bounded
-    rows.
+    Rows are arranged as they would be by the configured dispatcher: exact rows, fixed slots or
+    bounded rows.
     """
 
     def __init__(self, context: DispatchContext) -> None:
@@ -187,7 +194,7 @@ class LocalDispatcher(Dispatcher[TokenPlan]):
     def plan(self, kept: KeptRouting) -> TokenPlan:
         """See `Dispatcher`.
 
-        The host waits for the device only if the rows are exact and the experts need their counts
+        The host waits for the device only if the rows are exact and the experts need the row counts
         on the host.
         """
         routing, compiling = kept.routing, torch.compiler.is_compiling()
@@ -215,20 +222,20 @@ class LocalDispatcher(Dispatcher[TokenPlan]):
 
 
 def with_weights(plan: RowPlan, weights_TK: Tensor) -> RowPlan:
-    """Return the same rows with other gate weights [T, K]."""
+    """Return the same rows with different gate weights [T, K]."""
     return dataclasses.replace(plan, weights_TK=weights_TK)
 
 
 @dispatchers.register("index_slice")
 class IndexSliceDispatcher(Dispatcher[TokenPlan]):
-    """A dispatcher for ranks with the same tokens. Each rank computes the rows of its own experts,
-    and an all-reduce sums the results (PPMoE).
+    """A dispatcher for ranks that have the same tokens: each rank computes the rows of its own
+    experts, and an all-reduce sums the outputs (PPMoE).
     """
 
     traits = DispatchTraits(shares_tokens=True, single_layout=True)
 
     def plan(self, kept: KeptRouting) -> TokenPlan:
-        """See `Dispatcher`. This requires one copy of counts from device to host."""
+        """See `Dispatcher`. The plan requires one copy of counts from device to host."""
         rows = rows_of_this_rank(kept.routing, self.placement)
         return TokenPlan(rows.counts.total, rows)
 
@@ -239,6 +246,6 @@ class IndexSliceDispatcher(Dispatcher[TokenPlan]):
         return Sent([ExpertRows(x_TD, with_weights(plan.row_plan, weights_TK))], anchor)
 
     def combine(self, sent: Sent, plan: TokenPlan) -> Tensor:
-        """See `Dispatcher`. The result is equal on all ranks."""
+        """See `Dispatcher`. The outputs are equal on all ranks."""
         [part_TD] = sent.results
         return sum_parts(part_TD, self.placement.comm)

@@ -1,9 +1,10 @@
-"""Limits on memory of a fixed size, which a step may exceed.
+"""Limits on memory of a fixed size that a step may exceed.
 
-Only the device knows during a step whether a limit was exceeded. At the end of the step, all ranks
-check this. If a limit was exceeded, an error is raised on all ranks, or the memory is enlarged and
-the step is repeated. There are two limits. `RowsLimit` limits the rows that one rank sends to
-another. `dispatch.row_pages.PagedStash` limits the memory for stored rows.
+During a step, only the device knows whether a limit was exceeded. At the end of the step, all ranks
+check whether a limit was exceeded. If a limit was exceeded, either all ranks raise an error, or the
+memory is enlarged and the step is repeated. `RowsLimit` limits the number of rows that one rank
+sends to another. `dispatch.row_pages.PagedStash` limits the memory in which rows are stored for the
+backward pass.
 """
 
 from __future__ import annotations
@@ -25,22 +26,24 @@ ROOM = 1.25  # a limit that was exceeded grows to the needed size times this fac
 
 
 class RowsOverflow(RuntimeError):
-    """Error that is raised on all ranks if rows exceeded a limit. The results of the step are
-    NaN."""
+    """Error that all ranks raise if the rows of any rank exceeded a limit. The outputs and
+    gradients of the step are NaN.
+    """
 
 
 class Limit(ABC):
-    """A limit on the size of rows. Only the device knows whether rows exceeded it.
+    """A limit on the number of rows or on their memory. Only the device knows whether the limit was
+    exceeded.
 
     Attributes:
-        remedy: the error message, which names the limit that was too small and explains how to
+        remedy: error message. The message names the limit that was exceeded and explains how to
             enlarge it. It contains `{needed}`.
-        repeats: whether a step that exceeds the limit is repeated. If `repeats` is False, exceeding
+        repeats: True if a step that exceeds the limit is repeated. If `repeats` is False, exceeding
             the limit raises an error.
-        needed: int64 scalar on the device, the size that would have been enough for all calls since
-            the last `forget`. The value is 0 if the limit was not exceeded, and None if the limit
-            has not been used yet. Calls without gradients are included, so a step or an evaluation
-            calls `forget` first and checks the value at its end.
+        needed: int64 scalar on the device, the size that would have been sufficient for all calls
+            since the last `forget`. `needed` is 0 if the limit was not exceeded, and None if the
+            limit has not been used yet. Calls without gradients are included. A step or an
+            evaluation should therefore call `forget` at its start and check `needed` at its end.
     """
 
     remedy: ClassVar[str]
@@ -49,39 +52,41 @@ class Limit(ABC):
 
     @abstractmethod
     def grow(self, needed: int) -> None:
-        """Enlarge the limit to at least `needed`, and reset `needed`."""
+        """Enlarge the limit to at least `needed`, and reset the attribute `needed`."""
 
     @abstractmethod
     def forget(self) -> None:
-        """Reset `needed`, so that it covers only later calls."""
+        """Reset the attribute `needed`, so that it describes only later calls."""
 
 
 def with_room(needed: int) -> int:
-    """Return the new size of a limit for which the size `needed` was too large."""
+    """Return the new size of a limit if the size `needed` exceeded the old limit."""
     return math.ceil(needed * ROOM)
 
 
 def overflowed(limits: Sequence[Limit], comm: Comm) -> bool:
-    """Return whether a step must be repeated because rows exceeded a limit on some rank.
+    """Return whether the step must be repeated because rows on any rank exceeded a limit.
 
-    Call this function after backward and before the optimizer step. The function is collective, and
-    the result is equal on all ranks. The host waits for the device once. If the result is True,
-    discard the gradients and repeat the step. The limits have been enlarged by then.
+    Call this function after the backward pass and before the optimizer step. The function is
+    collective and returns the same answer on all ranks. The host waits once for the device. If the
+    function returns True, discard the gradients and repeat the step. If the function returns True,
+    the limits have already been enlarged.
 
     Args:
-        limits: the limits of the layers of this rank. May be empty.
-        comm: all ranks of the model, including replicas and pipeline stages.
+        limits: limits of the layers on this rank. May be empty.
+        comm: group of all ranks of the model, including replicas and pipeline stages.
     Raises:
-        RowsOverflow: If a limit was exceeded for which steps are not repeated. The error is raised
-            on all ranks.
+        RowsOverflow: If a limit was exceeded and its steps are not repeated. All ranks raise this
+            error.
     """
     own_N = needed_of(limits, comm.device)
     return settle(limits, torch.cat([comm.all_reduce(most_of(limits, own_N), "max"), own_N]))
 
 
 def needed_of(limits: Sequence[Limit], device: torch.device) -> Tensor:
-    """Return a copy of `needed` of N limits, int64 [N]. The value is 0 for a limit that has not
-    been used yet."""
+    """Return a copy of the attribute `needed` of N limits, int64 [N]. For a limit that has not been
+    used yet, the returned element is 0.
+    """
     own_N = torch.zeros(len(limits), dtype=torch.int64, device=device)
     for index, limit in enumerate(limits):
         if (needed := limit.needed) is not None:
@@ -90,13 +95,13 @@ def needed_of(limits: Sequence[Limit], device: torch.device) -> Tensor:
 
 
 def most_of(limits: Sequence[Limit], needs: Tensor) -> Tensor:
-    """Reduce the needed sizes of N limits to the maxima for each of K classes of limits.
+    """Compute the maximum needed size for each of K classes of limits.
 
     Args:
         limits: N limits.
-        needs: int64 [..., N], the needed size of each limit.
-    Returns: int64 [..., 2 K]. For each class the maximum over limits whose overflow is an error,
-        then the maximum over limits whose step is repeated.
+        needs: int64 [..., N], the needed size for each limit.
+    Returns: The maxima, int64 [..., 2 K]. Each class has two maxima: first the maximum over limits
+        that raise an error, and then the maximum over limits that repeat the step.
     """
     places_N = torch.tensor([2 * _kinds().index(type(limit)) + limit.repeats for limit in limits],
                             dtype=torch.int64, device=needs.device)
@@ -105,15 +110,16 @@ def most_of(limits: Sequence[Limit], needs: Tensor) -> Tensor:
 
 
 def settle(limits: Sequence[Limit], needs: Tensor) -> bool:
-    """Enlarge or reset the limits, as the last part of `overflowed`. The host waits once.
+    """Enlarge or reset the limits as the last part of `overflowed`. The host waits once for the
+    device.
 
     Args:
-        limits: the limits of this rank.
-        needs: int64 [2 K + N], the result of `most_of` reduced over all ranks, followed by the need
-            of each limit of this rank.
-    Returns: whether the step must be repeated.
+        limits: limits on this rank.
+        needs: int64 [2 K + N]. The first 2 K elements are the maxima computed by `most_of`, reduced
+            over all ranks. The other elements are the needed sizes for the limits on this rank.
+    Returns: Whether the step must be repeated.
     Raises:
-        RowsOverflow: If a limit was exceeded for which steps are not repeated.
+        RowsOverflow: If a limit was exceeded and its steps are not repeated.
     """
     classes = _kinds()
     counts: list[int] = needs.tolist()  # the only wait for the device
@@ -133,29 +139,30 @@ def _kinds() -> list[type[Limit]]:
 
 
 class RowsLimit(Limit):
-    """The bound on the rows that a layer sends from one rank to another.
+    """The limit on the number of rows that a layer sends from one rank to another.
 
-    The bound is min(T k, T L, ceil(f T k r / W)) rows, and at least 1. T is the largest number of
-    tokens of any rank, k the number of choices per token, L the number of experts per rank, f the
-    factor `dispatch.max_rows_factor`, r the number of ranks to which each choice is sent, and W the
-    number of ranks. With f = W / r, no load can exceed the bound. The term T L assumes that the
-    experts of a token are different (`records.Routing`). If a router chooses the same expert twice
-    for a token, rows may exceed the bound, which is detected like any overflow. If rows are sent
-    once per rank, there are at most T rows for each rank.
+    The limit is min(T k, T L, ceil(f T k r / W)) rows, but at least 1. In the formula of the limit,
+    T is the largest number of tokens on any rank, k is the number of choices per token, L is the
+    number of experts per rank, f is the setting `dispatch.max_rows_factor`, r is the number of
+    ranks to which each choice is sent, and W is the number of ranks. With f = W / r, no load can
+    exceed the limit. The term T L assumes that no token has the same expert twice
+    (`records.Routing`). If a router does choose the same expert twice for a token, the rows may
+    exceed the limit, which is detected like any other overflow. If a token's row is sent only once
+    per rank, at most T rows are sent to each rank.
 
     Args:
-        config: the settings of the layer.
-        device: the device of its parameters.
+        config: dispatch settings of the layer.
+        device: device of the layer's parameters.
 
     Attributes:
-        choices: the value of T k. None until the ranks have agreed on it, in the first call with
-            gradients and tokens.
-        tokens: the value of T.
-        least: a lower limit of the bound, set after an overflow. Initially 0.
-        stashes: whether the rows needed in backward are stored in pages, without padding
+        choices: largest number of choices on any rank, T k. `choices` is None until the ranks have
+            agreed on the number in the first call with gradients and tokens.
+        tokens: largest number of tokens on any rank, T.
+        least: smallest value that the limit may have, which is set after an overflow. Initially 0.
+        stashes: True if the rows needed in the backward pass are stored in pages without padding
             (`dispatch.row_pages`).
-        needed: the bound that would have been enough; see `Limit`. The bound is equal on all ranks
-            of the group.
+        needed: limit that would have been sufficient; see `Limit`. All ranks of the group have the
+            same limit.
     """
 
     remedy = ("a rank had {needed} rows for another rank, more than dispatch.max_rows_factor "
@@ -174,22 +181,23 @@ class RowsLimit(Limit):
         self.needed: Tensor = _zero(device)
 
     def to(self, device: torch.device) -> None:
-        """Move to the device of the layer's parameters. This resets `needed`."""
+        """Move the limit to the device of the layer's parameters. This resets `needed`."""
         if self.needed.device != device:
             self.needed = _zero(device)
 
     def slots(self, ids_TK: Tensor, place: Placement) -> tuple[int, int]:
-        """Return the bound and T, which are equal on all ranks.
+        """Return the limit on rows and the number of tokens T. Both numbers are equal on all ranks.
 
         Unless `dispatch.max_tokens` is set, the first call with gradients and tokens determines T
-        in an all-reduce, for which the host waits. Earlier calls run the same all-reduce without
-        storing T.
+        with an all-reduce. The host waits for the all-reduce of T. Earlier calls run the same
+        all-reduce, but do not store T.
 
         Args:
-            ids_TK: [T, k], the choices of this rank. Only the shape is used.
+            ids_TK: [T, k], the choices on this rank. Only the shape of `ids_TK` is used.
             place: the ranks that store each expert.
         Raises:
-            CommError: If T is not known under `torch.compile` or while a CUDA graph is captured.
+            CommError: If T is still unknown when the call is compiled by `torch.compile` or
+                captured in a CUDA graph.
         """
         choices, tokens = self.choices, self.tokens
         if choices is None:
@@ -204,8 +212,8 @@ class RowsLimit(Limit):
         return max(1, bound, self.least), max(1, tokens, self.least)
 
     def record(self, most: Tensor, slots: int) -> Tensor:
-        """Update `needed` and return whether the rows exceeded the bound, a bool scalar on the
-        device.
+        """Update `needed`. The method returns a bool scalar on the device that is True if the rows
+        exceeded the limit.
 
         Args:
             most: int64 scalar, the largest number of rows that any rank sends to a single rank.
@@ -226,7 +234,7 @@ class RowsLimit(Limit):
 
 
 def _zero(device: torch.device | None) -> Tensor:
-    """Return an int64 scalar tensor that can be modified inside and outside of inference mode."""
+    """Return an int64 scalar tensor that can be modified both inside and outside inference mode."""
     if torch.is_inference_mode_enabled():
         # a tensor created in inference mode could not be written in training
         with torch.inference_mode(False):
@@ -235,7 +243,7 @@ def _zero(device: torch.device | None) -> Tensor:
 
 
 def _most(ids_TK: Tensor, comm: Comm) -> tuple[int, int]:
-    """Return the largest number of choices and of tokens of any rank."""
+    """Return the largest number of choices and the largest number of tokens on any rank."""
     if capturing(ids_TK.device) or torch.compiler.is_compiling():
         raise comm.error("the ranks have not agreed on a number of tokens yet, and they cannot do "
                          "so in a compiled or captured call. Set dispatch.max_tokens, or call the "

@@ -1,9 +1,10 @@
-"""Spilling, in which other ranks compute some rows of an expert with a high load.
+"""Spilling: if an expert has a high load, other ranks compute some of its rows.
 
-The ranks exchange how many rows every rank has for every expert, so that all ranks compute the same
-plan (`planner.spill`) from the loads of this call. A recomputation uses the same routing and
-therefore the same plan. The rows are sent in one exchange, as without spilling, because a rank
-treats a borrowed expert as an additional local expert after the stored experts.
+The ranks exchange the number of rows that each rank has for each expert. From the exchanged loads,
+all ranks compute the same plan for the call (`planner.spill`). A recomputation uses the same
+routing and therefore computes the same plan. All rows are sent in a single exchange, as without
+spilling, because a rank treats a borrowed expert as an additional local expert, which comes after
+the stored experts.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ from moe_plugin.utils.machine import to_device
 
 @dataclass(frozen=True)
 class SpillingPlan(ExchangePlan):
-    """The plan of an exchange with borrowed experts.
+    """The plan of an exchange in which ranks may compute rows of borrowed experts.
 
-    The local experts of a rank are its stored experts, followed by up to `spill.most_guests`
+    The local experts of a rank are its stored experts followed by up to `spill.most_guests`
     borrowed experts.
 
     Attributes:
-        spill: the plan that assigns rows to ranks, or None if every rank computes only the rows of
-            its stored experts.
+        spill: plan that determines which rank computes each row, or None if every rank computes
+            only the rows of its stored experts.
     """
 
     spill: SpillPlan | None = None
@@ -41,12 +42,13 @@ class SpillingPlan(ExchangePlan):
 
 def spilling_plan(kept: KeptRouting, place: Placement, overlap: Overlap,
                   planner: SpillPlanner) -> SpillingPlan:
-    """Return the plan of one call. This requires one exchange of counts and one copy to the host.
+    """Return the plan of one call with spilling. The function requires one exchange of counts and
+    one copy from device to host.
 
     Args:
-        kept: the routing of the call.
+        kept: routing of the call.
         place: the ranks that store each expert.
-        overlap: the number of pieces of the exchange.
+        overlap: number of pieces of the exchange.
         planner: object that decides which rank computes which rows.
     """
     ids_TK, weights_TK = expand(place, kept.routing, kept.slots_TK)
@@ -70,9 +72,9 @@ def spilling_plan(kept: KeptRouting, place: Placement, overlap: Overlap,
 
 def _who_computes(ids_TK: Tensor, place: Placement, planner: SpillPlanner) -> tuple[
         Tensor, list[list[int]], SpillPlan | None]:
-    """Return the choices sorted by expert, the rows by source rank and expert, and the plan.
+    """Return the choices sorted by expert, the row counts by source rank and expert, and the plan.
 
-    The plan is None if every rank computes the rows of its own experts.
+    The plan is None if every rank computes only the rows of its own experts.
     """
     order_N, send_V = sort_by_expert(ids_TK, place.virtual)
     # an all-to-all of repeated counts replaces an all-gather, whose ring needs several steps
@@ -85,18 +87,18 @@ def _who_computes(ids_TK: Tensor, place: Placement, planner: SpillPlanner) -> tu
 
 def spilled(ids_TK: Tensor, place: Placement,
             planner: SpillPlanner) -> tuple[Tensor, int, SpillPlan | None]:
-    """Return the rank and local expert that compute each choice, for a dispatcher that sends rows
-    once.
+    """For a dispatcher that sends each token's row only once per rank or node, return the rank and
+    the local expert that compute each choice.
 
-    Collective. Costs one exchange of counts and one copy from device to host.
+    Collective. The function requires one exchange of counts and one copy from device to host.
 
     Args:
-        ids_TK: int64 [T, K], the expert shard of each choice. -1 means no expert.
+        ids_TK: int64 [T, K], the expert shard of each choice, or -1 for choices without an expert.
         place: the ranks that store each expert.
         planner: object that decides which rank computes which rows.
-    Returns: rank * G + local expert of each choice, int64 [T, K], or -1; the number G of stored and
-        borrowed experts per rank; and the plan, or None if no rank computes rows of other ranks'
-        experts.
+    Returns: For each choice, rank * G + local expert, int64 [T, K], or -1; the number of stored and
+        borrowed experts per rank, G; and the plan, or None if every rank computes only the rows of
+        its own experts.
     """
     order_N, counts_WV, spill = _who_computes(ids_TK, place, planner)
     if spill is None:
@@ -113,7 +115,8 @@ def spilled(ids_TK: Tensor, place: Placement,
 
 
 class _Tables:
-    """The numbers of rows of a plan by source rank, target rank and the target's local expert."""
+    """The row counts of a plan, indexed by source rank, target rank and the target's local expert.
+    """
 
     def __init__(self, spill: SpillPlan) -> None:
         self.spill, self.width = spill, spill.most_guests
@@ -121,8 +124,8 @@ class _Tables:
         self.guests = [spill.guests(rank) for rank in range(spill.ranks)]
 
     def row(self, source: int, target: int) -> list[int]:
-        """Return the numbers of rows from `source` to `target`, first for stored and then for
-        borrowed experts.
+        """Return the row counts from `source` to `target`, first for the stored experts and then
+        for the borrowed experts.
         """
         local, counts = self.spill.local, self.spill.counts_WV[source]
         stored = [self.flows[e][source][target] if e in self.flows else counts[e]
@@ -132,10 +135,11 @@ class _Tables:
         return stored + guests + [0] * (self.width - len(guests))
 
     def regroup(self, order_N: Tensor, source: int) -> Tensor:
-        """Reorder the choices of `source`, int64 [N], from expert to (target, local expert).
+        """Reorder the choices of `source`, int64 [N], which are sorted by expert, so that they are
+        sorted by (target, local expert).
 
-        The rows of an expert are divided into consecutive runs for the ranks that compute them, in
-        the order of the ranks.
+        The rows of an expert are divided into consecutive runs, one for each rank that computes
+        rows of the expert, in ascending order of ranks.
         """
         starts = [0, *accumulate(self.spill.counts_WV[source])]
         runs: list[tuple[int, int]] = []
@@ -152,7 +156,7 @@ class _Tables:
 
 
 def _merged(runs: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Merge runs (start, length) that are adjacent."""
+    """Merge adjacent runs, which are given as (start, length)."""
     merged: list[tuple[int, int]] = []
     for start, rows in runs:
         if merged and sum(merged[-1]) == start:
@@ -163,5 +167,7 @@ def _merged(runs: list[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def _take_runs(order_N: Tensor, runs: list[tuple[int, int]], total: int) -> Tensor:
-    """Concatenate the runs (start, length) of order_N, and the rest that follows `total`."""
+    """Concatenate the elements of order_N that belong to the runs (start, length), followed by all
+    elements after `total`.
+    """
     return torch.cat([*(order_N.narrow(0, *run) for run in runs), order_N[total:]])

@@ -1,10 +1,12 @@
-"""The first step of a call flattens the input, and the last step restores the shape.
+"""The first step of a layer call flattens the input to one token axis, and the last step restores
+the original shape.
 
-Several ranks of the expert group may have the same tokens, for example with tensor parallelism but
-without sequence parallelism. Parm's schedule S1 then divides the tokens before the router: each of
-these N ranks routes and sends 1/N of the tokens, and the outputs are gathered at the end. The
-gradient of every parameter outside the experts is summed over the N ranks, because each rank uses
-only a part of the tokens. Source: Pan et al. 2024 (Parm).
+Several ranks of the expert-parallel group may have the same tokens, for example with tensor
+parallelism but without sequence parallelism. With Parm's schedule S1, N such ranks divide the
+tokens before the router: each rank routes and sends 1/N of the tokens, and the outputs are gathered
+at the end. With schedule S1, each rank uses only a part of the tokens. The gradient of every
+parameter
+outside the experts is therefore summed over the N ranks. Source: Pan et al. 2024 (Parm).
 """
 
 from __future__ import annotations
@@ -21,13 +23,13 @@ from moe_plugin.records import TokenInfo, Tokens
 
 
 class TokenEntry:
-    """A component that prepares tokens for the router and returns outputs in the shape of the
+    """A component that prepares the input for the router and gives the outputs the shape of the
     input.
 
     Args:
-        model_dim: the width D of a token.
-        sharing: the ranks that have the same tokens and divide them (schedule S1), or None if each
-            rank has different tokens.
+        model_dim: width of a token, D.
+        sharing: group of ranks that have the same tokens and divide the tokens among themselves
+            (schedule S1), or None if each rank has different tokens.
     """
 
     def __init__(self, model_dim: int, sharing: Comm | None) -> None:
@@ -35,15 +37,17 @@ class TokenEntry:
 
     def enter(self, x: Tensor, token_mask: Tensor | None, info: TokenInfo | None,
               dtype: torch.dtype | None) -> Tokens:
-        """Check the input and return the tokens of this rank on one axis.
+        """Check the input, and return the tokens that this rank processes, flattened to one token
+        axis.
 
         Args:
-            x: [..., D], the input of the layer.
-            token_mask: [...] bool, True for real tokens, or None if all tokens are real.
-            info: additional information about the tokens. Optional.
-            dtype: the dtype that `x` must have outside autocast, or None if any dtype is allowed.
+            x: [..., D], input of the layer.
+            token_mask: bool [...], True for real tokens and False for padding, or None if all
+                tokens are real.
+            info: additional information about each token. Optional.
+            dtype: dtype that `x` must have outside autocast, or None if any dtype is allowed.
         Raises:
-            ValueError: If a shape or a dtype is wrong.
+            ValueError: If the input has a wrong shape or a wrong dtype.
         """
         self._check(x, token_mask, dtype)
         x_TD = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
@@ -57,10 +61,11 @@ class TokenEntry:
 
     def leave(self, y_TD: Tensor, losses: dict[str, Tensor],
               tokens: Tokens) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the outputs in the shape of the input, and the losses by name.
+        """Return the outputs in the shape of the input, and a dict that maps the name of each loss
+        to its value.
 
-        With schedule S1 the outputs of all sharing ranks are gathered and their losses are summed,
-        so that the results are equal on these ranks.
+        With schedule S1, the outputs of all ranks in `sharing` are gathered and their losses are
+        summed, so that outputs and losses are equal on these ranks.
         """
         if self.sharing is not None:
             # cuts off the padding that `split_tokens` has added
@@ -69,13 +74,13 @@ class TokenEntry:
         return y_TD if y_TD.shape == tokens.shape else y_TD.view(tokens.shape), losses
 
     def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Sum the gradients of these parameters over the sharing ranks (schedule S1).
+        """With schedule S1, sum the gradients of the given parameters over the ranks in `sharing`.
 
-        Call this method again if parameters may have been replaced. Each parameter gets only one
-        hook.
+        Call this method again whenever parameters may have been replaced. A parameter never gets
+        more than one hook.
 
         Args:
-            parameters: all parameters of the layer except those of the experts.
+            parameters: all parameters of the layer except the parameters of the experts.
         """
         for parameter in parameters if self.sharing is not None else ():
             hooks = (parameter._backward_hooks or {}).values()
@@ -114,9 +119,10 @@ class TokenEntry:
 
 def split_tokens(x_TD: Tensor, mask_T: Tensor | None,
                  comm: Comm) -> tuple[Tensor, Tensor | None]:
-    """Return the part (1/size) of the tokens [T, D] and of the mask [T] that this rank processes.
+    """Return the part of the tokens [T, D] and of the mask [T] that this rank processes. The part
+    contains 1/size of the tokens.
 
-    If T is not a multiple of the group size, masked tokens are appended first.
+    If T is not a multiple of the group size, the function first appends masked tokens.
     """
     # all ranks need parts of the same size: `gather` concatenates them
     missing = -x_TD.shape[0] % comm.size

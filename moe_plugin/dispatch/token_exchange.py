@@ -1,19 +1,22 @@
-"""Dispatchers that use external packages to send each token once to each rank with its experts.
+"""Dispatchers that use external packages to send each token once to each rank that has at least one
+of its experts.
 
-A rank weights and sums the results of its own experts before it returns them. The number of bytes
-therefore does not depend on how many experts of a token are on one rank. The backward pass of a
-dispatch is a combine operation, and vice versa. A subclass of `TokenExchange` adapts one package.
-This module contains the code that all adapters share.
+Before a rank returns the outputs of its experts, it multiplies them by the gate weights and sums
+them per token. The number of bytes sent therefore does not depend on how many of a token's experts
+are on the same rank. The backward pass of a dispatch operation is a combine operation, and vice
+versa. Each subclass of `TokenExchange` adapts one package. This module contains the code that all
+adapters share.
 
-The sizes arrive together with the rows: the host waits for the package's counts in `dispatch`, once
-per piece. `plan` determines only the largest number of tokens of any rank, and only if the package
-needs this number. Pieces are consecutive parts of a rank's tokens. With `supports_pieces`, the
-operations of the package can run in the background. The forward pass then sends all pieces at once,
-and returns the results of a piece while the next one is computed. The exchange of a single piece
-overlaps with other work of the layer. The backward pass waits for each operation.
+The sizes arrive together with the rows. The host waits once per piece, in `dispatch`, for the row
+counts from the package. `plan` only determines the largest number of tokens on any rank, and only
+if the package needs this number. A piece is a range of consecutive tokens of a rank. If a
+dispatcher declares `supports_pieces`, the operations of its package can run in the background. For
+these packages, the forward pass starts to send all pieces at once, and returns the outputs of one
+piece while the next piece is computed. If there is only one piece, its exchange overlaps with other
+work of the layer. The backward pass waits for every operation.
 
-In tensor names, T is the number of tokens of this rank, R of received tokens, K of choices (with
-HybridEP, one per row), and D is the width.
+In tensor names, T is the number of tokens on this rank, R the number of received tokens, K the
+number of choices per token (with HybridEP, one choice per row), and D the width of a token.
 """
 
 from __future__ import annotations
@@ -41,19 +44,21 @@ Wait = Callable[[], object]
 
 
 def done() -> None:
-    """Return immediately. This function is used for operations that need no waiting."""
+    """Return immediately. Operations that do not run in the background use this function."""
 
 
 def package_why_not(package: str, file: str, name: str, install: str) -> str | None:
-    """Return None if an installed package contains a file, otherwise the reason and a remedy.
+    """Return None if the installed package contains the given file, and otherwise the reason and a
+    remedy.
 
-    The package is not imported, because that would load its libraries and may need a GPU.
+    The package is not imported, because importing the package would load its libraries and might
+    require a GPU.
 
     Args:
-        package: the name of the package.
-        file: a path inside the package that only the required version contains.
-        name: the name of the required software, for the message.
-        install: instructions to install the software, for the message.
+        package: name of the package.
+        file: path within the package. Only the required version of the package contains this file.
+        name: name of the required software, for use in the message.
+        install: installation instructions, for use in the message.
     """
     spec = find_spec(package)
     folders = [] if spec is None else list(spec.submodule_search_locations or ())
@@ -66,15 +71,14 @@ def package_why_not(package: str, file: str, name: str, install: str) -> str | N
 
 @dataclass(frozen=True)
 class Size:
-    """The sizes that an exchange must support.
+    """The maximum sizes that an exchange must support.
 
     Attributes:
-        tokens: the largest number of tokens of any rank in one piece, a multiple of 64, or 0 if the
-            package does not need this number.
-        width: the width D of a token.
-        token_bytes: the number of bytes of a token.
-        experts: the number of expert shards on all ranks.
-        top_k: the number K of choices per token.
+        tokens: largest number of tokens on any rank in one piece, rounded up to a multiple of 64.
+        width: width of a token, D.
+        token_bytes: size of a token in bytes.
+        experts: total number of expert shards on all ranks.
+        top_k: number of choices per token, K.
     """
 
     tokens: int
@@ -89,13 +93,13 @@ class Arrival:
     """Tokens that this rank has received.
 
     Attributes:
-        x_RD: [R, D], the tokens.
-        ids_RK: int64 [R, K], the local index of each expert on this rank. The value is -1 for
-            experts on other ranks.
+        x_RD: [R, D], the received tokens.
+        ids_RK: int64 [R, K], the index of each chosen expert among this rank's experts. The index
+            is -1 for experts on other ranks.
         weights_RK: float32 [R, K], the gate weights.
-        counts: the number of rows of each of this rank's experts.
-        handle: an object of the package that is needed to return the results.
-        wait: a function that makes the current stream wait for the tensors.
+        counts: number of rows for each expert on this rank.
+        handle: object of the package that is needed to return the outputs.
+        wait: function that makes the current stream wait until the tensors have been received.
     """
 
     x_RD: Tensor
@@ -107,12 +111,13 @@ class Arrival:
 
 
 class TokenExchange(ABC):
-    """The buffers of a package for one group. Creating them is collective.
+    """The buffers that a package needs to exchange tokens within one group. Creating the buffers is
+    collective.
 
     Attributes:
         comm: the group.
-        size: the maximum sizes.
-        agrees: whether the package needs `Size.tokens`.
+        size: maximum sizes that the buffers support.
+        agrees: True if the package needs `Size.tokens`.
     """
 
     agrees: ClassVar[bool] = True
@@ -122,7 +127,7 @@ class TokenExchange(ABC):
 
     @classmethod
     def key(cls, size: Size) -> tuple[Any, ...]:
-        """Return a key. A key of the sizes. Sizes with different keys need different exchanges."""
+        """Return a key. Sizes that have different keys require different exchanges."""
         return ()
 
     @abstractmethod
@@ -130,42 +135,47 @@ class TokenExchange(ABC):
         """Send tokens to the ranks of their experts.
 
         Args:
-            x_TD: [T, D], the tokens, contiguous.
-            ids_TK: int64 [T, K], the expert shard of each choice. -1 means no expert.
-            weights_TK: float32 [T, K], the gate weights, contiguous.
-            experts: the number of expert shards on all ranks.
+            x_TD: [T, D], contiguous tensor of tokens.
+            ids_TK: int64 [T, K], the expert shard of each choice, or -1 for choices without an
+                expert.
+            weights_TK: float32 [T, K], contiguous tensor of gate weights.
+            experts: total number of expert shards on all ranks.
         """
 
     @abstractmethod
     def send_again(self, x_TD: Tensor, handle: Any) -> Tensor:
-        """Send different values for the same tokens, and return the received values [R, D]."""
+        """Send other data for the same tokens along the same paths, and return the received data
+        [R, D].
+        """
 
     @abstractmethod
     def send_back(self, x_RD: Tensor, handle: Any, weights_RK: Tensor | None = None
                   ) -> tuple[Tensor, Tensor | None, Wait]:
-        """Return results to the ranks of the tokens and sum them there.
+        """Return the outputs to the ranks of their tokens, and sum the outputs of each token on
+        these ranks.
 
         Args:
-            x_RD: [R, D], the results of this rank.
-            handle: `Arrival.handle` of the tokens.
-            weights_RK: [R, K], gradients of the gate weights that are also returned. Optional.
-        Returns: the sums [T, D]; the returned gradients [T, K], or None; and a function that waits
-            for both.
+            x_RD: [R, D], outputs computed on this rank.
+            handle: attribute `handle` of the `Arrival` that contained the tokens.
+            weights_RK: [R, K], gradients of the gate weights, which are sent together with the
+                outputs. Optional.
+        Returns: The summed outputs [T, D], the gradients of the gate weights [T, K] or None, and a
+            function that waits for both.
         """
 
 
 @dataclass
 class _Exchanges:
-    """The exchanges of a group, by class and key."""
+    """The exchanges of one group, stored by class and key."""
 
     made: dict[tuple[Any, ...], TokenExchange] = field(default_factory=dict)
 
 
 def exchange_of(exchange_class: type[TokenExchange], comm: Comm, size: Size) -> TokenExchange:
-    """Return the exchange of a group for at least these sizes.
+    """Return a group's exchange that supports at least the given sizes.
 
-    The exchange is created on first use, and is created again if a larger one is needed. Creating
-    an exchange is collective, and all ranks must pass the same sizes.
+    The exchange is created on first use. If a larger exchange is needed later, it replaces the
+    existing one. Creating an exchange is collective. All ranks must pass the same sizes.
     """
     made = comm.state.get(_Exchanges).made
     key = (exchange_class, *exchange_class.key(size))
@@ -183,16 +193,16 @@ def exchange_of(exchange_class: type[TokenExchange], comm: Comm, size: Size) -> 
 
 
 class TokenExchangePlan(DispatchPlan):
-    """The tokens to send. Unlike in other plans, the sizes are known only after `dispatch`.
+    """The plan of one call, which contains the choices and gate weights of the tokens to send.
+    Unlike in other plans, the row counts are known only after `dispatch`.
 
     Args:
-        ids_TK: int64 [T, K*S], the expert shards of this rank's tokens. -1 means no expert.
-        weights_TK: float32 [T, K*S], the gate weights, differentiable.
-        most: the largest number of tokens of any rank. It is 0 if the package does not need this
-            number.
+        ids_TK: int64 [T, K*S], the chosen expert shards of this rank's tokens.
+        weights_TK: float32 [T, K*S], the gate weights, which require gradients.
+        most: largest number of tokens on any rank, or 0 if the package does not need this number.
 
     Attributes:
-        arrivals: the received tokens of each piece. Filled by `dispatch`.
+        arrivals: for each piece, the received tokens. Filled by `dispatch`.
     """
 
     def __init__(self, ids_TK: Tensor, weights_TK: Tensor, most: int) -> None:
@@ -201,12 +211,12 @@ class TokenExchangePlan(DispatchPlan):
 
     @property
     def rows(self) -> int:  # type: ignore[override]
-        """See `DispatchPlan`. The value is 0 before the rows have arrived."""
+        """See `DispatchPlan`. Before the rows have arrived, the number of rows is 0."""
         return sum(sum(arrival.counts) for arrival in self.arrivals)
 
 
 class _SentTokens(Sent):
-    """Tokens that an exchange sends in pieces (`Sent`)."""
+    """Tokens that are sent in pieces by the exchange of a package (`Sent`)."""
 
     def __init__(self, arriving: Iterator[ExpertRows], anchor: Tensor | None,
                  plan: TokenExchangePlan, exchange: TokenExchange) -> None:
@@ -221,11 +231,11 @@ class _SentTokens(Sent):
 
 
 class TokenDispatcher(Dispatcher[TokenExchangePlan]):
-    """Base class of dispatchers that use the exchange of a package.
+    """Base class of dispatchers that send tokens with the exchange of a package.
 
     Attributes:
-        exchange: the class of the exchange.
-        name: the registered name of the dispatcher.
+        exchange: class of the exchange.
+        name: name under which the dispatcher is registered.
     """
 
     exchange: ClassVar[type[TokenExchange]]
@@ -235,14 +245,15 @@ class TokenDispatcher(Dispatcher[TokenExchangePlan]):
         super().__init__(context)
         if not isinstance(self.placement.comm, TorchComm):
             raise ValueError(
-                f"dispatch.name={self.name!r} does not fit the group {self.placement.comm.name!r}, "
-                "which is not a torch.distributed group. Use dispatch.name='ragged'")
+                f"dispatch.name={self.name!r} cannot be used with group "
+                f"{self.placement.comm.name!r}, which is not a torch.distributed group. Use "
+                "dispatch.name='ragged'")
 
     def plan(self, kept: KeptRouting) -> TokenExchangePlan:
         """See `Dispatcher`.
 
-        If the package needs the largest number of tokens of any rank, this requires one all-reduce,
-        for which the host waits.
+        If the package needs the largest number of tokens on any rank, the plan requires one
+        all-reduce, and the host waits for it.
         """
         ids_TK, weights_TK = expand(self.placement, kept.routing, kept.slots_TK)
         most = 0
@@ -255,7 +266,7 @@ class TokenDispatcher(Dispatcher[TokenExchangePlan]):
         """See `Dispatcher`.
 
         Raises:
-            ValueError: If the tokens are not bf16 on a GPU.
+            ValueError: If the tokens are not bf16 tensors on a GPU.
         """
         if x_TD.dtype not in DTYPES or x_TD.device.type not in DEVICES:
             raise ValueError(
@@ -291,8 +302,9 @@ class TokenDispatcher(Dispatcher[TokenExchangePlan]):
 
 
 class _Send(torch.autograd.Function):
-    """Autograd function that sends tokens and gate weights. The backward pass returns and sums
-    their gradients."""
+    """Autograd function that sends tokens and gate weights. The backward pass sends their gradients
+    back and sums them.
+    """
 
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, weights_TK: Tensor, anchor: Tensor | None,
@@ -314,8 +326,9 @@ class _Send(torch.autograd.Function):
 
 
 class _Return(torch.autograd.Function):
-    """Autograd function that returns results and sums them for each token. The backward pass sends
-    the gradient of the sum."""
+    """Autograd function that returns outputs to the ranks of their tokens and sums the outputs of
+    each token. The backward pass sends the gradients of the sums.
+    """
 
     @staticmethod
     def forward(ctx: Any, y_RD: Tensor, anchor: Tensor | None, exchange: TokenExchange,

@@ -1,9 +1,11 @@
-"""A dispatcher that applies gate weights to the experts' inputs instead of their results.
+"""A dispatcher that multiplies the experts' inputs by the gate weights instead of the experts'
+outputs.
 
 The output is `y_t = sum_j E_j(w_tj x_t)` instead of `sum_j w_tj E_j(x_t)`. Each choice is sent as a
-separate token that was multiplied by its gate weight and has a single expert. Therefore every
-dispatcher and layout works unchanged. The outputs of a token's choices are summed at the end. A
-dispatcher that sends whole tokens (`all_gather`, `index_slice`) sends each token K times.
+separate token, which has only one expert and has already been multiplied by its gate weight.
+Multiplying inputs by gate weights works with every dispatcher and every layout without changes.
+Finally, the outputs of each token's choices are summed. Dispatchers that send whole tokens
+(`all_gather`, `index_slice`) then send each token K times.
 """
 
 from __future__ import annotations
@@ -20,13 +22,14 @@ from moe_plugin.records import DispatchPlan, KeptRouting, Routing
 
 @dataclass(frozen=True)
 class WeighedChoices:
-    """The choices of T tokens, represented as N = T K tokens with one choice each.
+    """The choices of T tokens, represented as N = T K new tokens that have one choice each.
 
     Attributes:
-        weights_TK: [T, K], the gate weights, differentiable.
-        source_N: int64 [N], the index of the choice from which each new token was made, or -1 if
-            this choice has no expert.
-        position_TK: int64 [T, K], the new token of choice j of token t, which is t * K + j, or -1.
+        weights_TK: [T, K], the gate weights. They require gradients.
+        source_N: int64 [N], the index of the choice that each new token represents, or -1 if the
+            choice has no expert.
+        position_TK: int64 [T, K], the index of the new token for choice j of token t, which is t *
+            K + j, or -1 if the choice has no expert.
     """
 
     weights_TK: Tensor
@@ -35,7 +38,7 @@ class WeighedChoices:
 
     @classmethod
     def split(cls, kept: KeptRouting) -> tuple[KeptRouting, WeighedChoices]:
-        """Return the routing of the N new tokens, in which all weights are 1, and the choices."""
+        """Return the routing of the N new tokens, with all weights set to 1, and the choices."""
         routing = kept.routing
         here_TK = routing.ids_TK >= 0
         number_TK = torch.arange(here_TK.numel(), device=here_TK.device).view(here_TK.shape)
@@ -52,23 +55,26 @@ class WeighedChoices:
                 cls(routing.weights_TK, position_TK.reshape(-1), position_TK))
 
     def inputs(self, x_TD: Tensor) -> Tensor:
-        """Return the N tokens [N, D]: each choice's token multiplied by its gate weight."""
+        """Return the N new tokens [N, D]. Each new token is a token multiplied by the gate weight
+        of one of its choices.
+        """
         return weigh_rows(x_TD, self.weights_TK, self.source_N, self.position_TK)
 
     def sum(self, y_ND: Tensor) -> Tensor:
-        """Return the sums [T, D] of the outputs [N, D] of each token's choices. Outputs of choices
-        without an expert are zero."""
+        """For each token, sum the outputs [N, D] of its choices. The sums have the shape [T, D].
+        The outputs of choices without an expert are zero.
+        """
         tokens, choices = self.position_TK.shape
         return y_ND.view(tokens, choices, y_ND.shape[1]).sum(1)
 
 
 @dataclass(frozen=True)
 class WeighedPlan(DispatchPlan):
-    """The plan of `WeightsFirst`.
+    """The plan of one call of the dispatcher `WeightsFirst`.
 
     Attributes:
-        inner: the plan of the wrapped dispatcher, which sends the choices as tokens.
-        choices: the choices as tokens.
+        inner: plan of the wrapped dispatcher, which sends each choice as a token.
+        choices: choices represented as new tokens.
     """
 
     inner: DispatchPlan
@@ -76,7 +82,7 @@ class WeighedPlan(DispatchPlan):
 
 
 class WeightsFirst(WrappedDispatcher):
-    """A dispatcher that sends each choice as a token that was multiplied by its gate weight."""
+    """A dispatcher that sends each choice as a separate token, multiplied by its gate weight."""
 
     def plan(self, kept: KeptRouting) -> WeighedPlan:
         kept, choices = WeighedChoices.split(kept)
@@ -84,7 +90,9 @@ class WeightsFirst(WrappedDispatcher):
         return WeighedPlan(plan.rows, plan, choices)
 
     def start_sizes(self, routing: Routing, tokens: bool = False) -> None:
-        """Return None, because the choices are sent as tokens of a different routing."""
+        """Return None. The choices are sent as tokens with another routing, so their sizes cannot
+        be exchanged early.
+        """
         return None
 
     def dispatch(self, x_TD: Tensor, plan: WeighedPlan, anchor: Tensor | None) -> Sent:

@@ -1,22 +1,24 @@
-"""Wire formats, in which rows are sent with fewer bits than in memory and known error bounds.
+"""Wire formats, in which rows are sent with fewer bits than they occupy in memory. The error of
+each format is bounded.
 
-Let x be an element of a row with maximum magnitude m, in a block of 128 consecutive elements with
-maximum magnitude b, and 2^-110 <= b <= m < 2^127. One exchange changes x by at most
+Let x be an element of a row whose largest magnitude is m. Let b be the largest magnitude in the
+block of 128 consecutive elements that contains x, with 2^-110 <= b <= m < 2^127. One exchange
+changes x by at most
 
     bf16   2^-8 |x|
     fp16   2^-11 |x| + 2^-39 m
     fp8    2^-4 |x| + 2^-18 b
     mxfp8  2^-4 |x| + 2^-17 b, in blocks of 32
 
-The format `fp16` scales each row by a power of two, so that no value overflows, and adds one byte
-per row. The format `fp8` (e4m3) scales blocks (`kernels.quantize_fp8`, in Triton on a GPU) and adds
-four bytes per block. The format `mxfp8` (e4m3) scales blocks by a power of two and adds one byte
-per block. If an expert computes in MXFP8, rows in this format cause no additional rounding error.
-If a row contains an infinity or a NaN, the received row also contains a non-finite value, so that
-loss scaling detects it.
+The format `fp16` multiplies each row by a power of two, so that no value overflows, and adds one
+byte per row. The format `fp8` (e4m3) scales each block (`kernels.quantize_fp8`, in Triton on a GPU)
+and adds four bytes per block. The format `mxfp8` (e4m3) scales each block by a power of two and
+adds one byte per block. If an expert computes in MXFP8, sending rows in this format adds no
+rounding error. If a row contains an infinity or a NaN, the received row also contains a non-finite
+value. Loss scaling can therefore detect the overflow.
 
-The rows sent to experts, and the gradients of the experts' results, use one format. The results,
-and the gradients of the rows, use the same format or a different one.
+One format is used for the rows sent to experts and for the gradients of the experts' outputs. The
+outputs and the gradients of the rows use the same format or a different format.
 """
 
 from __future__ import annotations
@@ -40,12 +42,13 @@ from moe_plugin.kernels.fp8 import BLOCK
 
 @dataclass(frozen=True)
 class RowFormat:
-    """The conversion of rows to a wire format and back.
+    """Functions that convert rows to a wire format and back.
 
     Attributes:
-        encode: converts floating-point rows [R, ...] to the parts that are sent, each [R, ...].
-        decode: converts these parts to rows [R, ...] of a given `dtype`.
-        row_bytes: returns the number of bytes of a row of n elements.
+        encode: function that converts floating-point rows [R, ...] to the tensors that are sent,
+            each of shape [R, ...].
+        decode: function that converts the sent tensors back to rows [R, ...] of a given `dtype`.
+        row_bytes: function that returns the number of bytes sent for a row of n elements.
     """
 
     encode: Callable[[Tensor], tuple[Tensor, ...]]
@@ -57,13 +60,13 @@ class RowFormat:
 class WireFormat(Exchange):
     """An all-to-all that sends rows in a wire format.
 
-    Integers, tensors with one number per row, and rows that would not become smaller are sent
-    unchanged.
+    Integers, tensors with one number per row, and rows that the format would not make smaller are
+    sent unchanged.
 
     Attributes:
-        algorithm: the all-to-all that sends the converted rows.
-        name: the format of this direction, or `none`.
-        other: the format of the opposite direction, or `none`.
+        algorithm: all-to-all algorithm that sends the converted rows.
+        name: format in this direction, or `none`.
+        other: format in the opposite direction, or `none`.
     """
 
     algorithm: Exchange
@@ -77,7 +80,7 @@ class WireFormat(Exchange):
 
     @functools.cached_property
     def back(self) -> Exchange:
-        """See `Exchange`. The opposite of the returned object is this object."""
+        """See `Exchange`. `exchange.back.back` is the exchange itself."""
         if self.other == self.name:
             return self
         # stored by hand, because `cached_property` of the new object would create a third one
@@ -87,7 +90,9 @@ class WireFormat(Exchange):
 
     def __call__(self, comm: Comm, x: Tensor, send: Sequence[int] | None = None,
                  recv: Sequence[int] | None = None) -> Tensor:
-        """See `Exchange`. The received rows have the dtype of `x` and are rounded to the format."""
+        """See `Exchange`. The received rows have the dtype of `x`, but their values are rounded to
+        the format.
+        """
         if self.name == "none":
             return self.algorithm(comm, x, send, recv)
         form = FORMATS[self.name]
@@ -102,7 +107,7 @@ class WireFormat(Exchange):
 
     def resolve(self, comm: Comm, x: Tensor, send: Sequence[int] | None,
                 recv: Sequence[int] | None) -> Exchange:
-        """See `Exchange`. Rows are converted when the exchange runs."""
+        """See `Exchange`. The rows are converted later, when the exchange runs."""
         return replace(self, algorithm=self.algorithm.resolve(comm, x, send, recv))
 
 
@@ -113,9 +118,10 @@ def _saves(form: RowFormat, x: Tensor) -> bool:
 
 
 def _scaled_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return rows in fp16 and their exponents, int8 [R]: x = row * 2^exponent up to rounding.
+    """Return the rows in fp16 and one exponent per row, int8 [R]. Up to rounding, x = row *
+    2^exponent.
 
-    The magnitudes of the fp16 values are at most 2^15.
+    The magnitudes of the fp16 values do not exceed 2^15.
     """
     largest_R = x.detach().flatten(1).abs().amax(1) if x[0:1].numel() else x.new_zeros(x.shape[0])
     power_R = torch.frexp(largest_R.float())[1]  # largest < 2^power
@@ -133,7 +139,7 @@ def _column(scale_R: Tensor, like: Tensor) -> Tensor:
 
 
 def _blocks(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the codes, with the shape of x, and the float32 scales [R, blocks]."""
+    """Return the codes, which have the shape of x, and the float32 scales [R, blocks]."""
     codes_RD, scales_RB = quantize_fp8(x.detach().flatten(1), BLOCK)
     return codes_RD.view(x.shape), scales_RB
 
@@ -143,7 +149,7 @@ def _from_blocks(codes: Tensor, scales_RB: Tensor, dtype: torch.dtype) -> Tensor
 
 
 def _codes_and_powers(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the e4m3 codes, with the shape of x, and the e8m0 scales [R, blocks]."""
+    """Return the e4m3 codes, which have the shape of x, and the e8m0 scales [R, blocks]."""
     made = quantize_mxfp8(x.detach().flatten(1))
     # copied as bytes, because some devices copy fp8 tensors slowly or not at all
     codes = made.codes.view(torch.uint8)[:, :made.width].contiguous()
@@ -170,8 +176,8 @@ def with_wire(algorithm: Exchange, name: str, back: str = "same") -> Exchange:
 
     Args:
         algorithm: the all-to-all.
-        name: the format of rows sent to experts, `none` or a key of `FORMATS`.
-        back: the format of results, or `same`.
+        name: format for the rows sent to experts. Use `none` or a key of `FORMATS`.
+        back: format for the experts' outputs, or `same`.
     Raises:
         ValueError: If a format is unknown.
     """

@@ -1,8 +1,9 @@
-"""Background copies between a device and a slower tier. The copies are executed in order.
+"""Background copies between a device and a slower memory tier. Copies run one after another, in the
+order in which they were started.
 
-If the device is a GPU, copies run on a separate stream. Other work, such as reading a file, runs in
-a single thread. If the device is a CPU, all work runs in this thread. The caller continues
-immediately and waits only when it needs the result.
+If the device is a GPU, copies run on a separate CUDA stream. Other work, such as reading a file,
+runs in a background thread. If the device is a CPU, all work runs in this background thread. The
+caller continues immediately and waits only when it needs the data.
 """
 
 from __future__ import annotations
@@ -21,17 +22,17 @@ from torch import Tensor
 
 @dataclass
 class CopyCounters:
-    """Counters of a copier.
+    """Counters for the jobs of a copier.
 
     Attributes:
         copies: number of finished jobs.
         bytes: number of bytes moved by the jobs.
-        busy_s: time in seconds in which jobs ran, including throttling. For a GPU, only the time of
-            the thread is counted.
-        throttled_s: time in seconds that throttling added.
-        waits: number of times that the caller waited for unfinished jobs.
-        stalled_s: time in seconds in which the caller waited. Times during which a GPU stream
-            waited are not included.
+        busy_s: total time in seconds during which jobs ran, including throttling. For a GPU, only
+            the time in the background thread is counted.
+        throttled_s: total time in seconds by which throttling delayed jobs.
+        waits: number of times that a caller waited for an unfinished job.
+        stalled_s: total time in seconds during which callers waited. The time during which a CUDA
+            stream waited is not included.
     """
 
     copies: int = 0
@@ -44,13 +45,13 @@ class CopyCounters:
 
 @dataclass
 class OnDevice:
-    """Device memory used by a feature that moves data. Reports show these numbers.
+    """Device memory used by a feature that moves data between the device and a tier. The numbers
+    are shown in reports.
 
     Attributes:
-        resident_bytes: maximum number of bytes on the device in the last step, or 0 if it is
-            unknown.
-        keep, recompute, swap: number of blocks with this activation policy. The number is 0 for
-            features other than activations.
+        resident_bytes: maximum number of bytes on the device during the last step, or 0 if unknown.
+        keep, recompute, swap: number of blocks that have this activation policy. For features other
+            than activation policies, these numbers are 0.
     """
 
     resident_bytes: int = 0
@@ -70,7 +71,7 @@ class Ticket:
 
     @property
     def done(self) -> bool:
-        """Whether the job is complete or has failed."""
+        """True if the job has completed or failed."""
         if self.future is not None:
             if not self.future.done():
                 return False
@@ -80,9 +81,10 @@ class Ticket:
 
     def wait(self) -> None:
         """Wait until the job is complete. If the device is a GPU, only the current stream waits for
-        the copies of the job.
+        the copies, and the host does not wait.
 
-        Raises: Exception: If the job failed. Every call raises the error of the job.
+        Raises:
+            Exception: If the job failed. Every call of this method raises the job's error.
         """
         started = None if self.done else time.perf_counter()
         try:
@@ -96,8 +98,8 @@ class Ticket:
             torch.cuda.current_stream(self.copier.device).wait_event(self.event)
 
     def synchronize(self) -> None:
-        """Make the host wait until the job is complete. This is needed before the host overwrites
-        the source of a job or reads the result.
+        """Block the host until the job is complete. Call this method before the host overwrites the
+        source of a job or reads the copied data.
         """
         self.wait()
         if self.event is not None:
@@ -105,19 +107,19 @@ class Ticket:
 
 
 class Copier:
-    """An executor that runs copies in the background, one at a time and in the order in which they
-    start.
+    """An executor that runs copies in the background. Copies run one at a time, in the order in
+    which they were started.
 
-    The thread and the stream of a copier are created when the first copy starts. If a copier is
-    duplicated by deepcopy, pickle or fork, the duplicate creates a separate thread and stream.
+    The thread and the stream of a copier are created when its first copy starts. If a copier is
+    duplicated by deepcopy, pickle or fork, the duplicate creates its own thread and stream.
 
     Args:
-        device: device to and from which data is copied.
-        throttle: maximum bandwidth of the slow tier in bytes/s, for tests and benchmarks that
-            simulate a slow tier. Defaults to no limit.
-        sleep: function that is called to wait if copies are throttled.
+        device: device that data is copied to and from.
+        throttle: maximum bandwidth of the slow tier in bytes per second. Intended for tests and
+            benchmarks that simulate a slow tier. By default, the bandwidth is not limited.
+        sleep: function that is called to delay throttled copies.
     Raises:
-        ValueError: If the throttle is not above 0.
+        ValueError: If the throttle is not positive.
     """
 
     def __init__(self, device: torch.device | str, throttle: float | None = None, *,
@@ -137,12 +139,13 @@ class Copier:
         self._pid = os.getpid()
 
     def start(self, copies: Sequence[tuple[Tensor, Tensor]]) -> Ticket:
-        """Start copying. The targets and sources must not be changed before waiting for the ticket.
+        """Start copying. The targets and sources must not change before the caller has waited for
+        the returned ticket.
 
         Args:
-            copies: pairs (target, source) of tensors with equal shapes, which are copied in order.
-                The dtypes may differ. If the device is a GPU, tensors in host memory should be
-                pinned.
+            copies: pairs (target, source) of tensors with equal shapes. The pairs are copied in
+                order. The two tensors of a pair may have different dtypes. If the device is a GPU,
+                tensors in host memory should be in pinned memory.
         """
         copies = list(copies)
         self.settle_device()
@@ -170,14 +173,14 @@ class Copier:
         return ticket
 
     def start_call(self, call: Callable[[], object], nbytes: int) -> Ticket:
-        """Start work of the slow tier that is not a copy between tensors, such as reading a file.
+        """Start work on the slow tier that is not a copy between tensors, such as reading a file.
 
-        If the device is a GPU, the work runs in the thread. The stream for copies is then the
-        current stream of the thread.
+        If the device is a GPU, the work runs in the background thread. During the work, the
+        copier's stream is the current stream of the thread.
 
         Args:
             call: the work.
-            nbytes: number of bytes that the work moves.
+            nbytes: number of bytes that the work transfers.
         """
         self.settle_device()
         ticket = Ticket(self, nbytes)
@@ -201,7 +204,9 @@ class Copier:
         return ticket
 
     def close(self) -> None:
-        """Finish all started jobs and end the thread. A later copy creates a new thread."""
+        """Finish all jobs that have been started, and stop the thread. If another copy is started
+        later, a new thread is created.
+        """
         # a forked child must not wait for its parent's thread
         if self._thread is not None and self._pid == os.getpid():
             self._thread.shutdown()
@@ -215,14 +220,14 @@ class Copier:
         return self._thread
 
     def settle_device(self) -> None:
-        """Replace a GPU device without index with the current GPU of the caller, because the thread
-        may have a different current GPU.
+        """If a GPU device has no index, replace it with the caller's current GPU. The background
+        thread may have a different current GPU.
         """
         if self.device == torch.device("cuda"):
             self.device = torch.device("cuda", torch.cuda.current_device())
 
     def _here(self) -> torch.cuda.Event:
-        """Record an event in the caller's stream, because this stream may still read data that a
+        """Record an event on the caller's stream. The caller's stream may still read data that a
         copy will overwrite.
         """
         event = torch.cuda.Event()
@@ -230,7 +235,7 @@ class Copier:
         return event
 
     def _on_stream(self, call: Callable[[], object], after: torch.cuda.Event) -> torch.cuda.Event:
-        """Run `call` on the stream for copies after this stream has waited for `after`."""
+        """Make the copier's stream wait for `after`, and then run `call` on this stream."""
         stream = self.side_stream()
         with torch.cuda.stream(stream):
             stream.wait_event(after)
@@ -240,7 +245,7 @@ class Copier:
         return event
 
     def side_stream(self) -> torch.cuda.Stream:
-        """Return the stream for copies, which is created on first use."""
+        """Return the copier's stream, which is created on first use."""
         with self._lock:
             if self._stream is None:
                 self._stream = torch.cuda.Stream(self.device)

@@ -1,7 +1,8 @@
-"""Forward and backward passes of a sequence of blocks. Each block is computed for all micro-batches
-before the next block.
+"""The forward and backward passes of a sequence of blocks. Each block is computed for all
+micro-batches before the next block starts.
 
-Only the inputs of blocks are stored. The backward pass of a block first repeats the forward pass.
+Only the blocks' inputs are stored. The backward pass of a block starts by repeating the block's
+forward pass.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ ALIGNMENT = 256  # bytes; matrix products may round differently at other alignme
 
 @dataclass(frozen=True)
 class FlatLayout:
-    """The layout of tensors in a buffer of bytes.
+    """The positions of several tensors in one buffer of bytes.
 
     Attributes:
-        shapes, dtypes: shapes and data types of the tensors.
-        offsets: position of each tensor's first byte in the buffer.
+        shapes, dtypes: shapes and dtypes of the tensors.
+        offsets: offset in bytes of each tensor in the buffer.
         nbytes: size of the buffer in bytes.
     """
 
@@ -42,7 +43,7 @@ class FlatLayout:
 
     @classmethod
     def of(cls, tensors: Sequence[Tensor]) -> FlatLayout:
-        """Return a layout that contains the given tensors in order."""
+        """Return a layout in which the given tensors are stored in order."""
         offsets, end = [], 0
         for x in tensors:
             offsets.append(end)
@@ -51,7 +52,7 @@ class FlatLayout:
                    tuple(offsets), end)
 
     def views(self, flat_N: Tensor) -> list[Tensor]:
-        """Return tensors that are views of an aligned uint8 buffer [nbytes]."""
+        """Return the tensors as views of an aligned uint8 buffer [nbytes]."""
         views = []
         for shape, dtype, offset in zip(self.shapes, self.dtypes, self.offsets, strict=True):
             part_N = flat_N[offset:offset + shape.numel() * dtype.itemsize]
@@ -69,7 +70,8 @@ def aligned_buffer(nbytes: int, device: torch.device | str,
                    pinned_for: torch.device | None = None) -> Tensor:
     """Allocate an uninitialized, aligned uint8 buffer [nbytes].
 
-    pinned_for: GPU that will access the buffer if it is allocated in pinned host memory. Optional.
+    pinned_for: GPU that will access the buffer. If `pinned_for` is passed, the buffer is allocated
+    in pinned host memory. Optional.
     """
     if pinned_for is not None:
         return pinned_buffer((nbytes,), torch.uint8, pinned_for)
@@ -84,18 +86,18 @@ def aligned_buffer(nbytes: int, device: torch.device | str,
 
 
 def give_back_free_memory() -> None:
-    """Return unused memory of the C library to the operating system (glibc only).
+    """On systems with glibc, return unused memory of the C library to the operating system.
 
-    Without this call, glibc retains the memory of freed gradients between small allocations that
-    are in use.
+    Without `give_back_free_memory`, glibc does not release the memory of freed gradients that lies
+    between small allocations still in use.
     """
     with contextlib.suppress(AttributeError, OSError):
         ctypes.CDLL(None).malloc_trim(0)
 
 
 def absent(like: Tensor) -> Tensor:
-    """Return an expanded tensor of the given shape that stores only one value. The value is NaN, or
-    0 for integer types.
+    """Return a tensor that has the shape of `like` but stores only a single value, which is
+    expanded. The stored value is NaN, or 0 for integer dtypes.
     """
     value = float("nan") if like.is_floating_point() else 0
     return torch.full((), value, dtype=like.dtype, device=like.device).expand(like.shape)
@@ -105,13 +107,14 @@ Place = tuple[nn.Module, str]  # a buffer: its module and its name
 
 
 class BlockPasses:
-    """The forward and backward passes of one training step, and the activations that they store.
+    """The forward and backward passes of one training step, together with the activations stored
+    for them.
 
     Args:
         modules: the blocks.
-        loss: function that is called as `loss(output, target)` and returns a scalar.
+        loss: function that returns a scalar and is called as `loss(output, target)`.
         randomness: function that is called as `randomness(micro_batch, block)` and returns a
-            context in which the block draws the same random numbers in every pass.
+            context in which a block draws the same random numbers in every pass.
     """
 
     def __init__(self, modules: Sequence[nn.Module], loss: Callable[[Tensor, Any], Tensor],
@@ -121,7 +124,7 @@ class BlockPasses:
         self.begin([])
 
     def begin(self, micro_batches: Sequence[tuple[Tensor, Any]]) -> None:
-        """Start a new step with the given inputs and targets."""
+        """Start a new step with the given pairs of inputs and targets."""
         self._x = [x for x, _ in micro_batches]  # output of the block that ran last
         self._targets = [target for _, target in micro_batches]
         self._inputs: list[list[Any]] = [[] for _ in self.modules]  # None once used
@@ -132,13 +135,12 @@ class BlockPasses:
 
     @property
     def kept_bytes(self) -> list[int]:
-        """Number of bytes that are stored for one micro-batch for the backward pass of each block.
-        """
+        """For each block, number of bytes stored per micro-batch for the backward pass."""
         return [sum(x.numel() * x.element_size() for x in inputs[:1]) for inputs in self._inputs]
 
     def end(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """Return, for each micro-batch, the loss and the sum of the blocks' own losses. All other
-        data of the step is cleared.
+        """For each micro-batch, return its loss and the sum of the losses returned by the blocks.
+        Finally, the method clears all other data of the step.
         """
         balance = [torch.zeros(()) if x is None else x for x in self._balance]
         losses = tuple(self._losses)
@@ -146,10 +148,13 @@ class BlockPasses:
         return losses, tuple(balance)
 
     def forward(self, number: int, keep: bool) -> None:
-        """Run the first pass of a block for all micro-batches.
+        """Run the first forward pass of a block for all micro-batches.
 
-        keep: whether to store the inputs for the backward pass. Raises: ValueError: If the block
-            returned an invalid value.
+        Args:
+            number: index of the block.
+            keep: True if the inputs are stored for the backward pass.
+        Raises:
+            ValueError: If the block returned an invalid object.
         """
         module = self.modules[number]
         before = _values(module) if keep else {}
@@ -168,7 +173,7 @@ class BlockPasses:
                                     before or not torch.equal(buffer, before[place])]
 
     def losses(self) -> None:
-        """Compute the losses from the outputs of the last block without a backward pass."""
+        """Compute the losses from the outputs of the last block, without a backward pass."""
         with torch.no_grad():
             self._losses = [self.loss(y, target) for y, target in
                             zip(self._x, self._targets, strict=True)]
@@ -176,9 +181,9 @@ class BlockPasses:
     def backward(self, number: int, after: Callable[[], object] = lambda: None) -> None:
         """Run the backward pass of a block for all micro-batches in order.
 
-        For the last block, this includes the first forward pass.
+        For the last block, this method also runs the block's only forward pass.
 
-        after: function that is called after each micro-batch.
+        after: function that is called after the backward pass of each micro-batch.
         """
         last = number == len(self.modules) - 1
         for m in range(len(self._x)):
@@ -234,22 +239,22 @@ def _buffers(module: nn.Module) -> Iterator[tuple[Place, Tensor]]:
 
 
 def _values(module: nn.Module) -> dict[Place, Tensor]:
-    """Copy the buffers. Version counters cannot be used to detect changes, because some kernels
-    update statistics without increasing them.
+    """Copy the buffers. Version counters cannot be used to detect changed buffers, because some
+    kernels update statistics without increasing the version counter.
     """
     return {place: buffer.clone() for place, buffer in _buffers(module)}
 
 
 @contextmanager
 def unchanged_buffers(module: nn.Module, places: Sequence[Place] | None = None) -> Iterator[None]:
-    """Restore a module's buffers at the end of the context.
+    """At the end of the context, restore a module's buffers.
 
-    For example, running statistics must be updated by only one of two passes.
+    For example, if a block is computed twice, only one of the passes may update running statistics.
 
     Args:
         module: the module.
-        places: pairs of the module that owns a buffer to restore and the name of the buffer.
-            Defaults to all buffers of the module.
+        places: list of buffers to restore. Each buffer is given as a pair of its module and its
+            name. Defaults to all buffers of the module.
     """
     if places is None:
         places = [place for place, _ in _buffers(module)]

@@ -1,11 +1,12 @@
-"""Reader of safetensors files that uses file reads instead of memory mapping.
+"""A reader of safetensors files that reads from the file instead of mapping it into memory.
 
-If a different process truncates the file, a read raises an error, whereas an access to mapped
-memory would terminate the process with SIGBUS. Pages of a file that is read are not counted toward
-memory limits.
+If another process truncates the file, reading raises an error. With memory mapping, the process
+would be killed by SIGBUS. If a file is read instead of mapped, its pages do not count toward memory
+limits.
 
-A file consists of 8 bytes with the length of a JSON header, the header, and the values. Source: the
-format's description at github.com/huggingface/safetensors.
+A safetensors file consists of 8 bytes that contain the length of a JSON header, followed by the
+header and the tensors' data. Source: the description of the format at
+github.com/huggingface/safetensors.
 """
 
 from __future__ import annotations
@@ -34,22 +35,23 @@ if hasattr(torch, "float8_e8m0fnu"):  # available since torch 2.7
 
 
 class UnknownDtype(ValueError):
-    """Error that is raised if a file is complete but contains a tensor of an unsupported dtype."""
+    """Error that is raised if a complete file contains a tensor of an unsupported dtype."""
 
 
 class SafetensorsFile:
-    """A safetensors file that is open for reading. Use it in a `with` statement, or call `close` at
-    the end.
+    """A safetensors file that has been opened for reading. Use this class in a `with` statement, or
+    call `close` when the file is no longer needed.
 
     Args:
         path: path of the file.
-        verify: whether to verify the checksum of the file, if there is one and this process has not
-            verified the file before.
+        verify: whether to verify the file's checksum. The checksum is verified only if the file has
+            a checksum that this process has not verified before.
 
     Attributes:
-        name: name of the file that is used in messages.
-        held: mapping from the name of each tensor to its position, shape and dtype.
-        metadata: metadata that the header contains.
+        name: name of the file, for use in messages.
+        held: mapping from the name of each tensor to the location, shape and dtype of its data in
+            the file.
+        metadata: the metadata contained in the header.
     Raises:
         OSError: If the file cannot be opened.
         UnknownDtype: If a tensor has an unsupported dtype.
@@ -85,9 +87,11 @@ class SafetensorsFile:
         return held
 
     def read(self, name: str) -> Tensor:
-        """Read a tensor of the file into memory.
+        """Read a tensor from the file into memory.
 
-        Raises: TierError: If the file was truncated after it was opened, or if it cannot be read.
+        Raises:
+            TierError: If the file was truncated after it was opened, or if the tensor cannot be
+                read.
         """
         held = self.held[name]
         made = torch.empty(held.shape, dtype=held.dtype)
@@ -110,7 +114,8 @@ def _verify_once(path: str, *changed: int) -> None:
 
 
 def _header(file: BinaryIO) -> tuple[dict[str, Any], int]:
-    """Read the header. Return the entries of the header and the file offset of the values in bytes.
+    """Read the header. Return the entries of the header, and the offset in bytes at which the
+    tensors' data begins.
     """
     size = os.fstat(file.fileno()).st_size
     length = int.from_bytes(file.read(8), "little")

@@ -1,7 +1,7 @@
-"""Tiers, which store tensors outside the device in host memory or in files.
+"""Tiers, which store tensors outside the device, either in host memory or in files.
 
-Files are not memory-mapped but read into buffers and written from buffers, so only memory that is
-actually used is counted toward memory limits.
+Files are not memory-mapped. Tensors are read from and written to files through buffers, so only
+memory that is actually used counts toward memory limits.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from moe_plugin.utils.regular_files import make_folder, read_at, write_remedy
 
 
 class TierError(OSError):
-    """Error that is raised if a tier cannot store or return a tensor. The message names the size,
-    the location and a remedy.
+    """Error that is raised if a tier cannot store or read a tensor. The error message names the
+    size, the location and a remedy.
     """
 
 
@@ -34,10 +34,10 @@ class TierTensor:
     """A tensor that is stored in a tier.
 
     Attributes:
-        shape, dtype: shape and data type of the tensor.
-        tensor: the tensor in host memory, or None if the values are stored in a file.
-        file, offset: descriptor of the open file that contains the values, and their position in
-            the file in bytes.
+        shape, dtype: shape and dtype of the tensor.
+        tensor: the tensor in host memory, or None if the data is stored in a file.
+        file, offset: descriptor of the open file that contains the data, and the offset of the data
+            in the file in bytes.
     """
 
     shape: tuple[int, ...]
@@ -52,17 +52,21 @@ class TierTensor:
 
     @property
     def in_memory(self) -> Tensor:
-        """The tensor in host memory. The weights must be in host memory."""
+        """The tensor in host memory. `in_memory` can be used only if the tensor is stored in host
+        memory.
+        """
         assert self.tensor is not None
         return self.tensor
 
 
 class Tier(ABC):
-    """Base class of storage for tensors that is larger and slower than the device memory."""
+    """Base class of memory tiers. A tier stores tensors in memory that is larger and slower than
+    device memory.
+    """
 
     def put(self, x: Tensor) -> TierTensor:
-        """Store a copy of `x` and wait until this is complete. Raise `TierError` if there is no
-        space.
+        """Store a copy of `x`, and wait until the copy is complete. Raises `TierError` if the tier
+        has no space.
         """
         held = self._room(x)
         self._write([(held, x)])
@@ -70,10 +74,11 @@ class Tier(ABC):
 
     def put_later(self, copier: Copier, tensors: Sequence[Tensor]
                   ) -> tuple[list[TierTensor], Ticket]:
-        """Start storing several tensors in the background.
+        """Start to store several tensors in the background.
 
-        The tensors must not be changed until the ticket is done. When the wait for the ticket
-        returns, the tensors are stored. The wait raises `TierError` if there is no space.
+        The tensors must not change until the ticket is done. After the caller has waited for the
+        ticket, the tensors are stored. Waiting for the ticket raises `TierError` if the tier has no
+        space.
         """
         held = [self._room(x) for x in tensors]
         pairs = list(zip(held, tensors, strict=True))
@@ -81,27 +86,28 @@ class Tier(ABC):
 
     @abstractmethod
     def _room(self, x: Tensor) -> TierTensor:
-        """Allocate space for the tensor `x` in the tier."""
+        """Allocate space in the tier for the tensor `x`."""
 
     @abstractmethod
     def _write(self, pairs: Sequence[tuple[TierTensor, Tensor]]) -> None:
-        """Write tensors to the space that was allocated for them.
+        """Write tensors to the space that has been allocated for them.
 
-        If there is not enough space for a tensor, the space of all tensors of this call is freed.
+        If the tier has no space for one of the tensors, the space allocated for all tensors of this
+        call is freed.
         """
 
     @abstractmethod
     def read_into(self, held: TierTensor, target: Tensor) -> None:
-        """Copy a stored tensor into a tensor of the same shape and any dtype and device, and wait
-        for it.
+        """Copy a stored tensor into `target`, and wait until the copy is complete. `target` must
+        have the same shape, but may have any dtype and any device.
         """
 
     def fetch(self, copier: Copier, wanted: Sequence[tuple[Tensor, TierTensor]],
               after: Ticket | None = None) -> Ticket:
-        """Start `read_into` in the background for all pairs (target, held) in order.
+        """In the background, call `read_into` for all pairs (target, held) in order.
 
-        after: ticket of the job that stores the tensors. If that job fails, this job fails with the
-            same error.
+        after: ticket of the job that stores the tensors. If the job `after` fails, the job started
+            here fails with the same error.
         """
         wanted = list(wanted)
 
@@ -114,8 +120,8 @@ class Tier(ABC):
         return copier.start_call(read, sum(held.nbytes for _, held in wanted))
 
     def take(self, held: Sequence[TierTensor]) -> list[Tensor]:
-        """Move stored tensors to memory and free their space. If `TierError` is raised, all tensors
-        remain stored.
+        """Move stored tensors to memory and free their space. If this method raises `TierError`,
+        all tensors remain stored in the tier.
         """
         made = [torch.empty(stored.shape, dtype=stored.dtype) for stored in held]
         for stored, target in zip(held, made, strict=True):
@@ -125,22 +131,23 @@ class Tier(ABC):
         return made
 
     def free(self, held: TierTensor) -> None:
-        """Free the space of a stored tensor, which must not be used afterwards."""
+        """Free the space of a stored tensor. The stored tensor must not be used afterwards."""
 
     def close(self) -> None:
         """Free all space."""
 
 
 class HostTier(Tier):
-    """A tier in host memory, which is pinned if the device is a GPU.
+    """A tier in host memory. The memory is pinned if the device is a GPU.
 
-    Pinned memory is allocated by torch, which reuses it for tensors of about the same size. For
-    memory that is used as long as a model exists, use `machine.pinned_buffer` instead.
+    Torch allocates the pinned memory and reuses it for tensors of about the same size. For memory
+    that is needed for the whole lifetime of a model, use `machine.pinned_buffer` instead.
 
     Args:
-        device: device to which and from which tensors are copied.
+        device: device that tensors are copied to and from.
 
-    Attributes: `pinned_for`: the GPU that accesses the memory, or None for a CPU.
+    Attributes:
+        `pinned_for`: GPU that accesses the memory, or None if the device is a CPU.
     """
 
     def __init__(self, device: torch.device | str) -> None:
@@ -154,7 +161,7 @@ class HostTier(Tier):
                                    zip(held, tensors, strict=True)])
 
     def take(self, held: Sequence[TierTensor]) -> list[Tensor]:
-        """See `Tier`. The tensors of this tier are already in memory, so nothing is moved."""
+        """See `Tier`. The tensors of this tier are already in memory, so no data is moved."""
         return [stored.in_memory for stored in held]
 
     def read_into(self, held: TierTensor, target: Tensor) -> None:
@@ -163,7 +170,7 @@ class HostTier(Tier):
 
     def fetch(self, copier: Copier, wanted: Sequence[tuple[Tensor, TierTensor]],
               after: Ticket | None = None) -> Ticket:
-        """See `Tier`. Copies from existing memory do not fail, so `after` is not needed."""
+        """See `Tier`. Copies from existing host memory cannot fail, so `after` is not needed."""
         return copier.start([(target, held.in_memory) for target, held in wanted])
 
     def _write(self, pairs: Sequence[tuple[TierTensor, Tensor]]) -> None:
@@ -181,12 +188,13 @@ class HostTier(Tier):
 
 
 class DiskTier(Tier):
-    """A tier that stores tensors in one unnamed file in a folder.
+    """A tier that stores all tensors in a single unnamed file in a folder.
 
-    The file disappears when the process ends for any reason.
+    The operating system deletes the file when the process ends, even after a crash.
 
     Args:
-        folder: folder on a disk. A folder that does not exist is created.
+        folder: folder on disk in which the file is created. The folder is created if it does not
+            exist.
     Raises:
         ValueError: If the folder cannot be created.
     """
@@ -200,11 +208,11 @@ class DiskTier(Tier):
         self._free: dict[int, list[int]] = {}
 
     def read_into(self, held: TierTensor, target: Tensor) -> None:
-        """See `Tier`. Raise `TierError` if the file was truncated."""
+        """See `Tier`. Raises `TierError` if the file was truncated."""
         read_values(held, target, str(self.folder))
 
     def free(self, held: TierTensor) -> None:
-        """See `Tier`. The space is reused for the next tensor of the same size."""
+        """See `Tier`. The freed space is reused for the next tensor that has the same size."""
         with self._lock:
             self._free.setdefault(held.nbytes, []).append(held.offset)
 
@@ -254,9 +262,9 @@ class DiskTier(Tier):
 
 
 class TierBuffer:
-    """A buffer in a tier that can be replaced in the background.
+    """A buffer that is stored in a tier and can be replaced in the background.
 
-    The old buffer remains until the new buffer is complete.
+    The old buffer is kept until the new buffer is complete.
     """
 
     def __init__(self, tier: Tier) -> None:
@@ -266,12 +274,12 @@ class TierBuffer:
         self._ticket: Ticket | None = None
 
     def put(self, flat_N: Tensor) -> None:
-        """Store a copy of the buffer and wait until this is complete."""
+        """Store a copy of the buffer, and wait until the copy is complete."""
         self.stage(flat_N)(True)
 
     def stage(self, flat_N: Tensor) -> Callable[[bool], None]:
-        """Store a copy of the buffer next to the current copy. Call the returned function with True
-        to use the new copy or with False to drop it.
+        """Store a copy of the buffer in addition to the current copy. Call the returned function
+        with True to use the new copy, or with False to discard it.
         """
         self.settle()
         new = self.tier.put(flat_N)
@@ -287,7 +295,9 @@ class TierBuffer:
         return finish
 
     def put_later(self, copier: Copier, flat_N: Tensor) -> Ticket:
-        """Start `put` in the background. Call `settle` to wait for it."""
+        """Start to store a copy of the buffer in the background. Call `settle` to wait until the
+        copy is complete.
+        """
         self.settle()
         # stays valid until `settle`, which restores it if the write fails
         self._before = self.held
@@ -295,20 +305,22 @@ class TierBuffer:
         return self._ticket
 
     def fetch(self, copier: Copier, flat_N: Tensor) -> Ticket:
-        """Start copying the stored buffer into a buffer of the same size."""
+        """Start to copy the stored buffer into another buffer of the same size."""
         # the read must wait for a write that is in progress
         assert self.held is not None
         return self.tier.fetch(copier, [(flat_N, self.held)], self._ticket)
 
     def read(self, flat_N: Tensor) -> None:
-        """Copy the stored buffer into a buffer of the same size and wait until this is complete."""
+        """Copy the stored buffer into another buffer of the same size, and wait until the copy is
+        complete.
+        """
         self.settle()
         assert self.held is not None
         self.tier.read_into(self.held, flat_N)
 
     def settle(self) -> None:
-        """Wait for a `put` that was started by `put_later`. Raise `TierError` if there was not
-        enough space. In this case, the old buffer remains.
+        """Wait until the copy started by `put_later` is complete. Raises `TierError` if the tier
+        had no space, in which case the old buffer is still stored.
         """
         if self._ticket is None:
             return
@@ -324,9 +336,11 @@ class TierBuffer:
 
 
 def tier_of(device: torch.device | str, folder: str | os.PathLike[str] | None = None) -> Tier:
-    """Return the tier for tensors of a device: host memory for a GPU, and files for a CPU.
+    """Return a tier for the tensors of a device. The tier is in host memory for a GPU, and in files
+    for a CPU.
 
-    folder: folder on a disk in which files are created. Defaults to the folder for temporary files.
+    folder: folder on disk in which files are created. Defaults to the system's folder for temporary
+    files.
     """
     if torch.device(device).type == "cuda":
         return HostTier(device)
@@ -334,8 +348,8 @@ def tier_of(device: torch.device | str, folder: str | os.PathLike[str] | None = 
 
 
 def write_values(file: int, offset: int, x: Tensor) -> None:
-    """Write the values of a tensor into an open file. Raise `OSError` if the disk has no space for
-    the values.
+    """Write the data of a tensor to an open file. Raises `OSError` if the disk has no space for the
+    data.
     """
     values = _bytes(x.detach().to("cpu").contiguous())
     # a call may write only a part, for example if the disk becomes full; the next call then fails
@@ -345,10 +359,12 @@ def write_values(file: int, offset: int, x: Tensor) -> None:
 
 
 def read_values(held: TierTensor, target: Tensor, name: str) -> None:
-    """Read a tensor from a file into a tensor of the same shape and any dtype and device.
+    """Read a tensor from a file into `target`. `target` must have the same shape, but may have any
+    dtype and any device.
 
-    name: name of the file or folder that is used in the error message.
-    Raises: TierError: If the file is too short or cannot be read.
+    name: name of the file or folder, for use in the error message.
+    Raises:
+        TierError: If the file is too short or cannot be read.
     """
     # the file is read directly into the target if no conversion is needed
     direct = (target.device.type == "cpu" and target.dtype == held.dtype
@@ -373,5 +389,5 @@ def read_values(held: TierTensor, target: Tensor, name: str) -> None:
 
 
 def _bytes(x: Tensor) -> memoryview:
-    """Return the memory of a contiguous tensor as bytes."""
+    """Return the memory of a contiguous tensor as a memoryview of its bytes."""
     return x.reshape(-1).view(torch.uint8).numpy().data if x.numel() else memoryview(b"")

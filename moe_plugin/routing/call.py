@@ -1,7 +1,7 @@
-"""`RoutingCall`, the data of one router call that hooks and losses share.
+"""`RoutingCall`: the data of one router call, which the router's hooks and losses share.
 
-This module also checks token ids and sequence numbers, and passes token ids from a model to its MoE
-layers.
+The module also contains functions that check token ids and sequence numbers, and that pass token
+ids from a model to its MoE layers.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from moe_plugin.utils.machine import inside_backward
 def check_integers(name: str, values_T: Tensor, tokens: int) -> None:
     """Raise a `ValueError` unless `values_T` is an integer tensor of shape [tokens].
 
-    name: name of the tensor, which is used in error messages.
+    name: name of the tensor, for use in error messages.
     """
     if tuple(values_T.shape) != (tokens,):
         raise ValueError(f"The tensor {name} has shape {tuple(values_T.shape)}, but must have "
@@ -37,16 +37,16 @@ def check_integers(name: str, values_T: Tensor, tokens: int) -> None:
 
 
 def check_range(values: Tensor, first: int, last: int, message: str) -> None:
-    """Raise a `ValueError` unless all integers are from `first` to `last`.
+    """Raise a `ValueError` unless every integer is at least `first` and at most `last`.
 
-    The host does not wait for the GPU. On a GPU, a failed check triggers a device assertion. The
-    host notices this assertion at its next synchronization.
+    The host does not wait for the GPU. On a GPU, a failed check triggers an assertion on the
+    device. The host is informed of the assertion when it next synchronizes with the device.
 
     Args:
         values: integer tensor of any shape.
-        first, last: the smallest and the largest allowed value.
-        message: error message. The call `message.format(low, high)` inserts the smallest and the
-            largest value.
+        first, last: smallest and largest allowed integer.
+        message: template of the error message. The message is `message.format(low, high)`, where
+            `low` and `high` are the smallest and the largest element of `values`.
     """
     if not values.numel() or torch.compiler.is_compiling() or values.is_meta:
         return
@@ -60,12 +60,13 @@ def check_range(values: Tensor, first: int, last: int, message: str) -> None:
 
 
 class TakesTokenIds:
-    """Base class of a host's MoE layers that receive token ids from `hand_token_ids`.
+    """Base class for the MoE layers of a host framework that receive token ids from
+    `hand_token_ids`.
 
     Attributes:
-        needs: names of the token information that the layer's router needs, as in
+        needs: names of the token information that the layer's router needs; see
             `RouterModule.needs`.
-        tokens_BT: int64 [B, T], the token ids of the next call, or None if no token ids were
+        tokens_BT: int64 [B, T], the token ids for the next call, or None if no token ids were
             passed.
     """
 
@@ -76,13 +77,13 @@ class TakesTokenIds:
 def hand_token_ids(model: nn.Module, *names: str) -> None:
     """Register a hook that passes a model's token ids [B, T] to the MoE layers that need them.
 
-    The hook runs before each forward pass.
+    The hook runs before each forward pass of the model.
 
     Args:
-        model: a model that receives token ids as its first positional argument or as a keyword
+        model: model that receives token ids either as its first positional argument or as a keyword
             argument.
-        names: names of keyword arguments that may contain the token ids. If several of these
-            arguments are passed, the first in this list is used.
+        names: names of the keyword arguments that may contain the token ids. If several of the
+            named arguments are passed, the argument that comes first in `names` is used.
     """
     layers = [m for m in model.modules() if isinstance(m, TakesTokenIds) and "token_ids" in m.needs]
 
@@ -97,14 +98,15 @@ def hand_token_ids(model: nn.Module, *names: str) -> None:
 
 def token_info(x_TBD: Tensor, ids_TB: Tensor | None, needs: frozenset[str],
                batch_axis: int = 1) -> TokenInfo | None:
-    """Return the token information that a router needs, or None if the router needs none.
+    """Return the token information that a router needs, or None if the router needs no token
+    information.
 
     Args:
         x_TBD: tokens [T, B, D], or [B, T, D] if `batch_axis` is 0.
-        ids_TB: int64, the token ids, in the order of the first two axes of `x_TBD`. The ids are
-            required only if the router reads token ids.
+        ids_TB: int64, the token ids, whose axes are in the same order as the first two axes of
+            `x_TBD`. Token ids are required only if the router reads them.
         needs: the attribute `RouterModule.needs` of the router.
-        batch_axis: index (0 or 1) of the axis of `x_TBD` along which sequences are arranged.
+        batch_axis: index of the axis of `x_TBD` that enumerates the sequences, 0 or 1.
     """
     if not needs:
         return None
@@ -118,41 +120,39 @@ def token_info(x_TBD: Tensor, ids_TB: Tensor | None, needs: frozenset[str],
 class RoutingCall:
     """The data of one call of a router.
 
-    The router's hooks set the fields one after another, and its losses read them.
+    The router's hooks set the fields one after another, and the router's losses read them.
 
     Attributes:
-        logits_TE: noisy logits computed by the hook `scores`, in float32 or float64.
-        ids_TK: int64, the chosen experts before any policy or capacity removes choices. The value
-            -1 means that there is no expert.
-        mask_T: bool, True for tokens that are not padding. If `mask_T` is None, all tokens are
-            real.
+        logits_TE: logits with noise, computed by the hook `scores` in float32 or float64.
+        ids_TK: int64, the chosen experts before any policy or capacity drops choices. A value of -1
+            means that the choice has no expert.
+        mask_T: bool, True for tokens that are not padding. `mask_T` is None if all tokens are real.
         k: number of experts per token.
-        info: further information about the tokens.
-        noise: standard deviation of the noise in the logits (already divided by E), or 0 if there
-            is no noise.
+        info: additional information about the tokens.
+        noise: standard deviation of the noise in the logits, already divided by E, or 0 if there is
+            no noise.
         score: function that converts logits to scores.
-        divides: whether weights are divided by `max(sum over the choices + added, least)`.
+        divides: True if the weights are divided by `max(sum over the choices + added, least)`.
         one_pass: True if a single kernel computes the choices, weights and sums. If `one_pass` is
-            False, they are computed step by step.
-        reads_z: True if one of the configured losses needs the logsumexp of the logits.
+            False, the choices, weights and sums are computed in separate steps.
+        reads_z: True if a configured loss needs the logsumexp of the logits.
         leaves_none: True if every real token has an expert for each of its choices. If
             `leaves_none` is False, some choices may be -1.
-        replays_whole: True if no recording of a router of this class contains -1 for a real token,
+        replays_whole: True if recordings of this router class never contain -1 for a real token,
             for any number of nodes.
-        comm: group of ranks that share the batch's tokens. If `comm` is None, this rank has the
-            whole batch.
-        clean_TE: logits before noise was added. If `clean_TE` is None, the logits contain no noise.
-        deviation_TE: standard deviation of the noise of each logit (noisy_topk).
-        outside_TE: bool, True for experts outside the groups that were chosen for the token.
-        penalty_E: for each expert, the penalty for the link from this rank to the expert. The mean
-            penalty is 1.
-        step_load_E: int64 [E + 1], the number of choices per expert, followed by the number of
-            tokens. The counts include all ranks and all micro-batches of the step up to and
+        comm: group of ranks whose tokens form the batch, or None if this rank has the whole batch.
+        clean_TE: logits without noise, or None if no noise was added to the logits.
+        deviation_TE: standard deviation of the noise for each logit (noisy_topk).
+        outside_TE: bool, True for experts that do not belong to the groups chosen for the token.
+        penalty_E: penalty of each expert for the link between this rank and the expert. The mean of
+            all penalties is 1.
+        step_load_E: int64 [E + 1], the number of choices of each expert, followed by the number of
+            tokens. The numbers include all ranks and all micro-batches of the step, up to and
             including this call.
         priority_T, passthrough_T, chosen_TK: see `moe_plugin.records.Routing`.
-        routed: the choices, weights and sums over tokens returned by `route` or `route_by_steps`,
-            or None if the router uses neither function. The field `z` of this result may be None,
-            in which case z is computed from `logits_TE`.
+        routed: choices, weights and sums over tokens, as returned by `route` or `route_by_steps`.
+            `routed` is None if the router uses neither `route` nor `route_by_steps`. If the field
+            `z` of `routed` is None, z is computed from `logits_TE`.
     """
 
     logits_TE: Tensor = None  # type: ignore[assignment]  # until hook `scores`
@@ -191,13 +191,13 @@ class RoutingCall:
 
     def choose(self, chosen_TK: Tensor | None = None, *, bias_E: Tensor | None = None,
                groups: int = 0, take: int = 1, best: int = 1) -> Tensor:
-        """Choose the k best experts of each token, or use the given choices, and set `routed`.
+        """Choose the k best experts of each token, or use given choices. The method also sets
+        `routed`.
 
         Args:
-            chosen_TK: int64, choices without -1 that are used in place of the k best experts.
-                Optional.
-            bias_E: bias that is added to the scores for the choice, but not for the weights.
-                Optional.
+            chosen_TK: int64, choices without -1 to use instead of the k best experts. Optional.
+            bias_E: bias that is added to the scores when experts are chosen, but not when weights
+                are computed. Optional.
             groups, take, best: see `moe_plugin.kernels.router.Rule`.
 
         Returns: int64 [T, K], the chosen experts.
@@ -214,10 +214,10 @@ class RoutingCall:
     def weights_of(self, ids_TK: Tensor) -> Tensor:
         """Return the weights [T, K] of the chosen experts.
 
-        The weights are the scores, divided by their sum if `divides` is true.
+        The weights are the scores. If `divides` is true, the scores are divided by their sum.
 
-        ids_TK: int64, the choices. The choices may be the result of `choose`, a recording, or the
-            router's own choices.
+        ids_TK: int64, the chosen experts, which were returned by `choose`, read from a recording,
+            or chosen by the router itself.
         """
         if self.routed is not None and self.routed.ids_TK is ids_TK:
             self.leaves_none = True
@@ -231,8 +231,8 @@ class RoutingCall:
         return self.routed.weights_TK
 
     def _weights_of_some(self, ids_TK: Tensor) -> Tensor:
-        """Return the weights of choices that may be -1. The kernel cannot exclude these from its
-        sum.
+        """Return the weights of choices when some choices may be -1. The kernel cannot exclude
+        choices of -1 from the sum of the scores.
         """
         # The weights are divided only after the choices of -1 were set to 0.
         divides, self.divides, self.leaves_none = self.divides, False, False
@@ -244,20 +244,20 @@ class RoutingCall:
 
     @property
     def experts(self) -> int:
-        """The number E of experts."""
+        """Number of experts, E."""
         return self.logits_TE.shape[1]
 
     @property
     def real_T(self) -> Tensor:
-        """The tensor `mask_T`, or True for every token if there is no mask, as bool [T]."""
+        """`mask_T` as bool [T], or a tensor that is True for every token if there is no mask."""
         if self.mask_T is not None:
             return self.mask_T
         return self.logits_TE.new_ones(self.logits_TE.shape[0], dtype=torch.bool)
 
     @property
     def scores_TE(self) -> Tensor:
-        """Scores of all experts. A router may replace these scores, which are computed by
-        `score`.
+        """Scores of all experts for each token. By default, `score` computes the scores. A router
+        may replace the scores.
         """
         if self._scores_TE is None:
             self._scores_TE = self.score.scores(self.logits_TE)
@@ -269,7 +269,9 @@ class RoutingCall:
 
     @property
     def probs_TE(self) -> Tensor:
-        """Scores that sum to 1 in each row. A router may replace these values."""
+        """Scores that are divided by their sum, so that each row sums to 1. A router may replace
+        this tensor.
+        """
         if self._probs_TE is None:
             self._probs_TE = self.score.shares(self.scores_TE)
         return self._probs_TE
@@ -280,7 +282,7 @@ class RoutingCall:
 
     @property
     def clean_probs_TE(self) -> Tensor:
-        """The scores `probs_TE` computed from the logits without noise."""
+        """Like `probs_TE`, but computed from the logits without noise."""
         if self.clean_TE is None or self.clean_TE is self.logits_TE:
             return self.probs_TE
         if self._clean_probs_TE is None:
@@ -289,11 +291,11 @@ class RoutingCall:
 
     @property
     def margin_TE(self) -> Tensor | None:
-        """The margin `(clean logit - k-th largest noisy logit of the other experts) / (deviation of
-        the noise)`.
+        """For each expert, `(clean logit - k-th largest noisy logit of the other experts) /
+        (deviation of the noise)`.
 
-        The margin is None if the noise has no learned deviation. If k = E, the margin is infinite,
-        because every expert is always chosen.
+        The margin is None if the deviation of the noise is not learned. If k = E, the margin is
+        infinite, because every expert is always chosen.
         """
         if self.deviation_TE is None:
             return None
@@ -310,15 +312,16 @@ class RoutingCall:
 
     @property
     def unchosen_TE(self) -> Tensor:
-        """A bool tensor [T, E] that is true for experts that a token has not chosen. No choice may
-        be -1."""
+        """Bool [T, E], True for experts that a token did not choose. No choice may be -1."""
         return torch.ones_like(self.logits_TE, dtype=torch.bool).scatter_(1, self.ids_TK, False)
 
     @property
     def count(self) -> Tensor | float:
-        """Number of real tokens of the group, which is at least 1 because it is used as a divisor.
+        """Number of real tokens in the group, but at least 1, because other code divides by this
+        number.
 
-        The number is a tensor in the dtype of the scores if the host does not know it.
+        If the host does not know the number of tokens, `count` is a tensor in the dtype of the
+        scores.
         """
         if self._count is None:
             if self.mask_T is None and self.comm is None:
@@ -329,7 +332,7 @@ class RoutingCall:
         return self._count
 
     def own_count(self) -> Tensor:
-        """Return the number of real tokens of this rank as an int64 scalar tensor."""
+        """Return the number of real tokens on this rank as an int64 scalar tensor."""
         if self.mask_T is not None:
             return self.mask_T.sum()
         tokens, device = self.ids_TK.shape[0], self.ids_TK.device
@@ -337,31 +340,34 @@ class RoutingCall:
 
     @property
     def own_load_KE(self) -> Tensor:
-        """An int64 tensor [K, E] with the number of this rank's tokens whose j-th choice is expert
-        e."""
+        """Int64 tensor [K, E]. Element [j, e] is the number of this rank's tokens whose j-th choice
+        is expert e.
+        """
         if self._load_KE is None:
             self._load_KE = expert_load(self.ids_TK, self.experts, self.mask_T, per_choice=True,
                                         complete=self.leaves_none and self.mask_T is None)
         return self._load_KE
 
     def load_E(self) -> Tensor:
-        """Return how often the group's tokens chose each expert, [E] in the dtype of the scores."""
+        """For each expert, return how often the tokens of the group chose it, [E] in the dtype of
+        the scores.
+        """
         return self.total(self.own_load_KE.sum(0).to(self.logits_TE.dtype))
 
     def first_load_E(self) -> Tensor:
-        """Return how many first choices of the group are each expert, [E] in the dtype of the
-        scores.
+        """For each expert, return how often it is the first choice of a token of the group, [E] in
+        the dtype of the scores.
         """
         return self.total(self.own_load_KE[0].to(self.logits_TE.dtype))
 
     def real(self, values: Tensor) -> Tensor:
-        """Return per-token values, [T] or [T, n], with the entries of padding tokens set to 0."""
+        """Return values [T] or [T, n] in which the values of padding tokens are 0."""
         if self.mask_T is None:
             return values
         return values * (self.mask_T if values.dim() == 1 else self.mask_T[:, None])
 
     def importance_E(self) -> Tensor:
-        """Return for each expert the sum of its scores over real tokens, [E]."""
+        """For each expert, return the sum of its scores over the real tokens, [E]."""
         if self.routed is not None:
             return self.routed.importance_E
         return self.real(self.probs_TE).sum(0)
@@ -373,9 +379,7 @@ class RoutingCall:
         return self.real(torch.logsumexp(self.logits_TE, dim=1).square()).sum()
 
     def entropy(self) -> Tensor:
-        """Return the mean entropy of the scores in nats over this rank's real tokens, without
-        gradient.
-        """
+        """Return the mean entropy of the scores over this rank's real tokens in nats, detached."""
         count = (max(1, self.ids_TK.shape[0]) if self.mask_T is None else
                  self.mask_T.sum().clamp(min=1))
         if self.routed is not None:
@@ -390,7 +394,7 @@ class RoutingCall:
         return x if self.comm is None else self.comm.all_reduce(x)
 
     def share(self) -> float:
-        """Return the part of a loss that this rank reports if every rank of the group computes the
-        whole loss.
+        """Return the fraction of a loss that this rank reports, when every rank of the group
+        computes the complete loss.
         """
         return 1.0 if self.comm is None else 1.0 / self.comm.size

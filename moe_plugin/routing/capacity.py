@@ -1,7 +1,8 @@
-"""Capacity, which is the number of rows that an expert accepts from one rank, and the assignment of
-choices to these slots.
+"""The capacity is the number of rows that an expert accepts from one rank. Each accepted choice
+occupies one slot of its expert.
 
-Notation: T tokens of a rank, E experts, k choices per token, capacity factor f, s = ceil(T / E).
+Notation: T is the number of tokens on a rank, E the number of experts, k the number of choices per
+token, f the capacity factor, and s = ceil(T / E).
 Source: Tutel (`fast_dispatch`).
 
 | f | slots C per expert and source rank |
@@ -11,11 +12,12 @@ Source: Tutel (`fast_dispatch`).
 | f = 0 | the largest number of tokens that any expert received from any rank: never drops |
 | f < 0 | min(the f = 0 value, max(1, k * int(-f * s))) |
 
-Tutel does not guarantee a minimum of one slot. With Tutel's formula and f < 1, every choice is
-dropped if a rank has at most E tokens. This is common in generation.
+Tutel's formula does not guarantee at least one slot. With Tutel's formula and f < 1, all choices
+are dropped if a rank has at most E tokens. So few tokens are common during generation.
 
-For example, T = 10, E = 4 and k = 2 give s = 3. For f = 1, C = 6. For f = 1.25, C = 2 * int(3.75) =
-6. For f = 0.3, C = max(1, 2 * int(0.9)) = 1. For f = -1 and a largest load of 5, C = 5.
+For example, s = 3 for T = 10, E = 4 and k = 2. For these numbers, f = 1 results in C = 6. With f =
+1.25, C = 2 * int(3.75) = 6. With f = 0.3, C = max(1, 2 * int(0.9)) = 1. With f = -1 and a largest
+load of 5, C = 5.
 """
 
 from __future__ import annotations
@@ -36,20 +38,20 @@ from moe_plugin.utils.machine import exporting
 
 
 class CapacityLimit:
-    """A module that drops choices for which there is no free slot. The limit is the same on all
-    ranks.
+    """A module that drops the choices for which an expert has no free slot. All ranks use the same
+    limit.
 
     Args:
-        config: settings of the layer.
-        comm: group of ranks that have different loads.
-        makes_slots: whether the dispatcher allocates slots, including empty ones. If this is true,
-            all hosts must agree on the number of slots.
-        own: True if each rank computes the limit from its own tokens, as `HostContext.own_capacity`
-            describes.
+        config: configuration of the layer.
+        comm: group of ranks over which the capacity is determined.
+        makes_slots: True if the dispatcher sends slots, including empty slots. If `makes_slots` is
+            True, all hosts must agree on the number of slots.
+        own: True if each rank computes the limit from its own tokens; see
+            `HostContext.own_capacity`.
 
     Attributes:
-        never: True if no choice is ever dropped and no weight is ever changed, in training or in
-            evaluation.
+        never: True if choices are never dropped and weights are never changed, neither in training
+            nor in evaluation.
     """
 
     def __init__(self, config: MoEConfig, comm: Comm, makes_slots: bool = True,
@@ -62,7 +64,7 @@ class CapacityLimit:
         self.never = not self.normalize and self.keeps_all(True) and self.keeps_all(False)
 
     def __call__(self, routing: Routing, training: bool) -> KeptRouting:
-        """Return the routing after choices beyond the capacity are dropped; see `capacity`,
+        """Return the routing after dropping the choices that exceed the capacity; see `capacity`,
         `limit_on_device`, `slots` and `drop`.
         """
         if not self.normalize and self.keeps_all(training):
@@ -81,7 +83,7 @@ class CapacityLimit:
         return KeptRouting(kept, slots_TK, made, routing, any_load)
 
     def keeps_all(self, training: bool) -> bool:
-        """Return true if the settings guarantee that no choice is dropped."""
+        """Return whether the settings guarantee that no choice is dropped."""
         if training:
             return self.dispatch.capacity_factor is None
         rule = _Rule.of(self.dispatch, training)
@@ -89,10 +91,11 @@ class CapacityLimit:
 
     def _limit(self, routing: Routing, made: int | None, asked: Comm,
                training: bool) -> int | Tensor | None:
-        """Return the limit beyond which choices are dropped.
+        """Return the number of slots per expert beyond which choices are dropped.
 
-        The limit usually equals `made`. The limit is lower if only the device knows the number of
-        real tokens, or if this rank applies its own limit and has fewer tokens than other ranks.
+        The limit is usually equal to `made`. The limit is lower than `made` if only the device
+        knows the number of real tokens, or if this rank uses its own limit and has fewer tokens
+        than other ranks.
         """
         comm, known = self.comm, asked.size > 1
         if self.own and self.comm.size > 1:
@@ -102,10 +105,11 @@ class CapacityLimit:
         return made if limit is None else limit
 
     def _checked(self, routing: Routing, training: bool) -> Routing:
-        """Check that all ranks have equal numbers of tokens as promised, and return the routing.
+        """Check that all ranks have the same number of tokens, as `dispatch.equal_tokens` promises,
+        and return the routing.
 
-        Under a compiler, the check must be an operation in the graph, because Python code would run
-        only once.
+        Under a compiler, the check must be an operation in the graph. As plain Python code, the
+        check would run only once.
         """
         if torch.compiler.is_compiling():
             if self.comm.key is None:
@@ -117,7 +121,7 @@ class CapacityLimit:
 
 
 def fixed_slots(tokens: int, experts: int, top_k: int, factor: float) -> int:
-    """Return the number of slots `max(1, k * int(|f| * ceil(T / E)))`, or 0 for a rank without
+    """Return the number of slots `max(1, k * int(|f| * ceil(T / E)))`, or 0 if the rank has no
     tokens.
     """
     # Truncated before the multiplication by k, as in Tutel.
@@ -130,8 +134,8 @@ def fixed_slots(tokens: int, experts: int, top_k: int, factor: float) -> int:
 
 @dataclass(frozen=True)
 class _Rule:
-    """The settings that apply to a call: the capacity factor, and the fraction of tokens that
-    replaces the factor. The fraction is 0 if it is not used.
+    """The capacity settings that apply to one call: the capacity factor, and the fraction of tokens
+    that replaces the factor. The fraction is 0 if the capacity factor is used.
     """
 
     factor: float | None
@@ -156,8 +160,8 @@ class _Rule:
         return fixed_slots(tokens, experts, top_k, self.factor)
 
     def slots_on_device(self, tokens: Tensor, experts: int, top_k: int) -> Tensor:
-        """Compute the result of `slots` from an int64 scalar tensor, with the same float64
-        arithmetic as on the host.
+        """Compute the same number as `slots`, but from an int64 scalar tensor. The arithmetic is in
+        float64, as on the host.
         """
         if self.fraction:
             return (tokens.double() * self.fraction).ceil().long()
@@ -168,28 +172,30 @@ class _Rule:
 
 def capacity(config: DispatchConfig, routing: Routing, experts: int, comm: Comm,
              training: bool) -> int | None:
-    """Return the number of slots per expert and source rank, or None if nothing is dropped.
+    """Return the number of slots per expert and source rank, which is the same on all ranks, or
+    None if no choice is dropped.
 
-    The result is the same on every rank. T is the largest number of real tokens on any rank. On a
-    CPU, one all-reduce of two integers determines T and, if f <= 0, the largest load. On a GPU the
-    host does not wait for the device. Therefore T includes padding on a GPU, because the hosts can
-    agree on this number without waiting for the device. `limit_on_device` then drops choices
-    according to the number of real tokens.
+     In the formulas, T is the largest number of real tokens on any rank. On a CPU, a single
+    all-reduce of two integers determines T and, if f <= 0, the largest load of any expert. On a
+    GPU, the host does not wait for the device. T therefore includes padding on a GPU. The hosts can
+    agree on the number of tokens with padding without waiting for the device. `limit_on_device`
+    then drops choices based on the number of real tokens.
 
-    For f <= 0 there are two cases on a GPU. In a group of ranks, the number of slots depends on the
-    load, so the host waits for the load. A single rank uses a number of slots that is sufficient
-    for any load. This number is T for f = 0, and the number of slots for the factor -f if f < 0.
+    On a GPU, there are two cases for f <= 0. In a group of several ranks, the number of slots
+    depends on the load, so the host waits for the load. A single rank uses a number of slots that
+    is large enough for any load, which is T if f = 0. If f < 0, a single rank uses the number of
+    slots for the factor -f.
 
-    With `equal_tokens`, padding is counted as tokens, and f > 0 requires no communication; see
-    `check_promise`.
+    With `equal_tokens`, padding tokens are counted like real tokens, and f > 0 requires no
+    communication; see `check_promise`.
 
     Args:
         config: settings `dispatch`.
-        routing: choices and weights of this rank's tokens.
+        routing: choices and weights of the tokens on this rank.
         experts: number of experts, E.
-        comm: group of ranks that have different loads.
-        training: True if the layer is in training mode. If `training` is False, the evaluation
-            settings apply.
+        comm: group of ranks over which the capacity is determined.
+        training: True if the layer is in training mode. If `training` is False, the settings for
+            evaluation apply.
     """
     rule = _Rule.of(config, training)
     if rule.factor is None and not rule.fraction:
@@ -213,15 +219,15 @@ def limit_on_device(config: DispatchConfig, routing: Routing, experts: int, comm
     """Return the capacity computed from the number of real tokens, as an int64 scalar tensor on the
     device, or None.
 
-    If it is None, the value returned by `capacity` is already exact.
+    If the function returns None, the number returned by `capacity` is already exact.
 
     Args:
         config: settings `dispatch`.
         routing: choices and weights of this rank's tokens.
         experts: number of experts, E.
         comm: group of ranks that have different loads.
-        training: whether the layer is in training mode.
-        load_known: True if `capacity` has already exchanged the loads for f <= 0.
+        training: True if the layer is in training mode.
+        load_known: True if f <= 0 and `capacity` has already exchanged the loads.
     """
     rule = _Rule.of(config, training)
     if _on_host(routing) or (rule.factor is None and not rule.fraction):
@@ -235,8 +241,8 @@ def limit_on_device(config: DispatchConfig, routing: Routing, experts: int, comm
 
 
 def _load_unknown(rule: _Rule, routing: Routing, comm: Comm) -> bool:
-    """Return true if a single rank's host would have to wait for a load that sets the number of
-    slots.
+    """Return whether a single rank would have to wait for the device to obtain the load that
+    determines the number of slots.
     """
     return (rule.follows_load and comm.size == 1 and not _on_host(routing)
             and (exporting() or not torch.compiler.is_compiling()))
@@ -254,15 +260,14 @@ class _EqualTokens:
 
 
 def check_promise(ids_TK: Tensor, comm: Comm) -> None:
-    """Check the setting `dispatch.equal_tokens`, which promises that all ranks have equal numbers
-    of tokens.
+    """Check that all ranks have the same number of tokens, as the setting `dispatch.equal_tokens`
+    promises.
 
-    The check is collective if T differs from its value in the last call.
+    If T differs from its value in the previous call, the check is collective.
 
     Raises:
-        ValueError: If ranks have different numbers of tokens. If T changed on only some ranks,
-            these ranks wait for the other ranks until a `CommError` is raised after the group's
-            timeout.
+        ValueError: If the ranks have different numbers of tokens. If T changed on some ranks only,
+            these ranks wait for the other ranks and raise a `CommError` after the group's timeout.
     """
     tokens = ids_TK.shape[0]
     if comm.size == 1:
@@ -284,7 +289,7 @@ def check_promise(ids_TK: Tensor, comm: Comm) -> None:
 def with_equal_tokens(ids_TK: Tensor, comm: str) -> Tensor:
     """Call `check_promise`, and return a copy of `ids_TK` [T, K].
 
-    This function is a torch operation, so a compiler includes the check in its graph.
+    The function is a torch operation, so that a compiler includes the check in its graph.
 
     Args:
         comm: key that identifies the communication group.
@@ -307,11 +312,12 @@ def _agree(routing: Routing, experts: int, comm: Comm) -> tuple[int, int]:
 
 
 def slots(routing: Routing, experts: int, prioritized: bool) -> Tensor:
-    """Return the slot of each choice within its expert, int64 [T, K], or -1 for no expert.
+    """Return the slot of each choice within its expert, int64 [T, K], or -1 for a choice without an
+    expert.
 
-    The first choices of all tokens precede all second choices, and so on. Among the j-th choices of
-    all tokens, tokens are in sequence order. If `prioritized` is true, tokens are ordered by
-    decreasing `priority_T` (a stable sort).
+    The first choices of all tokens get the first slots, followed by all second choices, and so on.
+    Within the j-th choices, tokens get slots in sequence order. If `prioritized` is true, tokens
+    get slots in the order of decreasing `priority_T` instead (using a stable sort).
     """
     if not prioritized:
         return slot_index(routing.ids_TK, experts)
@@ -324,20 +330,20 @@ def slots(routing: Routing, experts: int, prioritized: bool) -> Tensor:
 
 def drop(routing: Routing, slots_TK: Tensor | None, limit: int | Tensor | None,
          normalize_after: bool, added: float = 0.0, least: float | None = None) -> Routing:
-    """Remove the choices whose slot is beyond the capacity.
+    """Remove the choices whose slots exceed the capacity.
 
     Args:
-        routing: the routing before dropping.
-        slots_TK: int64 [T, K], the slots of the choices; see `slots`. Without a limit, this tensor
-            is not read.
-        limit: number of slots per expert and source rank, as an integer or an int64 scalar tensor.
-            If `limit` is None, there is no limit.
-        normalize_after: whether the remaining weights are divided by `max(sum + added, least)` if
-            `top_k` > 1.
-        added: number that is added to the sum of the weights before the division.
-        least: smallest divisor. Defaults to the epsilon of the dtype, as in fairseq. With this
-            default, the output of a token is almost 0 if the router is nearly certain of one expert
-            and this expert drops the token.
+        routing: routing before choices are dropped.
+        slots_TK: int64 [T, K], the slot of each choice; see `slots`. `slots_TK` is not used if
+            `limit` is None.
+        limit: maximum number of slots per expert and source rank, as an integer or an int64 scalar
+            tensor, or None for no limit.
+        normalize_after: True if the remaining weights of tokens with several choices are divided by
+            `max(sum + added, least)`.
+        added: number added to the sum of the weights before the division.
+        least: smallest divisor. Defaults to the epsilon of the dtype, as in fairseq. With the
+            default of `least`, the output of a token is almost 0 if the router assigns almost the
+            whole weight to one expert and this choice is dropped.
     """
     if limit is None and not normalize_after:
         return routing

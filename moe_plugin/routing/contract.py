@@ -1,7 +1,7 @@
-"""The interface that a layer and its host expect of every router (`RouterModule`).
+"""`RouterModule`, the interface that a layer and its host framework expect from every router.
 
-This module also contains the base classes for modules that are updated once per optimizer step, and
-the mark for parameters that a host must not initialize again.
+The module also contains base classes for modules that are updated once per optimizer step, and a
+mark for parameters that a host framework must not initialize again.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from moe_plugin.utils.run_feature import RunFeature, StepFacts, StepInput
 
 
 def keep_init(parameter: nn.Parameter) -> nn.Parameter:
-    """Mark a parameter so that the host does not replace its initial values."""
+    """Mark a parameter so that host frameworks do not initialize it again."""
     parameter.own_init = True  # type: ignore[attr-defined]
     return parameter
 
 
 def keeps_init(parameter: Tensor) -> bool:
-    """Return true if `keep_init` has marked this parameter."""
+    """Return whether `keep_init` has marked this parameter."""
     return getattr(parameter, "own_init", False)
 
 
@@ -45,7 +45,9 @@ class HasFinishStep:
         """Update the module after an optimizer step. All ranks must call this method."""
 
     def forget_step(self) -> None:
-        """Discard the counts since the last step without an update. Not collective."""
+        """Discard the counts collected since the last step without updating the module. Not
+        collective.
+        """
 
 
 # Settings (`RouterModule.reads`) of routers that score tokens (SCORED), choose several experts per
@@ -59,12 +61,12 @@ WITH_POLICY = BY_SCORE | {"second_expert_policy", "second_expert_policy=random"}
 
 
 class BuffersKeepDtype(nn.Module):
-    """Base class of modules whose buffers keep their values and dtypes.
+    """Base class of modules whose buffers are not affected by casting or emptying the module.
 
-    The values and dtypes of the buffers stay unchanged when the module is cast (`half()`) or
-    emptied (`to_empty()`). This is necessary because no code would restore the values of an emptied
-    buffer, and because a 16-bit bias cannot represent a change of 0.001 per step. The buffers move
-    to a new device together with the module. Subclasses must not create buffers on the meta device.
+    The buffers keep their values and dtypes when the module is cast (`half()`) or emptied
+    (`to_empty()`). Emptied buffers would not be filled again, and a 16-bit bias cannot represent
+    changes of 0.001 per step. When the module is moved to another device, its buffers are moved as
+    well. Subclasses must not create buffers on the meta device.
 
     Attributes:
         keeps_parameters: if True, parameters whose dtype has fewer bits than float32 are also
@@ -86,7 +88,7 @@ class BuffersKeepDtype(nn.Module):
 
 
 def float32_state(module: nn.Module) -> list[str]:
-    """Return the names of the state dict entries that stay in float32 when the module is cast."""
+    """Return the names of state dict entries that remain in float32 when the module is cast."""
     names = []
     for name, part in module.named_modules():
         if isinstance(part, BuffersKeepDtype):
@@ -101,28 +103,31 @@ def float32_state(module: nn.Module) -> list[str]:
 class RouterModule(HasFinishStep, nn.Module):
     """Base class of all routers.
 
-    The class defines the attributes that a router declares and the methods that are called once per
-    step.
+    The class defines the attributes that a router declares, and the methods that are called once
+    per step.
 
-    Most routers derive from `moe_plugin.routing.Router`. Derive a router directly from this class
-    if it does not use any code of the provided routers. A layer also accepts a plain `nn.Module`
-    with the same `forward`, and treats such a module as a router that needs no token information.
+    Most routers are subclasses of `moe_plugin.routing.Router`. A router that uses no code of the
+    provided routers can be a direct subclass of this class. A layer also accepts a plain
+    `nn.Module` with the same `forward` method. The layer assumes that this module needs no token
+    information.
 
     Attributes:
-        needs: names of the token information in `TokenInfo` that the router reads ("token_ids" or
-            "sequences"). Hosts pass only the fields that the router needs.
-        own_losses: names of the losses that this router can compute, but some other routers cannot.
-        reads: the optional settings in the section `router` that this router reads, each written as
-            `name` or `name=value`. Each class must declare its complete list. If `reads` is None,
-            the router may read any setting.
-        fixed_k: number of experts per token if the number cannot be configured. If `fixed_k` is
-            None, the number is set by `router.top_k` and can be overridden in each call.
-        any_number: True if a token may have up to E experts, regardless of k.
-        reads_top_k: whether `router.top_k` changes the router's behavior. The value is False for
-            every class that sets `fixed_k`.
-        balances: whether the router distributes tokens evenly over the experts without a balance
+        needs: names of the fields of `TokenInfo` that the router reads ("token_ids" or
+            "sequences"). Host frameworks provide only the fields in `needs`.
+        own_losses: names of the losses that this router can compute but some other routers cannot.
+        reads: names of the optional settings in the section `router` that this router reads. Each
+            element has the form `name` or `name=value`. Each class must declare the complete list,
+            including the settings read by its base classes. If `reads` is None, the router may read
+            any setting.
+        fixed_k: number of experts per token, if this number cannot be configured. If `fixed_k` is
+            None, `router.top_k` sets the number of experts per token, and each call can override
+            it.
+        any_number: True if a token may have up to E experts, independently of k.
+        reads_top_k: True if `router.top_k` affects the router. `reads_top_k` is False for every
+            class that sets `fixed_k`.
+        balances: True if the router distributes tokens evenly over the experts without a balance
             loss.
-        host: information that the host framework provides about the layer.
+        host: information about the layer from the host framework.
         all_ranks: group of all data-parallel ranks. In models without a host framework,
             `gradients.sync` sets this attribute. None until then.
     """
@@ -147,33 +152,33 @@ class RouterModule(HasFinishStep, nn.Module):
 
     def forward(self, x_TD: Tensor, mask_T: Tensor | None = None, top_k: int | None = None,
                 info: TokenInfo | None = None) -> Routing:
-        """Route tokens to experts.
+        """Choose experts and weights for each token.
 
         Args:
             x_TD: tokens [T, D] of any floating-point dtype.
-            mask_T: bool [T], True for tokens that are not padding. Optional. By default all tokens
+            mask_T: bool [T], True for tokens that are not padding. Optional. By default, all tokens
                 are real.
             top_k: number of experts per token for this call. Defaults to the configured number.
-            info: further information about the tokens; see `needs`.
+            info: additional information about the tokens; see `needs`.
         """
         raise NotImplementedError
 
     def replayed(self, choose: Callable[[], T], what: str = "choice",
                  shape: tuple[int, ...] | None = None) -> T:
-        """Return `choose()`. During a recomputation, return the value from the first pass.
+        """Return `choose()`. During a recomputation, return the value that was computed in the
+        first pass.
 
         See `moe_plugin.routing.replay.replayed`.
         """
         return replayed(self, choose, self.training, what=what, shape=shape)
 
     def step_sums(self) -> list[Tensor]:
-        """Return the sums over this rank's tokens from which `finish_step` computes the router's
-        update.
+        """Return sums over this rank's tokens. `finish_step` uses these sums to update the router.
 
-        The sums include all tokens routed since the last step. A caller may combine these tensors
-        with those of other replicas, so that the routers of all replicas stay equal. Integers must
-        be added and floating-point numbers averaged. The list is empty if the router is not updated
-        from sums.
+        The sums include all tokens routed since the last optimizer step. A caller may combine the
+        sums with the sums of other replicas, so that the routers of all replicas remain equal.
+        Integer tensors must be added, and floating-point tensors must be averaged. If the router's
+        update does not use sums, the list is empty.
         """
         return []
 
@@ -183,33 +188,34 @@ class RouterModule(HasFinishStep, nn.Module):
 
 
 def changed_by_others(buffer: Tensor, version: int) -> bool:
-    """Return true if a buffer was changed in place since it had this version (`Tensor._version`).
-
-    An average of weights (EMA) and a checkpoint that is read in place change buffers without
-    `load_state_dict`.
+    """Return whether a buffer was changed in place after the given version (`Tensor._version`).
+    Buffers can change without `load_state_dict`, for example when weights are averaged (EMA) or
+    when a checkpoint is read in place.
     """
     return (not torch.compiler.is_compiling() and not buffer.is_inference()
             and buffer._version != version)
 
 
 class TopKSchedule(HasFinishStep, BuffersKeepDtype):
-    """Number of experts per token as a function of the optimizer step (`router.top_k_at`).
+    """The number of experts per token as a function of the optimizer step (`router.top_k_at`).
 
-    The schedule is saved with the weights. A host that knows the index of the step passes it to
-    `begin_step`. Otherwise `finish_step` counts the steps. The current value is a Python integer.
-    Therefore a call does not read it from the device, and a layer is compiled once for each number
-    of experts.
+    The state of the schedule is saved with the weights. If the host framework knows the index of
+    the step, it passes the index to `begin_step`. If the host framework does not know the index of
+    the step, `finish_step` counts the steps. The current number of experts is stored as a Python
+    integer. A call therefore does not read this number from the device, and a layer is compiled
+    once for each number.
 
     Args:
         first: number of experts per token before the first change.
-        changes: mapping from a step to the number of experts per token from that step on. A step is
-            an index, counted from 1, or a fraction of the run below 1.
+        changes: mapping from a step to the number of experts per token that applies from this step
+            on. A step is given either as an index, counted from 1, or as a fraction of the run,
+            which must be below 1.
         device: device of the buffers that are saved with the weights.
     Attributes:
-        k: number of experts per token in the current step. Outside training, it is the number for
-            the next step. Read from the buffer only if something else has changed the buffer.
-        steps: number of completed steps.
-        total: number of steps of the whole run. None if unknown.
+        k: number of experts per token in the current step. Outside training, `k` is the number for
+            the next step. `k` is read from the buffer only if other code has changed the buffer.
+        steps: number of completed optimizer steps.
+        total: total number of optimizer steps in the run. None if unknown.
     """
 
     now: Tensor
@@ -223,7 +229,7 @@ class TopKSchedule(HasFinishStep, BuffersKeepDtype):
 
     @property
     def k(self) -> int:
-        """The number of experts per token in the current step."""
+        """Number of experts per token in the current step."""
         self._follow_buffer()
         return self._k
 
@@ -233,7 +239,7 @@ class TopKSchedule(HasFinishStep, BuffersKeepDtype):
             self.steps, self._k = self.now.tolist()
 
     def begin_step(self, number: int, total: int | None) -> None:
-        """Set the index of the step that begins.
+        """Set the index of the step that is about to start.
 
         Args:
             number: index of the step, counted from 1.
@@ -246,8 +252,8 @@ class TopKSchedule(HasFinishStep, BuffersKeepDtype):
         """Count the step.
 
         Raises:
-            ValueError: If the schedule uses fractions of the run and the total number of steps is
-                unknown.
+            ValueError: If the schedule contains fractions of the run but the total number of steps
+                is unknown.
         """
         self._follow_buffer()
         self._go_to(self.steps + 1)
@@ -278,8 +284,7 @@ class TopKSchedule(HasFinishStep, BuffersKeepDtype):
 
 
 def begin_step(model: nn.Module, number: int, total: int | None) -> None:
-    """Pass the index of the current step to all schedules of a model (`TopKSchedule.begin_step`).
-    """
+    """Pass the index of the current step to all schedules of a model."""
     for module in model.modules():
         if isinstance(module, TopKSchedule):
             module.begin_step(number, total)
@@ -291,22 +296,21 @@ def needs_of(router: nn.Module) -> frozenset[str]:
 
 
 def balances_by_itself(router: nn.Module) -> bool:
-    """Return true if a router works without a balance loss.
-
-    For modules that do not derive from `RouterModule`, nothing is known and the result is True.
+    """Return whether a router works without a balance loss. For modules that do not derive from
+    `RouterModule`, nothing is known, and the function returns True.
     """
     return router.balances if isinstance(router, RouterModule) else True
 
 
 def finish_step(model: nn.Module) -> None:
-    """Call `finish_step` of all routers and layers of a model.
+    """Call the method `finish_step` of all routers and layers of a model.
 
-    This call updates the biases and temperatures, resets the counts, and computes a new placement
-    of expert replicas. The function is collective if the updated state depends on all ranks, as for
-    sigmoid_bias or measured speeds. Every rank must call this function once after each optimizer
-    step, not once per micro-batch. The host integrations already call this function. A custom
-    training loop must call this function if it uses sigmoid_bias, dense_to_sparse, global_batch,
-    `router.selection` or `parallel.spill: standing`.
+    `finish_step` updates biases and temperatures, resets counts, and computes a new placement of
+    expert replicas. The function is collective if the updated state depends on all ranks, for
+    example for sigmoid_bias or for measured speeds. Every rank must call this function exactly once
+    after each optimizer step, and not once per micro-batch. The integrations with host frameworks
+    already call this function. If a custom training loop uses sigmoid_bias, dense_to_sparse,
+    global_batch, `router.selection` or `parallel.spill: standing`, it must call this function.
 
     Raises:
         ValueError: If the model contains neither an MoE layer nor a router.
@@ -317,9 +321,9 @@ def finish_step(model: nn.Module) -> None:
 
 
 def finish_step_of_any(model: nn.Module) -> bool:
-    """Call `finish_step` for a part of a model that may have no MoE layer.
+    """Call `finish_step` for a part of a model that may contain no MoE layer.
 
-    Returns: True if the model has a layer or router with such a method.
+    Returns: True if a layer or router of the model has a method `finish_step`.
     """
     modules = [module for module in model.modules() if isinstance(module, HasFinishStep)]
     for module in modules:
@@ -328,10 +332,10 @@ def finish_step_of_any(model: nn.Module) -> bool:
 
 
 def forget_step(model: nn.Module) -> None:
-    """Call `forget_step` of all routers of a model.
+    """Call the method `forget_step` of all routers of a model.
 
-    Use this function in place of `finish_step` after passes that do not lead to an optimizer step.
-    This function updates nothing and resets the counts. Not collective.
+    Call this function instead of `finish_step` after passes that are not followed by an optimizer
+    step. The function resets the counts without updating any router. Not collective.
     """
     for module in model.modules():
         if isinstance(module, HasFinishStep):
@@ -341,42 +345,46 @@ def forget_step(model: nn.Module) -> None:
 class RouterSteps(RunFeature):
     """A run feature that updates the routers at the end of each step.
 
-    After a step that changed parameters, this feature calls `finish_step`. After any other step,
-    the feature calls `forget_step`. Otherwise the counts of this step would be included in the next
-    step. The schedules of the routers are updated to the step index of the run.
+    If the step changed parameters, the feature calls `finish_step`. If the step changed no
+    parameters, the feature calls `forget_step`. Without `forget_step`, the next step would include
+    the counts of this step. The feature also passes the index of the run's step to the schedules of
+    the routers.
     """
 
     def __init__(self, models: Iterable[nn.Module]) -> None:
         self.models = list(models)
 
     def around_step(self, step: StepInput) -> AbstractContextManager[Any]:
-        """Pass the step index to the schedules before the step."""
+        """Before the step, pass its index to the schedules."""
         for model in self.models:
             begin_step(model, step.number, step.total)
         return nullcontext()
 
     def after_step(self, facts: StepFacts) -> None:
-        """Update the routers, unless the step changed no parameters."""
+        """After the step, update the routers, unless the step changed no parameters."""
         ends = finish_step_of_any if facts.made and not facts.skipped else forget_step
         for model in self.models:
             ends(model)
 
 
 def router_counts(model: nn.Module) -> list[str]:
-    """Return the names of the buffers that contain counts and measurements of a model's routers.
+    """Return the names of the buffers that contain the counts and measurements of a model's
+    routers.
 
-    The values in these buffers are valid only on this rank.
+    The contents of the buffers of counts are valid on this rank only.
     """
     return [f"{path}.{name}".lstrip(".") for path, module in model.named_modules()
             if isinstance(module, RouterModule) for name in module._non_persistent_buffers_set]
 
 
 def watch_ddp() -> None:
-    """Exclude the counters of routers from all DDP wrappers that are built from now on.
+    """Exclude the counts of routers from the buffers synchronized by all DDP wrappers that are
+    created afterwards.
 
-    Before a forward pass, DDP overwrites the buffers of each rank with those of rank 0. This would
-    destroy the counts of earlier micro-batches. The routers in a wrapper use the loads of all its
-    ranks. The hook runs only while modules are built, so it also works with compiled models.
+    Before each forward pass, DDP overwrites the buffers of every rank with the buffers of rank 0.
+    If router counts were not excluded, DDP would destroy the counts of earlier micro-batches. The
+    routers in a DDP wrapper use the loads of all ranks of the wrapper. The hook runs only when
+    modules are created, so it also works with compiled models.
     """
     if not _watched:
         _watched.append(register_module_module_registration_hook(_keep_counts))

@@ -1,6 +1,7 @@
-"""Which passes of a layer count, and sums to which each pass adds once.
+"""Functions that decide which passes of a layer are counted, and that add the counts of each pass
+exactly once.
 
-A pass that is recomputed in backward must not be counted again.
+A pass that is recomputed during the backward pass must not be counted twice.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ _first: ContextVar[bool] = ContextVar("moe_plugin_first_pass", default=False)
 
 
 def counts(training: bool) -> bool:
-    """Return true if a pass of a layer counts for statistics and for updates at each step.
+    """Return whether a pass of a layer is counted in statistics and in the updates after each step.
 
-    A pass in training mode with gradients counts once, and its recomputation does not count. A pass
-    without gradients counts only if it is recomputed with gradients.
+    In training mode, a pass with gradients is counted once, and its recomputation is not counted. A
+    pass without gradients is counted only if it will be recomputed with gradients.
     """
     if not training or inside_backward():
         return False
@@ -34,19 +35,20 @@ def counts(training: bool) -> bool:
 
 def add_counts(sums: Tensor, added: Callable[[], Tensor], training: bool,
                refusal: str = "") -> Tensor | None:
-    """Add `added()` to `sums` in place if the pass counts (`counts`).
+    """If the pass is counted (see `counts`), add `added()` to `sums` in place.
 
-    Under a compiler this is an operation in the graph, because only the running pass, and not the
-    traced one, knows whether it is a recomputation.
+    Under a compiler, the addition is an operation in the graph. Whether a pass is a recomputation
+    is known only when the pass runs, and not when it is traced.
 
     Args:
-        sums: the tensor that is changed.
-        added: function that computes the values to add. Called only if they may be needed.
-        training: whether the layer is in training mode.
-        refusal: optional. The message of the `RuntimeError` that a recomputation raises. By default
-            a recomputation adds nothing.
-    Returns: A copy of the new sums, or None if nothing was added. Under a compiler the result is
-        never None in training: if nothing was added, the operation returns a copy of `added()`.
+        sums: tensor that is changed in place.
+        added: function that returns the tensor to add and is called only if this tensor may be
+            needed.
+        training: True if the layer is in training mode.
+        refusal: optional. If `refusal` is passed, a recomputation raises a `RuntimeError` with this
+            message. By default, a recomputation adds nothing.
+    Returns: A copy of the new sums, or None if nothing was added. In training under a compiler, the
+    function never returns None. If nothing was added, it returns a copy of `added()`.
     """
     if training and torch.compiler.is_compiling():
         return _add_counts(sums, added(), torch.is_grad_enabled(), refusal)
@@ -81,9 +83,9 @@ def _is_first_pass() -> bool:
 
 @contextmanager
 def first_pass() -> Iterator[None]:
-    """Declare that passes without gradients are first passes and are therefore counted.
+    """Within this context, passes without gradients are first passes and are therefore counted.
 
-    If such a pass is repeated with gradients, the caller must undo the counts of the repetition.
+    If a pass is repeated with gradients, the caller must undo the counts of the repeated pass.
     """
     token = _first.set(True)
     try:

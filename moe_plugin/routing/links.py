@@ -1,7 +1,8 @@
-"""Costs of links, and the fraction of tokens to send over each link (TA-MoE, Chen et al., 2022).
+"""The costs of links, and the fraction of tokens to send over each link (TA-MoE, Chen et al.,
+2022).
 
-`planner.link_shares` computes the fractions of tokens for ranks. This module converts these
-fractions to fractions and penalties for experts.
+`planner.link_shares` computes the fraction of tokens for each rank. This module converts the
+fractions for ranks to fractions and penalties for experts.
 """
 
 from __future__ import annotations
@@ -18,16 +19,18 @@ from moe_plugin.utils.yaml_file import read_yaml
 
 
 def target_shares(beta_WW: Tensor) -> Tensor:
-    """Return the fraction `c_ij` of rank i's tokens that should be sent to rank j, float64 [W, W].
+    """Return the fractions `c_ij` of rank i's tokens that should be sent to rank j, float64 [W, W].
 
-    Each row and each column sums to 1. If the columns of `(1 / beta_ij) / sum_j (1 / beta_ij)` have
-    equal sums, this matrix is the optimum of TA-MoE's linear program and is returned. Otherwise the
-    time of the slowest link is at most 1 % longer than at the optimum; see `planner.link_shares`.
+    Each row and each column sums to 1. The matrix `(1 / beta_ij) / sum_j (1 / beta_ij)` is returned
+    if its columns have equal sums, because it is then the optimum of TA-MoE's linear program. If
+    the columns have different sums, the slowest link needs at most 1 % more time than at the
+    optimum; see `planner.link_shares`.
 
     Args:
-        beta_WW: cost per byte of sending from rank i to rank j, as a float tensor [W, W].
+        beta_WW: float tensor [W, W]. Element [i, j] is the cost per byte of sending data from rank
+            i to rank j.
     Raises:
-        ValueError: If the costs are not positive, or are not a square matrix.
+        ValueError: If the costs are not positive or do not form a square matrix.
     """
     if beta_WW.dim() != 2:
         raise ValueError(f"The link costs have shape {tuple(beta_WW.shape)}, but must be a square "
@@ -39,15 +42,15 @@ def target_shares(beta_WW: Tensor) -> Tensor:
 
 
 def expert_shares(beta_WW: Tensor, rank: int, experts: int, shards: int | None = None) -> Tensor:
-    """Return the fraction `c_e` of a rank's choices that should be made for each expert, float64
-    [E]. The fractions sum to 1.
+    """Return the fraction `c_e` of a rank's choices that each expert should receive, float64 [E].
+    The fractions sum to 1.
 
     Args:
         beta_WW: see `target_shares`.
-        rank: index of the rank that makes the choices.
+        rank: index of the rank that chooses the experts.
         experts: number of experts, E.
-        shards: number of ranks that share one expert. The fractions of these ranks are added. The
-            default is the larger of W / E and 1.
+        shards: number of ranks over which each expert is split. The fractions of all ranks that
+            share an expert are added. Defaults to max(W / E, 1).
     """
     row_W = target_shares(beta_WW)[rank]
     run_G = row_W.view(-1, shards or max(1, row_W.numel() // experts)).sum(1)
@@ -56,32 +59,30 @@ def expert_shares(beta_WW: Tensor, rank: int, experts: int, shards: int | None =
 
 
 def penalties(shares_E: Tensor, blend: float) -> Tensor:
-    """Return the penalties [E] for the fractions c: `q = blend * (1 / c) / mean(1 / c) + 1 -
-    blend`. The mean of the penalties is 1.
+    """Return the penalties [E] for fractions c, `q = blend * (1 / c) / mean(1 / c) + 1 - blend`.
+    The mean of all penalties is 1.
     """
     inverse_E = 1 / shares_E
     return blend * inverse_E / inverse_E.mean() + 1 - blend
 
 
 def own_shares(config: MoEConfig, comm: Comm) -> Tensor:
-    """Return the float64 result [E] of `expert_shares` for this rank and the settings
-    `router.links`.
-    """
+    """Return `expert_shares` for this rank and the settings `router.links`, float64 [E]."""
     return expert_shares(link_costs(config, comm), comm.rank, config.num_experts,
                          config.parallel.shards)
 
 
 def link_penalties(config: MoEConfig, comm: Comm) -> Tensor:
-    """Return the float32 result [E] of `penalties` for this rank and the settings `router.links`.
-    """
+    """Return `penalties` for this rank and the settings `router.links`, float32 [E]."""
     return penalties(own_shares(config, comm), config.router.links.blend).float()
 
 
 def calibrated_costs(path: str) -> tuple[float, float]:
-    """Read the time in seconds per byte within a node and between nodes from a cluster file.
+    """Read the transfer time per byte in seconds, within a node and between nodes, from a cluster
+    file.
 
     Raises:
-        ValueError: If one of the two values is missing in the file.
+        ValueError: If the file does not contain both times.
     """
     cluster = load_cluster(path)
     ranks = cluster.ranks_per_node
@@ -96,15 +97,15 @@ def calibrated_costs(path: str) -> tuple[float, float]:
 
 
 def link_costs(config: MoEConfig, comm: Comm) -> Tensor:
-    """Return the cost per byte of sending from rank i to rank j, float64 [W, W].
+    """Return the cost per byte of sending data from rank i to rank j, float64 [W, W].
 
-    The costs are read from the file `router.links.costs`. If this file is not set, the cluster file
-    (`comm.cluster`) provides one cost within a node and one between nodes. The ranks of a node
-    share the network cards of the node. If neither file is set, the costs are 1 within a node and
-    `router.links.far` between nodes.
+    The costs are read from the file `router.links.costs`. If `router.links.costs` is not set, the
+    cluster file (`comm.cluster`) provides one cost within nodes and one cost between nodes. The
+    ranks of a node share the node's network cards. If neither setting is set, the cost is 1 within
+    nodes and `router.links.far` between nodes.
 
     Raises:
-        ValueError: If the file cannot be read, or if it has costs for a different number of ranks.
+        ValueError: If the file cannot be read or contains costs for a different number of ranks.
     """
     links = config.router.links
     if links.costs is None:
@@ -129,11 +130,11 @@ def link_costs(config: MoEConfig, comm: Comm) -> Tensor:
 
 
 def near_experts(comm: Comm, experts: int, shards: int | None = None) -> Tensor:
-    """Return a bool tensor [E] that is true for each expert whose shards are all on this rank's
-    node.
+    """Return a bool tensor [E] that is True for each expert whose shards are all stored on this
+    rank's node.
 
     Args:
-        comm: group of the ranks that store the experts.
+        comm: group of ranks that store the experts.
         experts: number of experts, E.
         shards: see `expert_shares`.
     """
@@ -143,7 +144,8 @@ def near_experts(comm: Comm, experts: int, shards: int | None = None) -> Tensor:
 
 
 def expert_nodes(comm: Comm, experts: int, shards: int | None = None) -> Tensor:
-    """Return a bool tensor [E, N] that is true if a node stores the expert or one of its shards.
+    """Return a bool tensor [E, N]. Element [e, n] is True if node n stores expert e or one of its
+    shards.
 
     Args:
         comm: group of the ranks that store the experts.
@@ -157,18 +159,21 @@ def expert_nodes(comm: Comm, experts: int, shards: int | None = None) -> Tensor:
 
 
 def prefer_visited(scores_TE: Tensor, k: int, nodes_EN: Tensor, own: int, bias: float) -> Tensor:
-    """Choose k experts per token one by one, and prefer nodes to which the token is already sent.
+    """Choose k experts per token, one after another, and prefer experts on nodes to which the token
+    is sent anyway.
 
-    These nodes are the token's own node and the nodes of its earlier choices. If all nodes that
-    store an expert are among them, `bias` is added to the score of the expert.
+    For the next choice, the preferred nodes are the token's own node and the nodes of the experts
+    chosen so far. If an expert is stored entirely on preferred nodes, `bias` is added to the
+    expert's score.
 
     Args:
         scores_TE: scores, float.
         k: number of experts per token.
         nodes_EN: see `expert_nodes`.
-        own: index of the node on which the tokens are.
-        bias: bonus that is added to a score, in the unit of the scores. If the bias is 0, the k
-            largest scores are chosen, and ties go to the lower index.
+        own: index of the node on which the tokens are located.
+        bias: bonus added to the score of an expert, in the same unit as the scores. If the bias is
+            0, the k largest scores are chosen. Among equal scores, the expert with the lower index
+            is chosen.
 
     Returns: int64 [T, K], the chosen experts.
     """

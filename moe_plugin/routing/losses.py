@@ -1,14 +1,15 @@
-"""Balance losses, registered by name. Each loss is a function of a `RoutingCall` and returns a
-float32 scalar that is not yet multiplied by its weight.
+"""Balance losses, which are registered by name. Each loss is a function of a `RoutingCall` and
+returns a float32 scalar that is not yet multiplied by its weight.
 
-If several ranks of a group share the tokens of a batch (`RoutingCall.comm`), each rank computes its
-part of the group's loss, and the parts sum to the loss. In this case loads and counts include the
-whole group, and the importance includes only this rank.
+If the ranks of a group share the tokens of a batch (`RoutingCall.comm`), each rank computes its
+part of the group's loss, and the loss of the group is the sum of these parts. If ranks share the
+tokens of a batch, loads and counts include the tokens of the whole group, but the importance
+includes only the tokens of this rank.
 
-Notation: S is the number of real tokens of this rank, E the number of experts, k the number of
-choices per token, p(s, e) the scores after softmax (including noise if noise is used), n_e the
-number of tokens whose first choice is e, and N_e the number of tokens for which e is one of the k
-choices. If there are no real tokens, every loss is 0.
+Notation: S is the number of real tokens on this rank, E the number of experts, k the number of
+choices per token, p(s, e) the scores after softmax (including any noise), n_e the number of tokens
+whose first choice is e, and N_e the number of tokens for which e is one of the k choices. If there
+are no real tokens, every loss is 0.
 """
 
 from __future__ import annotations
@@ -28,11 +29,12 @@ losses: Registry[LossFn] = Registry("loss")
 
 
 def declares(*, balances: bool = True, needs: frozenset[str] = frozenset()) -> Callable[[Any], Any]:
-    """Return a decorator that declares properties of a loss, below `losses.register`.
+    """Return a decorator that declares properties of a loss. Place the decorator below
+    `losses.register`.
 
     Args:
-        balances: whether the loss increases with an uneven load.
-        needs: the fields of `TokenInfo` that the loss reads (`RouterModule.needs`).
+        balances: True if the loss increases when the load is uneven.
+        needs: names of the fields of `TokenInfo` that the loss reads; see `RouterModule.needs`.
     """
 
     def add(loss: Any) -> Any:
@@ -44,12 +46,12 @@ def declares(*, balances: bool = True, needs: frozenset[str] = frozenset()) -> C
 
 @losses.register("gshard")
 def gshard(x: RoutingCall) -> Tensor:
-    """Balance of first choices as in GShard, `sum_e (sum_s p(s,e)) * (n_e * E / S) / S`.
+    """GShard's balance loss for first choices, `sum_e (sum_s p(s,e)) * (n_e * E / S) / S`.
 
-    Only the first choice of each token is counted. For a uniform router with evenly distributed
-    first choices, the loss is exactly 1. This is the minimum over all routers whose scores are
-    proportional to their load. Source: GShard (Lepikhin et al., 2020), algorithm 1, as implemented
-    in Tutel and fairseq.
+    Only the first choice of each token is counted. `gshard` is exactly 1 for a uniform router whose
+    first choices are distributed evenly. No router whose scores are proportional to its load has a
+    smaller loss. Source: GShard (Lepikhin et al., 2020), algorithm 1, as implemented in Tutel and
+    fairseq.
     """
     experts = x.experts
     return torch.dot(x.importance_E(), x.first_load_E()) * (experts / x.count**2)
@@ -57,11 +59,12 @@ def gshard(x: RoutingCall) -> Tensor:
 
 @losses.register("switch")
 def switch(x: RoutingCall) -> Tensor:
-    """Balance of all choices, as in Switch: `E / (S sum_e N_e) * sum_e (sum_s p(s,e)) * N_e`.
+    """Switch Transformer's balance loss for all choices,
+    `E / (S sum_e N_e) * sum_e (sum_s p(s,e)) * N_e`.
 
-    With k choices per token the factor is `E / (k S^2)`. For k = 1, this loss equals `gshard`. For
-    a uniform router, the loss is exactly 1. Source: Switch Transformer (Fedus et al., 2021),
-    equation 4, where N_e includes all choices as in Megatron-core's `aux_loss`.
+    With k choices per token, the factor before the sum is `E / (k S^2)`. For k = 1, this loss
+    equals `gshard`. `switch` is exactly 1 for a uniform router. Source: Switch Transformer (Fedus
+    et al., 2021), equation 4. As in Megatron-core's `aux_loss`, N_e includes all choices.
     """
     return _switch(x, x.load_E())
 
@@ -77,13 +80,14 @@ def _switch(x: RoutingCall, load_E: Tensor, penalty_E: Tensor | float = 1.0) -> 
 @losses.register("sequence")
 @declares(needs=frozenset({"sequences"}))
 def sequence(x: RoutingCall) -> Tensor:
-    """Mean of the `switch` loss over sequences q: `mean_q E / (S_q N_q) sum_e P_qe N_qe`.
+    """The mean of the `switch` loss over all sequences q, `mean_q E / (S_q N_q) sum_e P_qe N_qe`.
 
-    For sequence q, P_qe is the sum of the scores of expert e, N_qe the number of choices of expert
-    e, S_q the number of real tokens, and N_q = sum_e N_qe. All sequences have equal weight. For a
-    uniform router, the loss is 1. The loss does not depend on how sequences are distributed over
-    micro-batches, if each micro-batch has the same number of whole sequences. Source: DeepSeek-V2
-    (2024), section 2.2.3.
+    For sequence q, P_qe is the sum of the scores of expert e, N_qe is the number of choices of
+    expert e, S_q is the number of real tokens, and N_q = sum_e N_qe. All sequences have the same
+    weight. `sequence` is 1 for a uniform router. If all micro-batches contain the same number of
+    whole sequences, the loss does not depend on how the sequences are distributed over
+    micro-batches.
+    Source: DeepSeek-V2 (2024), section 2.2.3.
     """
     assert x.info.sequence_T is not None
     sequence_T = x.info.sequence_T.long()
@@ -106,15 +110,17 @@ def sequence(x: RoutingCall) -> Tensor:
 
 @losses.register("global_batch")
 def global_batch(x: RoutingCall) -> Tensor:
-    """The loss `switch` with the load of the whole batch, `E / (S N) * sum_e (sum_s p(s,e)) * N_e`.
+    """The `switch` loss computed with the load of the whole batch,
+    `E / (S N) * sum_e (sum_s p(s,e)) * N_e`.
 
-    The scores p, and the number S of tokens, are those of this call. N_e is the number of choices
-    of expert e by all data-parallel ranks in all micro-batches since the last optimizer step
-    (`moe_plugin.routing.finish_step`), and N = sum_e N_e. A uniform router gives 1. The sum over
-    ranks does not depend on how the batch is split over ranks. Each micro-batch of a step uses the
-    load up to and including this micro-batch, so only the last one uses the load of the whole
-    batch. Source: Qiu et al., 2025 ("Demons in the Detail", global-batch load balancing loss),
-    equation 6, including the buffer for gradient accumulation.
+    The scores p and the number of tokens S are those of the current call. N_e is the number of
+    choices of expert e on all data-parallel ranks in all micro-batches since the last optimizer
+    step (`moe_plugin.routing.finish_step`), and N = sum_e N_e. The loss is 1 for a uniform router.
+    The sum of the loss over ranks does not depend on how the batch is split among the ranks. Each
+    micro-batch of a step uses the load accumulated up to and including this micro-batch. Only the
+    last micro-batch therefore uses the load of the whole batch. Source: Qiu et al., 2025 ("Demons
+    in the Detail", global-batch load balancing loss), equation 6, including the buffer for gradient
+    accumulation.
     """
     assert x.step_load_E is not None
     return _switch(x, x.step_load_E[:-1].to(x.logits_TE.dtype))
@@ -122,13 +128,13 @@ def global_batch(x: RoutingCall) -> Tensor:
 
 @losses.register("ta_moe")
 def ta_moe(x: RoutingCall) -> Tensor:
-    """The loss `switch` with link penalties, `E / (S N) * sum_e q_ie (sum_s p(s,e)) N_e` on rank i.
+    """The `switch` loss with link penalties, `E / (S N) * sum_e q_ie (sum_s p(s,e)) N_e` on rank i.
 
-    The penalties are `q_ie = blend * Norm(1 / c_ie) + (1 - blend)`, where c_ie is the
-    topology-aware fraction of tokens for expert e (`links.target_shares`), and Norm scales the mean
-    to 1. The loss is larger for experts that are reached through slow links. If all links are equal
-    or blend = 0, the loss equals `switch`. A uniform router gives
-    1. Source: TA-MoE (Chen et al., 2022), section 4.2.
+    The penalties are `q_ie = blend * Norm(1 / c_ie) + (1 - blend)`. Here c_ie is the topology-aware
+    fraction of tokens for expert e (`links.target_shares`), and Norm scales its argument to a mean
+    of 1. Experts that are reached over slow links increase the loss more. If all links are equal or
+    if blend = 0, the loss is equal to `switch`. `ta_moe` is 1 for a uniform router. Source: TA-MoE
+    (Chen et al., 2022), section 4.2.
     """
     return _switch(x, x.load_E(),
                    1.0 if x.penalty_E is None else x.penalty_E.to(x.logits_TE.dtype))
@@ -137,12 +143,12 @@ def ta_moe(x: RoutingCall) -> Tensor:
 @losses.register("sam_alignment")
 @declares(balances=False)
 def sam_alignment(x: RoutingCall) -> Tensor:
-    """Alignment of choices with a group, `mean_s sum_{e outside the group} max(0, p(s,e) - p(s,
-    k-th choice))`.
+    """A loss that aligns choices with the chosen group, `mean_s sum_{e outside the group} max(0,
+    p(s,e) - p(s, k-th choice))`.
 
-    The loss is 0 if and only if, for every token, the k-th choice is at least as likely as every
-    expert outside the group. For routers without groups the loss is always 0. Source: the SAM gate
-    of HetuMoE (Nie et al., 2022).
+    The loss is 0 if and only if, for every token, no expert outside the group has a higher score
+    than the token's k-th choice. For routers without groups, the loss is always 0. Source: the SAM
+    gate of HetuMoE (Nie et al., 2022).
     """
     # The product with 0 keeps the loss in the graph, as for every other router.
     if x.outside_TE is None:
@@ -154,15 +160,16 @@ def sam_alignment(x: RoutingCall) -> Tensor:
 
 @losses.register("load_importance")
 def load_importance(x: RoutingCall) -> Tensor:
-    """The loss `(CV^2(importance) + CV^2(load)) / 2`, where the load is a smooth function of the
+    """The loss `(CV^2(importance) + CV^2(load)) / 2`, in which the load is a smooth function of the
     scores.
 
-    The definitions are `importance_e = sum_s p(s,e)` and `load_e = sum_s Phi((q(s,e) - thr_s) /
-    (noise / E))`. Here q is the score without noise, thr_s is the k-th largest noisy score of token
-    s, and Phi is the standard normal distribution function. CV^2 is the unbiased variance divided
-    by the square of the mean. If the importance and the load are both uniform, the loss is 0.
-    Source: Shazeer et al., 2017, appendix A, where scores are used in place of logits. Tutel's loss
-    of the same name computes a different value; see `tutel_load_importance`.
+    The importance and the load are defined as `importance_e = sum_s p(s,e)` and
+    `load_e = sum_s Phi((q(s,e) - thr_s) / (noise / E))`. In these formulas, q is the score without
+    noise, thr_s is the k-th largest noisy score of token s, and Phi is the cumulative distribution
+    function of the standard normal distribution. CV^2 is the unbiased variance divided by the
+    squared mean. If the importance and the load are both uniform, the loss is 0.
+    Source: Shazeer et al., 2017, appendix A, with scores instead of logits. Tutel's loss with the
+    same name is computed differently; see `tutel_load_importance`.
     """
     threshold_T1 = x.probs_TE.gather(1, x.ids_TK[:, -1:])
     chance_TE = torch.special.ndtr((x.clean_probs_TE - threshold_T1) / x.noise)
@@ -173,12 +180,13 @@ def load_importance(x: RoutingCall) -> Tensor:
 
 @losses.register("tutel_load_importance")
 def tutel_load_importance(x: RoutingCall) -> Tensor:
-    """The `load_importance_loss` of Tutel, for models that were trained with this loss.
+    """Tutel's `load_importance_loss`, for models that have been trained with this loss.
 
-    This loss differs from `load_importance` in two respects. First, `importance_e = sum_s q(s,e)`
-    uses the scores without noise. Second, thr_s is the noisy logit of the k-th choice of token s
-    instead of its score. As a result, scores, which are at most 1, are compared with logits. Tokens
-    with large logits are therefore not counted in the load of any expert. Source: Tutel,
+    `tutel_load_importance` differs from `load_importance` in two ways. First,
+    `importance_e = sum_s q(s,e)` uses the scores without noise. Second, thr_s is the noisy logit of
+    token s's k-th choice instead of its noisy score. Scores, which do not exceed 1, are therefore
+    compared with logits. As a result,
+    tokens with large logits are not counted in the load of any expert. Source: Tutel,
     `impls/losses.py` and `impls/moe_layer.py`.
     """
     threshold_T1 = x.logits_TE.gather(1, x.ids_TK[:, -1:])
@@ -190,9 +198,9 @@ def tutel_load_importance(x: RoutingCall) -> Tensor:
 @losses.register("importance")
 def importance(x: RoutingCall) -> Tensor:
     """The loss `CV^2(sum_s p(s, e))` over experts, where CV^2 is the unbiased variance divided by
-    the square of the mean.
+    the squared mean.
 
-    For a uniform router, the loss is 0. Source: Shazeer et al., 2017, equation 6.
+    `importance` is 0 for a uniform router. Source: Shazeer et al., 2017, equation 6.
     """
     return _squared_cv(x.importance_E()) * x.share()
 
@@ -201,10 +209,10 @@ def importance(x: RoutingCall) -> Tensor:
 def noisy_load(x: RoutingCall) -> Tensor:
     """The loss `CV^2(sum_s P(s, e))` with `P(s, e) = Phi(margin(s, e))`, for the router noisy_topk.
 
-    P is the probability that e is among the k choices of token s if only the noise of e is drawn
+    P is the probability that e is among the k choices of token s when only the noise of e is drawn
     again. The margin is `margin(s, e) = (clean logit - k-th largest noisy logit of the other
-    experts) / standard deviation of the noise`. A uniform router gives 0. Source: Shazeer et al.,
-    2017, equations 8 to 11.
+    experts) / standard deviation of the noise`. The loss is 0 for a uniform router. Source: Shazeer
+    et al., 2017, equations 8 to 11.
     """
     margin_TE = x.margin_TE
     assert margin_TE is not None
@@ -214,7 +222,9 @@ def noisy_load(x: RoutingCall) -> Tensor:
 @losses.register("z")
 @declares(balances=False)
 def router_z(x: RoutingCall) -> Tensor:
-    """mean_s logsumexp_e(logits(s,e))^2. Source: ST-MoE (Zoph et al., 2022), equation 5."""
+    """The mean squared logsumexp of the logits, `mean_s logsumexp_e(logits(s,e))^2`. Source: ST-MoE
+    (Zoph et al., 2022), equation 5.
+    """
     return x.squared_z() / x.count
 
 
@@ -226,7 +236,9 @@ def _squared_cv(values_E: Tensor) -> Tensor:
 
 
 def check_sequences(info: TokenInfo, tokens: int) -> None:
-    """Raise a `ValueError` unless the loss `sequence` can read the sequence of each token."""
+    """Raise a `ValueError` unless the sequence of each token is known, which the loss `sequence`
+    requires.
+    """
     remedy = "Pass info=TokenInfo(sequence_T=..., sequences=...) to the layer."
     sequence_T, count = info.sequence_T, info.sequences
     if sequence_T is None:

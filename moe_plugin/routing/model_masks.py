@@ -1,9 +1,9 @@
-"""Token masks for MoE blocks inside a model of another library.
+"""Token masks for MoE blocks that are part of another library's model.
 
-The model's own mask arguments contain the information which tokens are padding, so callers need not
-pass a token mask. `follow_masks` registers hooks on the modules that receive a mask. During a
-module's forward pass, the MoE blocks inside it use the mask of this module. A module that receives
-no mask uses the mask of the module around it.
+The model's own mask arguments already state which tokens are padding, so callers do not need to
+pass a token mask to the MoE blocks. `follow_masks` registers hooks on the modules that receive a
+mask. During the forward pass of a module that receives a mask, the MoE blocks inside the module use
+this mask. If a module receives no mask, the mask of the enclosing module is used.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ _CHECKPOINT = "_gradient_checkpointing_func"  # attribute of modules in transfor
 
 
 class TokenMasks:
-    """The masks of the current pass, which are shared by all MoE blocks of one model."""
+    """The masks of the current forward pass. All MoE blocks of a model share one `TokenMasks`
+    object.
+    """
 
     def __init__(self) -> None:
         self._open: list[tuple[object, Tensor | None]] = []  # owner and mask of each running pass
@@ -43,8 +45,8 @@ class TokenMasks:
         self._warned = False
 
     def begin(self, owner: object, real: Tensor | None) -> None:
-        """Begin the pass of a module with the mask `real`. If it is None, the mask of the module
-        around it is used.
+        """Begin the pass of a module whose mask is `real`. If `real` is None, the mask of the
+        enclosing module is used.
         """
         if self._open:
             real = self._open[-1][1] if real is None else real
@@ -55,7 +57,9 @@ class TokenMasks:
         self._open.append((owner, real))
 
     def end(self, owner: object) -> None:
-        """End the pass of a module, and all passes inside it that were left open by an error."""
+        """End the pass of a module, together with all passes inside it that did not end because of
+        an error.
+        """
         # A module that raised an error may not have ended its pass.
         while any(opened_by is owner for opened_by, _ in self._open):
             if self._open.pop()[0] is owner:
@@ -63,12 +67,12 @@ class TokenMasks:
 
     @property
     def running(self) -> bool:
-        """True if a pass is running."""
+        """True if a pass is in progress."""
         return bool(self._open)
 
     @property
     def real(self) -> Tensor | None:
-        """The mask of the pass that is running or being recomputed."""
+        """The mask of the pass that is in progress or being recomputed."""
         if self._open:
             return self._open[-1][1]
         if torch.compiler.is_compiling() or not inside_backward():
@@ -83,7 +87,7 @@ class TokenMasks:
         return self._trained[-1] if self._trained else None
 
     def keeping(self, mask: Tensor | None, function: Callable[..., T], *args: Any) -> T:
-        """Call `function(*args)` with this mask."""
+        """Call `function(*args)` while this mask is in effect."""
         owner = object()
         self._open.append((owner, mask))
         try:
@@ -92,7 +96,7 @@ class TokenMasks:
             self.end(owner)
 
     def of(self, x: Tensor) -> Tensor | None:
-        """Return the mask, bool [...], of tokens x [..., D], or None if all tokens are assumed to
+        """Return the bool mask [...] of the tokens x [..., D], or None if all tokens are assumed to
         be real.
         """
         real = self.real
@@ -129,8 +133,8 @@ def _warn(why: str) -> None:
 
 
 class _Checkpoint:
-    """An activation checkpointing function that uses the same mask in the first pass and in the
-    recomputation."""
+    """An activation checkpointing function. The recomputation uses the same mask as the first pass.
+    """
 
     def __init__(self, masks: TokenMasks, function: Callable[..., Any]) -> None:
         self.masks, self.function = masks, function
@@ -147,11 +151,11 @@ class _Hook:
     """A hook on a module that receives a mask.
 
     Attributes:
-        name: name of the mask argument.
-        places: mapping from the names of arguments to their positions.
+        name: name of the argument that contains the mask.
+        places: mapping from the name of each argument to its position.
         layer: True if the caller of the module also receives the mask, in the form in which users
             pass it.
-        checkpoints: modules inside this module that use activation checkpointing.
+        checkpoints: modules inside this module that may use activation checkpointing.
     """
 
     masks: TokenMasks
@@ -172,7 +176,7 @@ class _Hook:
         self.masks.begin(self, real)
 
     def ends(self, module: nn.Module, args: Any, output: Any) -> None:
-        """End the pass, even if an error occurred."""
+        """End the module's pass. `ends` is also called after an error."""
         self.masks.end(self)
 
     def _value(self, args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Any:
@@ -197,18 +201,19 @@ class _Hook:
 
 
 def attended(value: Any, length: int | None, fixed_cache: bool = False) -> Tensor | None:
-    """Return a bool tensor [B, S] of real tokens for an attention mask of `transformers`.
+    """Return a bool tensor [B, S] that is True for real tokens, given an attention mask of
+    `transformers`.
 
     Args:
-        value: attention mask in one of several forms. The mask may be [B, S] with 0 for padding. If
-            there is a cache, such a mask is longer, and only its last S columns are used. The mask
-            may also be [B, 1, S, K], which is either bool with True for visible positions or
-            contains numbers that are added to the scores. Finally, it may be a dictionary that maps
-            kinds of layers to such masks. A token is real if it may attend to its own position.
-        length: number S of tokens per sequence. Defaults to the length of the mask.
-        fixed_cache: whether K includes unused positions of a cache. If so, a token is real if it
-            may attend to any position.
-    Returns: The mask, or None if the attention mask contains no information about single tokens.
+        value: attention mask in one of the following forms. A mask [B, S] is 0 for padding. If a
+            cache is used, a mask [B, S] is longer, and only its last S columns are read. A mask [B,
+            1, S, K] either is a bool tensor that is True for visible positions, or contains numbers
+            that are added to the attention scores. A dictionary maps types of layers to masks [B,
+            S] or [B, 1, S, K]. A token is real if it may attend to its own position.
+        length: number of tokens per sequence, S. Defaults to the length of the mask.
+        fixed_cache: True if K includes unused positions of a cache. With a cache of fixed size, a
+            token is real if it may attend to at least one position.
+    Returns: The mask, or None if the attention mask does not describe individual tokens.
     """
     if isinstance(value, Mapping):
         masks = (attended(mask, length, fixed_cache) for mask in value.values())
@@ -233,8 +238,9 @@ def attended(value: Any, length: int | None, fixed_cache: bool = False) -> Tenso
 
 
 def _not_padding(module: nn.Module, value: Any) -> Tensor | None:
-    """Return which tokens are real for a padding mask. The mask is bool with True for padding, or
-    contains numbers that are added to the scores.
+    """Given a padding mask, return a mask that is True for real tokens. The padding mask is either
+    a bool tensor that is True for padding, or contains numbers that are added to the attention
+    scores.
     """
     if not isinstance(value, Tensor) or value.dim() > 2:
         _warn(f"{type(module).__name__} received a padding mask that is not a tensor [B, S]")
@@ -246,13 +252,15 @@ def _not_padding(module: nn.Module, value: Any) -> Tensor | None:
 
 
 class _Unknown:
-    """A hook for models that have no known mask argument. The hook logs a warning once."""
+    """A hook for models that have no known mask argument. If a model receives an unknown mask, the
+    hook logs a warning once.
+    """
 
     def __init__(self, places: Mapping[str, int]) -> None:
         self.places = places
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Check the arguments before each pass of the model."""
+        """Check the arguments before each forward pass of the model."""
         given = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
         for name, position in self.places.items():
             value = args[position] if position < len(args) else kwargs.get(name)
@@ -263,12 +271,12 @@ class _Unknown:
 
 
 def follow_masks(model: nn.Module, inside: Iterable[nn.Module]) -> TokenMasks:
-    """Return an object that records the masks with which modules of a model are called.
+    """Return an object that records the masks passed to the modules of a model.
 
-    A second call for the same model returns the same object.
+    If this function is called again for the same model, it returns the same object.
 
-    inside: the modules that read the masks. Only modules that contain at least one of these modules
-    are followed.
+    inside: modules that read the masks. Masks are recorded only for modules that contain at least
+    one module in `inside`.
     """
     hooks = [hook for module in model.modules() for hook in module._forward_pre_hooks.values()]
     known = [hook.masks for hook in hooks if isinstance(hook, _Hook)]
@@ -291,9 +299,7 @@ def _places(module: nn.Module) -> dict[str, int]:
 
 
 def _hooked(module: nn.Module, masks: TokenMasks) -> bool:
-    """Register a hook on a module that receives a mask, and return true if the module has such a
-    hook.
-    """
+    """If a module receives a mask, register a hook on it. Return whether the module has a hook."""
     if any(isinstance(hook, _Hook) for hook in module._forward_pre_hooks.values()):
         return True
     places = _places(module)

@@ -1,22 +1,22 @@
-"""Pre-gated MoE, in which each block chooses the experts of the next block.
+"""Pre-gated MoE: each block chooses the experts of the next block.
 
-The gate of block n+1, which is called its pre-gate, reads the same input as the experts of block n.
-The experts of block n+1 are therefore known one block earlier. The pre-gate remains the `router` of
-block n+1 in parameter names and checkpoints, but block n calls it. Fine-tuning can therefore start
-from a checkpoint with ordinary gates, because each pre-gate starts with the weights of the gate of
-its block. The first block also has a gate for its own experts, and the last block does not call a
-pre-gate. Source: Hwang et al., 2024 (Pre-gated MoE).
+The gate of block n+1 is called a pre-gate, because it reads the same input as the experts of block
+n. The experts of block n+1 are therefore known one block earlier. In parameter names and
+checkpoints, the pre-gate is still the `router` of block n+1, although block n calls it. Fine-tuning
+can therefore start from a checkpoint with ordinary gates. Each pre-gate starts with the weights of
+its block's ordinary gate. The first block also has a gate for its own experts, and the last block
+calls no pre-gate. Source: Hwang et al., 2024 (Pre-gated MoE).
 
-`link` connects the layers of a model or of one pipeline stage. The first block of each stage has a
-gate for its own experts. The function replaces the routing of each layer with a `NextBlockRouting`,
-and registers hooks on the layer. A `RoutingMailbox` between two neighboring blocks passes the
-decision: block n stores the decision there, and block n+1 removes it in the same forward pass.
+`link` connects the layers of a model or of a pipeline stage. In each stage, the first block has a
+gate for its own experts. `link` replaces the routing of each layer with a `NextBlockRouting` object
+and registers hooks on the layer. Two neighboring blocks share a `RoutingMailbox`. Block n puts its
+decision in the mailbox, and block n+1 removes the decision in the same forward pass.
 
-Gradients of the gate weights and of the balance losses are passed back on a separate path that is
-not part of torch's graph. Block n+1 treats these values as leaves and stores their gradients. The
-backward pass of block n, which always runs later, reads the stored gradients. As a result, a block
-can be recomputed separately (activation checkpointing), because its decision is recorded together
-with the block (`routing.replay`).
+The gradients of the gate weights and the balance losses are passed back on a separate path, which
+is not part of torch's graph. Block n+1 treats the gate weights and the balance losses as leaves and
+stores their gradients. The backward pass of block n always runs later and reads the stored
+gradients. A block can therefore be recomputed on its own (activation checkpointing), because its
+decision is recorded with the block (`routing.replay`).
 """
 
 from __future__ import annotations
@@ -40,13 +40,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class PendingRouting:
-    """A decision that is passed to the next block, and the gradients that are passed back.
+    """A routing decision that is passed to the next block, together with the gradients that are
+    passed back.
 
     Attributes:
-        routing: the decision, detached from the graph.
-        gradients: gradients of `_values(routing)`. The gradients are set by the backward pass of
-            the block that used the decision, and read by the backward pass of the block that made
-            it. The value is None if there are no gradients.
+        routing: routing decision, detached from the graph.
+        gradients: gradients of the tensors in `_values(routing)`. The gradients are set by the
+            backward pass of the block that used the decision, and read by the backward pass of the
+            block that made the decision. `gradients` is None if there are no gradients.
     """
 
     routing: Routing | None = None
@@ -54,11 +55,13 @@ class PendingRouting:
 
 
 class RoutingMailbox:
-    """The decision that one block passes to the next block in the current forward pass.
+    """The routing decisions that one block passes to the next block during the current forward
+    pass.
 
-    If a forward pass ends with an exception, the decision that it left in the mailbox is replaced
-    in the next pass. Calls without tokens use a separate slot. A rank makes such calls to take part
-    in the collectives of other ranks while its own pass is in progress.
+    If a forward pass ends with an exception, its decision may remain in the mailbox. The next pass
+    replaces the decision of a failed pass. Decisions for calls without tokens are stored
+    separately. A rank makes calls without tokens to take part in the collectives of other ranks,
+    which may happen while its own pass is in progress.
     """
 
     def __init__(self) -> None:
@@ -72,7 +75,8 @@ class RoutingMailbox:
         """Remove the stored decision and return it.
 
         Raises:
-            ValueError: If no decision is stored, or if it is for a different number of tokens.
+            ValueError: If no decision is stored, or if the decision is for a different number of
+                tokens.
         """
         pending = self._waiting.pop(tokens > 0, None)
         if pending is None:
@@ -97,10 +101,10 @@ class RoutingMailbox:
 
 @dataclass(frozen=True)
 class _Decided:
-    """The decision that a block makes for the next block.
+    """A routing decision that a block has made for the next block.
 
-    values: the values of the decision that have a gradient. The values are part of the block's
-        autograd graph.
+    values: tensors of the decision that require gradients and are part of the block's autograd
+        graph.
     """
 
     routing: Routing
@@ -109,12 +113,12 @@ class _Decided:
 
 
 class LinkableLayer(nn.Module):
-    """Base class of MoE layers that may be linked with the blocks before and after them.
+    """Base class of MoE layers that can be linked with the previous and the next block.
 
     Attributes:
         config, router, experts, capacity, layouts: components of `MoELayer`.
         route: method that returns the routing of a call.
-        link: the object that replaces the method `route`, or None if the layer is not linked.
+        link: object that replaces the method `route`, or None if the layer is not linked.
     """
 
     config: Any
@@ -128,25 +132,24 @@ class LinkableLayer(nn.Module):
 
     @property
     def model_dim(self) -> int:
-        """The width D of a token vector."""
+        """Width of a token vector, D."""
         width: int = self.config.model_dim
         return width
 
 
 class NextBlockRouting:
-    """The object that routes the calls of a linked layer.
+    """An object that determines the routing of a linked layer.
 
-    The routing may have been decided by the previous block, and the layer may decide or predict the
-    routing of the next block.
+    The previous block may have decided the routing of this layer, and this layer may decide or
+    predict the routing of the next block.
 
     Attributes:
-        layer: the layer whose method `route` is replaced by this object.
-        following: the next block in the model. The `router` of this block is the pre-gate or
-            predicts the routing. The value is None for the last block.
-        inbox: mailbox that contains decisions of the previous block, or None if the layer's own
-            gate decides.
-        outbox: mailbox that contains decisions for the next block. The value is None if this block
-            does not decide for the next block.
+        layer: layer whose method `route` this object replaces.
+        following: the next block in the model. The `router` of the next block is the pre-gate, or
+            predicts the routing. `following` is None for the last block.
+        inbox: mailbox for decisions of the previous block, or None if the layer's own gate decides.
+        outbox: mailbox for decisions for the next block, or None if this block does not decide for
+            the next block.
     """
 
     def __init__(self, layer: LinkableLayer, following: LinkableLayer | None,
@@ -156,9 +159,7 @@ class NextBlockRouting:
         self._hooks: list[Any] = []
 
     def attach(self) -> None:
-        """Replace the routing of the layer, and register hooks on the output and on the experts of
-        the layer.
-        """
+        """Replace the routing of the layer, and register hooks on its output and experts."""
         self.layer.link, self.layer.route = self, self.route  # type: ignore[method-assign]
         if self.following is None:
             return
@@ -168,7 +169,7 @@ class NextBlockRouting:
             self._hooks.append(self.layer.experts.register_forward_pre_hook(self._while_computing))
 
     def detach(self) -> None:
-        """Restore the original routing of the layer and remove the hooks."""
+        """Restore the original routing of the layer, and remove the hooks."""
         for hook in self._hooks:
             hook.remove()
         self.layer.link = None
@@ -180,7 +181,7 @@ class NextBlockRouting:
 
         Raises:
             ValueError: If the decision in the mailbox does not match the call, or if a `torch.func`
-                transform is applied to it.
+                transform is active.
         """
         if transformed():
             raise not_transformed("linked blocks (router.pre_gate, router.predict)")
@@ -196,7 +197,6 @@ class NextBlockRouting:
         return routing
 
     def _received(self, inbox: RoutingMailbox, tokens: Tokens, top_k: int | None) -> Routing:
-        """Return the decision that the previous block made."""
         count = tokens.x_TD.shape[0]
         pending = replayed(self, lambda: inbox.take(count), self.layer.training,
                            what="received decision", values=False)
@@ -213,7 +213,6 @@ class NextBlockRouting:
         return _with_values(routing, values)
 
     def _decide(self, outbox: RoutingMailbox, tokens: Tokens, top_k: int | None) -> _Decided:
-        """Choose the experts of the next block, and store the decision in that block's inbox."""
         if torch.compiler.is_compiling():
             raise ValueError("router.pre_gate=1 cannot be used with torch.compile. Set "
                              "router.pre_gate=0, run the model without torch.compile, or compile "
@@ -236,7 +235,7 @@ class NextBlockRouting:
         return _Decided(routing, pending, values)
 
     def _tie(self, layer: nn.Module, args: Any, output: MoEOutput) -> MoEOutput:
-        """Return the block's output unchanged, but connected to the gradients of the decision."""
+        """Connect the block's output to the gradients of the decision."""
         decided, self._decided = self._decided, None
         if decided is None or not torch.is_grad_enabled() or not any(
                 x.requires_grad for x in decided.values):
@@ -245,7 +244,7 @@ class NextBlockRouting:
         return replace(output, output=y)
 
     def _while_computing(self, experts: nn.Module, args: tuple[ExpertRows]) -> Any:
-        """Start to fetch the next block's chosen experts while this block computes its experts."""
+        """Load the experts chosen for the next block while this block computes."""
         decided, after = self._decided, self.following
         if decided is None or after is None:
             return None
@@ -253,7 +252,7 @@ class NextBlockRouting:
         return (replace(args[0], started=lambda: after.experts.prefetch(ids_TK)),)
 
     def forget(self) -> None:
-        """Delete a decision that the next block has not received."""
+        """Delete any decision that the next block has not received."""
         if self.outbox is not None:
             self.outbox.clear()
 
@@ -263,10 +262,10 @@ def _routed(layer: LinkableLayer, tokens: Tokens, top_k: int | None) -> Routing:
 
 
 def _start_sizes(layer: LinkableLayer, routing: Routing) -> Any:
-    """Start an agreement of all ranks on the sizes of a layer's next call.
+    """Let all ranks start to agree on the sizes for the next call of a layer.
 
-    The result is None if the choices do not yet determine the sizes. The agreement is collective,
-    so all ranks must start it in the same order of calls.
+    Returns None if the choices alone do not determine the sizes. The agreement is collective. All
+    ranks must start their agreements in the same order.
     """
     if not layer.capacity.keeps_all(layer.training):
         return None
@@ -277,15 +276,16 @@ def link(model: nn.Module) -> int:
     """Link the MoE layers of a model, so that each layer chooses (`router.pre_gate`) or predicts
     (`router.predict`) the experts of the next layer.
 
-    Layers are linked in the order of the model's modules. Each forward pass must call each layer
-    once and in this order. For a model with several stacks, or several pipeline stages in one
-    process, call this function for each stack or stage. A model in which neither setting is used is
-    not changed.
+    Layers are linked in the order in which they appear in the model's modules. Each forward pass
+    must call every layer exactly once, in the order of the model's modules. If a model has several
+    stacks, or if a process has several pipeline stages, call this function for each stack or stage.
+    If no layer uses one of the two settings, the model is not changed.
 
-    Returns: The number of layers with a pre-gate, which is the number of layers minus one.
+    Returns: The number of layers that have a pre-gate, which is the number of linked layers minus
+    one.
     Raises:
-        ValueError: If only some layers set `router.pre_gate`, or if neighboring layers differ in
-            width.
+        ValueError: If some layers set `router.pre_gate` and others do not, or if neighboring layers
+            differ in width.
     """
     layers = [module for module in model.modules() if isinstance(module, LinkableLayer)]
     asked = [bool(layer.config.router.pre_gate) for layer in layers]
@@ -317,7 +317,7 @@ def link(model: nn.Module) -> int:
 
 
 def _predictable(before: LinkableLayer, after: LinkableLayer) -> bool:
-    """Return true if knowing the choices of the next block earlier saves time."""
+    """Return whether time is saved if the experts of the next block are known earlier."""
     return before.model_dim == after.model_dim and after.experts.stored
 
 
@@ -331,12 +331,12 @@ def _check_widths(layers: Sequence[LinkableLayer]) -> None:
 
 
 def has_own_gate(layer: LinkableLayer) -> bool:
-    """Return true if a layer chooses its own experts, instead of the previous block."""
+    """Return whether a layer chooses its own experts, instead of the previous block."""
     return layer.link is None or layer.link.inbox is None
 
 
 def chosen_together(layer: LinkableLayer) -> Iterator[LinkableLayer]:
-    """Yield a layer, and the following layers whose experts are chosen by the previous block."""
+    """Yield a layer and the next layers whose experts the previous block chooses."""
     current: LinkableLayer | None = layer
     while current is not None:
         yield current
@@ -345,7 +345,6 @@ def chosen_together(layer: LinkableLayer) -> Iterator[LinkableLayer]:
 
 
 def _values(routing: Routing) -> list[Tensor]:
-    """Return the values of a routing decision that have a gradient."""
     more = [] if routing.passthrough_T is None else [routing.passthrough_T]
     return [routing.weights_TK, *more, *routing.losses.values()]
 
@@ -360,11 +359,11 @@ def _with_values(routing: Routing, values: Sequence[Tensor]) -> Routing:
 
 
 class _Receive(torch.autograd.Function):
-    """Return the values of a decision as leaves of the graph, and store their gradients in
+    """Return the tensors of a decision as leaves of the graph, and store their gradients in
     `PendingRouting`.
 
-    The block's input is an argument of this function, so that its backward pass runs before the
-    backward pass of the previous block.
+    The block's input is an argument of this function. As a result, the backward pass of `_Receive`
+    runs before the backward pass of the previous block.
     """
 
     @staticmethod
@@ -382,8 +381,8 @@ class _Receive(torch.autograd.Function):
 
 
 class _Send(torch.autograd.Function):
-    """Return the output of a block. In the backward pass, the decision receives the gradients that
-    the next block stored.
+    """Return the output of a block unchanged. In the backward pass, the decision receives the
+    gradients stored by the next block.
     """
 
     @staticmethod

@@ -1,9 +1,10 @@
-"""The router registry, and the functions that build and check the router of a layer.
+"""The registry of routers, and functions that build and check the router of a layer.
 
-For each layer, the router or the routers that are named in the layer's settings are built. The
-results of user-defined routers are checked, because some errors would silently give wrong results.
-Examples are indices of nonexistent experts, or weights whose shape broadcasts. A warning is logged
-if neither the router nor a loss keeps the experts balanced in training.
+For each layer, the routers named in the layer's settings are built. The routings returned by
+user-defined routers are checked, because some mistakes would produce wrong outputs without an
+error. Examples of such mistakes are indices of experts that do not exist, and weights whose shape
+is broadcast. A warning is logged if neither the router nor any loss keeps the experts balanced
+during training.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ from moe_plugin.utils.registry import Registry
 
 
 class Unlinked:
-    """A placeholder for the routing of a layer that was not linked to its neighbors. Calling the
-    placeholder raises an error.
+    """A placeholder for the routing of a layer that has not been linked with its neighboring
+    layers. Calling the placeholder raises an error.
 
-    setting: name of the setting that requires the link.
+    setting: name of the setting that requires linked layers.
     """
 
     def __init__(self, setting: str) -> None:
@@ -41,13 +42,13 @@ class Unlinked:
 
     @classmethod
     def of(cls, config: MoEConfig) -> Unlinked | None:
-        """Return a placeholder if these settings require linked layers, otherwise None."""
+        """Return a placeholder if the settings require linked layers, and None otherwise."""
         if config.router.pre_gate:
             return cls("router.pre_gate=1")
         return cls("router.predict=True") if config.router.predict else None
 
     def __call__(self, *_: object) -> NoReturn:
-        """Raise a `ValueError` that contains instructions for linking the layers."""
+        """Raise a `ValueError` that explains how to link the layers."""
         raise ValueError(f"The setting {self.setting} requires linked layers. Call "
                          "moe_plugin.routing.pregate.link(model) after building the model, or "
                          "remove the setting.")
@@ -55,9 +56,9 @@ class Unlinked:
 
 @dataclass(frozen=True)
 class RoutingCheck:
-    """A forward hook that raises a `ValueError` if the result of a router is not a valid `Routing`.
+    """A forward hook that raises a `ValueError` if a router does not return a valid `Routing`.
 
-    Indices of nonexistent experts are reported by `check_range`.
+    `check_range` reports indices of experts that do not exist.
 
     Attributes:
         experts: number of experts, E.
@@ -67,7 +68,7 @@ class RoutingCheck:
 
     def __call__(self, router: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any],
                  routing: Routing) -> None:
-        """Check the result of a router call."""
+        """Check the routing returned by a router."""
         who = f"router {type(router).__name__}"
         if not isinstance(routing, Routing):
             raise ValueError(f"The {who} returned an object of type {type(routing).__name__}. It "
@@ -97,7 +98,7 @@ def _refused(who: str, name: str, value: Tensor, wanted: str) -> ValueError:
 
 
 def check_results(router: nn.Module, experts: int) -> None:
-    """Register a check of the results of a user-defined router.
+    """If a router is user-defined, register a hook that checks the routings it returns.
 
     Routers of this package are not checked. If several routers are combined, each router is checked
     separately.
@@ -114,7 +115,7 @@ def _of_package(router: nn.Module) -> bool:
 
 
 def check_losses(router: nn.Module, weights: Mapping[str, float]) -> None:
-    """Raise a `ValueError` if a loss is known neither to the registry nor to the router.
+    """Raise a `ValueError` if a loss is neither registered nor computed by the router.
 
     weights: mapping from the name of each loss to its weight.
     """
@@ -130,15 +131,18 @@ _REMEDY = ("most tokens will visit few experts. Use a balance loss, losses={'gsh
 
 
 def warn_unbalanced(why: str, remedy: str = _REMEDY) -> None:
-    """Log a warning that nothing keeps the experts balanced. Each message is logged once."""
+    """Log a warning that neither a router nor a loss keeps the experts balanced. Each message is
+    logged only once.
+    """
     warn_once(__name__, f"{why}: nothing keeps the experts balanced in training, and {remedy}")
 
 
 def check_balance(router: nn.Module, config: MoEConfig, comm: Comm, host: HostContext) -> None:
-    """Warn if a layer has neither a balance loss nor a router that balances the experts.
+    """Log a warning if a layer has neither a balance loss nor a router that balances the experts.
 
-    Only rank 0 logs the warning, only for the first layer, and only if the host trains the model.
-    Routers that do not derive from `RouterModule` are assumed to balance the experts.
+    The warning is logged only on rank 0, only for the first layer, and only if the host framework
+    trains the model. Routers that do not derive from `RouterModule` are assumed to balance the
+    experts.
     """
     speaks = host.training and comm.rank == 0 and host.layer_number in (None, 0) and (
         first_process() if host.batch_comm is None else host.batch_comm.rank == 0)
@@ -155,8 +159,8 @@ def check_balance(router: nn.Module, config: MoEConfig, comm: Comm, host: HostCo
 
 
 def has_balance_loss(weights: Mapping[str, float]) -> bool:
-    """Return true if one of these losses (a mapping from name to weight) increases with an uneven
-    load.
+    """Return whether any of the given losses increases when the load is uneven. The losses are
+    given as a mapping from name to weight.
     """
     for name, weight in weights.items():
         if weight > 0 and getattr(losses.find(name), "balances", True):
@@ -169,16 +173,17 @@ routers: Registry[Callable[..., nn.Module]] = Registry("router")
 
 def build_router(config: MoEConfig, comm: Comm | None = None, *, host: HostContext = HostContext(),
                  dtype: torch.dtype | None = None, device: Any = None) -> nn.Module:
-    """Build the configured router, or a `RouterSelector` if several routers are configured.
+    """Build the configured router. If several routers are configured, build a `RouterSelector`.
 
-    A router is built by the call `factory(config, comm=, host=, dtype=, device=)`, and is called as
-    `router(x_TD, mask_T, top_k, info)`.
+    The function calls `factory(config, comm=, host=, dtype=, device=)` to build a router. The
+    router is later called as `router(x_TD, mask_T, top_k, info)`.
 
     Args:
-        config: settings of the layer.
-        comm: group of the ranks that store the experts. Defaults to a group of only this rank.
-        host: information that the host framework provides about the layer.
-        dtype, device: dtype and device of the parameters.
+        config: configuration of the layer.
+        comm: group of ranks that store the experts. Defaults to a group that contains only this
+            rank.
+        host: information about the layer from the host framework.
+        dtype, device: dtype and device of the router's parameters.
     """
     config.router.check_read()
     where = {"comm": comm, "host": host, "dtype": dtype, "device": device}
@@ -192,12 +197,12 @@ def build_router(config: MoEConfig, comm: Comm | None = None, *, host: HostConte
 
 def layer_router(config: MoEConfig, comm: Comm, router: nn.Module | None, host: HostContext,
                  **where: Any) -> nn.Module:
-    """Return the router of a layer, which is the given `router`, or the configured router if
-    `router` is None.
+    """Return the router of a layer, which is the argument `router`, or the configured router if the
+    argument is None.
 
-    The results of a router that is not part of this package are checked in each call
-    (`RoutingCheck`). A warning is logged once if nothing keeps the experts balanced; see
-    `check_balance`. The arguments `where` are passed to `build_router`.
+    If the router is not part of this package, the routings it returns are checked in each call
+    (`RoutingCheck`). If neither the router nor a loss keeps the experts balanced, a warning is
+    logged once; see `check_balance`. The arguments in `where` are passed on to `build_router`.
 
     Raises:
         ValueError: If a loss is unknown, or if `build_router` rejects the settings.
@@ -217,10 +222,11 @@ def layer_router(config: MoEConfig, comm: Comm, router: nn.Module | None, host: 
 
 def _with_own_losses(config: MoEConfig, factory: Callable[..., nn.Module],
                      factories: list[Callable[..., nn.Module]]) -> MoEConfig:
-    """Return the settings without the losses that only other routers in the list can compute.
+    """Return the settings without the losses that this router cannot compute but another router in
+    the list can.
 
-    A loss that no router in the list can compute is kept, so that an error is reported when the
-    router is built.
+    If no router in the list can compute a loss, the loss is kept, so that building the router
+    raises an error.
     """
     others = frozenset().union(*map(_own_losses, factories)) - _own_losses(factory)
     losses = {name: weight for name, weight in config.losses.items() if name not in others}
@@ -234,9 +240,9 @@ def _own_losses(factory: Callable[..., nn.Module]) -> frozenset[str]:
 
 
 def only_read(settings: Mapping[str, Any], names: Collection[str], top_k: int) -> dict[str, Any]:
-    """Remove the `router` settings that the named routers do not read.
+    """Remove the settings in the section `router` that none of the given routers reads.
 
-    This function is used by hosts whose own settings exist for every router.
+    Host frameworks use this function if their own settings exist for every router.
 
     Args:
         settings: mapping from the dotted path of each setting to its value.

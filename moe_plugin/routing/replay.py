@@ -1,23 +1,25 @@
-"""Recording of routing in a layer's first pass, for use when activations are recomputed.
+"""Recording of the routing in a layer's first pass, so that the recomputation of activations uses
+the same routing.
 
-With activation checkpointing, a layer runs twice: in the forward pass, and again during the
-backward pass. Shapes and gradients would be wrong if the second pass sent a token to a different
-expert, for example because of noise or rounding. The same happens if the second pass read a count
-that other passes have changed. Therefore the second pass reuses the choices of the first pass.
+With activation checkpointing, a layer runs twice: once in the forward pass, and again during the
+backward pass. If the second pass sent a token to a different expert, for example because of noise
+or rounding, shapes and gradients would be wrong. Shapes and gradients would also be wrong if the
+second pass read a count that other passes have changed in the meantime. The second pass therefore
+reuses the choices of the first pass.
 
-Each recording belongs to one call of a checkpoint. The recording is stored on the object that torch
-keeps for this call from the first pass to the recomputation. For a reentrant checkpoint (of torch,
-fairseq, Megatron or DeepSpeed) this object is the `ctx` of the `torch.autograd.Function`. For
-torch's non-reentrant checkpoint, it is the frame object of the checkpoint. Both passes find this
-object on Python's call stack (`enclosing`). As a result, recordings are never confused, regardless
-of the order of the backward passes. A forward pass under `no_grad` records nothing, and recordings
-are freed together with the graph.
+Each recording belongs to one call of a checkpoint. The recording is stored on an object that torch
+keeps for this call from the first pass until the recomputation. For a reentrant checkpoint (of
+torch, fairseq, Megatron or DeepSpeed), this object is the `ctx` of the `torch.autograd.Function`.
+For torch's non-reentrant checkpoint, this object is the frame object of the checkpoint. Both passes
+find the object on Python's call stack (`enclosing`). As a result, recordings cannot be confused,
+whatever the order of the backward passes. A forward pass under `no_grad` is not recorded.
+Recordings are freed together with the graph.
 
-A recomputation that skips a random draw leaves the random generators in the same state as the first
-pass, so dropout after the router also repeats.
+If a recomputation skips a random draw, it leaves the random generators in the same state as the
+first pass. Dropout after the router is therefore repeated exactly.
 
-Under torch.compile nothing is recorded, because the compiled backward pass reuses the values of the
-first pass.
+Under torch.compile, nothing is recorded, because the compiled backward pass reuses the tensors of
+the first pass.
 """
 
 from __future__ import annotations
@@ -45,7 +47,9 @@ _ATTRIBUTE = "moe_plugin_recording"  # set on the object that identifies a check
 
 
 class Recording:
-    """The recorded choices of a checkpointed call: for each key, a list in call order."""
+    """The recorded choices of a checkpointed call. Each key is mapped to a list of choices in the
+    order of the calls.
+    """
 
     def __init__(self) -> None:
         self._entries: dict[Key, list[RecordedChoice]] = {}
@@ -54,7 +58,7 @@ class Recording:
 
     @classmethod
     def of(cls, owner: Any) -> Recording:
-        """Return the recording of a checkpointed call, and create one if there is none."""
+        """Return the recording of a checkpointed call. If there is no recording, create one."""
         recording: Recording | None = getattr(owner, _ATTRIBUTE, None)
         if recording is None:
             recording = cls()
@@ -65,11 +69,11 @@ class Recording:
         self._entries.setdefault(key, []).append(entry)
 
     def take(self, key: Key, shape: tuple[int, ...] | None) -> RecordedChoice:
-        """Return the next choice with this key in the current backward pass.
+        """Return the next choice recorded under this key in the current backward pass.
 
         Raises:
-            RuntimeError: If the first pass made fewer choices with this key, or if the shape
-                differs.
+            RuntimeError: If the first pass made fewer choices under this key, or if the shapes
+                differ.
         """
         task = torch._C._current_graph_task_id()
         if task != self._task:  # with `retain_graph` every backward pass recomputes
@@ -102,7 +106,7 @@ def _name(key: Key) -> str:
 
 
 def _function_context(frame: FrameType) -> Any:
-    """Return the `ctx` of the `torch.autograd.Function` that runs in this frame, or None."""
+    """If this frame runs a `torch.autograd.Function`, return its `ctx`. Otherwise, return None."""
     code = frame.f_code
     if not code.co_argcount or code.co_varnames[0] == "self":
         return None
@@ -111,14 +115,16 @@ def _function_context(frame: FrameType) -> Any:
 
 
 def _new_frame(frame: FrameType) -> Any:
-    """Return the frame object that a non-reentrant checkpoint created for its first pass."""
+    """Return the frame object that a non-reentrant checkpoint has created for its first pass."""
     if "gen" in frame.f_code.co_varnames:  # torch creates the frame object in a generator
         frame = getattr(frame.f_locals.get("gen"), "gi_frame", None) or frame
     return _frame_object(frame, "new_frame")  # Transformer Engine creates it in the function
 
 
 def _recomputed_frame(frame: FrameType) -> Any:
-    """Return the frame object of the first pass that a non-reentrant checkpoint recomputes."""
+    """If a non-reentrant checkpoint is recomputing a pass, return the frame object of the first
+    pass.
+    """
     return _frame_object(frame, "frame")
 
 
@@ -137,9 +143,10 @@ _PLACES: dict[str, tuple[Callable[[FrameType], Any], bool]] = {
 
 
 def enclosing() -> tuple[Any, list[Any]]:
-    """Return the innermost recomputed call (or None) and the first passes that run inside it.
+    """Return the innermost call that is being recomputed, or None, and the first passes that run
+    inside it.
 
-    Each call is represented by the object that exists from its first pass to its recomputation.
+    Each call is represented by an object that exists from its first pass until its recomputation.
     """
     firsts: list[Any] = []
     frame: FrameType | None = sys._getframe(1)
@@ -157,9 +164,10 @@ def enclosing() -> tuple[Any, list[Any]]:
 
 
 def runs_once(training: bool) -> bool:
-    """Return true if this pass has gradients and no hook replaces the tensors that autograd saves.
+    """Return whether this pass has gradients and no hook replaces the tensors saved by autograd.
 
-    Such a pass is never recomputed, so nothing is recorded. The call stack is not inspected.
+    A pass with gradients and without such hooks is never recomputed, so its choices are not
+    recorded. `runs_once` does not inspect the call stack.
     """
     if _active.get() is not None:
         return False
@@ -169,18 +177,21 @@ def runs_once(training: bool) -> bool:
 
 def replayed(owner: object, choose: Callable[[], T], training: bool, *, what: str = "choice",
              shape: tuple[int, ...] | None = None, values: bool = True) -> T:
-    """Return `choose()` in a first or ordinary pass, and the recorded value in a recomputation.
+    """In a recomputation, return the recorded value. In any other pass, return `choose()`.
 
     Args:
-        owner: the object that makes the choice (a router or a layout tuner).
-        choose: function that computes the value.
-        training: whether the layer is in training mode. If False, only tapes record and replay.
-        what: label of the value. A recording returns a value only for the same owner and label.
-        shape: expected shape of a recorded value. If `shape` is None, the shape is not checked.
-        values: False for a value that is used only by a pass and its recomputation, not by tapes.
+        owner: object that makes the choice, such as a router or a layout tuner.
+        choose: function that returns the value.
+        training: True if the layer is in training mode. If `training` is False, the value is
+            recorded and replayed only by tapes.
+        what: label of the value. A recorded value is returned only for the same owner and the same
+            label.
+        shape: expected shape of the recorded value. If `shape` is None, the shape is not checked.
+        values: False if the value must not be recorded on tapes, because it is used only by a pass
+            and its recomputation.
     Raises:
-        RuntimeError: If the first pass and the recomputation do not match.
-        ValueError: If a tape contains a different kind of value at this position.
+        RuntimeError: If the recomputation does not match the first pass.
+        ValueError: If a tape contains a value with another label at this position.
     """
     if torch.compiler.is_compiling():
         # The compiler recomputes inside one graph, from the values of the first pass.
@@ -206,11 +217,13 @@ def replayed(owner: object, choose: Callable[[], T], training: bool, *, what: st
 
 
 class _Tape:
-    """The recorded choices of a pass in the order of calls. Always save both `ids` and `calls`.
+    """The recorded choices of a pass, in the order of the calls. To save a tape, save both `ids`
+    and `calls`.
 
     Attributes:
-        ids: the recorded values.
-        calls: for each value, its label and the index of its module in the order of first calls.
+        ids: list of recorded values.
+        calls: for each value, its label and the index of its module. Modules are numbered in the
+            order of their first calls.
     """
 
     def __init__(self) -> None:
@@ -221,7 +234,9 @@ class _Tape:
         self._moves: list[Any] = []  # moves of generators; absent after the tape was loaded
 
     def begin(self, position: int | None) -> None:
-        """Start to record (if the position is None) or to replay from this position."""
+        """Start to record if the position is None, and otherwise start to replay from this
+        position.
+        """
         if position is None:
             self.ids, self.calls, self._moves = [], [], []
         elif len(self.calls) != len(self.ids):
@@ -232,7 +247,7 @@ class _Tape:
 
     def replayed(self, choose: Callable[[], Any], owner: object, what: str,
                  shape: tuple[int, ...] | None) -> RecordedChoice:
-        """Record `choose()`, or return the next recorded choice if it matches this call."""
+        """Record `choose()`, or return the next recorded choice if it belongs to this call."""
         call = (self._numbers.setdefault(owner, len(self._numbers) + 1), what)
         if self.position is None:
             entry = RecordedChoice.of(choose)
@@ -248,7 +263,7 @@ class _Tape:
         return entry
 
     def check_all_used(self) -> None:
-        """Raise a `ValueError` if a replay made fewer calls than were recorded."""
+        """Raise a `ValueError` if the replay made fewer calls than the recording contains."""
         if self.position is not None and self.position < len(self.ids):
             raise _differs(self.position, "nothing more",
                            _described(self.calls[self.position]))
@@ -276,7 +291,9 @@ def _differs(position: int, asked: str, recorded: str) -> ValueError:
 
 
 class _Use:
-    """A reusable context manager that records on a tape (at position None) or replays it."""
+    """A reusable context manager that records on a tape if the position is None, and otherwise
+    replays the tape.
+    """
 
     def __init__(self, tape: _Tape, position: int | None) -> None:
         self.tape, self.position = tape, position
@@ -294,36 +311,39 @@ class _Use:
 
 
 def record_routing() -> AbstractContextManager[_Tape]:
-    """Record the routing of all layers called in this context, for use with `replay_routing`.
+    """Record the routing of all layers that are called in this context. Use `replay_routing` to
+    replay the recording.
 
-    Recomputations of activations are not recorded again. Both parts of the tape can be saved with
-    `torch.save`. `ids` contains the choices of routers, and the noise if weights depend on it.
-    `calls` contains the call to which each value belongs.
+    Recomputations of activations are not recorded. Both attributes of the tape can be saved with
+    `torch.save`. `ids` contains the choices of the routers and, if weights depend on noise, also
+    the noise. `calls` describes to which call each value belongs.
     """
     return _Use(_Tape(), None)
 
 
 def replay_routing(tape: _Tape) -> AbstractContextManager[_Tape]:
-    """Replay recorded choices for the same calls in the same order.
+    """Replay recorded choices. The same calls must be made in the same order as during the
+    recording.
 
-    The model weights and the noise may differ from the recording. The gate weights of the choices
-    are computed again, and routers count their loads as usual.
+    The model's weights and the noise may differ from those of the recording. The gate weights of
+    the recorded choices are computed again, and the routers count their loads as usual.
 
     Raises:
-        ValueError: If calls or shapes differ from the recording. In training, some routers record
-            additional values (gshard, `second_expert_policy: random`, noisy_topk, dense_to_sparse,
-            and any router with the loss `global_batch`). These routers must be replayed in the same
-            mode (training or evaluation) as during the recording.
+        ValueError: If the calls or the shapes differ from the recording. In training mode, some
+            routers record additional values: gshard, noisy_topk, dense_to_sparse, any router with
+            `second_expert_policy: random`, and any router with the loss `global_batch`. Routers
+            that record additional values must be replayed in the mode (training or evaluation) in
+            which they were recorded.
     """
     return _Use(tape, 0)
 
 
 def checkpoint(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call `torch.utils.checkpoint.checkpoint`, non-reentrant. The routing of the first pass is
-    recorded, and replayed in the recomputation.
+    recorded and then used in the recomputation.
 
-    Keep `preserve_rng_state` enabled if weights depend on noise that is drawn again
-    (`router.noise`, `router.input_jitter`, `router.input_dropout`).
+    If weights depend on noise that is drawn again (`router.noise`, `router.input_jitter`,
+    `router.input_dropout`), do not disable `preserve_rng_state`.
     """
     from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
@@ -331,17 +351,17 @@ def checkpoint(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def routing_replay() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Return two empty contexts for `context_fn` of `torch.utils.checkpoint`. Replay also works
-    without these contexts.
+    """Return two empty contexts to use as `context_fn` of `torch.utils.checkpoint`. Routing is
+    replayed even without these contexts.
     """
     return nullcontext(), nullcontext()
 
 
 def replaying() -> bool:
-    """Return true if this code recomputes a call that had gradients in its first pass.
+    """Return whether the current pass recomputes a call that had gradients in its first pass.
 
-    This happens only with a non-reentrant checkpoint. Code that counts passes must not count this
-    pass.
+    Only a non-reentrant checkpoint runs the first pass with gradients. Code that counts passes must
+    not count this pass again.
     """
     if torch.compiler.is_compiling() or not inside_backward():
         return False

@@ -1,21 +1,23 @@
-"""Replay of rollout routing in training (R3, arXiv 2510.11370).
+"""Rollout routing replay (R3, arXiv 2510.11370). In training, the model uses the experts that the
+inference engine chose.
 
-About one in ten router choices differs between the engine that generated a sample and the model
-that trains on this sample. Therefore engines return the experts of each token, and training uses
-these experts instead of the router's own choices. The weights of these experts are computed by the
-current router, and gradients flow through them to the router as for any other choice.
+About one in ten router choices differs between the inference engine that generated a sample and the
+model that is trained on the sample. Inference engines therefore return the experts of each token,
+and training uses these experts instead of the router's own choices. The current router computes the
+weights of the experts that the inference engine chose. Gradients flow through the weights to the
+router, as for any other choice.
 
     with replay_rollouts(model, tokens_of_rank(padded(samples, length))):
         loss = ...
         loss.backward()     # inside, so that recomputed layers choose the same experts again
 
-A sample is the value [tokens, layers, K] that vLLM (`CompletionOutput.routed_experts`) and SGLang
-(`meta_info["routed_experts"]`, base64 of int32) return, with the prompt first. The last token was
-generated but never processed, so an engine has no choice for it. The router itself chooses the
-experts for this token, and for every other choice of -1.
+A sample is an array [tokens, layers, K] that begins with the prompt, as returned by vLLM
+(`CompletionOutput.routed_experts`) and SGLang (`meta_info["routed_experts"]`, base64 of int32). The
+last token was generated but never processed, so the inference engine did not choose experts for it.
+For the last token and for every choice of -1, the router itself chooses the experts.
 
-Notation: T tokens, B samples, S tokens per padded sample, L layers with experts, K experts per
-token.
+Notation: T is the number of tokens, B the number of samples, S the number of tokens per padded
+sample, L the number of layers with experts, and K the number of experts per token.
 """
 
 from __future__ import annotations
@@ -57,7 +59,7 @@ from moe_plugin.utils.messages import short
 def balanced(call: RoutingCall) -> Tensor:
     """Return the experts [T, K] of each token according to the rule in the module docstring.
 
-    The int64 values for padding tokens have no meaning.
+    For padding tokens, the returned int64 numbers have no meaning.
     """
     number_T = call.real_T.long().cumsum(0) - 1
     step_K = [j * call.experts // call.k for j in range(call.k)]
@@ -65,8 +67,8 @@ def balanced(call: RoutingCall) -> Tensor:
 
 
 def check_replaceable(router: nn.Module, what: str) -> None:
-    """Raise a `ValueError` if `what` cannot replace the choices of a router, or if they are already
-    replaced.
+    """Raise a `ValueError` if `what` cannot replace the choices of a router, or if another object
+    already replaces them.
     """
     if "force" not in (getattr(router, "reads", None) or ()):
         raise ValueError(
@@ -86,15 +88,15 @@ def check_replaceable(router: nn.Module, what: str) -> None:
 
 
 def rollout(sample: Any, layers: int | None = None, top_k: int | None = None) -> Tensor:
-    """Return the choices of a sample, int64 [T, L, K] on the host.
+    """Return the choices of a sample as an int64 tensor [T, L, K] on the host.
 
     Args:
-        sample: an array or tensor of integers [T, L, K], or a base64 string of int32 values, as
-            sent by SGLang.
-        layers, top_k: number L of layers and number K of experts per token. Both numbers are
-            required only for a base64 string, which contains no shape.
+        sample: array or tensor of integers [T, L, K], or a base64 string of int32 numbers as sent
+            by SGLang.
+        layers, top_k: number of layers, L, and number of experts per token, K. Both numbers are
+            required only for a base64 string, because the string does not contain its shape.
     Raises:
-        ValueError: If the sample has an unexpected shape, or does not contain integers.
+        ValueError: If the sample has an unexpected shape or does not contain integers.
     """
     if isinstance(sample, (str, bytes)):
         if layers is None or top_k is None:
@@ -117,14 +119,14 @@ def rollout(sample: Any, layers: int | None = None, top_k: int | None = None) ->
 
 
 def padded(samples: Sequence[Tensor], length: int, starts: Sequence[int] | None = None) -> Tensor:
-    """Combine samples into a padded batch, int64 [B, S, L, K], with -1 at positions without a
-    choice.
+    """Combine samples into a padded batch, int64 [B, S, L, K]. Positions without a choice contain
+    -1.
 
     Args:
-        samples: result of `rollout` for each sample.
-        length: number S of tokens per sample, including padding.
-        starts: position of each sample's first token. The position is above 0 if samples are padded
-            on the left. Defaults to 0.
+        samples: tensor returned by `rollout` for each sample.
+        length: number of tokens per sample, including padding, S.
+        starts: position of the first token of each sample. The position is greater than 0 if
+            samples are padded on the left. Defaults to 0.
     """
     starts = starts or [0] * len(samples)
     for sample in samples:
@@ -142,10 +144,10 @@ def padded(samples: Sequence[Tensor], length: int, starts: Sequence[int] | None 
 
 
 def packed(samples: Sequence[Tensor], lengths: Sequence[int]) -> Tensor:
-    """Concatenate samples into one sequence, int64 [1, S, L, K].
+    """Concatenate samples to a single sequence, int64 [1, S, L, K].
 
-    lengths: number of tokens of each sample in the batch. The number includes padding and the last
-        token, for which an engine has no choice.
+    lengths: number of tokens of each sample in the batch. The number of tokens includes padding and
+        the last token, for which the inference engine has no choice.
     """
     return torch.cat([padded([sample], length)
                       for sample, length in zip(samples, lengths, strict=True)], 1)
@@ -154,19 +156,20 @@ def packed(samples: Sequence[Tensor], lengths: Sequence[int]) -> Tensor:
 def tokens_of_rank(ids_BSLK: Tensor, *, sequence_first: bool = False,
                    context: tuple[int, int] = (0, 1), lengths: Sequence[int] | None = None,
                    sequence: tuple[int, int] = (0, 1)) -> Tensor:
-    """Return the int64 choices [T, L, K] for the tokens that a layer on this rank processes, in
-    order.
+    """Return the choices, int64 [T, L, K], for the tokens that a layer on this rank processes, in
+    the order of these tokens.
 
     Args:
-        ids_BSLK: choices for a batch; see `padded` and `packed`.
-        sequence_first: whether tokens are ordered [S, B] (Megatron, fairseq). By default tokens are
-            ordered [B, S].
-        context: the pair (rank, ranks) of context parallelism. A sequence is split into 2 * ranks
-            equal parts. A rank processes the part with the index `rank` and the part with this
-            index counted from the end, as in Megatron.
+        ids_BSLK: choices for a whole batch; see `padded` and `packed`.
+        sequence_first: True if tokens are ordered [S, B] (Megatron, fairseq). By default, tokens
+            are ordered [B, S].
+        context: pair (rank, ranks) for context parallelism. Each sequence is split into 2 * ranks
+            equal parts. As in Megatron, a rank processes two of the 2 * ranks parts: the part with
+            index `rank`, counted from the start, and the part with index `rank`, counted from the
+            end.
         lengths: lengths of the packed sequences, or None if samples are not packed. Each packed
-            sequence is split in this way.
-        sequence: the pair (rank, ranks) of sequence parallelism, which splits the remaining tokens
+            sequence is split separately.
+        sequence: pair (rank, ranks) for sequence parallelism, which splits the remaining tokens
             into equal parts.
     Raises:
         ValueError: If a sequence cannot be split into equal parts.
@@ -195,21 +198,22 @@ def _check_parts(name: str, tokens: int, parts: int) -> None:
 @contextmanager
 def replay_rollouts(model: nn.Module, ids_TLK: Tensor,
                     layers: Sequence[int] | None = None) -> Iterator[None]:
-    """Make each layer of `model` use the experts with which the samples were generated.
+    """Within this context, let each layer of `model` use the experts that were chosen when the
+    samples were generated.
 
-    The experts are replaced in training and in evaluation, for example in a pass that computes
-    log-probabilities. Keep the context open until `backward` has returned, and open it again for
-    the next micro-batch. The choices are checked on the host, so keep the tensor there until it has
-    been passed to this function.
+    The experts are replaced both in training and in evaluation, for example in a pass that computes
+    log-probabilities. Keep the context open until `backward` has returned, and open a new context
+    for the next micro-batch. The choices are checked on the host. Keep the tensor in host memory
+    until it has been passed to this function.
 
     Args:
-        model: a model whose routers read `router.force`. The layers are used in the order of the
+        model: model whose routers read `router.force`. Layers are matched in the order of the
             model's modules.
-        ids_TLK: result of `tokens_of_rank` on any device. Each forward pass of a layer must process
-            these T tokens.
-        layers: for each layer of the model, the index of the recorded layer among the L recorded
-            layers. By default all recorded layers are used in order. Engines differ in whether they
-            count layers without experts, and a pipeline stage has only some layers.
+        ids_TLK: tensor returned by `tokens_of_rank`, on any device. Each forward pass of a layer
+            must process exactly the T tokens of `ids_TLK`.
+        layers: for each layer of the model, the index of its recording among the L recorded layers.
+            By default, all recorded layers are used in order. Pass `layers` if an inference engine
+            also counts layers without experts, or if a pipeline stage contains only some layers.
     Raises:
         ValueError: If the layers, experts, tokens or top_k do not match `ids_TLK`.
     """
@@ -225,7 +229,7 @@ def replay_rollouts(model: nn.Module, ids_TLK: Tensor,
 @contextmanager
 def replay_choices(routers: Sequence[Any], ids_TLK: Tensor,
                    layers: Sequence[int] | None = None) -> Iterator[None]:
-    """Replay choices for a list of routers, as `replay_rollouts` does for a model."""
+    """Replay choices in a list of routers, as `replay_rollouts` does for a model."""
     for router in routers:
         check_replaceable(router, "replay_rollouts")
     choices = choices_of_layers(ids_TLK, layers, [router.num_experts for router in routers])
@@ -240,7 +244,8 @@ def replay_choices(routers: Sequence[Any], ids_TLK: Tensor,
 
 def choices_of_layers(ids_TLK: Tensor, layers: Sequence[int] | None,
                       experts: Sequence[int]) -> list[Tensor]:
-    """Return the choices [T, K] of each layer. Arguments and errors are those of `replay_rollouts`.
+    """Return the choices [T, K] for each layer. The arguments and errors are the same as for
+    `replay_rollouts`.
 
     experts: number of experts in each layer.
     """
@@ -266,7 +271,7 @@ def choices_of_layers(ids_TLK: Tensor, layers: Sequence[int] | None,
 
 
 def check_tokens(ids_TK: Tensor, tokens: int, top_k: int) -> None:
-    """Raise a `ValueError` if the number of tokens or of experts per token differs from the
+    """Raise a `ValueError` if the number of tokens, or of experts per token, differs from the
     rollout.
     """
     if tuple(ids_TK.shape) != (tokens, top_k):
@@ -278,7 +283,7 @@ def check_tokens(ids_TK: Tensor, tokens: int, top_k: int) -> None:
 
 @dataclass
 class _Rollout:
-    """A callable that returns the choices of a rollout; see `Router.forced`."""
+    """A callable that returns the choices recorded in a rollout; see `Router.forced`."""
 
     ids_TK: Tensor
     select: Callable[[RoutingCall], Tensor]

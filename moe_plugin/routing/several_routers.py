@@ -1,4 +1,4 @@
-"""Several routers in one layer, and the rules that select the router for each call.
+"""Several routers in one layer, and rules that select one of the routers for each call.
 
 A selection rule reads only data that is equal on all ranks, so all ranks select the same router.
 """
@@ -31,14 +31,15 @@ from moe_plugin.utils.registry import Registry
 
 @dataclass(frozen=True)
 class SelectionCall:
-    """The data on which a selection rule may depend.
+    """The data that a selection rule may use.
 
     Attributes:
         count: number of routers.
         step: number of completed optimizer steps.
-        layer: index of this MoE layer among the MoE layers of its model, from 0. None if unknown.
-        training: whether the layer is in training mode.
-        settings: the section `router.selection` of the settings.
+        layer: index of this layer among the MoE layers of its model, counted from 0. None if
+            unknown.
+        training: True if the layer is in training mode.
+        settings: the `router.selection` section of the settings.
     """
 
     count: int
@@ -49,7 +50,7 @@ class SelectionCall:
 
     @property
     def period(self) -> int:
-        """Index of the current period of `every` steps, from 0."""
+        """Index of the current period of `every` steps, counted from 0."""
         return self.step // self.settings.every
 
 
@@ -59,14 +60,15 @@ router_selections: Registry[SelectionRule] = Registry("router_selection")
 
 @router_selections.register("first")
 def first(call: SelectionCall) -> int:
-    """Select the first router of the list in every call."""
+    """For every call, select the first router in the list."""
     return 0
 
 
 @router_selections.register("layer")
 def layer(call: SelectionCall) -> int:
-    """Select the router with the index n mod count for MoE layer n, in training and outside of
-    training."""
+    """For MoE layer n, select the router with index n mod count, both in training and in
+    evaluation.
+    """
     if call.layer is None:
         raise ValueError(
             "router.selection.rule=layer needs the number of this MoE layer in its model, but "
@@ -77,19 +79,19 @@ def layer(call: SelectionCall) -> int:
 
 @router_selections.register("cycle")
 def cycle(call: SelectionCall) -> int:
-    """Select the routers one after another, each for `every` optimizer steps.
+    """Select the routers in turn, each of them for `every` optimizer steps.
 
-    Outside training the router with the index `outside_training` is selected.
+    In evaluation, select the router with index `outside_training`.
     """
     return call.period % call.count if call.training else call.settings.outside_training
 
 
 @router_selections.register("random")
 def drawn(call: SelectionCall) -> int:
-    """Draw a router uniformly every `every` optimizer steps. The draw depends only on the seed, the
-    step and the layer.
+    """Draw a router at random, with equal probabilities, once every `every` optimizer steps. The
+    drawn router depends only on the seed, the step and the layer.
 
-    Outside training the router with the index `outside_training` is selected.
+    In evaluation, the router with index `outside_training` is selected.
     """
     if not call.training:
         return call.settings.outside_training
@@ -100,28 +102,29 @@ def drawn(call: SelectionCall) -> int:
 
 
 class RouterSelector(BuffersKeepDtype, RouterModule):
-    """A module with several routers, one of which is selected for each call.
+    """A module that contains several routers and selects one of them for each call.
 
-    The router is selected by `TokenInfo.router_index` if it is set, otherwise by
-    `router.selection`. All micro-batches of an optimizer step use the same router, and a
-    recomputation uses the router of its first pass. The selection depends only on the settings, the
-    layer's index and the number of completed steps (`finish_step`), which are equal on all ranks.
-    The number of steps is saved with the weights, so a resumed run continues the sequence.
-    Parameters of the other routers get a zero gradient, because data-parallel wrappers that expect
-    a gradient for every parameter would hang otherwise.
+    If `TokenInfo.router_index` is set, it selects the router. If `TokenInfo.router_index` is not
+    set, the rule in `router.selection` selects the router. All micro-batches of an optimizer step
+    use the same router. A recomputation uses the router of its first pass. The selection depends
+    only on the settings, the index of the layer and the number of completed steps (`finish_step`),
+    which are equal on all ranks. The number of completed steps is saved with the weights, so that a
+    resumed run continues the sequence. Parameters of routers that were not selected receive a zero
+    gradient. Without zero gradients, data-parallel wrappers that expect a gradient for every
+    parameter would hang.
 
     Args:
-        routers: the routers in the order in which they are listed in `router.name`.
-        config: the section `router` of the settings. Optional. By default the first router routes
-            every call.
-        comm: group of the ranks that store the experts. If there is more than one rank,
-            construction is collective.
-        host: information that the host framework provides about the layer. All routers are built
-            with the same information.
-        device: device of the buffer with the number of steps.
+        routers: routers in the order of their names in `router.name`.
+        config: section `router` of the layer's configuration. Optional. By default, the first
+            router routes every call.
+        comm: group of ranks that store the experts. If the group has more than one rank, creating a
+            `RouterSelector` is collective.
+        host: information about the layer from the host framework. All routers are built with this
+            information.
+        device: device of the buffer that contains the number of steps.
     Attributes:
-        layer: index of this MoE layer among the MoE layers of its model, from 0. None if unknown.
-            See `number_layers`.
+        layer: index of this layer among the MoE layers of its model, counted from 0. None if
+            unknown. See `number_layers`.
         steps: number of completed optimizer steps.
     Raises:
         ValueError: If the rule is unknown, or if the settings differ between ranks.
@@ -156,7 +159,7 @@ class RouterSelector(BuffersKeepDtype, RouterModule):
         """Route tokens with the selected router; see `RouterModule.forward`.
 
         Raises:
-            ValueError: If no router has the selected index.
+            ValueError: If there is no router with the selected index.
         """
         if torch.compiler.is_compiling():
             index = self._choose(info)
@@ -189,7 +192,9 @@ class RouterSelector(BuffersKeepDtype, RouterModule):
         return index
 
     def finish_step(self) -> None:
-        """Count the step. `moe_plugin.routing.finish_step` calls the routers separately."""
+        """Count the step. `moe_plugin.routing.finish_step` calls this method separately for each
+        router in the list.
+        """
         self._follow_buffer()
         self.steps += 1
         self.step.fill_(self.steps)
@@ -207,9 +212,10 @@ class RouterSelector(BuffersKeepDtype, RouterModule):
 
 
 class _WithIdle(torch.autograd.Function):
-    """Return gate weights unchanged, and give unused parameters a zero gradient.
+    """Return the gate weights unchanged, and give unused parameters a zero gradient.
 
-    Adding `0 * value` to the weights would not work, because this product may be NaN.
+    Adding `0 * value` to the weights instead would fail if the value is infinite or NaN, because
+    the product is then NaN.
     """
 
     @staticmethod
@@ -224,15 +230,15 @@ class _WithIdle(torch.autograd.Function):
 
 
 def number_layers(model: nn.Module, first: int = 0) -> int:
-    """Assign indices to the router selectors of a model in the order of its modules.
+    """Assign an index to each router selector of a model, in the order of the model's modules.
 
-    This call is required for selection rules that use the layer's index if
+    Call this function if a selection rule uses the index of the layer and
     `HostContext.layer_number` was not set.
 
     Args:
         model: any module.
         first: index of the first selector.
-    Returns: The number of router selectors.
+    Returns: Number of router selectors.
     """
     selectors = [module for module in model.modules() if isinstance(module, RouterSelector)]
     for number, selector in enumerate(selectors, first):

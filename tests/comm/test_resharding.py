@@ -105,4 +105,4 @@ def _on_gloo() -> tuple[list[str], str]:
 @pytest.mark.distributed
 def test_ranks_have_what_they_need() -> None:
     for rank, (wrong, said) in enumerate(run_gloo(WORLD, _on_gloo)):
-        assert wrong == [] and f"rank {rank} stores a tensor of shape" in said
+        assert wrong == [] and f"rank {rank} must pass its part of the source layout" in said

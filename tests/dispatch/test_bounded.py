@@ -283,9 +283,9 @@ def test_collectives_of_a_first_call(given: int, collectives: int) -> None:
 
 
 @pytest.mark.parametrize("settings, said", [
-    ({"max_rows_factor": 2.0}, "max_rows_factor=2.0 does not fit dispatch.name='ragged'"),
-    ({"max_tokens": 3, "name": "padded", "capacity_factor": 1.0}, "max_tokens=3 does not fit"),
-    ({"on_overflow": "repeat"}, "on_overflow='repeat' does not fit"),
+    ({"max_rows_factor": 2.0}, "max_rows_factor=2.0 cannot be used with dispatch.name='ragged'"),
+    ({"max_tokens": 3, "name": "padded", "capacity_factor": 1.0}, "max_tokens=3 cannot be used"),
+    ({"on_overflow": "repeat"}, "on_overflow='repeat' cannot be used with"),
     ({"name": "bounded", "max_rows_factor": 0.0}, "max_rows_factor"),
     ({"name": "bounded", "max_rows_factor": -1.0}, "max_rows_factor"),
 ])

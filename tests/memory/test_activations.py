@@ -299,7 +299,7 @@ def test_a_copy_of_a_model_has_policies_of_its_own(tmp_path):
     ({"policy": ["keep"]},
      "1 activation policies were given for 4 blocks: use one policy for each block"),
     ({"policy": "auto"},
-     "activations=auto does not work with memory=None: set the memory .* for example 8GiB"),
+     "activations=auto needs a memory limit, but memory=None: set memory .* for example 8GiB"),
     ({"policy": "auto", "memory": "much"}, "not a size"),
 ])
 def test_what_it_refuses(arguments, message):
@@ -310,7 +310,7 @@ def test_what_it_refuses(arguments, message):
 def test_blocks_are_managed_once():
     blocks = make()
     manage(blocks, "keep")
-    with pytest.raises(ValueError, match="block 0 are managed already"):
+    with pytest.raises(ValueError, match="block 0 are already managed"):
         manage(blocks, "keep")
     with pytest.raises(ValueError, match="each block only once"):
         manage([blocks[0], blocks[0]], "keep")

@@ -241,7 +241,7 @@ def test_experts_on_disk_are_no_parameters_and_never_all_in_memory(tmp_path):
     store = layer.experts.store
     assert len(store.resident()) == 2 and store.cache.slots == 4
     assert store.counters.bytes == 2 * EXPERT
-    with pytest.raises(ValueError, match="experts.store=disk does not fit training"):
+    with pytest.raises(ValueError, match="experts.store=disk cannot be used in training"):
         gradients(layer, tokens())
 
 
@@ -284,7 +284,7 @@ def test_settings_that_do_not_fit_are_named():
             layer = layer_of("host", **changes)
             gradients(layer, tokens())
 
-    refused("experts.dropout=0.5 does not fit training with experts.store=host", dropout=0.5)
+    refused("experts.dropout=0.5 cannot be used in training with experts.store=host", dropout=0.5)
     refused("experts.cache=64 B is too small for one expert", cache="64")
     refused("'plenty' is not a size", cache="plenty")
     refused("unknown cache_policy 'fifo'", cache_policy="fifo")

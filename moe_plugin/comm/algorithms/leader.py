@@ -1,5 +1,5 @@
-"""Leader all-to-all (HetuMoE), in which one rank of each node sends the data of all ranks on the
-node. The algorithm is suitable for nodes with one network card.
+"""Leader all-to-all (HetuMoE). One rank of each node, the leader, sends the data of all ranks on
+the node. The algorithm is suitable for nodes that have a single network card.
 
 Consider n ranks, m ranks per node and S bytes per rank. First, the buffers of a node are gathered
 on its leader and ordered by destination node. The leaders then exchange data, with n/m - 1 messages
@@ -24,13 +24,11 @@ from moe_plugin.comm.topology import Topology
 
 @dataclass(frozen=True)
 class _Node:
-    """The numbers of rows that a leader needs for an exchange.
+    """Row counts that a leader needs to exchange the rows of its node.
 
     Attributes:
-        send: for each rank of the node, the number of rows that it sends to every rank of the
-            group.
-        recv: for each rank of the node, the number of rows that it receives from every rank of the
-            group.
+        send: number of rows that each rank of the node sends to each rank of the group.
+        recv: number of rows that each rank of the node receives from each rank of the group.
     """
 
     send: dict[int, list[int]]
@@ -40,11 +38,14 @@ class _Node:
 @algorithms.register("leader", rounds=3, lacks=several_nodes)
 def leader(comm: Comm, x: Tensor, send: Sequence[int] | None = None,
            recv: Sequence[int] | None = None) -> Tensor:
-    """An exchange through one rank per node, with few large messages between nodes.
+    """An all-to-all through one leader rank per node, so that nodes exchange only a few large
+    messages.
 
-    Within each node, data is gathered and scattered. Pieces and nodes may have different sizes, and
-    ranks may be in any order. If pieces have different sizes, each rank also sends one small
-    message with its row counts to its leader. `Comm.prepare` must have been called.
+    The leader gathers the rows of its node, exchanges them with the other leaders, and scatters the
+    received rows within the node. Pieces may differ in length, nodes may differ in their number of
+    ranks, and ranks may be numbered in any order. If pieces differ in length, each rank also sends
+    its row counts to its leader in one small message. `Comm.prepare` must be called before the
+    first exchange.
     """
     topology = comm.topology
     even = send is None and recv is None
@@ -67,9 +68,11 @@ def leader(comm: Comm, x: Tensor, send: Sequence[int] | None = None,
 
 
 def _even(comm: Comm, topology: Topology, x: Tensor) -> Tensor:
-    """Exchange equal pieces between nodes of equal size whose ranks are numbered in order.
+    """Exchange pieces of equal length. All nodes must have the same number of ranks, and the ranks
+    must be numbered node by node.
 
-    This case needs only two strided copies on leaders, and no lists of piece lengths.
+    If pieces have equal length, a leader needs only two strided copies and no lists of piece
+    lengths.
     """
     piece_lengths(x.shape[0], comm.size, None, "all_to_all send")
     node, out = topology.peers(comm.rank), torch.empty_like(x)
@@ -95,7 +98,8 @@ def _even(comm: Comm, topology: Topology, x: Tensor) -> Tensor:
 
 def _counts(comm: Comm, node: Sequence[int], send: list[int], recv: list[int],
             even: bool) -> _Node | None:
-    """Return the row counts of the node's ranks on leaders, and None on other ranks."""
+    """Return the row counts of all ranks of the node if this rank is a leader, and None otherwise.
+    """
     leads = comm.rank == node[0]
     if even:
         return _Node(dict.fromkeys(node, send), dict.fromkeys(node, recv)) if leads else None
@@ -120,8 +124,8 @@ def _among_leaders(comm: Comm, topology: Topology, gathered: Tensor, counts: _No
     """Exchange rows between the leaders of all nodes.
 
     Returns:
-        The received rows, ordered by (source node, source rank on this node, destination rank on
-        the own node).
+        The received rows, ordered by (source node, source rank on that node, destination rank on
+        this node).
     """
     node = list(counts.send)
     lengths = [length for rank in node for length in counts.send[rank]]

@@ -3,10 +3,11 @@
 Data is exchanged first within each node, and then between the ranks with the same local rank.
 Consider n ranks, m ranks per node and S bytes per rank. In phase 1, local rank l collects all data
 that its node sends to local rank l of any node, using messages of S/m bytes within the node. In
-phase 2, each of these collections is sent to its destination node, with n/m - 1 messages of S*m/n
-bytes instead of n - m messages of S/n bytes. These numbers apply to nodes of equal size. If nodes
-have different sizes, rows for local rank j of a different node are sent through local rank j mod m.
-Every rank therefore still sends at most one message to each rank for which it collects.
+phase 2, each rank sends the collected data to its destination nodes. Phase 2 takes n/m - 1 messages
+of S*m/n bytes instead of n - m messages of S/n bytes. The message counts and sizes of both phases
+assume that all nodes have the same number of ranks. If nodes differ in their number of ranks, rows
+for local rank j of another node are sent through local rank j mod m of this node. Each rank
+therefore still sends at most one message to each destination rank for which it collects rows.
 """
 
 from __future__ import annotations
@@ -34,14 +35,14 @@ from moe_plugin.comm.topology import Topology
 @algorithms.register("linear", direct=True)
 def linear(comm: Comm, x: Tensor, send: Sequence[int] | None = None,
            recv: Sequence[int] | None = None) -> Tensor:
-    """An exchange in which every rank sends directly to every rank.
+    """An all-to-all in which every rank sends its rows directly to every other rank.
 
     On gloo, point-to-point messages are used, and all receives are posted first.
 
-    In gloo's own all-to-all, the ready signal of a peer waits behind bulk data. This is slow if
-    pieces differ in size. Posting all receives first avoids this problem. This order also supports
-    any dtype, and error messages can name the peer. NCCL's own all-to-all is already a single
-    grouped call.
+    In gloo's own all-to-all, the ready signal of a peer is queued behind bulk data, which is slow
+    if pieces differ in length. Posting all receives first avoids waiting behind bulk data.
+    Point-to-point messages also support any dtype, and their error messages can name the peer.
+    NCCL's own all-to-all is already a single grouped call.
     """
     return receive_first(comm, x, send, recv) if comm.receive_first else comm.all_to_all(
         x, send, recv)
@@ -50,20 +51,21 @@ def linear(comm: Comm, x: Tensor, send: Sequence[int] | None = None,
 @algorithms.register("native", direct=True, tried=lambda comm: comm.receive_first)
 def native(comm: Comm, x: Tensor, send: Sequence[int] | None = None,
            recv: Sequence[int] | None = None) -> Tensor:
-    """An exchange in which every rank sends directly to every rank, always with the backend's own
-    all-to-all.
+    """An all-to-all in which every rank sends its rows directly to every other rank, always using
+    the backend's own all-to-all.
     """
     return comm.all_to_all(x, send, recv)
 
 
 @dataclass(frozen=True)
 class _Plan:
-    """The numbers of rows in one exchange.
+    """Row counts of one exchange.
 
     Attributes:
-        served: for each rank of this node, the destination ranks for which it collects rows.
-        counts: for each rank of this node, its numbers of rows for the destinations for which the
-            current rank collects rows.
+        served: mapping from each rank of this node to the destination ranks for which it collects
+            rows.
+        counts: mapping from each rank of this node to the number of rows that it sends to each
+            destination for which the current rank collects rows.
     """
 
     served: dict[int, list[int]]
@@ -73,12 +75,12 @@ class _Plan:
 @algorithms.register("2dh", rounds=2, lacks=several_nodes)
 def two_d(comm: Comm, x: Tensor, send: Sequence[int] | None = None,
           recv: Sequence[int] | None = None) -> Tensor:
-    """An exchange within each node and then between nodes, with few large messages on all network
-    cards.
+    """An all-to-all that runs first within each node and then between nodes, and sends a few large
+    messages over all network cards.
 
-    Pieces and nodes may have different sizes, and ranks may be in any order. Pieces of different
-    sizes require an additional small exchange of row counts within the node. `Comm.prepare` must
-    have been called.
+    Pieces may differ in length, nodes may differ in their number of ranks, and ranks may be
+    numbered in any order. If pieces differ in length, the ranks of a node also exchange their row
+    counts, in one small exchange. `Comm.prepare` must be called before the first exchange.
     """
     topology = comm.topology
     even = send is None and recv is None
@@ -92,9 +94,10 @@ def two_d(comm: Comm, x: Tensor, send: Sequence[int] | None = None,
 
 
 def _even(comm: Comm, topology: Topology, x: Tensor) -> Tensor:
-    """Exchange equal pieces between nodes of equal size whose ranks are numbered in order.
+    """Exchange pieces of equal length. All nodes must have the same number of ranks, and the ranks
+    must be numbered node by node.
 
-    This case needs only two strided copies, and no lists of piece lengths.
+    If pieces have equal length, a rank needs only two strided copies and no lists of piece lengths.
     """
     piece_lengths(x.shape[0], comm.size, None, "all_to_all send")
     node = topology.peers(comm.rank)
@@ -109,8 +112,8 @@ def _even(comm: Comm, topology: Topology, x: Tensor) -> Tensor:
 
 
 def _via(topology: Topology, node: Sequence[int], destination: int) -> int:
-    """Return the rank of `node` that collects rows for a destination, if possible one of equal
-    local rank.
+    """Return the rank of `node` that collects rows for a destination rank. If possible, the
+    collecting rank has the same local rank as the destination rank.
     """
     return node[topology.local_of[destination] % len(node)]
 
@@ -137,8 +140,7 @@ def _plan(comm: Comm, topology: Topology, send: list[int], even: bool) -> _Plan:
 
 
 def _inside(comm: Comm, x: Tensor, send: list[int], plan: _Plan) -> Tensor:
-    """Run phase 1. The result contains the rows ordered by (collected destination, rank of this
-    node).
+    """Run phase 1. Return the received rows, ordered by (collected destination, rank of this node).
     """
     node = list(plan.served)
     grouped = reorder(x, send, [d for rank in node for d in plan.served[rank]])
@@ -153,7 +155,7 @@ def _inside(comm: Comm, x: Tensor, send: list[int], plan: _Plan) -> Tensor:
 
 def _between(comm: Comm, topology: Topology, gathered: Tensor, recv: list[int],
              plan: _Plan) -> Tensor:
-    """Run phase 2. The result contains the pieces in rank order."""
+    """Run phase 2. Return the received pieces in rank order."""
     destinations = plan.served[comm.rank]
     lengths = [
         sum(column) for column in zip(*(plan.counts[rank] for rank in plan.served), strict=True)

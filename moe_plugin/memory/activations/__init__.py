@@ -1,3 +1,3 @@
-"""Offloading of activations to host memory or to disk, and recomputation of activations in backward
-passes.
+"""Offloading of activations to host memory or disk, and recomputation of activations in the
+backward pass.
 """

@@ -1,12 +1,14 @@
-"""Automatic choice of activation policies for a memory limit, based on measurements in a run.
+"""Automatic choice of an activation policy for each block, given a memory limit. The choice is
+based on measurements during training.
 
-In one step all blocks are swapped, and the activation bytes of each block and the bandwidth of the
-tier are measured. In the next steps all blocks are recomputed, and the time of each block is
-measured until two steps after a warm-up step agree. These steps need much less memory than any
-limit for which a plan exists. The results of these steps are bitwise equal to those of other
-policies. Finally the planner (`moe_plugin.planner.offload.activation_plan`) chooses policies.
-Later, steps are occasionally measured again. If a new time is much shorter, the machine was busy
-during the first measurement, so all measurements are repeated.
+In the first step, all blocks are swapped. The first step measures the activation bytes of each
+block and the bandwidth of the tier. In the next steps, all blocks are recomputed. The first step
+with recomputation is a warm-up. The other steps with recomputation measure the time of each block,
+until the times of two steps agree. The measuring steps need much less memory than any limit for
+which a plan exists. The outputs and gradients of the measuring steps are bitwise equal to those
+with any other policy. Finally, the planner (`moe_plugin.planner.offload.activation_plan`) chooses a
+policy for each block. Afterwards, a step is measured again from time to time. If a later step is
+much faster, the machine was busy during the first measurements, so all measurements are repeated.
 """
 
 from __future__ import annotations
@@ -60,38 +62,42 @@ def manage(blocks: Sequence[nn.Module], policy: str | Sequence[str] = "auto", *,
            smallest: int | str = SMALLEST, names: Sequence[str] | None = None,
            contexts: Sequence[Contexts] = (), comm: Comm | None = None,
            profile: str | Path | None = None) -> Activations:
-    """Set for each block of a model whether its activations are kept, recomputed or swapped.
+    """For each block of a model, determine whether its activations are kept, recomputed or swapped.
 
     Args:
-        blocks: modules in the order of the forward pass. Each module is called once per
-            micro-batch.
+        blocks: modules in the order in which they run in the forward pass. Each module must be
+            called exactly once per micro-batch.
         policy: "keep", "recompute" or "swap" for all blocks, a list with one policy per block, or
-            "auto", which chooses policies for `memory`.
-        memory: bytes that activations of these blocks may use on the device, or a string such as
-            "8GiB". This limit is needed for "auto".
-        tier: tier for swapped activations. Defaults to host memory for a GPU, and to files in
-            `folder` for a CPU.
-        folder: folder on a disk for swapped activations. Defaults to the folder for temporary
-            files.
-        throttle: maximum bandwidth of the tier in bytes/s, for tests. Defaults to no limit.
-        smallest: minimum size of a storage that is swapped, in bytes or as a string such as
+            "auto". With "auto", the policies are chosen so that the activations fit in `memory`.
+        memory: number of bytes that the activations of these blocks may use on the device, or a
+            string such as "8GiB". Required if `policy` is "auto".
+        tier: tier in which swapped activations are stored. Defaults to host memory if the blocks
+            are on a GPU, and to files in `folder` if they are on a CPU.
+        folder: folder on disk in which swapped activations are stored. Defaults to the system's
+            folder for temporary files.
+        throttle: maximum bandwidth of the tier in bytes per second. Intended for tests. By default,
+            the bandwidth is not limited.
+        smallest: smallest size of a storage that is swapped, in bytes or as a string such as
             "64KiB".
         names: names of the blocks. Defaults to the indices of the blocks.
-        contexts: functions that create additional contexts for recomputed passes, for example to
-            restore the random state of a host.
-        comm: group of ranks with the same blocks. For "auto", all of them must call this function.
-        profile: file to which "auto" writes measurements for `moe-plugin plan --memory`.
+        contexts: functions that create additional contexts for recomputation, for example to
+            restore the random state of a host framework.
+        comm: group of ranks that have the same blocks. With "auto", all ranks of the group must
+            call this function.
+        profile: file to which "auto" writes its measurements. `moe-plugin plan --memory` reads the
+            file with the measurements.
 
-    Returns: the active policies. Call `after_step()` of this object after each training step.
+    Returns: The object that applies the policies. Call `after_step()` of the returned object after
+    each training step.
     Raises:
-        ValueError: If a policy is unknown, `memory` is missing, or a folder cannot be created.
+        ValueError: If a policy is unknown, `memory` is missing, or the folder cannot be created.
     """
     names = [str(i) for i in range(len(blocks))] if names is None else list(names)
     limit = _size(memory) if isinstance(memory, str) else memory
     if policy == "auto" and not limit:
-        raise ValueError(f"activations=auto does not work with memory={short(memory)}: set the "
-                         "memory on the device for the activations of these blocks, for example "
-                         "8GiB")
+        raise ValueError(f"activations=auto needs a memory limit, but memory={short(memory)}: set "
+                         "memory to the device memory for the activations of these blocks, for "
+                         "example 8GiB")
     if isinstance(policy, str) and policy not in ("auto", *POLICIES):
         raise ValueError(f"activations={short(policy)} is unknown; use auto, "
                          f"{', '.join(POLICIES)}, or a list of policies for the blocks")
@@ -116,18 +122,19 @@ def _size(text: str) -> int:
 def manage_layers(settings: OffloadConfig, layers: Mapping[str, nn.Module], comm: Comm, *,
                   places: Sequence[int] | None = None, total: int | None = None,
                   contexts: Sequence[Contexts] = ()) -> Activations | None:
-    """Apply activation settings to the layers of a model. Return None if all activations are kept.
+    """Apply the activation settings to the layers of a model. The function returns None if all
+    activations are kept.
 
     Args:
         settings: the settings.
-        layers: layers by name, in the order of the forward pass.
+        layers: mapping from the name of each layer to the layer, in the order of the forward pass.
         comm: group of ranks that have the same layers.
-        places: indices of these layers in the model, counted from 0. Defaults to all layers of the
-            model.
-        total: number of layers in the model. The number is required if `places` is given.
+        places: indices of the given layers among all layers of the model, counted from 0. Defaults
+            to the indices of all layers of the model.
+        total: total number of layers in the model. Required if `places` is given.
         contexts: see `manage`.
     Raises:
-        ValueError: If settings contradict each other.
+        ValueError: If the settings contradict each other.
     """
     if settings.activations == "keep":
         return None
@@ -149,8 +156,8 @@ def manage_layers(settings: OffloadConfig, layers: Mapping[str, nn.Module], comm
 
 
 def _policies(settings: OffloadConfig, places: Sequence[int], total: int) -> str | list[str]:
-    """Return the policies of the layers with the indices `places`, or a single policy for all
-    layers."""
+    """Return the policies of the layers with indices `places`, or a single policy for all layers.
+    """
     names = settings.each_layer()
     if len(names) == 1:
         return settings.activations
@@ -168,14 +175,14 @@ def _policies(settings: OffloadConfig, places: Sequence[int], total: int) -> str
 
 
 class AutoActivations(Activations):
-    """Activation policies that are chosen for a memory limit. See `manage` for the arguments.
+    """Activation policies that are chosen automatically for a memory limit. See `manage` for the
+    arguments of the constructor.
 
     Attributes:
-        limit: memory limit for activations in bytes.
-        profile: the measurements, or None before they are complete.
-        decision: decision of the planner. The decision is None before planning, or if no plan is
-            within the limit.
-        planned: whether all measurements are complete.
+        limit: memory limit for activations, in bytes.
+        profile: measurements of all blocks, or None before the measurements are complete.
+        decision: the planner's decision, or None before planning or if no plan fits in the limit.
+        planned: True if all measurements are complete.
     """
 
     def __init__(self, blocks: Sequence[nn.Module], names: Sequence[str], swapper: Swapper,
@@ -193,7 +200,7 @@ class AutoActivations(Activations):
         self.tell = self._measured = _Measured(swapper.copier.device)
 
     def after_step(self, facts: StepFacts | None = None) -> None:
-        """See `Activations`. After the last measurement, this method also chooses policies.
+        """See `Activations`. After the last measured step, this method also chooses the policies.
         Collective.
         """
         self._steps += 1
@@ -218,8 +225,8 @@ class AutoActivations(Activations):
         super().after_step(facts)
 
     def _check_times(self) -> None:
-        """Occasionally measure a step, and restart all measurements if the old times were too long.
-        After a measured step, the call is collective.
+        """From time to time, measure a step again, and restart all measurements if the old times
+        were too long. The first call after a measured step is collective.
         """
         if self.tell is not no_probe:
             self.tell = no_probe
@@ -239,13 +246,13 @@ class AutoActivations(Activations):
             self.tell = self._measured
 
     def _measure_again(self) -> None:
-        """Restart the measurements from the first step."""
+        """Restart all measurements from the first step."""
         self._steps, self.planned, self.decision = 0, False, None
         self.tell = self._measured = _Measured(self.swapper.copier.device)
         self.use([MEASURING[0]] * len(self.blocks))
 
     def _wait_for_blocks(self) -> None:
-        """Repeat a step in which some blocks did not run."""
+        """Repeat a measured step in which some blocks did not run."""
         if not self._measured.complete(len(self.blocks)):
             self._measured.steady.steps.pop()
         self._steps -= 1
@@ -280,8 +287,8 @@ class AutoActivations(Activations):
             self.decision, self.planned = None, True
 
     def _agreed(self, profile: ModelProfile) -> ModelProfile:
-        """Return the slowest and largest values of all ranks, so that all ranks use the same
-        policies.
+        """Combine the measurements of all ranks: use the longest times, the largest sizes and the
+        lowest bandwidth. As a result, all ranks choose the same policies.
         """
         if self.comm.size == 1:
             return profile
@@ -311,7 +318,8 @@ class AutoActivations(Activations):
             self._in_flight)
 
     def _check_peak(self) -> None:
-        """Log a step that exceeded the memory limit, and plan again with a safety margin."""
+        """If a step exceeded the memory limit, log the excess and plan again with a safety margin.
+        """
         peak = int(self.comm.agree_max([float(self.ledger.peak)])[0])
         if peak <= self.limit:
             return
@@ -326,7 +334,8 @@ class AutoActivations(Activations):
 
 
 class _Measured:
-    """A `Probe` that measures the time and the bytes of each block in the step with index `step`.
+    """A `Probe` that measures the time and the bytes of each block in a step. `step` is the index
+    of the measured step.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -338,8 +347,7 @@ class _Measured:
             "forward": defaultdict(list), "backward": defaultdict(list)}
 
     def complete(self, blocks: int) -> bool:
-        """Return whether all blocks have been measured. Frozen blocks do not have a backward
-        pass."""
+        """Return whether all blocks have been measured. Frozen blocks have no backward pass."""
         measured: Any = self.steady.best()  # by direction and block
         kinds = [direction for direction, _ in measured]
         return len(self.sizes) == kinds.count("forward") == blocks and "backward" in kinds
@@ -361,21 +369,27 @@ class _Measured:
             self._seconds[what][block_pass.index].append(now - began)
 
     def end_step(self) -> None:
-        """Finish a step whose times are used. The time of a block is the median over all passes."""
+        """Finish a step and record its times. The time of a block is the median over all its passes
+        in the step.
+        """
         self.steady.add({(kind, i): median(times) for kind, by_block in self._seconds.items()
                          for i, times in by_block.items()})
         self.begin_check()
 
     def begin_check(self) -> None:
-        """Prepare for a step in which only times are measured."""
+        """Prepare for a step that measures only times."""
         self._seconds = {"forward": defaultdict(list), "backward": defaultdict(list)}
 
     def forward_seconds(self) -> dict[Hashable, float]:
-        """Return the forward time in seconds of each block in the step since `begin_check`."""
+        """Return the forward time of each block in seconds, measured since `begin_check` was
+        called.
+        """
         return {("forward", i): median(times) for i, times in self._seconds["forward"].items()}
 
     def profile(self, names: Sequence[str], copier: Copier) -> ModelProfile:
-        """Return the profile of the measured steps. Backward times exclude recomputation."""
+        """Return the profile computed from the measured steps. Backward times do not include
+        recomputation.
+        """
         speed = copier.counters.bytes / max(1e-9, copier.counters.busy_s)
         blocks, best = [], self.steady.best()
         for i, name in enumerate(names):

@@ -1,15 +1,15 @@
-"""Policies for the activations of a model's blocks: keep, recompute or swap.
+"""Policies for the activations of a model's blocks: keep, recompute and swap.
 
-With the policy `keep`, autograd stores all tensors as usual. With the policy `recompute`, only the
-input of a block is stored. The block is computed again before its backward pass, with the same
-random numbers and the same routing. With the policy `swap`, tensors that autograd saves are copied
-to a slower tier, and are copied back before they are needed. The results of all three policies are
-bitwise equal.
+With the policy `keep`, autograd stores all saved tensors as usual. With the policy `recompute`,
+only the inputs of a block are stored. The block is computed again before its backward pass, using
+the same random numbers and the same routing. With the policy `swap`, the tensors that autograd
+saves are copied to a slower memory tier, and are copied back before the backward pass needs them.
+Outputs and gradients are bitwise equal under all three policies.
 
     activations = manage(model.blocks, ["swap", "recompute", "keep"])
 
-The function `manage` is in `moe_plugin.memory.activations.auto`, which can also choose policies for
-a memory limit.
+The function `manage` is defined in `moe_plugin.memory.activations.auto`. `manage` can also choose
+policies automatically for a memory limit.
 """
 
 from __future__ import annotations
@@ -45,12 +45,14 @@ Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManage
 
 @dataclass(frozen=True)
 class Order:
-    """The schedule of copies: when copies start, and when computation waits for copies.
+    """The schedule of copies, which determines when copies start and when computation waits for
+    copies.
 
-    Attributes: waits, backward_waits: mapping from a block to the last block whose outgoing copies
-        must be complete before the forward or backward pass of the first block.
-        fetches: mapping from a block to the blocks that are copied back to the device when the
-            backward pass of the first block starts.
+    Attributes:
+        waits, backward_waits: mapping from block i to block j. The forward (or backward) pass of
+            block i waits until the copies to the tier of all blocks up to j are complete.
+        fetches: mapping from block i to a tuple of blocks. When the backward pass of block i
+            starts, the activations of the blocks in `fetches[i]` are copied back to the device.
     """
 
     waits: Mapping[int, int] = field(default_factory=dict)
@@ -59,8 +61,7 @@ class Order:
 
 
 def order_of(plan: SwapPlan) -> Order:
-    """Return the schedule of the copies in a plan: when they start, and which passes wait for
-    them."""
+    """Return when the copies of a plan start, and which passes wait for them."""
     waits = plan.problem.waits(plan.decisions)
     assert waits is not None  # the plan fits
     fetches: dict[int, tuple[int, ...]] = {}
@@ -72,9 +73,10 @@ def order_of(plan: SwapPlan) -> Order:
 
 
 def plain_order(policies: Sequence[str]) -> Order:
-    """Return a schedule in which each block is copied while the next block of the pass is computed.
+    """Return a schedule in which the activations of each block are copied while the next block of
+    the pass is computed.
 
-    At most the activations of two swapped blocks are on the device.
+    At any time, the activations of at most two swapped blocks are on the device.
     """
     swapped = [i for i, policy in enumerate(policies) if policy == "swap"]
     # the last such block remains
@@ -85,12 +87,12 @@ def plain_order(policies: Sequence[str]) -> Order:
 
 @dataclass(frozen=True)
 class BlockSizes:
-    """Measured sizes in bytes of the data that a block stores between the forward and backward
+    """The measured sizes in bytes of the data that a block stores between its forward and backward
     passes.
 
     Attributes:
-        activations: size of all storages that the backward pass needs, including the input.
-        inputs: size of those inputs that require gradients in the same pass.
+        activations: total size of all storages that the backward pass needs, including the inputs.
+        inputs: total size of the inputs that require gradients in the same pass.
     """
 
     activations: int
@@ -104,16 +106,15 @@ Probe = Callable[[str, bool, "Pass"], None]
 
 
 class Pass:
-    """The forward pass and the following backward pass of one block.
+    """The forward pass and the subsequent backward pass of one block for one micro-batch.
 
     Attributes:
-        number: index of this pass, which increases with every pass.
+        number: index of this pass. Each new pass has a larger index.
         index: index of the block.
-        policy: activation policy used for the pass.
-        earlier: the pass of the previous block for the same micro-batch, or None for the first
-            block.
-        input_bytes: size in bytes of the inputs that require gradients.
-        saved: tensors that autograd saved, or None if the activations of this pass are not swapped.
+        policy: activation policy of the block in this pass.
+        earlier: pass of the previous block for the same micro-batch, or None for the first block.
+        input_bytes: total size of the inputs that require gradients, in bytes.
+        saved: tensors saved by autograd, or None if the activations of this pass are not swapped.
     """
 
     def __init__(self, owner: Activations, number: int, index: int, policy: str,
@@ -129,18 +130,14 @@ class Pass:
         self._counted = 0
 
     def of(self, index: int) -> Pass | None:
-        """Return the pass of the block `index` for the same micro-batch, or None if there is no
-        such pass.
-        """
+        """Return the pass of block `index` for the same micro-batch, or None."""
         candidate: Pass | None = self
         while candidate is not None and candidate.index != index:
             candidate = candidate.earlier
         return candidate
 
     def in_flight(self) -> bool:
-        """Return whether the backward pass of this block or of a later block is missing for this
-        micro-batch.
-        """
+        """Return whether the backward pass of this block, or of a later block, is outstanding."""
         candidate: Pass | None = self
         while candidate is not None and candidate.ended:
             candidate = None if candidate._later is None else candidate._later()
@@ -148,13 +145,13 @@ class Pass:
 
     def count(self, nbytes: int) -> None:
         """Set the number of bytes that this pass stores on the device. The bytes of swapped
-        storages are counted separately.
+        storages are not included, because they are counted separately.
         """
         self.owner.ledger.add(nbytes - self._counted)
         self._counted = nbytes
 
     def begin_backward(self, _: Tensor) -> None:
-        """Start the backward pass. This method is a hook of the block's outputs."""
+        """Begin the backward pass. This method is registered as a hook of the block's outputs."""
         if not self.begun:
             self.begun = True
             later = None if self._later is None else self._later()
@@ -166,7 +163,7 @@ class Pass:
             self.owner._backward_begins(self)
 
     def end_backward(self, _: Tensor | None = None) -> None:
-        """End the backward pass. This method is a hook of the block's first input."""
+        """End the backward pass. This method is registered as a hook of the block's first input."""
         if not self.ended:
             self.ended = True
             if self.hook is not None:
@@ -179,25 +176,27 @@ class Pass:
 
 
 class Activations(RunFeature):
-    """The activation policies of a list of blocks. Objects of this class are created by `manage`.
+    """An object that applies an activation policy to each block of a list. Use `manage` to create
+    objects of this class.
 
     Args:
-        blocks: modules in the order of the forward pass.
-        names: names of the blocks that are used in messages.
-        policies: list with one policy for each block.
-        swapper: object that copies activations to the tier and back.
-        contexts: functions that create the contexts in which a pass is recomputed. See `context_fn`
-            of `torch.utils.checkpoint`.
+        blocks: modules in the order in which they run in the forward pass.
+        names: names of the blocks, for use in messages.
+        policies: list of policies, one for each block.
+        swapper: object that copies activations to the tier and back to the device.
+        contexts: functions that create the contexts for recomputing a pass. See the argument
+            `context_fn` of `torch.utils.checkpoint`.
 
     Attributes:
-        ledger: counter of the bytes of activations on the device. For blocks with the policies keep
-            and recompute, these bytes are known only after `sizes` are measured. The measured bytes
-            are scaled with the size of the block's input.
-        order: schedule of the copies.
-        sizes: measured sizes by block index.
-        tell: function that is called with each pass. See `Probe`.
-        in_flight: maximum number of micro-batches that were between forward and backward at the
-            same time.
+        ledger: counter for the bytes of activations on the device. For blocks with the policies
+            keep and recompute, the bytes are known only after `sizes` has been measured. For blocks
+            with the policies keep and recompute, the measured bytes are scaled by the size of the
+            block's input.
+        order: schedule of the copies between the device and the tier.
+        sizes: mapping from the index of a block to its measured sizes.
+        tell: function that is called when a pass begins or ends. See `Probe`.
+        in_flight: largest number of micro-batches that were between their forward and backward
+            passes at the same time.
     """
 
     def __init__(self, blocks: Sequence[nn.Module], names: Sequence[str], policies: Sequence[str],
@@ -223,7 +222,8 @@ class Activations(RunFeature):
         return self.swapper.ledger
 
     def use(self, policies: Sequence[str], order: Order | None = None) -> None:
-        """Change the policies from the next forward pass on. The order defaults to `plain_order`.
+        """Use different policies from the next forward pass on. The schedule `order` defaults to
+        `plain_order`.
         """
         unknown = [policy for policy in policies if policy not in POLICIES]
         if unknown or len(policies) != len(self.blocks):
@@ -235,8 +235,8 @@ class Activations(RunFeature):
         self.order = order or plain_order(self.policies)
 
     def after_step(self, facts: StepFacts | None = None) -> None:
-        """Start to measure a new peak of activation bytes. All ranks must call this method after
-        each training step.
+        """Start to measure a new peak of the activation bytes. All ranks must call this method
+        after each training step.
         """
         self._step_peak = self.ledger.peak
         self.ledger.restart()
@@ -250,14 +250,15 @@ class Activations(RunFeature):
         self._passes_before = self._number
 
     def on_device(self) -> OnDevice:
-        """Return the peak of activation bytes in the last step and the current policies, for
-        reports.
+        """Return the peak of the activation bytes in the last step and the number of blocks with
+        each policy. The numbers are used in reports.
         """
         counts = Counter(self.policies)
         return OnDevice(self._step_peak, *(counts[policy] for policy in POLICIES))
 
     def release(self) -> None:
-        """Restore the original `forward` methods of the blocks and end the thread of the copier."""
+        """Restore the original `forward` methods of the blocks, and stop the thread of the copier.
+        """
         for block, forward in zip(self.blocks, self._forwards, strict=True):
             if getattr(forward, "__self__", None) is block:  # the method of its class
                 del block.forward
@@ -336,7 +337,7 @@ class Activations(RunFeature):
                 _combined([unchanged_buffers(block), *(second for _, second in made)]))
 
     def _activation_bytes(self, block_pass: Pass) -> int:
-        """Return the measured activation bytes of a block, scaled to an input of the given size."""
+        """Return the measured activation bytes, scaled by the size of this pass's input."""
         sizes = self.sizes.get(block_pass.index)
         if sizes is None:
             return 0
@@ -365,19 +366,19 @@ def _call(forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
 def _check_blocks(blocks: Sequence[nn.Module]) -> None:
     if len(blocks) < 1 or len({id(block) for block in blocks}) < len(blocks):
-        raise ValueError(f"{len(blocks)} blocks, of which {len({id(b) for b in blocks})} are "
-                         "different: use at least one block, and each block only once, in the "
-                         "order in which they run")
+        raise ValueError(f"the list has {len(blocks)} blocks, {len({id(b) for b in blocks})} of "
+                         "them distinct: pass at least one block, and each block only once, in the "
+                         "order in which the blocks run")
     for number, block in enumerate(blocks):
         run = vars(block).get("forward")
         if isinstance(run, functools.partial) and isinstance(
                 getattr(run.func, "__self__", None), Activations):
-            raise ValueError(f"the activations of block {number} are managed already; call "
-                             "release() on the existing manager, or leave the block out")
+            raise ValueError(f"the activations of block {number} are already managed by another "
+                             "Activations object; call its release(), or leave the block out")
 
 
 def tensors(value: Any) -> Iterator[Tensor]:
-    """Yield all tensors in nested tuples, lists, dicts and dataclasses, in order."""
+    """Yield all tensors contained in nested tuples, lists, dicts and dataclasses, in order."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, tuple | list):

@@ -1,10 +1,12 @@
-"""Swapping of the tensors that are saved for a block's backward pass to a slower tier.
+"""Swapping: the tensors that autograd saves for a block's backward pass are stored in a slower
+memory tier.
 
-The tensors that autograd saves are captured with torch's saved-tensor hooks. Whole storages are
-copied instead of single tensors. All views of a storage are moved together and are restored with
-the original strides and alignment, so the results of the backward pass are bitwise equal. A copy to
-the tier starts when autograd saves a tensor. A copy back to the device is started in advance by
-`fetch`. If it was not, it starts when the backward pass needs the tensor.
+The tensors that autograd saves are intercepted with torch's saved-tensor hooks. Entire storages are
+copied instead of individual tensors. All views of a storage are therefore moved together. Views are
+restored with their original strides and alignment, so gradients are bitwise equal. The copy of a
+tensor to the tier starts when autograd saves the tensor. The copy back to the device is usually
+started early by `fetch`. Without `fetch`, the copy back starts when the backward pass needs the
+tensor.
 """
 
 from __future__ import annotations
@@ -30,37 +32,39 @@ LARGEST_STORAGE = 4
 
 
 class SwapError(RuntimeError):
-    """Error that is raised if activations of a block could not be copied to the tier or back. The
-    message names the block and the reason.
+    """Error that is raised if the activations of a block could not be copied to the tier or back to
+    the device. The error message names the block and the reason.
     """
 
 
 class Ledger:
-    """A thread-safe counter of activation bytes on the device with a current value and a peak."""
+    """A thread-safe counter of the activation bytes on the device, which records the current number
+    and the peak.
+    """
 
     def __init__(self) -> None:
         self.now = self.peak = 0
         self._lock = threading.Lock()
 
     def add(self, nbytes: int) -> None:
-        """Add bytes; a negative number subtracts bytes."""
+        """Add `nbytes` to the current number. A negative `nbytes` is subtracted."""
         with self._lock:
             self.now += nbytes
             self.peak = max(self.peak, self.now)
 
     def restart(self) -> None:
-        """Reset the peak to the current value."""
+        """Reset the peak to the current number."""
         with self._lock:
             self.peak = self.now
 
 
 class SwappedStorage:
-    """A storage that autograd saved and that is copied to the tier and back.
+    """A storage saved by autograd that is copied to the tier and back to the device.
 
     Args:
-        swapper: object that provides the tier, the copier and the ledger.
-        block: name of the block, which is used in messages.
-        x: a tensor in the storage. The tensor must not change until the copy is done.
+        swapper: object that contains the tier, the copier and the ledger.
+        block: name of the block, for use in messages.
+        x: any tensor that uses the storage. The tensor must not change until the copy is complete.
     """
 
     def __init__(self, swapper: Swapper, block: str, x: Tensor) -> None:
@@ -81,18 +85,20 @@ class SwappedStorage:
         self._left = swapper.copier.start_call(self._leave, 0)
 
     def holds(self, x: Tensor) -> bool:
-        """Return whether this object contains the storage of `x` with the current values."""
+        """Return whether this object represents the storage of `x` and whether `x` has not changed
+        since it was saved.
+        """
         return not self.key.expired() and self.version == x._version
 
     def leave(self) -> None:
-        """Wait until the storage has been copied to the tier and freed on the device. Raise
-        `SwapError` if the tier could not store the bytes.
+        """Wait until the storage has been copied to the tier and its memory on the device has been
+        freed. Raises `SwapError` if the tier could not store the bytes.
         """
         self._wait(self._out, "out to")
         self._left.wait()
 
     def fetch(self) -> None:
-        """Start copying the storage back to the device, unless it is still there."""
+        """Start to copy the storage back to the device, unless it is still on the device."""
         with self._lock:
             self._wanted = True
             # after a change in place, only the tier has the values that were saved
@@ -104,9 +110,10 @@ class SwappedStorage:
             self._in = self.swapper.copier.start_call(self._read, self.nbytes)
 
     def values(self) -> Tensor:
-        """Wait for the bytes of the storage and return them as a uint8 tensor [nbytes].
+        """Wait for the bytes of the storage, and return them as a uint8 tensor [nbytes].
 
-        Raises: SwapError: If the bytes could not be swapped out or in.
+        Raises:
+            SwapError: If the bytes could not be copied to the tier or back to the device.
         """
         self.fetch()
         if self._in is None:
@@ -185,7 +192,7 @@ def _modified_error() -> RuntimeError:
 
 @dataclass(frozen=True, eq=False)
 class _View:
-    """A saved tensor that is a view of a swapped storage."""
+    """A tensor saved by autograd that is a view of a swapped storage."""
 
     storage: SwappedStorage
     dtype: torch.dtype
@@ -201,16 +208,16 @@ class _View:
 
 
 class Swapper:
-    """The state that is shared by all swapped passes of a process.
+    """The state that all swapped passes of a process share.
 
     Args:
-        tier: tier for the activations.
-        copier: copier whose thread moves the activations. The device of the copier is the device of
-            the activations.
-        smallest: minimum size in bytes of a storage that is swapped.
+        tier: tier in which activations are stored.
+        copier: copier whose thread copies the activations. The copier's device is the device on
+            which activations are computed.
+        smallest: smallest size in bytes of a storage that is swapped.
 
     Attributes:
-        ledger: counter of the bytes of swapped storages that are on the device.
+        ledger: counter for the bytes of swapped storages that are currently on the device.
     """
 
     def __init__(self, tier: Tier, copier: Copier, smallest: int = SMALLEST) -> None:
@@ -220,9 +227,10 @@ class Swapper:
         self._leaving: deque[tuple[int, ref[SwappedStorage]]] = deque()
 
     def leave(self, latest: int) -> None:
-        """Wait for the outgoing copies of all passes up to a given pass number.
+        """Wait for the copies to the tier of all passes up to and including the given pass number.
 
-        Raises: SwapError: If `SwappedStorage.leave` raises it.
+        Raises:
+            SwapError: If a storage could not be copied to the tier.
         """
         while self._leaving and self._leaving[0][0] <= latest:
             storage = self._leaving.popleft()[1]()
@@ -230,12 +238,15 @@ class Swapper:
                 storage.leave()
 
     def started(self, number: int, storage: SwappedStorage) -> None:
-        """Record an outgoing copy of the pass `number`. Numbers must not decrease."""
+        """Record that a copy to the tier has started in the pass with index `number`. Successive
+        calls must not pass decreasing numbers.
+        """
         self._leaving.append((number, ref(storage)))
 
     def forget(self) -> None:
-        """Discard the records of all outgoing copies after an error, so that `leave` does not wait
-        for them."""
+        """After an error, discard the records of all copies to the tier, so that `leave` does not
+        wait for them.
+        """
         self._leaving.clear()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -247,17 +258,19 @@ class Swapper:
 
 
 class Saved:
-    """The tensors that autograd saves in a forward pass of one block. Hooks capture these tensors.
+    """The tensors that autograd saves during a forward pass of one block. Saved-tensor hooks
+    intercept the tensors that autograd saves.
 
     Args:
-        swapper: object that copies the tensors to the tier and back.
+        swapper: object that copies the tensors to the tier and back to the device.
         block: name of the block.
-        number: index of the pass, which is used by `Swapper.leave`.
-        stays: tensors that do not belong to the activations of the block, such as parameters and
-            masks.
+        number: index of the pass, which `Swapper.leave` uses.
+        stays: tensors that are not swapped because they are not activations of the block, such as
+            parameters and masks.
 
-    Attributes: moved, stayed: bytes of the storages that are swapped, and bytes of the storages
-        that stay on the device.
+    Attributes:
+        moved, stayed: total size in bytes of the storages that are swapped, and of the storages
+            that stay on the device.
     """
 
     def __init__(self, swapper: Swapper, block: str, number: int,
@@ -274,11 +287,11 @@ class Saved:
         return sum(self._kept.values())
 
     def hooks(self) -> Any:
-        """Return the context in which the forward pass must run."""
+        """Return the context manager in which the forward pass must run."""
         return torch.autograd.graph.saved_tensors_hooks(self.pack, _unpack)
 
     def pack(self, x: Tensor) -> Tensor | _View:
-        """Return the object that autograd stores instead of a tensor."""
+        """Return the object that autograd stores in place of a tensor."""
         if not swappable(x):
             return x
         storage = x.untyped_storage()
@@ -292,8 +305,8 @@ class Saved:
                      x.stride())
 
     def fetch(self) -> None:
-        """Start copying storages back in the order of the backward pass. The last saved storage
-        comes first.
+        """Start to copy the storages back to the device, in the order in which the backward pass
+        needs them. The storage that was saved last is copied first.
         """
         for reference in reversed(self._order):
             storage = reference()
@@ -319,7 +332,7 @@ def _unpack(saved: Tensor | _View) -> Tensor:
 
 
 def swappable(x: Tensor) -> bool:
-    """Return whether a tensor is completely represented by the bytes of its storage."""
+    """Return whether the bytes of a tensor's storage represent the tensor completely."""
     # A view that is rebuilt from bytes loses the conj and neg bits, and subclasses may have no
     # bytes.
     return (type(x) in (Tensor, torch.nn.Parameter) and x.layout == torch.strided

@@ -1,4 +1,4 @@
-"""Creation of the experts of one rank on the device, in host memory or in a file."""
+"""Functions that create the experts of one rank on the device, in host memory or in a file."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ from moe_plugin.memory.experts.stored import StoredExperts
 
 def build_experts(config: MoEConfig, place: Placement, host: HostContext,
                   factory: Callable[[int], nn.Module] | None, **where: Any) -> Experts:
-    """Build this rank's experts in the storage that is selected by `experts.store`.
+    """Build this rank's experts in the storage selected by `experts.store`.
 
     Args:
-        config: settings of the layer.
-        place: placement that determines which experts this rank stores.
-        host: context that describes the host framework.
-        factory, where: arguments that are passed to `build_device_experts`.
+        config: configuration of the layer.
+        place: placement that determines which experts are stored on this rank.
+        host: information from the host framework.
+        factory, where: arguments passed on to `build_device_experts`.
     Raises:
-        ValueError: If the settings contradict each other or do not match the file of experts.
+        ValueError: If the settings contradict each other or do not match the file that contains the
+            experts.
     """
     if config.experts.store == "device":
         return build_device_experts(config, place, host, factory, **where)
@@ -46,5 +47,5 @@ def _check(config: MoEConfig, place: Placement,
             ("dispatch.stash_mib", config.dispatch.stash_mib,
              ranks > 1 and config.dispatch.stash_mib > 0, 0)):
         if bad:
-            raise ValueError(f"experts.store={config.experts.store} does not fit {name}={value}: "
-                             f"use {remedy}, or experts.store=device")
+            raise ValueError(f"experts.store={config.experts.store} cannot be used with "
+                             f"{name}={value}: use {remedy}, or experts.store=device")

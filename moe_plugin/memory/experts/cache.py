@@ -1,7 +1,8 @@
-"""A cache with eviction policies that stores experts of several layers in slots on the device.
+"""A cache of experts on the device, and policies that choose which experts to evict. The experts of
+several layers share the slots of the cache.
 
-An expert that is in use is pinned and cannot be evicted. An expert can be used only when the copy
-to the slot is complete.
+An expert that is in use is pinned, so it cannot be evicted. An expert can be used only after its
+copy to the slot is complete.
 """
 
 from __future__ import annotations
@@ -25,15 +26,17 @@ Key = tuple[int, int]  # number of a layer in the cache, local expert
 
 
 class CachePolicy:
-    """A policy that chooses which expert is evicted. The policy is informed of every use of an
-    expert.
+    """A policy that chooses which expert to evict. The cache reports every use of an expert to its
+    policy.
 
-    Policies do not depend on time, so runs are reproducible. A subclass overrides `worth` or
-    `victim`. A subclass that does not maintain `last` must override `used` and `victim`.
+    Policies do not depend on wall-clock time, so runs are reproducible. A subclass must override
+    `worth` or `victim`. A subclass that does not update `last` must override both `used` and
+    `victim`.
 
     Attributes:
-        last: for each expert in a slot, the index of its last use among all uses.
-        counts: number of uses of each expert, including uses before an eviction.
+        last: for each expert in a slot, the sequence number of its last use. All uses of all
+            experts are numbered consecutively.
+        counts: number of uses of each expert, including uses before the expert was last evicted.
     """
 
     def __init__(self) -> None:
@@ -41,7 +44,7 @@ class CachePolicy:
         self.counts: Counter[Key] = Counter()
 
     def used(self, key: Key) -> None:
-        """Record that an expert is used, or was loaded to be used."""
+        """Record that an expert is used, or that it was loaded for use."""
         self._uses += 1
         self.last[key] = self._uses
         self.counts[key] += 1
@@ -54,15 +57,15 @@ class CachePolicy:
             last.pop(key, None)
 
     def victim(self, keys: Collection[Key], layer: int, layers: int) -> Key:
-        """Choose one of `keys` for eviction. An expert of layer `layer` needs its slot, and there
-        are `layers` layers.
+        """Choose one of `keys`, which identify experts, for eviction. An expert of the layer with
+        number `layer` needs a slot, and there are `layers` layers in total.
         """
         return min(keys, key=lambda key: (self.worth(key, layer, layers), self.last[key]))
 
     def worth(self, key: Key, layer: int, layers: int) -> Any:
-        """Return a value that states how useful it is to keep an expert in its slot. The expert
-        with the smallest value is evicted. Among experts with equal values, the least recently used
-        one is evicted.
+        """Return a number that indicates how useful it is to keep an expert in its slot. The expert
+        with the smallest number is evicted. Among experts with equal numbers, the least recently
+        used expert is evicted.
         """
         raise NotImplementedError
 
@@ -87,10 +90,9 @@ class LeastRecentlyUsed(CachePolicy):
 
 @policies.register("lfu")
 class LeastFrequentlyUsed(CachePolicy):
-    """A policy that evicts the expert with the fewest uses. Among experts with equally many uses,
-    it evicts the least recently used one.
-
-    Uses before an eviction are also counted, so experts that are used often stay in the cache.
+    """A policy that evicts the expert with the fewest uses, and among equals the least recently
+    used expert. Uses before an eviction count, so frequently used experts tend to stay in the
+    cache.
     """
 
     def worth(self, key: Key, layer: int, layers: int) -> int:
@@ -99,11 +101,11 @@ class LeastFrequentlyUsed(CachePolicy):
 
 @policies.register("next-layer")
 class NextLayer(CachePolicy):
-    """A policy that evicts an expert of the layer that will be computed last, counted from the
+    """A policy that evicts an expert of the layer that will be computed last, counting from the
     current layer.
 
-    Layers are computed in a fixed order that repeats, so the experts of the current layer will be
-    needed last.
+    Layers are computed in a fixed cyclic order, so the experts of the current layer will not be
+    needed again until all other layers have been computed.
     """
 
     def worth(self, key: Key, layer: int, layers: int) -> int:
@@ -112,14 +114,15 @@ class NextLayer(CachePolicy):
 
 @dataclass
 class StoreCounters:
-    """Cache statistics of one layer.
+    """Cache statistics for one layer.
 
-    Attributes: hits, misses: number of requested experts that were in a slot or being copied to
-        one, and number of all other requested experts.
+    Attributes:
+        hits, misses: number of requested experts that were in a slot or being copied to a slot, and
+            number of requested experts that were not.
         prefetched: number of experts that were loaded before a call requested them.
-        wasted: number of prefetched experts that were evicted before they were used.
-        stalls: number of uses that waited for a copy. A call that is computed in parts has several
-            uses.
+        wasted: number of prefetched experts that were evicted before their first use.
+        stalls: number of uses that had to wait for a copy. A call that is computed in several parts
+            counts as several uses.
         bytes: number of bytes loaded from the tier.
     """
 
@@ -139,17 +142,16 @@ Fetch = Callable[[Sequence[tuple[int, Mapping[str, Tensor]]]], Ticket]
 
 @dataclass(frozen=True)
 class CacheSpec:
-    """The specification of a cache. Layers with equal specifications share a cache.
+    """The properties of a cache. Layers with equal specifications share one cache.
 
     Attributes:
-        shapes: pairs of the name of a parameter and the shape of one expert's part of the
-            parameter.
-        dtype, device: data type and device of the slots.
-        limit: total size of all slots in bytes. If `limit` is 0, there are slots for twice the
-            maximum number of experts that a call uses.
-        policy: registered name of the cache policy.
-        throttle: maximum bandwidth of the tier in bytes/s, or None for no limit.
-        rank: rank in the expert-parallel group.
+        shapes: pairs of a parameter's name and the shape of the parameter for a single expert.
+        dtype, device: dtype and device of the slots.
+        limit: maximum total size of all slots in bytes. If `limit` is 0, the cache has twice as
+            many slots as the largest number of experts used by one call.
+        policy: name under which the cache policy is registered.
+        throttle: maximum bandwidth of the tier in bytes per second, or None for no limit.
+        rank: index of this rank in the expert-parallel group.
     """
 
     shapes: tuple[tuple[str, tuple[int, ...]], ...]
@@ -166,9 +168,11 @@ class CacheSpec:
 
 
 class ExpertCache:
-    """A cache with slots for the experts of all layers of a process.
+    """A cache that contains slots on the device for the experts of all layers of a process.
 
-    Raises: ValueError: If the limit is below the size of one expert, or if the policy is unknown.
+    Raises:
+        ValueError: If the limit is smaller than the size of one expert, or if the policy is
+    unknown.
     """
 
     def __init__(self, spec: CacheSpec) -> None:
@@ -189,8 +193,8 @@ class ExpertCache:
         self._free: list[int] = []
 
     def add_layer(self, experts: int) -> int:
-        """Add a layer and return the number of the layer. Layers are computed in the order of these
-        numbers.
+        """Add a layer and return its number. Layers are expected to be computed in ascending order
+        of their numbers.
         """
         with self._lock:
             self.layers, self.experts = self.layers + 1, self.experts + experts
@@ -202,9 +206,10 @@ class ExpertCache:
         self.experts -= experts
 
     def room(self, experts: int) -> int:
-        """Return how many experts of a call can be used at the same time. The result is at least 1.
+        """Return how many experts of a call can be in slots at the same time, which is at least 1.
 
-        Raises: ValueError: If all slots are used by other calls.
+        Raises:
+            ValueError: If other calls use all slots.
         """
         with self._lock:
             self._grow(max(1, experts))
@@ -216,16 +221,16 @@ class ExpertCache:
     @contextmanager
     def use(self, layer: int, experts: Sequence[int], fetch: Fetch,
             counters: StoreCounters) -> Iterator[list[int]]:
-        """Yield the slots of experts of a layer.
+        """Load experts of a layer, and yield the indices of their slots.
 
-        The experts are loaded and stay pinned inside the context.
+        The experts stay pinned until the context ends.
 
         Args:
             layer: number of the layer.
-            experts: indices of distinct experts. There may be at most `room` of them.
-            fetch: function that starts to fill slots. The function is called with pairs of an
-                expert and the slot's part of each buffer.
-            counters: cache statistics of the layer, which are updated.
+            experts: distinct indices of experts. `experts` may contain at most `room` experts.
+            fetch: function that starts to fill slots, given a list of pairs. Each pair consists of
+                an expert and the slices of all buffers that belong to the expert's slot.
+            counters: cache statistics of the layer, which this method updates.
         """
         keys = [(layer, expert) for expert in experts]
         with self._lock:
@@ -254,7 +259,7 @@ class ExpertCache:
 
     def prefetch(self, layer: int, experts: Sequence[int], fetch: Fetch,
                  counters: StoreCounters) -> None:
-        """Start loading experts that a later call may request, if slots are available.
+        """If slots are available, start to load experts that a later call may request.
 
         See `use` for the arguments.
         """
@@ -263,7 +268,7 @@ class ExpertCache:
             self._bring([(layer, expert) for expert in experts], fetch, counters, early=True)
 
     def forget(self, layer: int) -> None:
-        """Evict all experts of a layer because their stored values have changed. Pinned experts
+        """Evict all experts of a layer because their stored parameters have changed. Pinned experts
         stay.
         """
         with self._lock:
@@ -271,7 +276,7 @@ class ExpertCache:
                 self._leave(key)
 
     def resident(self, layer: int) -> list[int]:
-        """Return the experts of a layer that are in slots or are being copied to slots."""
+        """Return the experts of a layer that are in slots or that are being copied to slots."""
         with self._lock:
             return sorted(expert for of, expert in self._slot if of == layer)
 
@@ -282,12 +287,11 @@ class ExpertCache:
 
     @property
     def resident_bytes(self) -> int:
-        """Total size in bytes of the experts that are in slots or are being copied to slots."""
+        """Total size in bytes of the experts in slots or being copied to slots."""
         return len(self._slot) * self.spec.expert_bytes
 
     def _bring(self, keys: Sequence[Key], fetch: Fetch, counters: StoreCounters,
                early: bool) -> None:
-        """Start copying all missing experts to slots in one job."""
         missing: list[Key] = []
         try:
             for key in keys:
@@ -318,9 +322,7 @@ class ExpertCache:
             counters.prefetched += len(missing)
 
     def _take_slot(self, layer: int, keep: Collection[Key]) -> int | None:
-        """Return an empty slot. If necessary, an expert is evicted. Return None if no expert can be
-        evicted.
-        """
+        """Return an empty slot, after evicting an expert if necessary, or None."""
         if not self._free:
             keys = [key for key in self._slot if not self._pins[key] and key not in keep]
             if not keys:
@@ -329,8 +331,8 @@ class ExpertCache:
         return self._free.pop(0)
 
     def _leave(self, key: Key) -> None:
-        """Evict an expert. A running copy into the slot of the expert ends before the next copy
-        begins.
+        """Evict an expert. If a copy into the expert's slot is still running, it ends before the
+        next copy starts.
         """
         self._ticket.pop(key, None)
         early = self._early.pop(key, None)
@@ -351,9 +353,7 @@ class ExpertCache:
         self._pins += Counter()
 
     def _wait(self, tickets: Sequence[Ticket], counters: StoreCounters) -> None:
-        """Wait for all copies and raise the first error that occurred. Experts whose copy failed
-        are evicted.
-        """
+        """Wait for all copies, and raise the first error. Experts whose copy failed are evicted."""
         counters.stalls += not all(ticket.done for ticket in tickets)
         errors = []
         for ticket in tickets:
@@ -368,7 +368,7 @@ class ExpertCache:
             raise errors[0]
 
     def _grow(self, experts: int) -> None:
-        """Create more slots for a call with the given number of experts if the limit permits it."""
+        """Create more slots for a call with `experts` experts, if the limit permits it."""
         slots = 2 * experts
         if self.spec.limit:
             slots = self.spec.limit // self.spec.expert_bytes
@@ -391,7 +391,7 @@ _CACHES: weakref.WeakValueDictionary[CacheSpec, ExpertCache] = weakref.WeakValue
 
 
 def shared_cache(spec: CacheSpec) -> ExpertCache:
-    """Return the cache that all layers of this process with the given specification share."""
+    """Return the cache shared by all layers of this process with this specification."""
     cache: Any = _CACHES.get(spec)
     if cache is None:
         cache = _CACHES[spec] = ExpertCache(spec)

@@ -1,5 +1,5 @@
-"""Storage of one layer's experts in a file, which is an existing safetensors file or an unnamed
-file.
+"""Storage of one layer's experts in a file. The file is either an existing safetensors file or an
+unnamed file created by this module.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ _DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 class ExpertFile:
-    """The parameters of a layer's experts in an open file.
+    """The parameters of a layer's experts, stored in an open file.
 
     Attributes:
-        name: name of the file that is used in messages.
-        dtype: data type of the values.
-        writable: whether the file was created by `own_file` and may be changed.
-        shapes: shape of one expert's part of each parameter, by parameter name.
-        local: number of local experts (L).
+        name: name of the file, for use in messages.
+        dtype: dtype of the stored parameters.
+        writable: True if the file was created by `own_file`, so that it may be changed.
+        shapes: mapping from the name of a parameter to its shape for a single expert.
+        local: number of experts on this rank, L.
     """
 
     def __init__(self, file: Any, name: str, dtype: torch.dtype, shapes: Shapes, local: int,
@@ -43,15 +43,17 @@ class ExpertFile:
         self.shapes, self.local, self._offsets = shapes, local, offsets
 
     def held(self, expert: int) -> dict[str, TierTensor]:
-        """Return the positions of one expert's parameters in the file. See `tiers.read_values`."""
+        """Return the location of one expert's parameters in the file. See `tiers.read_values`."""
         return {name: TierTensor(shape, self.dtype, file=self._file.fileno(),
                            offset=self._offset(name, expert))
                 for name, shape in self.shapes.items()}
 
     def write(self, expert: int, name: str, x: Tensor) -> None:
-        """Write one expert's part of a parameter after converting it to the dtype of the file.
+        """Convert one expert's part of a parameter to the dtype of the file, and write it to the
+        file.
 
-        Raises: TierError: If the disk is full. Experts that were written earlier remain complete.
+        Raises:
+            TierError: If the disk is full. Experts that were written earlier are not affected.
         """
         try:
             write_values(self._file.fileno(), self._offset(name, expert), x.to(self.dtype))
@@ -63,15 +65,16 @@ class ExpertFile:
             ) from error
 
     def mapped(self) -> dict[str, Tensor]:
-        """Map a file created by `own_file` and return a tensor [L, ...] for each parameter.
+        """Map a file created by `own_file` into memory, and return a tensor [L, ...] for each
+        parameter.
 
-        Pages are read on first use, and writing to the tensors changes the file. If a mapped file
-        were truncated, a process that accesses a page beyond the end of the file would be killed.
-        This cannot happen here, because other processes cannot open and truncate a file without a
-        name.
+        Pages are read from the file on first use. Writing to the tensors changes the file. If
+        another process truncated a mapped file, a process that accesses a page beyond the new end
+        of the file would be killed. Other processes cannot truncate an unnamed file, because they
+        cannot open it.
 
         Raises:
-            TierError: If the file is shorter than the data that was written.
+            TierError: If the file is shorter than the data written to it.
         """
         size, ends = os.fstat(self._file.fileno()).st_size, self._offset
         wanted = max((ends(name, self.local) for name in self.shapes), default=0)
@@ -105,10 +108,11 @@ class ExpertFile:
 
 def own_file(folder: str | os.PathLike[str], dtype: torch.dtype, shapes: Shapes,
              local: int) -> ExpertFile:
-    """Create an unnamed file with space for `local` experts. The file is deleted when the process
-    exits.
+    """Create an unnamed file that has space for `local` experts. The operating system deletes the
+    file when the process exits.
 
-    Raises: ValueError: If the folder cannot be created or is not writable.
+    Raises:
+        ValueError: If the folder cannot be created or is not writable.
     """
     folder, offsets, end = make_folder(Path(folder)), {}, 0
     for name, shape in shapes.items():
@@ -126,25 +130,26 @@ def own_file(folder: str | os.PathLike[str], dtype: torch.dtype, shapes: Shapes,
 
 def given_file(path: str | os.PathLike[str], shapes: Shapes, place: Placement,
                layer: int | None) -> ExpertFile:
-    """Open the experts of a layer in a safetensors file. The file is only read and never changed.
+    """Open a safetensors file that contains the experts of a layer. The file is read, but never
+    changed.
 
-    The name of a tensor consists of a prefix and the name of the parameter. Each tensor [E, ...]
-    contains all experts of a layer. If the tensors in a file have several prefixes, the order of
-    the prefixes is the order of the layers.
+    The name of each tensor in the file consists of a prefix and the name of a parameter. Each
+    tensor [E, ...] contains one parameter of all experts of a layer. If the tensor names in the
+    file have different prefixes, the first prefix belongs to the first layer, and so on.
 
     Args:
         path: path of the file.
-        shapes: shapes of one expert's parameters, by parameter name.
+        shapes: mapping from the name of a parameter to its shape for a single expert.
         place: placement that determines which experts this rank reads.
-        layer: index of the layer.
+        layer: index of the layer in the file.
     Raises:
         ValueError: If the file is damaged, is not a safetensors file, does not contain this layer,
-            or contains tensors with unexpected shapes.
+            or contains tensors with wrong shapes.
     """
     where = f"experts.store_path={short(str(path))}"
     if place.shards > 1:
-        raise ValueError(f"{where} has whole experts, but {place.shards} ranks share each expert; "
-                         "use at most as many ranks as experts, or a folder")
+        raise ValueError(f"{where} stores whole experts, but {place.shards} ranks share each "
+                         "expert; use at most as many ranks as experts, or a folder")
     try:
         given = SafetensorsFile(path, verify=True)
     except (OSError, ValueError) as error:

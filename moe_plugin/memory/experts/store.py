@@ -1,5 +1,5 @@
-"""`ExpertStore`, which stores the experts of a layer in host memory or in a file. Experts are
-computed in the slots of a cache on the device.
+"""`ExpertStore`, which stores the experts of a layer in host memory or in a file and loads them
+into a cache on the device. Experts are computed in the slots of the cache.
 """
 
 from __future__ import annotations
@@ -25,14 +25,15 @@ from moe_plugin.utils.machine import to_device
 
 # Operations on rows of experts: in parts, in another order, or with other counts.
 def counts_of(rows: RowCounts | RowPlan) -> list[int]:
-    """Return the number of rows of each expert."""
+    """Return the number of rows for each expert."""
     return (rows.counts if isinstance(rows, RowPlan) else rows).host
 
 
 def parts(rows_RD: Tensor, counts: RowCounts,
            room: int) -> Iterator[tuple[Tensor, RowCounts, list[int]]]:
-    """Yield the rows of at most `room` experts at a time, together with the counts of all experts
-    and the indices of these experts.
+    """Divide the rows into groups of at most `room` experts. For each group, yield its rows, the
+    row counts of all experts (0 for experts outside the group), and the indices of the experts in
+    the group.
     """
     active = [expert for expert, n in enumerate(counts.host) if n]
     groups = [active[at:at + room] for at in range(0, len(active), room)]
@@ -42,13 +43,13 @@ def parts(rows_RD: Tensor, counts: RowCounts,
 
 
 def with_counts(rows: RowCounts | RowPlan, lengths: list[int]) -> RowCounts | RowPlan:
-    """Return the same rows with different row counts per expert."""
+    """Return the same rows with different row counts for the experts."""
     counts = RowCounts(lengths)
     return dataclasses.replace(rows, counts=counts) if isinstance(rows, RowPlan) else counts
 
 
 def order_of(lengths: Sequence[int], slots: Sequence[int], device: torch.device) -> Tensor:
-    """Return the order (int64 [R]) that sorts the rows of experts by slot."""
+    """Return a permutation (int64 [R]) that sorts the rows of the experts by slot."""
     ends = torch.tensor(list(lengths)).cumsum(0).tolist()
     runs = [torch.arange(ends[i] - lengths[i], ends[i])
             for i in sorted(range(len(slots)), key=slots.__getitem__)]
@@ -56,7 +57,7 @@ def order_of(lengths: Sequence[int], slots: Sequence[int], device: torch.device)
 
 
 def reordered(plan: RowPlan, order_R: Tensor, lengths: list[int]) -> RowPlan:
-    """Return the same rows in the given order."""
+    """Return the same rows in the order given by a permutation."""
     place_R = torch.empty_like(order_R)
     place_R[order_R] = torch.arange(order_R.shape[0], device=order_R.device)
     position_TK = plan.position_TK
@@ -70,8 +71,8 @@ Parts = Sequence[tuple[int, Mapping[str, Tensor]]]  # expert, and its targets by
 
 
 class HostWeights:
-    """Expert parameters in host memory. For each name, there is a tensor [L, ...], or None if there
-    is no such parameter.
+    """The parameters of experts that are stored in host memory. Each parameter name is mapped to a
+    tensor [L, ...], or to None if the experts do not have this parameter.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter | None],
@@ -79,7 +80,7 @@ class HostWeights:
         self.parameters, self.tier = parameters, HostTier(device)
 
     def fetch(self, copier: Copier, parts: Parts) -> Ticket:
-        """Start copying experts into slots of the cache."""
+        """Start to copy experts into slots of the cache."""
         wanted = []
         for expert, targets in parts:
             for name, target in targets.items():
@@ -97,24 +98,23 @@ class HostWeights:
 
     @property
     def version(self) -> object:
-        """A value that changes when a parameter changes.
-
-        The value is computed from the versions and addresses of all parameters.
+        """An object that changes whenever a parameter changes, computed from the version counters
+        and memory addresses of all parameters.
         """
         return [(value._version, value.data_ptr()) for value in self.parameters.values()
                 if value is not None]
 
 
 class FileWeights:
-    """Experts that are stored in a file. Experts whose values were not loaded are initialized on
-    first use.
+    """Experts that are stored in a file. If the parameters of an expert have not been loaded, they
+    are initialized on first use.
 
     Args:
-        file: an existing file, or a file created by `own_file`.
+        file: existing file, or file created by `own_file`.
         new_file: function that creates an unnamed file. By default, the file has the dtype of the
             layer.
-        draw: function that is called as `draw(expert, targets)` and fills in the initial values of
-            an expert.
+        draw: function that writes the initial parameters of an expert to `targets`. `draw` is
+            called as `draw(expert, targets)`.
     """
 
     def __init__(self, file: ExpertFile, new_file: Callable[..., ExpertFile],
@@ -124,7 +124,7 @@ class FileWeights:
         self._fills, self._read = 0, False
 
     def fetch(self, copier: Copier, parts: Parts) -> Ticket:
-        """Start copying experts into slots of the cache."""
+        """Start to copy experts into slots of the cache."""
         # the current file, even if it is replaced before the copy runs
         parts, file, written = list(parts), self.file, self.written
         self._read = True
@@ -141,22 +141,24 @@ class FileWeights:
 
     @property
     def version(self) -> object:
-        """The number of times that the file was filled."""
+        """Number of times that the file has been filled."""
         return self._fills
 
     @property
     def filled(self) -> bool:
-        """True if values have been loaded for every expert."""
+        """True if the parameters of all experts have been loaded."""
         return self._fills > 0 or not self.file.writable
 
     @ends_all_ranks(OSError)
     def fill(self, read: Mapping[str, Callable[[int], Tensor]]) -> None:
-        """Load all experts, one at a time. Parameters that are not in `read` do not change.
+        """Write the parameters of all experts to the file, one expert at a time. Parameters whose
+        names are not in `read` are not changed.
 
         Args:
-            read: functions that return the values of one expert, by parameter name.
+            read: mapping from the name of a parameter to a function that returns the parameter for
+                one expert.
         Raises:
-            TierError: If the disk is full. In this case, the previous values remain.
+            TierError: If the disk is full, in which case the previous parameters remain.
         """
         # running copies may still write initial values to a file that was read
         unused = self.file.writable and not self.written and not self._read
@@ -172,10 +174,11 @@ class FileWeights:
         self._fills += 1
 
     def mapped(self) -> dict[str, Tensor]:
-        """Map the experts as in `ExpertFile.mapped`. A file that other processes can change is
-        copied first.
+        """Map the experts into memory, as `ExpertFile.mapped` does. If other processes can change
+        the file, the file is copied first.
 
-        Raises: TierError: If the file was truncated or cannot be read, or if the disk is full.
+        Raises:
+            TierError: If the file was truncated or cannot be read, or if the disk is full.
         """
         if not self.file.writable:
             copy = self._new_file(self.file.dtype)
@@ -211,17 +214,19 @@ class FileWeights:
 
 
 class ExpertStore:
-    """The stored experts of a layer, and the cache in whose slots they are computed.
+    """The stored experts of a layer, and the cache with the slots in which the experts are
+    computed.
 
     Args:
-        weights: storage of the experts.
-        spec: specification of the cache. Layers with equal specifications share a cache.
-        first: global index of the first expert that this rank stores.
-        local: number of local experts (L).
+        weights: object that stores the parameters of the experts.
+        spec: specification of the cache on the device. Layers with equal specifications share a
+            cache.
+        first: global index of the first expert stored on this rank.
+        local: number of experts on this rank, L.
 
     Attributes:
-        counters: cache statistics of this layer.
-        cache: cache that contains the slots.
+        counters: cache statistics for this layer.
+        cache: cache with the slots in which the experts are computed.
     """
 
     def __init__(self, weights: HostWeights | FileWeights, spec: CacheSpec, first: int,
@@ -239,21 +244,24 @@ class ExpertStore:
         self._seen = self.weights.version
 
     def move(self, spec: CacheSpec) -> None:
-        """Use a cache with a different dtype or device from the next call on."""
+        """From the next call on, use a cache with another dtype or on another device."""
         if spec != self.cache.spec:
             self._leaving()
             self._join(spec)
 
     def room(self, experts: int) -> int:
-        """Return how many of `experts` experts can be computed at a time. See `ExpertCache.room`.
+        """Return how many of `experts` experts can be computed at the same time. See
+        `ExpertCache.room`.
         """
         return self.cache.room(experts)
 
     @contextmanager
     def use(self, experts: Sequence[int]) -> Iterator[list[int]]:
-        """Load at most `room` local experts and yield their slots. See `ExpertCache.use`.
+        """Load at most `room` experts of this rank, and yield the indices of their slots. See
+        `ExpertCache.use`.
 
-        Raises: TierError: If the experts cannot be read. The other ranks are also terminated.
+        Raises:
+            TierError: If the experts cannot be read. All other ranks are stopped as well.
         """
         self._follow()
         with ends_all_ranks(OSError), self.cache.use(self.number, experts, self._fetch,
@@ -261,11 +269,11 @@ class ExpertStore:
             yield slots
 
     def prefetch(self, ids: Iterable[int]) -> None:
-        """Start loading experts that this layer may need soon, without waiting.
+        """Start to load experts that this layer may soon need, without waiting for them.
 
         Args:
-            ids: distinct global indices of experts. Experts of other ranks and experts for which no
-                slot is available are skipped.
+            ids: distinct global indices of experts. Experts stored on other ranks are skipped, as
+                are experts for which no slot is available.
         """
         self._follow()
         mine = [expert - self.first for expert in ids if 0 <= expert - self.first < self.local]
@@ -273,11 +281,11 @@ class ExpertStore:
             self.cache.prefetch(self.number, mine, self._fetch, self.counters)
 
     def forget(self) -> None:
-        """Evict all experts from slots because their values have changed."""
+        """Evict all experts of this layer because their stored parameters have changed."""
         self.cache.forget(self.number)
 
     def resident(self) -> list[int]:
-        """Return the local experts that are in slots or are being copied to slots."""
+        """Return the experts of this rank that are in slots or that are being copied to slots."""
         return self.cache.resident(self.number)
 
     def _follow(self) -> None:

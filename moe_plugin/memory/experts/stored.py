@@ -1,4 +1,4 @@
-"""Experts that compute in the slots of an `ExpertStore`."""
+"""Experts that are stored in an `ExpertStore` and computed in the slots of its cache."""
 
 from __future__ import annotations
 
@@ -38,13 +38,14 @@ from moe_plugin.utils.regular_files import check_input
 
 
 class StoredExperts(Experts):
-    """Feed-forward experts of any kind that are stored outside the device.
+    """Feed-forward experts of any kind whose parameters are stored outside the device.
 
-    Only experts that are being computed have a copy on the device. Experts in host memory are
-    ordinary parameters, which stay there when the layer moves to a device. Experts in a file are
-    not parameters. For experts in a file, `state_dict` returns tensors that are mapped from the
-    file (or from a copy if other processes can change the file). Loading writes one expert at a
-    time.
+    Only the experts that are currently computed have a copy of their parameters on the device.
+    Experts in host memory are ordinary parameters, and stay in host memory when the layer is moved
+    to a device. Experts in a file are not registered as parameters. For experts in a file,
+    `state_dict` returns tensors that are mapped from the file. If other processes can change the
+    file, the tensors are mapped from a copy. When a state dict is loaded, the experts are written
+    to the file one at a time.
 
     Attributes:
         store: see `ExpertStore`.
@@ -77,7 +78,7 @@ class StoredExperts(Experts):
 
     @property
     def template(self) -> FFNExperts:
-        """Experts of the configured kind, which are called with the parameters to use."""
+        """Experts of the configured kind, called with the parameters to use."""
         return self._template[0]
 
     @property
@@ -87,7 +88,7 @@ class StoredExperts(Experts):
     @property
     def anchor(self) -> Tensor:
         """See `Experts`. An empty tensor on the device that connects exchanges to the autograd
-        graph. The tensor requires gradients if experts are trained.
+        graph. The tensor requires gradients if the experts are trained.
         """
         return self._probe.requires_grad_(any(p.requires_grad for p in self.parameters()))
 
@@ -95,8 +96,9 @@ class StoredExperts(Experts):
         """See `Experts`.
 
         Raises:
-            ValueError: If the layer is trained with experts in a file or with dropout in experts.
-            TierError: If experts cannot be read.
+            ValueError: If the layer is trained with experts in a file or with dropout in the
+                experts.
+            TierError: If the experts cannot be read.
         """
         assert isinstance(work, ExpertRows), "parameters are only asked of experts that gather"
         gates_TK = work.rows.weights_TK if isinstance(work.rows, RowPlan) else None
@@ -118,7 +120,7 @@ class StoredExperts(Experts):
 
     @torch.no_grad()
     def compute(self, work: ExpertRows) -> Tensor:
-        """Compute the result without gradients, in parts if the cache is too small."""
+        """Compute outputs without gradients, in parts if the cache is too small."""
         counts = counts_of(work.rows)
         active = [expert for expert, rows in enumerate(counts) if rows]
         room = self.store.room(len(active))
@@ -132,7 +134,7 @@ class StoredExperts(Experts):
     def _run(self, x: Tensor, rows: RowCounts | RowPlan, active: Sequence[int],
              strategy: Strategy | None,
              started: Callable[[], object] | None = None) -> Tensor:
-        """Compute the rows of the experts `active` (all experts with rows) in slots."""
+        """Compute the rows of the experts in `active`, which are all experts with rows."""
         counts, buffers = counts_of(rows), self.store.cache.buffers
         with self.store.use(active) as slots:
             if started is not None:
@@ -153,26 +155,27 @@ class StoredExperts(Experts):
 
     def call(self, x: Tensor, rows: RowCounts | RowPlan, parameters: FFNParameters,
              strategy: Strategy | None) -> Tensor:
-        """Compute the result of the experts with the given parameters."""
         return self.template(ExpertRows(x, rows, parameters, strategy))
 
     @contextmanager
     def fetched(self, experts: Sequence[int]) -> Iterator[dict[str, Tensor]]:
-        """Yield copies [A, ...] of expert parameters on the device, by name, for gradients."""
+        """Yield copies [A, ...] of the parameters of A experts on the device, by parameter name, so
+        that their gradients can be computed.
+        """
         with self.store.use(experts) as slots:
             index_A = to_device(slots, self._probe.device)
             yield {name: buffer.index_select(0, index_A)
                    for name, buffer in self.store.cache.buffers.items()}
 
     def prefetch(self, ids_TK: Tensor) -> None:
-        """See `Experts`. The host reads all expert indices with a single synchronization."""
+        """See `Experts`. The host synchronizes with the device only once."""
         self.store.prefetch(expert for expert in ids_TK.unique().tolist() if expert >= 0)
 
     def taken_counts(self) -> dict[str, int]:
-        """See `Experts`. Return the increase of the store's counters since the last call, and the
-        bytes in slots.
+        """See `Experts`. Return by how much the store's counters have increased since the last
+        call, and the number of bytes in slots.
 
-        The value `stalls` is 1 if the call waited for a copy, and 0 otherwise.
+        The counter `stalls` is 1 if the call waited for a copy, and 0 otherwise.
         """
         now = self.store.counters.as_dict()
         before, self._taken = self._taken, now
@@ -181,7 +184,7 @@ class StoredExperts(Experts):
         return {**grown, "resident_bytes": self.store.cache.resident_bytes}
 
     def use_layer(self, number: int | None) -> None:
-        """See `Experts`. Select the layer if the file of experts contains several layers."""
+        """See `Experts`. If the file contains several layers, select layer `number`."""
         if self._host.numbered_later:
             self._host = dataclasses.replace(self._host, layer_number=number, numbered_later=False)
             self.store.weights = self._weights()
@@ -200,7 +203,7 @@ class StoredExperts(Experts):
                 ("store", "host", self._host.adds_to_main_grad, "device")):
             if bad:
                 raise ValueError(
-                    f"experts.{name}={value} does not fit training with "
+                    f"experts.{name}={value} cannot be used in training with "
                     f"experts.store={self._config.store}"
                     f"{' in this host' if self._host.adds_to_main_grad else ''}: use {remedy}, or "
                     "call eval()")
@@ -231,7 +234,6 @@ class StoredExperts(Experts):
                          self._place.comm.rank)
 
     def _adopt(self, name: str, value: Tensor) -> None:
-        """Register a tensor in host memory as a parameter of this module and of the template."""
         if self._probe.device.type == "cuda" and not value.is_pinned():
             value = pinned_copy(value, self._probe.device)
         old = self._parameters.get(name)
@@ -273,10 +275,10 @@ class StoredExperts(Experts):
     def _load_from_state_dict(self, state: dict[str, Any], prefix: str, metadata: Any,
                               strict: bool, missing: list[str], unexpected: list[str],
                               errors: list[str]) -> None:
-        """See torch's method. If experts are stored in a file, they are written to this file one at
-        a time.
+        """See torch's method. If the experts are stored in a file, they are written to this file
+        one at a time.
 
-        A value may also be an object with `entry.shape` and `read(window)` in place of a tensor.
+        Instead of a tensor, the state may contain an object with `entry.shape` and `read(window)`.
         """
         weights = self.store.weights
         if not isinstance(weights, FileWeights):
@@ -302,14 +304,14 @@ class StoredExperts(Experts):
 
 
 def stored_names(model: nn.Module) -> set[str]:
-    """Return the state-dict names of the expert parameters that are stored in files."""
+    """Return the names, as in the state dict, of the expert parameters that are stored in files."""
     return {f"{prefix}.{name}" if prefix else name for prefix, module in model.named_modules()
             if isinstance(module, StoredExperts) and module.on_disk for name in module.shapes}
 
 
 @contextmanager
 def without_values(model: nn.Module) -> Iterator[None]:
-    """Return a context in which `state_dict` returns meta tensors for experts in files."""
+    """Let `state_dict` return meta tensors for experts stored in files."""
     modules = [module for module in model.modules() if isinstance(module, StoredExperts)]
     for module in modules:
         module._values_wanted = False
@@ -328,8 +330,8 @@ def _expert(value: Any, expert: int) -> Tensor:
 
 
 class Refetched(torch.autograd.Function):
-    """Autograd function that computes the rows of experts. The backward pass fetches the weights
-    and computes the rows again.
+    """Autograd function that computes the rows of the experts. The backward pass loads the experts'
+    parameters again and recomputes the rows.
     """
 
     @staticmethod
@@ -377,8 +379,7 @@ class Refetched(torch.autograd.Function):
 def _gradients(ctx: Any, x: Tensor, gates_TK: Tensor | None, grad: Tensor, *,
                rows: RowCounts | RowPlan, active: Sequence[int], names: Sequence[str],
                sums: Sequence[Tensor | None]) -> tuple[Tensor, Tensor | None]:
-    """Return the gradients of `x` and of the gate weights. Gradients of parameters are added to
-    `sums`."""
+    """Return gradients of `x` and the gate weights. Add parameter gradients to `sums`."""
     experts: StoredExperts = ctx.experts
     with experts.fetched(active) as tensors, torch.enable_grad(), torch.autocast(**ctx.autocast):
         x = x.detach().requires_grad_()

@@ -1,1 +1,3 @@
-"""Training of models that exceed the memory of the device. Weights are streamed block by block."""
+"""Training of models whose weights do not fit in device memory. Weights are streamed to the device
+block by block.
+"""

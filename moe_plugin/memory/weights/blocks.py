@@ -1,4 +1,6 @@
-"""A block of a model whose weights are streamed: its weights are loaded, unloaded and updated."""
+"""A block of a model with streamed weights, and functions that load, unload and update the weights
+of the block.
+"""
 
 from __future__ import annotations
 
@@ -24,28 +26,28 @@ HALVES = (torch.float16, torch.bfloat16)
 
 
 class StreamedBlock:
-    """A block with its module, its optimizer and the storage of its weights.
+    """A block of a model, with its module, its optimizer and the storage of its weights.
 
     Args:
         number: index of the block in the model.
-        module: module of the block on the device.
-        make_optimizer: function that creates the optimizer for the trained parameters.
-        tier: tier for weights, gradients and optimizer state. If the tier is host memory, the
-            optimizer runs on the host, and the weights are copied to the device. If the tier
-            consists of files, weights and optimizer state are loaded into memory, updated and
-            written back. Without a tier, everything stays on the device.
-        main_weights: whether the optimizer updates a float32 copy (main weight) of each 16-bit
-            parameter. The main weights are stored with the optimizer state. The device receives the
-            rounded main weights.
+        module: module of the block, which is computed on the device.
+        make_optimizer: function that creates an optimizer for the block's trained parameters.
+        tier: tier that stores the weights, gradients and optimizer state. With a tier in host
+            memory, the optimizer runs on the host, and the weights are copied to the device. With a
+            tier in files, the weights and the optimizer state are read into memory, updated, and
+            written back. Without a tier, all data stays on the device.
+        main_weights: if True, the optimizer updates a float32 copy (main weight) of each 16-bit
+            parameter. Main weights are stored together with the optimizer state. The weights on the
+            device are obtained by rounding the main weights.
 
     Attributes:
-        layout: layout of the weights in one buffer.
-        streams: whether the weights are streamed.
-        mains: indices of the parameters that have a float32 main weight.
-        graded: the parameters that have gradients after the backward pass. These are the parameters
-            of the module. Parameters that have a main weight are replaced with it.
+        layout: positions of all weights in a single buffer.
+        streams: True if the weights are streamed.
+        mains: indices of the parameters that have float32 main weights.
+        graded: the parameters that have gradients after the backward pass. In `graded`, parameters
+            with main weights are replaced by their main weights.
         stepped: the parameters that the optimizer updates.
-        optimizer: the optimizer, or None if no parameter is trained.
+        optimizer: the optimizer, or None if the block has no trained parameter.
     Raises:
         ValueError: If a parameter is not contiguous.
     """
@@ -82,8 +84,8 @@ class StreamedBlock:
                                     for i, x in zip(self.mains, values, strict=True)})
 
     def _with_mains(self, values: Sequence[Tensor]) -> list[nn.Parameter]:
-        """Return the parameters, where the parameters of `mains` are replaced with new parameters.
-        Attributes set by hosts are kept.
+        """Return a list of the parameters in which each parameter in `mains` is replaced by a new
+        parameter. Attributes set by host frameworks are copied to the new parameters.
         """
         parameters = list(self.params)
         for i, x in zip(self.mains, values, strict=True):
@@ -111,11 +113,12 @@ class StreamedBlock:
 
     @property
     def returned_bytes(self) -> int:
-        """Number of bytes that are copied in a step in addition to the weights copied to the
+        """Number of bytes copied in one step, not counting the weights that are copied to the
         device.
 
-        For host memory, these are the bytes of the gradients. For files, these are the bytes of the
-        new weights, and of the optimizer state in both directions.
+        With a tier in host memory, `returned_bytes` counts the gradients. With a tier in files,
+        `returned_bytes` counts the new weights once and the optimizer state twice, because the
+        state is both read and written.
         """
         if self._state is not None:
             return (self.layout.nbytes if self.trained else 0) + 2 * self._state.nbytes
@@ -124,50 +127,51 @@ class StreamedBlock:
 
     @property
     def main_bytes(self) -> int:
-        """Size of the main weights in bytes."""
+        """Size of all main weights in bytes."""
         return sum(4 * self.params[i].numel() for i in self.mains)
 
     def forget_memory(self) -> None:
-        """Free the memory that experts retain between calls, because the next call is in the next
-        step.
+        """Free the memory that the experts keep between calls. The block's next call belongs to the
+        next step.
         """
         for module in self.module.modules():
             if isinstance(module, FFNExperts):
                 module.memory.clear()
 
     def fetch(self, copier: Copier, flat_N: Tensor) -> Ticket:
-        """Start copying the weights of a streamed block into a buffer on the device."""
+        """Start to copy the weights of a streamed block into a buffer on the device."""
         self._coming = self._weights.fetch(copier, flat_N)
         return self._coming
 
     def attach(self, flat_N: Tensor) -> None:
-        """Make the module use the weights in this buffer."""
+        """Let the module use the weights in this buffer."""
         self._weights.settle()  # the fetched weights are those whose write is completed here
         self._flat_N = flat_N
         for p, view in zip(self.params, self.layout.views(flat_N), strict=True):
             p.data = view
 
     def detach(self) -> None:
-        """Detach the weights because a different block uses the buffer."""
+        """Detach the module's weights from the buffer, because another block will use the buffer.
+        """
         self._flat_N = None
         for p in self.params if self.streams else ():
             p.data = absent(p)
 
     def fetch_state(self, copier: Copier, room: OptimizerStateBuffer) -> None:
-        """Start copying the optimizer state from files to memory."""
+        """Start to copy the optimizer state from files to memory."""
         if self._state is not None:
             self._state.fetch(copier, room)
 
     def step(self, copier: Copier, room: OptimizerStateBuffer, scale: Scale | None = None) -> bool:
-        """Perform an optimizer step and drop the gradients.
+        """Run an optimizer step, and free the gradients.
 
         Args:
             copier: the copier.
-            room: buffer into which the optimizer state is loaded.
-            scale: function that changes the gradients in place. This argument requires a previous
-                call of `keep_gradients`. By default, the optimizer uses the gradients of the
-                backward pass unchanged.
-        Returns: True if the weights that are attached to the module are already updated.
+            room: buffer that receives the optimizer state.
+            scale: function that modifies the gradients in place. If `scale` is passed,
+                `keep_gradients` must have been called before. By default, the optimizer uses the
+                gradients of the backward pass without changes.
+        Returns: True if the weights attached to the module have already been updated.
         """
         if scale is None and self.stepped is not self.graded:
             self.keep_gradients(copier)
@@ -199,7 +203,8 @@ class StreamedBlock:
             self._lower[i].copy_(self.stepped[i])
 
     def sum_gradients(self) -> None:
-        """Add the 16-bit gradients of a backward pass to the gradients of the main weights."""
+        """Add the 16-bit gradients of a backward pass to the float32 gradients of the main weights.
+        """
         for i in self.mains:
             p, main = self.params[i], self.graded[i]
             if p.grad is not None and main.grad is not None:
@@ -211,8 +216,8 @@ class StreamedBlock:
     def keep_gradients(self, copier: Copier) -> None:
         """Start to copy the gradients to the tier.
 
-        The gradients stay in the tier until `step` is called. Call `wait_kept` to wait for the
-        copy.
+        The tier stores the gradients until `step` is called. Call `wait_kept` to wait until the
+        copy is complete.
         """
         gradients = {i: g for i in self.trained if (g := self.graded[i].grad) is not None}
         if self.tier is None or not gradients:
@@ -222,7 +227,9 @@ class StreamedBlock:
         drop_gradients(self.graded)
 
     def wait_kept(self) -> None:
-        """Wait for the copy started by `keep_gradients`. Raise `TierError` if there is no space."""
+        """Wait until the copy started by `keep_gradients` is complete. Raises `TierError` if the
+        tier has no space.
+        """
         if self._aside is not None:
             _, _, ticket = self._aside
             ticket.synchronize()  # the GPU's stream does not order the optimizer in host memory
@@ -236,7 +243,7 @@ class StreamedBlock:
                 self.stepped[i].grad = gradient
 
     def forget_gradients(self) -> None:
-        """Drop all gradients after an error, including those stored in the tier."""
+        """After an error, discard all gradients, including gradients stored in the tier."""
         if self._aside is not None and self.tier is not None:
             _, held, ticket = self._aside
             self._aside = None
@@ -250,10 +257,10 @@ class StreamedBlock:
         drop_gradients([*self.params, *self.graded, *self.stepped])
 
     def read(self) -> list[Tensor]:
-        """Return the current weights in host memory. Parameters that have main weights are returned
-        as main weights.
+        """Return the current weights as tensors in host memory. For parameters that have main
+        weights, the main weights are returned.
 
-        No copy may be in progress when this method is called.
+        This method must not be called while a copy is in progress.
         """
         if self._state is None:
             return [p.detach().to("cpu", copy=True) for p in self.stepped]
@@ -263,8 +270,9 @@ class StreamedBlock:
         return [mains.get(id(p), x) for p, x in zip(self.stepped, weights, strict=True)]
 
     def write(self, weights: Sequence[Tensor]) -> None:
-        """Replace the weights and the main weights. Weights that are attached to the module are
-        fetched again."""
+        """Replace the weights, including the main weights. Weights that are attached to the module
+        are copied to the device again.
+        """
         if self._state is not None:
             for finish in self._stage_files(weights):
                 finish(True)
@@ -290,20 +298,20 @@ class StreamedBlock:
         return staged
 
     def float_buffers(self) -> list[Tensor]:
-        """Return the floating-point buffers of the module, which are always on the device."""
+        """Return the module's floating-point buffers, which always stay on the device."""
         return [x for x in self.module.buffers() if x.is_floating_point()]
 
     def saved_buffers(self) -> dict[str, Tensor]:
-        """Return the buffers that checkpoints contain, of any dtype."""
+        """Return the buffers, of any dtype, that are saved in checkpoints."""
         saved = self.module.state_dict(keep_vars=True)
         return {name: x for name, x in self.module.named_buffers() if name in saved}
 
     def stage(self, weights: Sequence[Tensor], buffers: Sequence[Tensor]
               ) -> Callable[[bool], None]:
-        """Store new weights and buffers next to the current weights and buffers.
+        """Store new weights and buffers in addition to the current weights and buffers.
 
-        Returns: a function that accepts the new values if it is called with True, and drops them if
-            it is called with False.
+        Returns: A function. Call the returned function with True to use the new weights and
+            buffers, or with False to discard them.
         """
         staged = [] if self._state is None else self._stage_files(weights)
 
@@ -320,20 +328,21 @@ class StreamedBlock:
         return finish
 
     def state_tensors(self) -> dict[tuple[int, str], Tensor]:
-        """Return the state tensors of the optimizer by parameter and name. No copy may be in
-        progress when this method is called.
+        """Return the tensors of the optimizer state. The keys of the returned dict are pairs of a
+        parameter's index and the name of the state. This method must not be called while a copy is
+        in progress.
         """
         return state_of(self.optimizer) if self._state is None else self._state.tensors()
 
     def load_state(self, state: dict[tuple[int, str], Tensor]) -> None:
-        """Replace the state tensors of the optimizer."""
+        """Replace the tensors of the optimizer state."""
         if self._state is None:
             set_state(self.optimizer, state)
         else:
             self._state.load(state)
 
     def settle(self) -> None:
-        """Wait for writes in progress, and raise an error if a write failed."""
+        """Wait until all writes are complete, and raise an error if a write failed."""
         if self.streams:
             self._weights.settle()
         if self._state is not None:
@@ -341,6 +350,6 @@ class StreamedBlock:
 
 
 def drop_gradients(params: Sequence[nn.Parameter]) -> None:
-    """Free the memory of the gradients."""
+    """Free the memory of the gradients of the given parameters."""
     for p in params:
         p.grad = None

@@ -1,6 +1,7 @@
-"""Checkpoints of models with streamed weights. A checkpoint has one safetensors file per block.
+"""Saving and loading of models with streamed weights. A checkpoint consists of one safetensors file
+per block.
 
-Blocks are written and read one at a time.
+Blocks are saved and loaded one at a time.
 """
 
 from __future__ import annotations
@@ -28,21 +29,21 @@ from moe_plugin.utils.regular_files import check_input, make_folder, move_into_p
 
 # Segments of a model with streamed weights, planned from measurements of its blocks.
 def measured_layers(trainer: StreamedTrainer, micro_batches: int) -> list[Layer]:
-    """Describe the blocks for the planner by measurements of the last step.
+    """Describe the blocks for the planner, using measurements of the last step.
 
-    Gradients and optimizer state are not part of a segment, because they exist for only one block
-    at a time.
+    The sizes of segments do not include gradients and optimizer state, because the gradients and
+    state of only one block exist at a time.
 
     Args:
-        trainer: trainer that has completed a step with `micro_batches` micro-batches.
+        trainer: trainer that has completed a step of `micro_batches` micro-batches.
         micro_batches: number of micro-batches in the last step.
     Raises:
-        ValueError: If the trainer has not completed a step, or if no bytes were copied.
+        ValueError: If the trainer has not completed a step, or if the step copied no bytes.
     """
     moved = trainer.copier.counters
     if not trainer.steps or not moved.busy_s or not moved.bytes:
-        raise ValueError(f"{trainer.steps} steps and {moved.bytes} copied bytes do not suffice to "
-                         "measure the blocks: do a step with one block per segment first")
+        raise ValueError(f"{trainer.steps} steps and {moved.bytes} copied bytes are not enough to "
+                         "measure the blocks: run a step with one block per segment first")
     if micro_batches < 1:
         raise ValueError(f"micro_batches={micro_batches} is not valid: it must be >= 1, and equal "
                          "to the number in the last step")
@@ -58,19 +59,20 @@ def measured_layers(trainer: StreamedTrainer, micro_batches: int) -> list[Layer]
 
 
 def plan_segments(trainer: StreamedTrainer, limit: int, micro_batches: int) -> StreamPlan:
-    """Choose the segments with the shortest step time within a memory limit, and make the trainer
-    use them.
+    """Choose segments that minimize the step time within a memory limit, and let the trainer use
+    these segments.
 
     Args:
         trainer: the trainer.
-        limit: bytes that may be used on the device for weights, stored inputs, and the gradients
-            and state of one block.
-        micro_batches: number of micro-batches in a step, which must be the same as in the last
-            step.
-    Returns: the plan. The attribute `hides` of the result is True if all copies run during
+        limit: maximum number of bytes on the device for weights, stored inputs, and the gradients
+            and optimizer state of one block.
+        micro_batches: number of micro-batches per step, which must be equal to the number in the
+            last step.
+    Returns: the plan. The attribute `hides` of the returned plan is True if all copies overlap with
         computation.
-    Raises: ValueError: If all segments exceed the limit (the message contains the required memory),
-        or if `measured_layers` raises an error.
+    Raises:
+        ValueError: If no choice of segments fits in the limit, or if `measured_layers` raises an
+            error. If no choice of segments fits, the message contains the required memory.
     """
     segment_plan = plan(measured_layers(trainer, micro_batches), micro_batches, limit,
                         trainer.bytes_beside_segments)
@@ -79,11 +81,11 @@ def plan_segments(trainer: StreamedTrainer, limit: int, micro_batches: int) -> S
 
 
 class SegmentsOnce:
-    """A callback for hosts that plans the segments once, after the first step.
+    """A callback for host frameworks. The callback plans the segments once, after the first step.
 
     Args:
-        trainer: the trainer. If the callback has no limit, the segments are not changed.
-        logger: logger for a message about the size of the weights and the segments.
+        trainer: the trainer. If no limit is set, the callback does not change the segments.
+        logger: logger that receives a message about the size of the weights and the segments.
     """
 
     def __init__(self, trainer: StreamedTrainer, logger: logging.Logger) -> None:
@@ -115,20 +117,20 @@ Beside = Mapping[str, Sequence[Tensor]]  # by name: one tensor of each weight's 
 def save_weights(trainer: StreamedTrainer, folder: str | os.PathLike[str],
                  beside: Callable[[int], Beside] | None = None, *,
                  finite: bool = False) -> Path:
-    """Write weights, buffers and optimizer state to a folder.
+    """Save weights, buffers and optimizer state to a folder.
 
-    An existing folder is replaced when the new folder is complete.
+    If the folder already exists, it is replaced only after the new folder is complete.
 
     Args:
         trainer: the trainer.
         folder: the folder.
-        beside: function that is called with the index of a block and returns additional tensors to
-            save. `read_beside` can read these tensors. Optional.
-        finite: whether to raise an error and write nothing if a value is not finite.
+        beside: function that maps the index of a block to additional tensors to save with the
+            block. Use `read_beside` to read the additional tensors. Optional.
+        finite: if True and a value is not finite, the function raises an error and writes nothing.
     Raises:
-        ValueError: If the folder cannot be written. The message contains the reason.
-        FloatingPointError: If `finite` is True and a value is not finite. The message names the
-            block and the tensor.
+        ValueError: If the folder cannot be written. The error message states the reason.
+        FloatingPointError: If `finite` is True and a value is not finite. The error message names
+            the block and the tensor.
     """
     safetensors = _safetensors()
     folder = Path(folder)
@@ -160,10 +162,11 @@ def save_weights(trainer: StreamedTrainer, folder: str | os.PathLike[str],
 def load_weights(trainer: StreamedTrainer, folder: str | os.PathLike[str]) -> None:
     """Load weights, buffers, optimizer state and the number of steps from a folder.
 
-    All files are checked before any value is changed.
+    All files are checked before anything is changed.
 
-    Raises: ValueError: If a file is missing or from a different model. The message names the file,
-        the tensor and the shapes.
+    Raises:
+        ValueError: If a file is missing or belongs to a different model. The error message names
+            the file, the tensor and the shapes.
     """
     folder = _existing_folder(Path(folder))
     for block in trainer.blocks:
@@ -186,9 +189,10 @@ def load_weights(trainer: StreamedTrainer, folder: str | os.PathLike[str]) -> No
 
 
 def read_beside(folder: str | os.PathLike[str], block: StreamedBlock) -> dict[str, list[Tensor]]:
-    """Return the additional tensors, by name, that were saved with the weights of a block.
+    """Return the additional tensors that were saved with the weights of a block, by name.
 
-    Raises: ValueError: If the file is missing or from a different model.
+    Raises:
+        ValueError: If the file is missing or belongs to a different model.
     """
     path = _existing_folder(Path(folder)) / _name(block)
     _check(block, path)
@@ -200,8 +204,8 @@ def read_beside(folder: str | os.PathLike[str], block: StreamedBlock) -> dict[st
 
 
 def _existing_folder(folder: Path) -> Path:
-    """Return the folder. If the process was killed while it replaced the folder, return the
-    previous version of the folder.
+    """Return the folder. Return the folder to read. If the process was killed while it replaced the
+    folder, return the previous version of the folder.
     """
     old = folder.with_name(folder.name + ".old")
     return old if old.exists() and not folder.exists() else folder
@@ -240,7 +244,7 @@ def _key(name: str) -> tuple[int, str]:
 
 
 def _numbers(block: StreamedBlock) -> dict[str, str]:
-    """Return the scalars in the state of the optimizer as strings."""
+    """Return the scalars of the optimizer state as strings."""
     return {f"{_STATE}{i}.{name}": repr(float(x))
             for (i, name), x in state_of(block.optimizer, numbers=True).items()}
 

@@ -1,4 +1,4 @@
-"""The optimizer state of a block, which is stored in memory or in files."""
+"""The optimizer state of a block, stored either in memory or in files."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def _params(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
 
 def state_of(optimizer: torch.optim.Optimizer | None, numbers: bool = False
              ) -> dict[tuple[int, str], Tensor]:
-    """Return the scalars of the state (such as step counts) if `numbers` is true, and the tensors
-    otherwise.
+    """Return the tensors of the optimizer state, or its scalars (such as step counts) if `numbers`
+    is true.
     """
     if optimizer is None:
         return {}
@@ -32,7 +32,7 @@ def state_of(optimizer: torch.optim.Optimizer | None, numbers: bool = False
 
 
 def set_state(optimizer: torch.optim.Optimizer | None, state: State) -> None:
-    """Replace the tensors of the optimizer state that `state_of` returns."""
+    """Replace the tensors of the optimizer state. `state_of` returns tensors in the same form."""
     if optimizer is not None:
         params = _params(optimizer)
         for (i, name), x in state.items():
@@ -40,9 +40,9 @@ def set_state(optimizer: torch.optim.Optimizer | None, state: State) -> None:
 
 
 class OptimizerStateBuffer:
-    """A host buffer for the optimizer state of one block at a time.
+    """A buffer in host memory that contains the optimizer state of one block at a time.
 
-    The buffer has the size of the largest state.
+    The buffer is as large as the largest state of any block.
     """
 
     def __init__(self) -> None:
@@ -50,15 +50,16 @@ class OptimizerStateBuffer:
         self._last: Ticket | None = None
 
     def of(self, nbytes: int) -> Tensor:
-        """Return a buffer [nbytes]. If a larger buffer replaces it, running jobs keep the previous
-        buffer alive."""
+        """Return the buffer with a size of [nbytes]. If a larger buffer replaces the previous
+        buffer, running jobs keep the previous buffer alive.
+        """
         if self._flat_N.numel() < nbytes:
             self._flat_N = aligned_buffer(nbytes, "cpu")
         return self._flat_N[:nbytes]
 
     def left(self, ticket: Ticket) -> None:
-        """Record a job that reads the buffer. Later jobs of the same copier may overwrite the
-        buffer.
+        """Record that a job reads the buffer. The same copier may overwrite the buffer in later
+        jobs.
         """
         self._last = ticket
 
@@ -74,9 +75,10 @@ class OptimizerStateBuffer:
 
 
 class StateInFiles:
-    """Optimizer state in files. For an optimizer step, the state is loaded into a shared buffer.
+    """Optimizer state that is stored in files. For an optimizer step, the state is read into a
+    shared buffer.
 
-    The files also contain the parameters whose values are not stored elsewhere.
+    The files also contain parameters that are not stored anywhere else.
     """
 
     def __init__(self, tier: DiskTier, optimizer: torch.optim.Optimizer | None) -> None:
@@ -87,24 +89,24 @@ class StateInFiles:
         self._mains: dict[int, nn.Parameter] = {}  # by number of the parameter
 
     def hold_mains(self, values: Mapping[int, Tensor]) -> None:
-        """Store the given parameters together with the state.
+        """Store the given parameters together with the optimizer state.
 
-        values: values of the parameters, by `id()` of the parameter.
+        values: mapping from the `id()` of a parameter to the tensor to store.
         """
         assert self.optimizer is not None
         self._mains = {i: p for i, p in enumerate(_params(self.optimizer)) if id(p) in values}
         self.load({(i, _MAIN): values[id(p)] for i, p in self._mains.items()})
 
     def mains(self) -> dict[int, Tensor]:
-        """Return a copy of the stored parameters by `id()` of the parameter. No copy may be in
-        progress when this method is called.
+        """Return copies of the stored parameters, by the `id()` of the parameter. This method must
+        not be called while a copy is in progress.
         """
         held = self._tensors() if self._mains else {}
         return {id(p): held[i, _MAIN] for i, p in self._mains.items()}
 
     def stage_mains(self, values: Mapping[int, Tensor]) -> Callable[[bool], None]:
-        """Store new values next to the current values. The returned function accepts the new values
-        or drops them.
+        """Store new parameters in addition to the current parameters. Call the returned function
+        with True to use the new parameters, or with False to discard them.
         """
         state = self._tensors() | {(i, _MAIN): values[id(p)] for i, p in self._mains.items()}
         flat_N = aligned_buffer(self._layout.nbytes, "cpu")
@@ -124,13 +126,13 @@ class StateInFiles:
         return self._layout.nbytes
 
     def fetch(self, copier: Copier, room: OptimizerStateBuffer) -> None:
-        """Start copying the state to memory, unless such a copy is already in progress."""
+        """Start to copy the optimizer state to memory, unless the copy is already in progress."""
         if self._held.held is not None and self._ticket is None:
             self._flat_N = room.of(self._layout.nbytes)
             self._ticket = self._held.fetch(copier, self._flat_N)
 
     def place(self, copier: Copier, room: OptimizerStateBuffer) -> None:
-        """Load the state into the optimizer and wait until this is complete."""
+        """Load the state into the optimizer, and wait until the state is complete."""
         self.fetch(copier, room)
         if self._ticket is not None:
             self._ticket.wait()
@@ -140,7 +142,8 @@ class StateInFiles:
             self._ticket = None
 
     def leave(self, copier: Copier, room: OptimizerStateBuffer) -> None:
-        """Start writing the current state of the optimizer, and remove the state from memory."""
+        """Start to write the optimizer's current state to files, and remove the state from memory.
+        """
         state = self._current_state()
         if not state:
             return
@@ -162,7 +165,9 @@ class StateInFiles:
         self._replace_state({key: absent(x) for key, x in state.items()})
 
     def tensors(self) -> dict[tuple[int, str], Tensor]:
-        """Return a copy of the state. No copy may be in progress when this method is called."""
+        """Return a copy of the optimizer state. This method must not be called while a copy is in
+        progress.
+        """
         return {key: x for key, x in self._tensors().items() if key[1] != _MAIN}
 
     def _tensors(self) -> dict[tuple[int, str], Tensor]:
@@ -173,7 +178,7 @@ class StateInFiles:
         return self._state_in(flat_N)
 
     def load(self, state: State) -> None:
-        """Replace the state without changing the stored parameters."""
+        """Replace the optimizer state, but not the stored parameters."""
         if self._mains and self._keys:
             held = self._tensors()
             state = {**state, **{(i, _MAIN): held[i, _MAIN] for i in self._mains}}
@@ -187,7 +192,7 @@ class StateInFiles:
         self._replace_state({key: absent(x) for key, x in state.items()})
 
     def settle(self) -> None:
-        """Wait for a write in progress, and raise an error if the write failed."""
+        """Wait until the write in progress is complete, and raise an error if it failed."""
         self._held.settle()
 
     def _state_in(self, flat_N: Tensor) -> dict[tuple[int, str], Tensor]:

@@ -1,4 +1,4 @@
-"""Checks that raise errors where streamed weights are not supported."""
+"""Checks that raise an error if streamed weights are requested but not supported."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ _may = ContextVar("weights_may_stream", default=False)
 
 @contextmanager
 def weights_may_stream() -> Iterator[None]:
-    """Return a context in which a host may build a model with streamed weights."""
+    """Return a context manager in which a host framework may build a model with streamed weights.
+    """
     before = _may.set(True)
     try:
         yield
@@ -31,11 +32,12 @@ def weights_may_stream() -> Iterator[None]:
 
 
 def refuse_streamed_weights(settings: OffloadConfig, host: str) -> None:
-    """Raise `ValueError` if streamed weights are requested in a host that runs a model as a whole.
+    """Raise `ValueError` if streamed weights are requested and the host framework can only run the
+    model as a whole.
 
     Args:
-        settings: the offload settings.
-        host: name of the host that is used in the message.
+        settings: offload settings.
+        host: name of the host framework, for use in the message.
     """
     if settings.weights != "device" and not _may.get():
         raise ValueError(
@@ -47,7 +49,7 @@ def refuse_streamed_weights(settings: OffloadConfig, host: str) -> None:
 
 
 def check_tier(tier: Tier, device: torch.device) -> None:
-    """Raise `ValueError` if a tier cannot be used for a device."""
+    """Raise `ValueError` if the tier cannot be used with the device."""
     if isinstance(tier, DiskTier) and device.type != "cpu":
         raise ValueError(f"weights on disk (DiskTier) cannot be used with device={device}, because "
                          "their optimizer runs in host memory; use device=cpu, or keep the device "
@@ -58,8 +60,8 @@ def check_tier(tier: Tier, device: torch.device) -> None:
 
 
 def reduction(gradients: Callable[[nn.Module], object] | None) -> Callable[[nn.Module], object]:
-    """Return the function that reduces gradients. Raise `ValueError` if there are several ranks and
-    no such function.
+    """Return the function that reduces gradients. Raises `ValueError` if there are several ranks
+    and no function was passed.
     """
     ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     if gradients is None and ranks > 1:
@@ -71,7 +73,7 @@ def reduction(gradients: Callable[[nn.Module], object] | None) -> Callable[[nn.M
 
 
 def check_shared(blocks: Sequence[StreamedBlock], number: int, module: nn.Module) -> None:
-    """Raise `ValueError` if a block's module shares a parameter with an earlier block."""
+    """Raise `ValueError` if the block's module shares a parameter with an earlier block."""
     owner = {id(p): (block.number, name) for block in blocks
              for name, p in zip(block.names, block.params, strict=True)}
     for name, p in module.named_parameters():

@@ -1,4 +1,4 @@
-"""Two memory areas on the device that are used alternately for the segments of a model."""
+"""Two memory areas on the device that the segments of a model use alternately."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from moe_plugin.memory.weights.blocks import StreamedBlock
 class Slots:
     """Two memory areas on the device. Segment `i` uses area `i % 2`.
 
-    One segment can be copied to the device while an adjacent segment is computed. The weights of a
-    segment remain in an area until the area is needed for a different segment. Therefore two
-    segments do not need to be copied when the backward pass follows the forward pass, or when the
-    next step follows a step.
+    While one segment is computed, an adjacent segment can be copied to the device. The weights of a
+    segment remain in their area until another segment needs the area. As a result, the weights of
+    two segments are already on the device when the backward pass starts, and when the next step
+    starts.
 
     Args:
-        segments: list with the blocks of each segment.
+        segments: for each segment, the list of its blocks.
         device: device on which the blocks are computed.
-        copier: copier that moves the weights.
+        copier: copier that copies the weights to the device.
 
     Attributes:
         nbytes: total size of both areas in bytes.
@@ -50,15 +50,15 @@ class Slots:
     def blocks(self, order: Sequence[int], backward: bool = False, overlap: bool = True,
                before: Callable[[StreamedBlock],
                                 object] = lambda block: None) -> Iterator[StreamedBlock]:
-        """Yield the blocks of the given segments. The weights of a block are on the device when the
-        block is yielded.
+        """Yield the blocks of the given segments, one after another. When a block is yielded, its
+        weights are on the device.
 
         Args:
-            order: indices of the segments in the order of use.
-            backward: whether to yield the blocks of a segment from the last to the first.
-            overlap: whether to copy the weights of the next segment while the blocks of a segment
-                are used.
-            before: function that is called for each block before further copies start.
+            order: indices of the segments, in the order in which they are used.
+            backward: if True, the blocks of each segment are yielded in reverse order.
+            overlap: if True, the weights of the next segment are copied while the blocks of the
+                current segment are used.
+            before: function that is called for each block before any further copies start.
         """
         for position, index in enumerate(order):
             self._claim(index)
@@ -121,9 +121,9 @@ class Slots:
         return self._buffers[index % 2][begin:end]
 
     def stale(self, block: StreamedBlock) -> None:
-        """Mark the weights of a block on the device as outdated, so that they are fetched again.
+        """Mark the weights of a block on the device as outdated, so that they are copied again.
 
-        The weights are fetched immediately if the next step begins with this block.
+        If the next step begins with this block, the copy starts immediately.
         """
         self._forget(block)
         # the next step starts with segments 0 and 1
@@ -139,6 +139,6 @@ class Slots:
 
 
 def place_sizes(segments: Sequence[Sequence[StreamedBlock]]) -> list[int]:
-    """Return the sizes in bytes that the two areas need for the given segments."""
+    """Return the required sizes of the two areas for the given segments, in bytes."""
     bytes_ = [sum(b.layout.nbytes for b in segment if b.streams) for segment in segments]
     return [max(bytes_[place::2], default=0) for place in (0, 1)]

@@ -1,9 +1,10 @@
-"""Training of a model that exceeds the device memory. Weights are streamed in segments.
+"""Training of a model whose weights do not fit in device memory. The weights are streamed to the
+device in segments, which consist of consecutive blocks.
 
-A step computes the forward pass of all segments and then the backward pass. While one segment is
-computed for all micro-batches, the next segment's weights are copied. Only the inputs of blocks are
-stored. The backward pass repeats each block with the same routing and random numbers, and then runs
-the block's optimizer. Source: ATOM.
+A step runs the forward pass through all segments, and then the backward pass. While a segment is
+computed for all micro-batches, the weights of the next segment are copied to the device. Only the
+blocks' inputs are stored. The backward pass recomputes each block with the same routing and the
+same random numbers, and then runs the block's optimizer. Source: ATOM.
 """
 
 from __future__ import annotations
@@ -35,11 +36,11 @@ Loss = Callable[[Tensor, Any], Tensor]
 
 @dataclass(frozen=True)
 class StepResult:
-    """The result of a training step.
+    """The losses, balance losses and gradient norm of a training step.
 
     Attributes:
-        losses: detached scalar losses of the micro-batches.
-        balance: for each micro-batch, the sum of the blocks' own losses in the order of the blocks.
+        losses: scalar loss of each micro-batch, detached from the graph.
+        balance: for each micro-batch, the sum of the losses returned by the blocks, in order.
         norm: norm of all gradients before clipping, or None if gradients are not clipped.
     """
 
@@ -49,7 +50,7 @@ class StepResult:
 
 
 class Clip(Protocol):
-    """An interface for clipping gradients that are not in memory together, such as
+    """An interface for clipping gradients that are never all in memory at the same time, like
     `PartedClip(1.0)` of `moe_plugin.training.gradients.sync`.
     """
 
@@ -60,20 +61,20 @@ class Clip(Protocol):
         """Return the norm of all gradients added since the last call."""
 
     def scale(self, gradients: Sequence[Tensor]) -> None:
-        """Scale some of the gradients in place, according to their total norm."""
+        """Scale the given gradients in place, according to the norm of all gradients."""
 
     def forget(self) -> None:
-        """Discard the gradients that were added in a failed step."""
+        """Discard the gradients added during a failed step."""
 
 
 @dataclass
 class BlockMeasurement:
-    """Measurements of one block in the last training step. On a GPU, only launches are timed.
+    """Measurements of one block in the last step. On a GPU, only kernel launches are timed.
 
     Attributes:
-        input_bytes: number of bytes stored for the backward pass of one micro-batch.
-        forward_s, backward_s: time in seconds for all micro-batches, including recomputation.
-        step_s: time in seconds for the optimizer, including the wait for optimizer state.
+        input_bytes: number of bytes stored per micro-batch for the backward pass.
+        forward_s, backward_s: time in seconds over all micro-batches, with recomputation.
+        step_s: time in seconds of the optimizer step, including the wait for the optimizer state.
     """
 
     input_bytes: int = 0
@@ -83,48 +84,47 @@ class BlockMeasurement:
 
 
 class StreamedTrainer:
-    """A trainer for a sequence of blocks whose weights are streamed to one device.
+    """A trainer that streams the weights of a sequence of blocks to one device.
 
-    If kernels are deterministic, gradients, losses and weights are bitwise equal to those of a loop
-    over the same micro-batches with all weights on the device.
+    With deterministic kernels, gradients, losses and weights are bitwise equal to those of a loop
+    over the same micro-batches in which all weights are on the device.
 
     Args:
-        blocks: modules, or functions that create them one at a time (never a whole model in
-            memory). The input of a module is the output of the previous module. A module returns a
-            tensor, or (tensor, loss) with a scalar that is added to the loss.
-        loss: function `loss(output, target)` that returns a scalar. The gradients of the loss are
-            accumulated. For a mean over micro-batches, divide by their number in this function.
-        optimizer: function that creates an optimizer for the parameters of one block, such as
-            `partial(torch.optim.AdamW, lr=1e-3, fused=True)`. Updates must be independent for each
-            parameter.
-        tier: storage of the weights. Use `HostTier` for host memory, where the optimizer then runs,
-            or `DiskTier` for files if the device is the CPU.
+        blocks: modules, or functions that create them. Functions are called one at a time, so that
+            the whole model is never in memory. Each module receives the output of the previous
+            module, and returns a tensor, or a pair (tensor, scalar loss to add to the loss).
+        loss: function `loss(output, target)` that returns a scalar. Gradients are summed over
+            micro-batches. For a mean, let this function divide by the number of micro-batches.
+        optimizer: function that creates an optimizer for the parameters of one block, for example
+            `partial(torch.optim.AdamW, lr=1e-3, fused=True)`. The optimizer must update each
+            parameter independently of all other parameters.
+        tier: tier that stores the weights. With `HostTier`, the weights are stored and the
+            optimizer runs in host memory. `DiskTier` stores the weights in files for a CPU.
         device: device on which the blocks are computed.
         segments: number of blocks in each segment. Defaults to one block per segment.
-        resident: indices of blocks that always stay on the device.
-        limit: bytes on the device for weights (on a CPU, also for gradients and state of a block).
-        throttle: maximum bandwidth of the tier in bytes/s, for tests and benchmarks.
-        overlap: whether to copy a segment while the previous one is computed. Use False only for
-            comparisons.
-        seed: seed from which `randomness` derives a seed for each step, micro-batch and block.
-        gradients: function that reduces the gradients of a module over ranks after its backward
-            pass, such as `BlockGradients(world)` of `moe_plugin.hosts.plain.streamed`.
-        clip: object that clips gradients by the norm of all gradients. The tier stores gradients
-            until the norm is known, so optimizers run after the backward pass. Optional.
-        skip_not_finite: whether a step with `clip` is skipped if the norm is not finite.
-        main_weights: see `StreamedBlock`. `clip` then receives float32 gradients, but `gradients`
-            sees only 16-bit gradients.
-        float32_sums: whether to sum gradients of micro-batches in float32 for main weights.
+        resident: indices of the blocks that always stay on the device.
+        limit: maximum number of bytes on the device for weights; see `device_bytes`.
+        throttle: maximum bandwidth of the tier in bytes per second. Intended for tests.
+        overlap: True to copy a segment while the previous segment is computed.
+        seed: seed from which a separate seed is derived for each step, micro-batch and block.
+        gradients: function that reduces the gradients of a module over ranks after the module's
+            backward pass, for example `BlockGradients(world)` of `moe_plugin.hosts.plain.streamed`.
+        clip: optional. Clips gradients using the norm of all gradients. The tier stores gradients
+            until the norm is known, so optimizers run after the whole backward pass.
+        skip_not_finite: True to skip a step if the norm computed by `clip` is not finite.
+        main_weights: see `StreamedBlock`. With main weights, `clip` receives gradients in float32,
+            whereas `gradients` receives only the 16-bit gradients.
+        float32_sums: True to sum gradients over micro-batches in float32 for main weights.
     Raises:
-        ValueError: If the tier, segments or limit are invalid, or blocks share a parameter.
+        ValueError: If the tier, segments or limit are invalid, or if blocks share a parameter.
         TierError: If the tier has no space.
 
     Attributes:
-        blocks: the `StreamedBlock` objects with the modules and optimizers.
+        blocks: list of `StreamedBlock` objects, which contain the modules and the optimizers.
         profile: measurements of each block in the last step.
-        copier: the copier of the weights, which counts copies, bytes and stalls.
+        copier: copier of the weights, which counts copies, bytes and stalls.
         steps: number of completed steps.
-        micro_batch: index of the current micro-batch.
+        micro_batch: index of the micro-batch that is currently computed.
     """
 
     def __init__(self, blocks: Sequence[nn.Module | Callable[[], nn.Module]], loss: Loss,
@@ -139,8 +139,8 @@ class StreamedTrainer:
         if not blocks:
             raise ValueError("the model has 0 blocks; use at least 1 block")
         if skip_not_finite and clip is None:
-            raise ValueError("skip_not_finite=True needs clip, because the norm of clip shows "
-                             "whether a step is finite; set clip")
+            raise ValueError("skip_not_finite=True needs clip, because the norm that clip computes "
+                             "shows whether all gradients are finite; pass clip")
         self.copier = Copier(self.device, throttle)
         self.overlap, self.seed, self.steps, self.micro_batch = overlap, seed, 0, 0
         self.gradients, self.clip = reduction(gradients), clip
@@ -159,26 +159,26 @@ class StreamedTrainer:
 
     @property
     def segments(self) -> tuple[int, ...]:
-        """Number of blocks in each segment."""
+        """List with the number of blocks in each segment."""
         return tuple(len(segment) for segment in self._slots.segments)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The parameter groups of all optimizers, in which a schedule sets `lr`."""
+        """Parameter groups of all optimizers, in which a schedule sets `lr`."""
         return [group for block in self.blocks if block.optimizer is not None
                 for group in block.optimizer.param_groups]
 
     @property
     def device_bytes(self) -> int:
-        """Bytes of device memory for weights (on a CPU, also gradients and state of a block)."""
+        """Bytes on the device for weights (on a CPU, also gradients and state of a block)."""
         return self._slots.nbytes + self.bytes_beside_segments
 
     def on_device(self) -> OnDevice:
-        """Return the memory used on the device for reports."""
+        """Return the device memory in use, for reports."""
         return OnDevice(self.device_bytes)
 
     def use_segments(self, segments: Sequence[int]) -> None:
-        """Split the model into new segments between two steps. See the class for errors."""
+        """Divide the model into other segments, between two steps. See the class for errors."""
         if sum(segments) != len(self.blocks) or min(segments, default=0) < 1:
             raise ValueError(f"segments of {list(segments)} blocks are not valid: each must have "
                              f">= 1 blocks, and their sum must be the model's {len(self.blocks)} "
@@ -200,7 +200,7 @@ class StreamedTrainer:
 
     @property
     def bytes_beside_segments(self) -> int:
-        """The part of `device_bytes` that segments do not use."""
+        """Number of bytes in `device_bytes` that are not used for segments."""
         resident = sum(b.layout.nbytes + b.main_bytes for b in self.blocks if not b.streams)
         # gradients of a block, and with clipping those of the previous block while they are being
         # stored
@@ -211,12 +211,12 @@ class StreamedTrainer:
         return resident + largest + (self._room.nbytes if isinstance(self.tier, DiskTier) else 0)
 
     def step(self, micro_batches: Sequence[tuple[Tensor, Any]]) -> StepResult:
-        """Train on micro-batches (input of the first block, target) and step the optimizers.
+        """Train on micro-batches (input of the first block, target), and run the optimizers.
 
         Raises:
-            ValueError: If there are no micro-batches, or if a block returns an invalid value.
-            TierError: If a copy failed. The tier keeps the weights from before the copy, and all
-                other ranks are terminated.
+            ValueError: If there are no micro-batches, or if a block returns an invalid object.
+            TierError: If a copy fails, in which case the tier keeps the weights from before the
+                failed copy, and all other ranks are stopped.
         """
         result = self.accumulate(micro_batches)
         if result.norm is not None:
@@ -225,9 +225,8 @@ class StreamedTrainer:
 
     @ends_all_ranks(TierError)
     def accumulate(self, micro_batches: Sequence[tuple[Tensor, Any]]) -> StepResult:
-        """Run the passes of a step. Without `clip`, the optimizers also run.
-
-        With `clip`, the tier stores the gradients for `update`. See `step` for errors.
+        """Run the forward and backward passes of a step and, if `clip` is None, also the
+        optimizers. With `clip`, the tier stores the gradients until `update` is called.
         """
         if not micro_batches:
             raise ValueError("the step has 0 micro-batches; use at least 1 micro-batch")
@@ -262,16 +261,19 @@ class StreamedTrainer:
             last = block
 
     def _sum_gradients(self, block: StreamedBlock) -> None:
-        """Sum gradients of the block and of the resident blocks that may share weights with it."""
+        """Add gradients of a micro-batch to the float32 gradients (`float32_sums`). Resident blocks
+        are included, because they may share weights with the block.
+        """
         for summed_block in (block, *(b for b in self.blocks if not b.streams)):
             if self.float32_sums:
                 summed_block.sum_gradients()
 
     @ends_all_ranks(TierError)
     def update(self, skip: bool = False) -> None:
-        """Run the optimizers with the clipped gradients of `accumulate`. See `step` for errors.
+        """Clip the gradients computed by `accumulate`, and run the optimizers. See `step` for the
+        errors that this method raises.
 
-        skip: whether to leave weights and the states of optimizers and routers unchanged.
+        skip: if True, the weights and the states of optimizers and routers are not changed.
         """
         if skip:
             self.forget()
@@ -282,7 +284,7 @@ class StreamedTrainer:
         self.steps += 1
 
     def forget(self) -> None:
-        """Drop the gradients of `accumulate` and the counts of routers."""
+        """Discard the gradients computed by `accumulate` and the counts of the routers."""
         for block in self.blocks:
             block.forget_gradients()
             forget_step(block.module)
@@ -308,7 +310,7 @@ class StreamedTrainer:
 
     @ends_all_ranks(TierError)
     def evaluate(self, micro_batches: Sequence[tuple[Tensor, Any]]) -> StepResult:
-        """Compute losses of micro-batches without training. The mode of modules is kept."""
+        """Compute the losses without training. Modules stay in their mode (train or eval)."""
         self._passes.begin(micro_batches)
         self._forward(range(len(self.blocks)), keep=False)
         self._passes.losses()
@@ -344,24 +346,22 @@ class StreamedTrainer:
         setattr(self.profile[block.number], field, time.perf_counter() - started)
 
     def randomness(self, micro_batch: int, block: int) -> AbstractContextManager[None]:
-        """Return a context with the random numbers for a block and micro-batch in the current step.
-
-        After the context, torch's generators continue as if no numbers had been drawn.
-        """
+        """Return a context that seeds a block's random numbers and restores the generators."""
         self.micro_batch = micro_batch
         return seeded(self.device, seed_of(self.seed, self.steps, micro_batch, block))
 
     @ends_all_ranks(TierError)
     def replace_weights(self, change: Callable[[Iterator[list[Tensor]]], bool]) -> bool:
-        """Change all weights or none of them. This method is called between steps.
+        """Replace all weights between two steps. If an error occurs, no weight is replaced.
 
         Args:
-            change: function of an iterator that yields copies of each block's weights in host
-                memory (a list of parameters, then floating-point buffers). The function changes the
-                copies in place before it requests the next block. If it returns True, the model
-                will use the changed weights.
-        Returns: the result of `change`.
-        Raises: TierError: If the tier has no space for both versions. Weights stay unchanged.
+            change: function of an iterator that yields copies of each block's parameters and
+                floating-point buffers in host memory. The function modifies the copies in place
+                before it requests the next block. If the function returns True, the model uses the
+                modified copies.
+        Returns: The return value of `change`.
+        Raises:
+            TierError: If the tier has no space for both versions of the weights.
         """
         self.settle()
         staged: list[Callable[[bool], None]] = []
@@ -384,17 +384,17 @@ class StreamedTrainer:
         return taken
 
     def forget_places(self) -> None:
-        """Discard the weights on the device because the stored weights were replaced."""
+        """Discard the weights on the device, because the stored weights have been replaced."""
         self._slots.clear()
 
     @ends_all_ranks(TierError)
     def settle(self) -> None:
-        """Wait until all writes are complete. Raise `TierError` if a write failed."""
+        """Wait until all writes are complete. Raises `TierError` if a write failed."""
         for block in self.blocks:
             block.settle()
 
     def close(self) -> None:
-        """Finish all copies and free the space in the tier. The weights are then lost."""
+        """Finish all copies, and free the space in the tier. The weights are lost afterwards."""
         self.copier.close()
         self._slots.clear()
         self.tier.close()

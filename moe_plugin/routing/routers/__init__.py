@@ -1,3 +1,3 @@
-"""Routers, with one module for each kind. The routers are registered by name in
-`moe_plugin.routing.registry`.
+"""Routers, with one module for each type of router. `moe_plugin.routing.registry` registers the
+routers by name.
 """

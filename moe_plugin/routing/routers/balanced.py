@@ -1,4 +1,4 @@
-"""Routers that balance the load within a call: Sinkhorn and expert choice."""
+"""Routers that balance the load within each call: Sinkhorn and expert choice."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from moe_plugin.routing.routers.base import Router
 
 @routers.register("sinkhorn")
 class SinkhornRouter(Router):
-    """A router that chooses the k largest entries of a balanced plan in training.
+    """A router that, in training, chooses the k largest elements per token of a balanced plan.
 
-    Outside of training, it chooses the k largest scores. The plan is computed from `exp(logits)`
-    for the real tokens of this rank. The plan's rows (tokens) and columns (experts) are scaled
-    alternately, `sinkhorn_rounds` times. For k = 1 the weight is the sigmoid of the logit. For k >
-    1, the weights are the softmax over all experts. The weights are not divided by their sum.
-    Source: Clark et al., 2022 (S-BASE); weights as in Megatron-core.
+    In evaluation, the router chooses the k largest scores. The plan is computed from `exp(logits)`
+    of the real tokens on this rank. The rows (tokens) and the columns (experts) of the plan are
+    scaled alternately, in `sinkhorn_rounds` rounds. For k = 1, the weight is the sigmoid of the
+    logit. For k > 1, the weights are a softmax over all experts. The weights are not divided by
+    their sum.
+    Source: Clark et al., 2022 (S-BASE). The weights are computed as in Megatron-core.
     """
 
     reads = SEVERAL | {"sinkhorn_rounds"}
@@ -31,7 +32,7 @@ class SinkhornRouter(Router):
     score_name = "softmax"
 
     def select(self, call: RoutingCall) -> Tensor:
-        """Choose experts by the plan in training; see `Router.select`."""
+        """In training, choose experts from the plan; see `Router.select`."""
         if self.training:
             return top_k_stable(log_plan(call.logits_TE.detach(), call.real_T,
                                          self.config.sinkhorn_rounds), call.k)
@@ -47,17 +48,17 @@ def _scores(call: RoutingCall) -> Tensor:
 
 
 def log_plan(logits_TE: Tensor, mask_T: Tensor, rounds: int) -> Tensor:
-    """Return the logarithm [T, E] of the plan, whose columns sum to 1/E and whose row sums converge
-    to 1/S.
+    """Return the logarithm of the plan, [T, E]. The columns of the plan sum to 1/E, and its row
+    sums converge to 1/S.
 
-    S is the number of real tokens. The computation uses logarithms, so logits may have any size.
-    The number of rounds is fixed, because the host would have to wait for the device to test for
-    convergence.
+    S is the number of real tokens. The computation uses logarithms, so that logits of any magnitude
+    are allowed. The number of rounds is fixed, because testing for convergence would make the host
+    wait for the device.
 
     Args:
-        logits_TE: float tensor without gradient.
+        logits_TE: float tensor that does not require gradients.
         mask_T: bool, True for tokens that are not padding.
-        rounds: number of rounds in which rows and columns are scaled.
+        rounds: number of rounds. Each round scales the rows and the columns once.
     """
     tokens = mask_T.sum().clamp(min=1).to(logits_TE.dtype)
     plan_TE = torch.where(mask_T[:, None], logits_TE, torch.zeros_like(logits_TE))
@@ -76,15 +77,15 @@ def log_plan(logits_TE: Tensor, mask_T: Tensor, rounds: int) -> Tensor:
 
 @routers.register("expert_choice")
 class ExpertChoiceRouter(Router):
-    """Each expert chooses the `ceil(n k / E)` tokens with the highest scores among the n real
-    tokens of this rank.
+    """A router in which each expert chooses the `ceil(n k / E)` tokens with the highest scores
+    among the n real tokens on this rank.
 
-    The scores p, which are also the weights of the choices, are a softmax over experts. The load is
-    always balanced, because each expert chooses the same number of tokens. A token has between 0
-    and E experts. The average number is `top_k`. If scores are equal, the earlier token is chosen.
-    An expert sees all tokens of a call before it chooses, so do not use this router if a token must
-    not depend on later tokens. Otherwise the choices of a language model in generation would differ
-    from its choices in training. Source: Zhou et al., 2022.
+    The scores p are a softmax over experts and are also the weights of the choices. The load is
+    always balanced, because all experts choose the same number of tokens. A token may be chosen by
+    0 to E experts. On average, `top_k` experts choose a token. Among tokens with equal scores, the
+    earlier token is chosen. An expert chooses among all tokens of a call. Do not use this router if
+    a token must not depend on later tokens. For example, a language model would make other choices
+    during generation than in training. Source: Zhou et al., 2022.
     """
 
     reads = SEVERAL
@@ -94,7 +95,7 @@ class ExpertChoiceRouter(Router):
     score_name = "softmax"
 
     def select(self, call: RoutingCall) -> Tensor:
-        """Return up to E choices per token, with the likeliest first; see `Router.select`."""
+        """Return up to E choices per token, ordered by decreasing score; see `Router.select`."""
         probs_TE, real_T = call.scores_TE.detach(), call.real_T
         # Ranks of tokens are compared with a number on the device. `topk` would need the number of
         # real tokens on the host, which would have to wait for the device.

@@ -30,33 +30,36 @@ from moe_plugin.utils.machine import capturing
 
 
 class Router(BuffersKeepDtype, RouterModule):
-    """Base class of the provided routers, with four hooks that choose the k highest-scored experts.
+    """Base class of the provided routers. By default, its four hooks choose the k experts with the
+    highest scores.
 
-    A subclass overrides the hooks `scores`, `select`, `weigh` and `after_choice`, and `build` if it
-    has parameters or buffers other than `weight_ED`. Routing is computed outside autocast in
-    float32 for any dtype of the layer (in float64 for a float64 input). With `router.fp32` the
-    parameters stay in at least float32 when the model is cast (`half()`, `to(dtype)`, a host).
+    A subclass overrides some of the hooks `scores`, `select`, `weigh` and `after_choice`. A
+    subclass with parameters or buffers other than `weight_ED` also overrides `build`. For any dtype
+    of the layer, routing is computed outside autocast in float32, or in float64 if the input is
+    float64. With `router.fp32`, the parameters stay in at least float32 when the user or a host
+    framework casts the model (`half()`, `to(dtype)`).
 
     Attributes:
-        own_losses: names of losses that this router can compute and some other routers cannot.
-        only_noisy: losses that are defined only if noise has been added.
-        adds_noise: whether `router.noise` is added to the logits.
-        leaves_none: declares that `select` always chooses k experts and never returns -1. A class
-            that overrides `select` must set this attribute again.
+        own_losses: names of the losses that this router can compute but some other routers cannot.
+        only_noisy: names of the losses that are defined only if noise was added to the logits.
+        adds_noise: True if `router.noise` is added to the logits.
+        leaves_none: True if `select` always chooses k experts and never returns -1. A class that
+            overrides `select` must declare `leaves_none` again.
         multiplies_in_blocks: True if the router has no matmuls other than those in `Router.scores`.
-        score: the function that converts logits to scores.
-        noise: standard deviation of the noise that is added to the logits in training.
-        divides: whether weights are divided by their sum before capacity drops choices.
-        divides_one: whether weights are also divided if a token has only a single choice.
-        layer_config: all settings of the layer.
-        config: the section `router` of the layer's settings.
-        comm: group of the ranks that store the experts.
-        weight_ED: the weights of the linear map from tokens to logits, or None if there is no such
-            map.
-        logit_bias_E: the learned bias of the logits (`router.bias`), or None.
+        score: function that converts logits to scores.
+        noise: standard deviation of the noise added to the logits in training.
+        divides: True if weights are divided by their sum before any choice is dropped because of
+            the capacity.
+        divides_one: True if weights are also divided when a token has only one choice.
+        layer_config: configuration of the layer.
+        config: section `router` of the layer's configuration.
+        comm: group of ranks that store the experts.
+        weight_ED: weight matrix of the linear map from tokens to logits, or None if the router has
+            no such map.
+        logit_bias_E: learned bias of the logits (`router.bias`), or None.
         adapted: True if an adapter trains the router; see `note_adapter`.
-        forced: optional callable that is used in place of `select`. The callable returns experts,
-            int64 [T, K], or None if `select` must be used. See `moe_plugin.routing.rollouts`.
+        forced: optional callable that replaces `select`. The callable returns expert ids, int64 [T,
+            K], or None to use `select` after all. See `moe_plugin.routing.rollouts`.
     """
 
     own_losses: frozenset[str] = frozenset({"load_importance", "tutel_load_importance"})
@@ -115,17 +118,16 @@ class Router(BuffersKeepDtype, RouterModule):
 
     @property
     def score_name(self) -> str:
-        """The name of the score function."""
         return self.config.score
 
     @property
     def batch_comm(self) -> Comm:
-        """The group of all data-parallel ranks that share the batch of a step."""
+        """Group of all data-parallel ranks, whose tokens together form the batch of a step."""
         return self.comm if self.host.batch_comm is None else self.host.batch_comm
 
     @property
     def step_comm(self) -> Comm:
-        """All ranks, of all expert-parallel groups, that add their counts at the end of a step."""
+        """Group of all ranks whose counts are summed at the end of a step."""
         return self.host.batch_comm or self.all_ranks or self.comm
 
     def _check_losses(self) -> None:
@@ -161,13 +163,12 @@ class Router(BuffersKeepDtype, RouterModule):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _parameters_to_meta(self) -> None:
-        """Move parameters to the meta device, but not buffers, whose values could not be restored.
-        """
+        """Move parameters to the meta device, but not buffers, which could not be restored."""
         for name, parameter in self.named_parameters(recurse=False):
             setattr(self, name, nn.Parameter(parameter.to("meta"), parameter.requires_grad))
 
     def build(self, dtype: torch.dtype | None, device: Any) -> None:
-        """Create `weight_ED` and `logit_bias_E`. Subclasses may create further tensors."""
+        """Create `weight_ED` and `logit_bias_E`. Subclasses may create additional tensors."""
         self.weight_ED = nn.Parameter(
             torch.empty(self.num_experts, self.model_dim, dtype=dtype, device=device))
         if self.config.bias:
@@ -175,7 +176,7 @@ class Router(BuffersKeepDtype, RouterModule):
                 torch.empty(self.num_experts, dtype=dtype, device=device))
 
     def reset_parameters(self) -> None:
-        """Subclasses may create further parameters and buffers."""
+        """Initialize the parameters. A subclass with other parameters overrides this method."""
         if self.weight_ED is not None:
             xavier_(self.weight_ED)
         if self.logit_bias_E is not None:
@@ -183,10 +184,10 @@ class Router(BuffersKeepDtype, RouterModule):
 
     def forward(self, x_TD: Tensor, mask_T: Tensor | None = None, top_k: int | None = None,
                 info: TokenInfo | None = None) -> Routing:
-        """Route tokens with the arguments of `RouterModule.forward`.
+        """Route tokens. The arguments are those of `RouterModule.forward`.
 
         Raises:
-            ValueError: If `top_k` is outside 1..E or differs from the router's fixed number, or if
+            ValueError: If `top_k` is not in 1..E or differs from the router's fixed number, or if
                 required token information is missing or invalid.
         """
         k = self.top_k if top_k is None else self._checked(top_k)
@@ -211,7 +212,8 @@ class Router(BuffersKeepDtype, RouterModule):
             return self.route(x_TD, call)
 
     def route(self, x_TD: Tensor, call: RoutingCall) -> Routing:
-        """Call the four hooks in order. x_TD: tokens after jitter and dropout, with padding at 0.
+        """Call the four hooks in order. x_TD: tokens after jitter and dropout. Padding tokens are
+        0.
         """
         call.logits_TE = self.scores(x_TD, call)
         choices = self.num_experts if self.any_number else call.k
@@ -238,12 +240,12 @@ class Router(BuffersKeepDtype, RouterModule):
         """Hook that returns the logits [T, E] in float32 or float64. The default implementation
         uses `weight_ED` and `router.noise`.
 
-        If the scores are not the score function of the logits, the hook must also set
+        If the scores are not the score function applied to the logits, the hook must also set
         `call.scores_TE`.
 
         Args:
             x_TD: tokens of any floating-point dtype.
-            call: data of the call, which contains `mask_T`, `k`, `info` and `noise`.
+            call: data of the call. The fields `mask_T`, `k`, `info` and `noise` are already set.
         """
         if self.layer_config.batch_invariant:
             dtype = accumulate_dtype(x_TD.dtype)
@@ -255,29 +257,31 @@ class Router(BuffersKeepDtype, RouterModule):
         return self.noisy(logits_TE, call) if call.noise else logits_TE
 
     def select(self, call: RoutingCall) -> Tensor:
-        """Hook that returns the chosen experts, int64 [T, K], with -1 for no expert. The default
-        implementation chooses the k largest scores, and ties go to the lower index. Recomputations
-        and replays repeat a choice without calling this hook.
+        """Hook that returns the chosen experts, int64 [T, K]. A value of -1 means that the choice
+        has no expert. The default implementation chooses the k largest scores. Among equal scores,
+        it chooses the expert with the lower index. Recomputations and replays reuse earlier choices
+        without calling this hook.
         """
         return call.choose()
 
     def weigh(self, call: RoutingCall, ids_TK: Tensor) -> Tensor:
-        """Hook that returns the differentiable weights [T, K] of the chosen experts. The default
-        implementation uses the scores of the experts, divided by their sum if `router.normalize`
-        requires it.
+        """Hook that returns the weights [T, K] of the chosen experts. The weights require
+        gradients. The default implementation returns the scores of the chosen experts. If
+        `router.normalize` requires it, the scores are divided by their sum.
         """
         return call.weights_of(ids_TK)
 
     def after_choice(self, call: RoutingCall, weights_TK: Tensor) -> Tensor:
-        """Hook that returns the choices `call.ids_TK`, int64 [T, K], and may drop some of them.
+        """Hook that returns the final choices, int64 [T, K], and may drop some of the choices in
+        `call.ids_TK`.
 
-        weights_TK: the weights that `weigh` returned.
+        weights_TK: weights returned by `weigh`.
         """
         return call.ids_TK
 
     @property
     def top_k(self) -> int:
-        """The number of experts per token for a call that does not set it."""
+        """Number of experts per token for calls that do not pass this number."""
         if self.schedule is not None:
             check(not capturing(self.schedule.now.device), "router.top_k_at", self.config.top_k_at,
                   "empty in a CUDA graph, which repeats one number of experts",
@@ -303,20 +307,20 @@ class Router(BuffersKeepDtype, RouterModule):
             check_sequences(info, tokens)
 
     def noisy(self, clean_TE: Tensor, call: RoutingCall) -> Tensor:
-        """Return the logits [T, E], to which the noise of the call has been added."""
         if not call.noise:
             return clean_TE
         call.clean_TE = clean_TE
         return clean_TE + torch.randn_like(clean_TE) * call.noise
 
     def _disturbed(self, x_TD: Tensor) -> Tensor:
-        """Apply input dropout to `x_TD` and multiply it by random numbers from U[1-j, 1+j], in at
-        least float32.
+        """Apply dropout to `x_TD`, and multiply it by random numbers from U[1-j, 1+j], in at least
+        float32.
 
-        Both use the device's default random generator. An activation checkpoint restores the state
-        of this generator for the recomputation, and ranks with the same tokens have the same state.
-        Source: Switch Transformers (Fedus et al., 2021), exploration strategies "input dropout" and
-        "input jitter".
+        Both operations use the device's default random generator. For the recomputation, an
+        activation checkpoint restores the state of the random generator. On ranks with the same
+        tokens, the generator has the same state.
+        Source: Switch Transformers (Fedus et al., 2021), the exploration strategies "input dropout"
+        and "input jitter".
         """
         jitter, dropout = self.config.input_jitter, self.config.input_dropout
         x_TD = x_TD.to(accumulate_dtype(x_TD.dtype))
@@ -325,7 +329,7 @@ class Router(BuffersKeepDtype, RouterModule):
         return x_TD * torch.empty_like(x_TD).uniform_(1 - jitter, 1 + jitter) if jitter else x_TD
 
     def one_pass(self) -> bool:
-        """Return true if one kernel computes choices, weights and sums."""
+        """Return whether a single kernel computes the choices, the weights and the sums."""
         # torch.compile fuses the single steps: topk with its losses compiles to about as many loops
         # as the kernel has (torch 2.13 on CPU). Also, torch 2.6 cannot trace the kernel's autograd
         # function, because it calls `set_materialize_grads`.
@@ -344,7 +348,7 @@ class Router(BuffersKeepDtype, RouterModule):
         return total_load_E if added_E is None else added_E
 
     def _finish(self, call: RoutingCall, ids_TK: Tensor, weights_TK: Tensor) -> Routing:
-        """Remove the choices of padding tokens, scale weights, and compute losses and entropy."""
+        """Drop choices of padding tokens, scale weights, and compute losses and entropy."""
         mask_T, counted = call.mask_T, ids_TK is call.ids_TK
         priority_T, passthrough_T, chosen_TK = call.priority_T, call.passthrough_T, call.chosen_TK
         if self.config.batch_prioritized and priority_T is None:
@@ -366,7 +370,7 @@ class Router(BuffersKeepDtype, RouterModule):
                        if counted else None)
 
     def losses_of(self, call: RoutingCall) -> dict[str, Tensor]:
-        """Return the configured losses of a call, except losses that need noise the call lacks."""
+        """Return the configured losses. Without noise, losses that need noise are omitted."""
         noisy = call.noise or call.deviation_TE is not None
         values = {}
         for name, loss in self.losses.items():
@@ -376,13 +380,13 @@ class Router(BuffersKeepDtype, RouterModule):
 
     @property
     def frozen(self) -> bool:
-        """True if no parameter is trained. The biases and temperatures of a frozen router do not
-        change either.
-        """
+        """True if no parameter is trained. Frozen biases and temperatures do not change."""
         return not (self.adapted or any([p.requires_grad for p in self.parameters()]))
 
     def note_adapter(self) -> None:
-        """Record whether an adapter trains `weight_ED`, which peft shows only inside a call."""
+        """Record whether an adapter trains `weight_ED`. Adapters of the peft library are visible
+        only during a call.
+        """
         if torch.is_grad_enabled():
             self.adapted = "parametrizations" in self._modules and self.weight_ED.requires_grad
 
@@ -391,6 +395,6 @@ class Router(BuffersKeepDtype, RouterModule):
         self.forget_step()
 
     def forget_step(self) -> None:
-        """Reset the counts of `global_batch` and of `step_sums`."""
+        """Reset the counts used by `global_batch` and by `step_sums`."""
         for sums in (self.step_load_E, *self.step_sums()):
             sums.zero_()

@@ -1,18 +1,20 @@
-"""The BASE router, which assigns the same number of tokens to every expert by an auction.
+"""The BASE router. An auction assigns the same number of tokens to every expert.
 
-In each round, every token without an expert bids for the expert with the largest value of
-`v(t, e) - p_e`. The bid exceeds the price by epsilon plus the difference between the best and the
-second best value. An expert with n slots keeps the n highest bids, and its price becomes the lowest
-of these bids (Bertsekas and Castanon 1989: auction for similar objects). All tokens bid at the same
-time, on the device of the scores. When every slot is occupied, the sum of the chosen scores is at
-most epsilon per token below the largest possible sum. This bound holds for any initial prices. The
-auction starts with prices at which the soft demand for all experts is equal. This reduces the
-number of rounds. All functions in this module are pure, have no gradient, and compute in float32
-(float64 for float64 scores).
+In each round, every token that has no expert bids for the expert with the largest `v(t, e) - p_e`,
+where v is the score and p the price of the expert. A bid is the expert's price, plus the difference
+between the token's largest and second-largest value of `v - p`, plus epsilon. An expert with n
+slots accepts the n highest bids. The new price of the expert is the lowest of these bids (Bertsekas
+and Castanon
+1989: auction for similar objects). All tokens bid at the same time, on the device that stores the
+scores. When all slots are occupied, the sum of the chosen scores is below the largest possible sum
+by at most epsilon per token. The bound on the sum holds for any initial prices. The auction starts
+with prices for which all experts have the same soft demand. The initial prices reduce the number of
+rounds. All functions in this module are pure, do not support gradients, and compute in float32 (in
+float64 for float64 scores).
 
-For example, 4,096 tokens with normally distributed scores for 64 experts need about 60 rounds. The
-total score is then below the optimum by only 1e-6 of the spread per token, which is far less than
-the bound.
+For example, 4,096 tokens with normally distributed scores and 64 experts need about 60 rounds. The
+sum of the chosen scores is below the optimum by only 1e-6 of the spread of the scores per token,
+which is far less than the bound.
 """
 
 from __future__ import annotations
@@ -40,18 +42,19 @@ LARGEST = 1e18  # scores up to here have finite sums and differences in float32
 
 
 def balanced_assignment(scores_TE: Tensor) -> Tensor:
-    """Return the expert of each token, int64 [T], such that each expert has at most ceil(T / E)
+    """Return the expert of each token, int64 [T]. Each expert is assigned at most ceil(T / E)
     tokens.
 
-    The sum of the chosen scores is the largest possible sum, up to an error of `EPSILON` times the
-    spread (largest minus smallest score) per token. If T is not divisible by E, dummy tokens with
-    score 0 are added. Dummy tokens are counted as tokens in this bound. Source of the problem: BASE
-    layers (Lewis et al., 2021), which also solve it by an auction.
+    The sum of the chosen scores is the largest possible sum, with an error of at most `EPSILON`
+    times the spread of the scores (largest minus smallest) per token. If T is not divisible by E,
+    dummy tokens with a score of 0 are added. In the bound on the error, dummy tokens count like
+    tokens. The problem is described in BASE layers (Lewis et al., 2021), which also solve it with
+    an auction.
 
     Args:
-        scores_TE: float. NaN is treated as 0. +Inf and -Inf are treated as finite values that are
-            one spread above the largest and below the smallest finite score. The assignment is
-            always balanced.
+        scores_TE: float. NaN scores are replaced with 0. +Inf is replaced with a number one spread
+            above the largest finite score, and -Inf with a number one spread below the smallest.
+            The assignment is balanced for any scores.
     """
     tokens, experts = scores_TE.shape
     if experts == 1 or not tokens:
@@ -68,11 +71,11 @@ def balanced_assignment(scores_TE: Tensor) -> Tensor:
 
 
 def _finite(value_TE: Tensor) -> Tensor:
-    """Replace NaN with 0, and infinities with values that are one spread (at least 1) beyond the
-    finite scores.
+    """Replace NaN with 0. Replace infinite scores with numbers that lie one spread (at least 1)
+    beyond the finite scores.
 
-    If a score exceeds `LARGEST`, all scores are scaled down, which does not change the assignment.
-    As a result, sums and differences stay finite.
+    If any score exceeds `LARGEST`, all scores are scaled down, which does not change the
+    assignment. As a result, sums and differences of scores remain finite.
     """
     value_TE = value_TE.nan_to_num(0.0, float("inf"), float("-inf"))
     known_TE = value_TE.masked_fill(value_TE.isinf(), 0)
@@ -86,8 +89,8 @@ def _finite(value_TE: Tensor) -> Tensor:
 
 
 def _soft_prices(value_NE: Tensor, each: int) -> Tensor:
-    """Return prices [E] at which the demand for all experts is about equal. The demand is a softmax
-    whose temperature decreases.
+    """Return prices [E] for which the demand is about the same for all experts. The demand is a
+    softmax with a decreasing temperature.
     """
     price_E = value_NE.new_zeros(value_NE.shape[1])
     for heat in COOLING:
@@ -98,7 +101,7 @@ def _soft_prices(value_NE: Tensor, each: int) -> Tensor:
 
 
 def auction(value_NE: Tensor, price_E: Tensor, each: int) -> Tensor:
-    """Return the expert that owns each token, int64 [N], or -1 for tokens without an owner after
+    """Return the expert that owns each token, int64 [N], or -1 for tokens that have no owner after
     the last round.
 
     price_E: initial prices.
@@ -125,8 +128,8 @@ def auction(value_NE: Tensor, price_E: Tensor, each: int) -> Tensor:
 
 
 def accept(wish_N: Tensor, bid_N: Tensor, price_E: Tensor, each: int) -> tuple[Tensor, Tensor]:
-    """Let every expert keep its `each` highest bids. Return the owner of each token, which is -1 if
-    the token was rejected, and the new prices.
+    """Let each expert accept its `each` highest bids. Return the owner of each token (-1 if no
+    expert accepted the token's bid) and the new prices.
     """
     # Two stable sorts order the tokens by expert, and within an expert by falling bid.
     by_bid_N = torch.argsort(bid_N, descending=True, stable=True)
@@ -144,8 +147,8 @@ def accept(wish_N: Tensor, bid_N: Tensor, price_E: Tensor, each: int) -> tuple[T
 
 
 def _fill_up(owner_N: Tensor, each: int, experts: int) -> Tensor:
-    """Assign tokens without an expert to the free slots in order, so that loads are always
-    equal.
+    """Assign tokens without an expert to the free slots in order. Afterwards, all experts have the
+    same number of tokens.
     """
     key_N = torch.where(owner_N < 0, experts, owner_N)
     order_N = torch.argsort(key_N, stable=True)
@@ -161,18 +164,19 @@ def _fill_up(owner_N: Tensor, each: int, experts: int) -> Tensor:
 
 @routers.register("base")
 class BASERouter(Router):
-    """A router that gives every expert the same number of tokens and maximizes the total score `<x,
-    c_e>`.
+    """A router that assigns the same number of tokens to every expert and maximizes the total score
+    `<x, c_e>`.
 
-    The output is `a * expert(x) + (1 - a) * x` with `a = sigmoid(<x, c_e>)`. In training each rank
-    sends its tokens to random ranks, so that no assignment problem consists only of similar
-    neighboring tokens. Every rank assigns an equal number of the received tokens to each expert,
-    and returns the results. For each token, a rank sends the scores [E] and receives one number.
-    The token itself is never sent, because the output does not depend on the rank on which the
-    token was assigned. This requires two exchanges of data and one exchange of sizes in every
-    training call. Outside of training, each token uses the expert with the largest score without
-    balancing, as in the original implementation. The centroids `c_e` are initialized as an
-    orthogonal matrix with gain 0.1.
+    The output of the layer is `a * expert(x) + (1 - a) * x` with `a = sigmoid(<x, c_e>)`. In
+    training, each rank distributes its tokens randomly over all ranks. Without this random
+    distribution, an assignment problem might contain only similar neighboring tokens. Each rank
+    assigns the same number of received tokens to every expert, and returns the assigned experts.
+    For each token, a rank sends the token's scores [E] and receives a single number. The token
+    itself is never sent, because the output does not depend on which rank assigned the token. Every
+    call in training therefore requires two exchanges of data and one exchange of sizes. In
+    evaluation, each token uses the expert with the largest score without balancing, as in the
+    original implementation. The centroids `c_e` are initialized to an orthogonal matrix with a gain
+    of 0.1.
     Source: BASE layers (Lewis et al., 2021).
     """
 
@@ -183,12 +187,14 @@ class BASERouter(Router):
     score_name = "softmax"
 
     def build(self, dtype: torch.dtype | None, device: Any) -> None:
-        """Create the centroids, whose initial values are not replaced by a host (`keep_init`)."""
+        """Create the centroids, and prevent host frameworks from initializing them again
+        (`keep_init`).
+        """
         super().build(dtype, device)
         keep_init(self.weight_ED)
 
     def reset_parameters(self) -> None:
-        """Make the centroids orthogonal, with gain 0.1."""
+        """Initialize the centroids to an orthogonal matrix with a gain of 0.1."""
         whole_ED = torch.empty(self.weight_ED.shape, dtype=torch.float32)
         fill_(self.weight_ED, nn.init.orthogonal_(whole_ED, gain=0.1))
 
@@ -202,22 +208,25 @@ class BASERouter(Router):
         return chosen_T[:, None]
 
     def weigh(self, call: RoutingCall, ids_TK: Tensor) -> Tensor:
-        """Return the weights `a`, and set the weight of the token itself; see `Router.weigh`."""
+        """Return the weights `a`, and set the weight with which the token itself is added to the
+        output; see `Router.weigh`.
+        """
         alpha_T1 = torch.sigmoid(call.logits_TE.gather(1, ids_TK))
         call.passthrough_T = 1 - alpha_T1[:, 0]
         return alpha_T1
 
 
 def spread_and_assign(scores_TE: Tensor, comm: Comm) -> Tensor:
-    """Return the experts [T] of this rank's tokens, after randomly distributing tokens over ranks.
+    """Distribute the tokens randomly over the ranks, and return the experts [T] of this rank's
+    tokens.
 
     Collective. The shuffled tokens of rank i are sent to rank i and the following ranks in
-    round-robin order. The numbers of tokens that two ranks receive therefore differ by at most the
+    round-robin order. The numbers of tokens received by two ranks therefore differ by at most the
     number of ranks.
 
     Args:
         scores_TE: scores, float.
-        comm: group of ranks that share the tokens.
+        comm: group of ranks among which the tokens are distributed.
     """
     tokens, size = scores_TE.shape[0], comm.size
     order_T = torch.randperm(tokens, device=scores_TE.device)

@@ -1,10 +1,10 @@
-"""Routers that take the cost of links into account.
+"""Routers that take the costs of links into account.
 
-One router assigns fewer tokens to experts that are reached through slow links. The other router
-limits the fraction of choices that are sent to other nodes. With `router.links.visited`, both
-routers prefer experts on nodes to which the token's row is already sent (`links.prefer_visited`).
-This reduces the number of rows sent between nodes if a row is sent once to each node
-(`dispatch.send`).
+`TAMoERouter` assigns fewer tokens to experts that are reached over slow links.
+`TopologyQuotaRouter` limits the fraction of choices that are sent to other nodes. With
+`router.links.visited`, both routers prefer experts on nodes to which the token is sent anyway
+(`links.prefer_visited`). The preference reduces the number of rows sent between nodes if a token is
+sent only once to each node (`dispatch.send`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ROUNDS = 4  # attempts to find another expert for choices beyond a capacity
 
 
 def _note_nodes(router: TAMoERouter | TopologyQuotaRouter, device: Any) -> None:
-    """Set `own_node`, and set `nodes_EN` if `router.links.visited` is used (otherwise to None)."""
+    """Set `own_node` and `nodes_EN`. `nodes_EN` is None unless `router.links.visited` is used."""
     comm, links = router.comm, router.config.links
     nodes_EN = None
     if links.visited and len(set(comm.topology.node_of)) > 1:
@@ -48,19 +48,21 @@ def _near_visited(router: TAMoERouter | TopologyQuotaRouter, call: RoutingCall) 
 
 @routers.register("ta_moe")
 class TAMoERouter(TopKRouter):
-    """A top-k router in which rank i makes at most `ceil(pair_capacity * k S c_ie)` choices of
-    expert e.
+    """A top-k router in which rank i may choose expert e at most `ceil(pair_capacity * k S c_ie)`
+    times.
 
-    Here `c_ie` are the topology-aware fractions of tokens for the link costs (`router.links`), and
-    S is the number of real tokens of this rank. Choices beyond the capacity are dropped. Slots are
-    assigned to first choices first, and then to earlier tokens. With `pair_capacity: 0` no choice
-    is dropped. With `overflow: next`, choices beyond the capacity are first moved to the token's
-    next best expert with free capacity.
+    Here, `c_ie` is the topology-aware fraction of tokens computed from the link costs
+    (`router.links`), and S is the number of real tokens on this rank. Choices that exceed the
+    capacity of a rank and an expert are dropped. First choices are kept before other choices, and
+    earlier tokens before
+    later tokens. With `pair_capacity: 0`, no choice is dropped. With `overflow: next`, choices that
+    exceed the capacity are first moved to the token's next best expert with free capacity.
 
-    To make the router learn these fractions, set a weight for the loss `ta_moe`. This loss works
-    with every router. If all ranks have the same router and similar tokens, no loss can make the
-    router prefer different experts on each rank. In this case, the choices match these fractions
-    only with `overflow: next`. Source: TA-MoE (Chen et al., 2022).
+    To train the router towards the fractions `c_ie`, set a weight for the loss `ta_moe`. The loss
+    `ta_moe` can be used with every router. If all ranks have the same router and similar tokens, no
+    loss can train the router to prefer different experts on different ranks. On ranks with the same
+    router and similar tokens, choices follow the fractions only with `overflow: next`. Source:
+    TA-MoE (Chen et al., 2022).
     """
 
     reads = WITH_POLICY
@@ -70,7 +72,7 @@ class TAMoERouter(TopKRouter):
     shares_E: Tensor
 
     def build(self, dtype: torch.dtype | None, device: Any) -> None:
-        """Create `weight_ED` and the fractions of this rank's tokens for each expert."""
+        """Create `weight_ED`, and compute the fraction of this rank's tokens for each expert."""
         super().build(dtype, device)
         shares_E = own_shares(self.layer_config, self.comm)
         self.register_buffer("shares_E", shares_E.to(device), persistent=False)
@@ -81,7 +83,7 @@ class TAMoERouter(TopKRouter):
         _note_nodes(self, device)
 
     def select(self, call: RoutingCall) -> Tensor:
-        """Choose k experts, and prefer nodes to which the token is already sent; see
+        """Choose k experts. Experts on nodes to which the token is sent anyway are preferred; see
         `Router.select`.
         """
         chosen_TK = (super().select(call) if self.nodes_EN is None
@@ -92,14 +94,14 @@ class TAMoERouter(TopKRouter):
                                       call.real_T, self._most(call)))
 
     def _most(self, call: RoutingCall) -> Tensor:
-        """Return the largest number of choices that this rank may make for each expert, float [E].
+        """For each expert, return the largest number of choices that this rank may make, float [E].
         """
         choices = self.config.links.pair_capacity * call.k * call.real_T.sum()
         # Without 1e-9, a rounding error such as 3.0000000001 would be rounded up to 4.
         return (choices * self.shares_E).sub(1e-9).ceil()
 
     def after_choice(self, call: RoutingCall, weights_TK: Tensor) -> Tensor:
-        """Drop the choices beyond the capacity of the pair of a rank and an expert; see
+        """Drop the choices that exceed the capacity for this rank and the chosen expert; see
         `Router.after_choice`.
         """
         ids_TK = super().after_choice(call, weights_TK)
@@ -112,12 +114,13 @@ class TAMoERouter(TopKRouter):
 
 
 def with_room(scores_TE: Tensor, chosen_TK: Tensor, real_T: Tensor, most_E: Tensor) -> Tensor:
-    """Move choices so that as few as possible exceed `most_E`, and return the new choices [T, K].
+    """Move choices so that as few choices as possible exceed `most_E`, and return the new choices
+    [T, K].
 
-    In each round, every choice beyond the capacity of an expert is moved to the best of the token's
-    other experts that have free capacity. If an expert then has too many choices, some of them are
-    moved again in the next round. Choices that cannot be moved after the last round still exceed
-    the capacity.
+    In each round, every choice that exceeds the capacity of its expert is moved to the best of the
+    token's other experts that have free capacity. If an expert has too many choices after a round,
+    some of them are moved again in the next round. After the last round, choices that could not be
+    moved still exceed the capacity.
     """
     experts = scores_TE.shape[1]
     for _ in range(min(experts, ROUNDS)):
@@ -140,19 +143,21 @@ def with_room(scores_TE: Tensor, chosen_TK: Tensor, real_T: Tensor, most_E: Tens
 
 @routers.register("topology_quota")
 class TopologyQuotaRouter(Router):
-    """A top-k router in which at most `floor(quota * choices)` of this rank's choices leave its
-    node.
+    """A top-k router in which at most `floor(quota * choices)` of a rank's choices are sent to
+    other nodes.
 
-    The choices with the highest scores may leave the node. If scores are equal, the choice of the
-    earlier token has priority. Every other choice that would leave is replaced with the token's
-    best unchosen expert on the node, or dropped if there is no such expert. The group's topology
-    (`comm.topology`) determines which experts are on the node. If there is a single node, this
-    router equals topk. Source: FastMoE (He et al., 2021), topology-aware gate.
+    The choices with the highest scores may be sent to other nodes. Among choices with equal scores,
+    the choice of the earlier token has priority. Any other choice on another node is replaced with
+    the token's best unchosen expert on this rank's node. If no expert on this rank's node is free,
+    the choice is dropped. The group's topology (`comm.topology`) determines which experts are on
+    this rank's
+    node. With a single node, this router is equivalent to the router topk. Source: FastMoE (He et
+    al., 2021), the topology-aware gate.
 
-    The one-pass kernel is used only if there is a single node. If there are several nodes, the
-    choice compares the scores of different tokens and may be -1. This requires all scores. The
-    step-by-step computation already has these scores, whereas the kernel would have to compute them
-    again.
+    The one-pass kernel is used only if there is a single node. With several nodes, the router
+    compares the scores of different tokens, and a choice may be -1. The router therefore needs the
+    scores of all experts. Computing the routing in separate steps provides the scores of all
+    experts, whereas the kernel would have to compute them again.
     """
 
     reads = BY_SCORE
@@ -162,7 +167,7 @@ class TopologyQuotaRouter(Router):
     near_E: Tensor
 
     def build(self, dtype: torch.dtype | None, device: Any) -> None:
-        """Create `weight_ED` and the mask of experts on this rank's node."""
+        """Create `weight_ED` and the mask of the experts on this rank's node."""
         super().build(dtype, device)
         near_E = near_experts(self.comm, self.num_experts, self.layer_config.parallel.shards)
         self.leaves_none = bool(near_E.all())
@@ -170,7 +175,9 @@ class TopologyQuotaRouter(Router):
         _note_nodes(self, device)
 
     def select(self, call: RoutingCall) -> Tensor:
-        """Choose the k best experts such that few choices leave the node; see `Router.select`."""
+        """Choose the k best experts, subject to the quota of choices on other nodes; see
+        `Router.select`.
+        """
         if self.leaves_none:
             return call.choose()
         scores_TE, real_T = call.scores_TE.detach(), call.real_T
@@ -184,8 +191,9 @@ class TopologyQuotaRouter(Router):
         return self.leaves_none and super().one_pass()
 
     def _allowed(self, value_TK: Tensor, leaves_TK: Tensor, mask_T: Tensor) -> Tensor:
-        """Mark the choices that may leave the node: those with the highest scores, up to the
-        quota."""
+        """Mark the choices that may be sent to other nodes, which are the choices with the highest
+        scores, up to the quota.
+        """
         order_N = torch.argsort(
             torch.where(leaves_TK, value_TK, -1.0).reshape(-1), descending=True, stable=True)
         rank_N = torch.empty_like(order_N).index_copy_(

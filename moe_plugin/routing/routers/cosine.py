@@ -1,4 +1,4 @@
-"""Cosine router, whose scores depend only on the direction of a token vector."""
+"""The cosine router. The scores of this router depend only on the direction of a token vector."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ SHORT = 1e-4  # vectors up to this length are treated as zero
 
 @routers.register("cosine")
 class CosineRouter(TopKRouter):
-    """A router with `logits = exp(min(temperature, log 100)) * cos(P x + b, a_e)`.
+    """A router whose logits are `exp(min(temperature, log 100)) * cos(P x + b, a_e)`.
 
     Tokens and experts are compared in `cosine_dim` dimensions. The projection P, the bias b, the
-    directions `a_e` of the experts and the temperature (initially log 2) are learned. In all other
-    respects this router is the same as the router topk. Source: Tutel (Hwang et al., 2022), cosine
-    gate; Chi et al., 2022.
+    directions of the experts `a_e` and the temperature (initially log 2) are learned. In all other
+    respects, the router is equivalent to the router topk. Source: the cosine gate of Tutel (Hwang
+    et al., 2022); Chi et al., 2022.
 
     The cosine `cos(y, a)` is the dot product of `y / |y|` and `a / |a|`. If `|y| <= 1e-4`, the
-    cosine is 0 and the gradient for y is zero. Without this rule, a row of zeros, such as a padding
-    token without a mask, could get an arbitrarily large gradient.
+    cosine is 0 and the gradient with respect to y is zero. Without the limit on `|y|`, a row of
+    zeros (for example a padding token without a mask) could have an arbitrarily large gradient.
     """
 
     reads = WITH_POLICY | FORCED | {"cosine_dim"}
     multiplies_in_blocks = False
 
     def build(self, dtype: torch.dtype | None, device: Any) -> None:
-        """Create the projection, bias, directions and temperature, which a host must not initialize
-        again.
+        """Create the projection, the bias, the directions and the temperature. Host frameworks must
+        not initialize the parameters again.
         """
         where, width = {"dtype": dtype, "device": device}, self.config.cosine_dim
         self.project_PD = nn.Parameter(torch.empty(width, self.model_dim, **where))
@@ -50,8 +50,8 @@ class CosineRouter(TopKRouter):
             keep_init(parameter)
 
     def reset_parameters(self) -> None:
-        """Draw the projection from the Xavier distribution and the directions with a standard
-        deviation of 0.01, and set the temperature to log 2.
+        """Initialize the projection with the Xavier distribution, the directions with a standard
+        deviation of 0.01, and the temperature to log 2.
         """
         xavier_(self.project_PD)
         fill_(self.direction_EP, torch.randn(self.direction_EP.shape) * 0.01)
@@ -70,8 +70,8 @@ class CosineRouter(TopKRouter):
 
 
 def _directions(y_TP: Tensor) -> Tensor:
-    """Return `y / |y|`, whose rows have length 1. For rows not longer than `SHORT`, return zeros
-    without a gradient.
+    """Return `y / |y|`. Each row has length 1. Rows that are not longer than `SHORT` are replaced
+    by zeros and have no gradient.
     """
     squared_T1 = y_TP.square().sum(1, keepdim=True)
     # Dividing by infinity gives zeros, and a gradient of zero instead of NaN.

@@ -1,5 +1,6 @@
-"""Dense-to-sparse router, which uses all experts at the beginning of training and few at the
-end."""
+"""The dense-to-sparse router. The router uses all experts at the beginning of training and only a
+few experts at the end.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +18,15 @@ from moe_plugin.routing.routers.base import Router
 
 @routers.register("dense_to_sparse")
 class DenseToSparseRouter(Router):
-    """A router that chooses all experts with `p >= threshold`, where `p = softmax((logits + Gumbel
-    noise) / t)` and the temperature t decreases.
+    """A router that chooses all experts with `p >= threshold`, where
+    `p = softmax((logits + Gumbel noise) / t)` and the temperature t decreases during training.
 
-    A token always uses its best expert, and the weight of each choice is p. The temperature t
-    decreases geometrically from `sparsity.start` to `sparsity.end` in `sparsity.steps` optimizer
-    steps. The step count is saved with the weights. Outside training no noise is added. Choices are
-    sorted by decreasing p. `top_k` has no effect, because a token has up to E choices. Source: the
-    dense-to-sparse gate of EvoMoE (Nie et al., 2021).
+    A token always uses its best expert. The weight of each choice is p. The temperature t decreases
+    geometrically from `sparsity.start` to `sparsity.end` over `sparsity.steps` optimizer steps. The
+    number of completed steps is saved with the weights. In evaluation, no noise is added. Choices
+    are
+    sorted by decreasing p. `top_k` has no effect, because a token may have up to E choices. Source:
+    the dense-to-sparse gate of EvoMoE (Nie et al., 2021).
     """
 
     reads = SEVERAL | {"sparsity"}
@@ -35,21 +37,21 @@ class DenseToSparseRouter(Router):
     step: Tensor
 
     def build(self, dtype: torch.dtype | None, device: Any) -> None:
-        """Create `weight_ED` and the step count."""
+        """Create `weight_ED` and the counter of steps."""
         super().build(dtype, device)
         self.fixed_k = self.num_experts
         self.register_buffer("step", torch.zeros(1, dtype=torch.int64, device=device))
 
     def temperature(self) -> Tensor:
-        """Return the temperature `start * (end / start)^min(1, step / steps)` of this step, float64
-        [1].
+        """Return the temperature of this step, `start * (end / start)^min(1, step / steps)`,
+        float64 [1].
         """
         rules = self.config.sparsity
         done = (self.step.double() / rules.steps).clamp(max=1.0)
         return rules.start * (rules.end / rules.start) ** done
 
     def scores(self, x_TD: Tensor, call: RoutingCall) -> Tensor:
-        """Return the logits, and set the values p of all experts; see `Router.scores`."""
+        """Return the logits, and set the scores p of all experts; see `Router.scores`."""
         logits_TE = noisy_TE = super().scores(x_TD, call)
         if self.training:
             self.note_adapter()
@@ -73,7 +75,7 @@ class DenseToSparseRouter(Router):
         return call.scores_TE.gather(1, ids_TK.clamp(min=0))
 
     def finish_step(self) -> None:
-        """Count the step. The temperature of a frozen router does not change."""
+        """Count the step. If the router is frozen, its temperature does not change."""
         super().finish_step()
         if not self.frozen:
             self.step.add_(1)

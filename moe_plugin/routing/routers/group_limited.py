@@ -1,6 +1,6 @@
-"""Routers that select experts from a few groups, and routers that balance the load with a bias.
+"""Routers that choose experts from a few groups, and routers that balance the load with a bias.
 
-The bias is added to each expert's score for the choice, but not for the weight.
+The bias is added to an expert's score when experts are chosen, but not when weights are computed.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from moe_plugin.routing.routers.base import Router
 
 @routers.register("group_limited")
 class GroupLimitedRouter(Router):
-    """A router that chooses the k best experts in the `group_top_k` best of `groups` groups of
-    consecutive experts.
+    """A router that chooses the `group_top_k` best of `groups` groups of consecutive experts, and
+    then the k best experts within these groups.
 
-    The score of a group is the sum of the `group_scores` highest scores in the group. If
-    `group_scores` is 0, `max(1, k // group_top_k)` scores are added. Source: node-limited routing
+    The score of a group is the sum of the `group_scores` highest scores within the group. If
+    `group_scores` is 0, `max(1, k // group_top_k)` scores are summed. Source: node-limited routing
     of DeepSeek-V2 (1 score) and V3 (2 scores),
-    2024. For the variant of V3, use the router sigmoid_bias with groups.
+    2024. For the routing of V3, use the router sigmoid_bias and set `router.groups`.
 
     Attributes:
-        groups_needed: whether `router.groups` must be set.
+        groups_needed: True if `router.groups` must be set.
     """
 
     reads = BY_SCORE | FORCED | LINEAR | {"groups", "group_top_k", "group_scores"}
@@ -44,12 +44,12 @@ class GroupLimitedRouter(Router):
 
     @property
     def chosen_groups(self) -> int:
-        """The number of groups that are chosen per token."""
+        """Number of groups chosen per token."""
         return self.config.group_top_k
 
     def counted_scores(self, k: int) -> int:
-        """Return how many of the best scores in a group are added to obtain the score of the
-        group."""
+        """Return how many of a group's highest scores are summed to obtain the score of the group.
+        """
         return self.config.group_scores or max(1, k // self.chosen_groups)
 
     def scores(self, x_TD: Tensor, call: RoutingCall) -> Tensor:
@@ -61,7 +61,7 @@ class GroupLimitedRouter(Router):
         return call.choose(**self.limits(call.k))
 
     def limits(self, k: int) -> dict[str, Any]:
-        """Return the arguments of `RoutingCall.choose` that limit the choice to groups."""
+        """Return the arguments of `RoutingCall.choose` that restrict the choices to groups."""
         if not self.config.groups:
             return {}
         return {"groups": self.config.groups, "take": self.chosen_groups,
@@ -89,24 +89,26 @@ class GroupLimitedRouter(Router):
 
 @routers.register("sam")
 class SAMRouter(GroupLimitedRouter):
-    """A router that chooses the group with the largest total probability, and the k likeliest
-    experts in this group.
+    """A router that chooses the group with the largest total probability, and then the k experts of
+    this group with the highest probabilities.
 
-    Each token is sent to one of `router.groups` groups of consecutive experts, for example to one
-    node. The loss `sam_alignment` trains the router so that the k likeliest experts are in the
-    chosen group. Source: the Switch-and-Mixture gate (hierarchical top-k) of HetuMoE (Nie et al.,
-    2022).
+    Each token is sent to a single group out of `router.groups` groups of consecutive experts. A
+    group can, for example, contain the experts of one node. The loss `sam_alignment` trains the
+    router so that the k experts with the highest probabilities belong to the chosen group. Source:
+    the Switch-and-Mixture gate (hierarchical top-k) of HetuMoE (Nie et al., 2022).
     """
 
     reads = BY_SCORE | LINEAR | {"groups"}
     chosen_groups = 1
 
     def counted_scores(self, k: int) -> int:
-        """Return the number of experts in a group, because all scores of a group are added."""
+        """Return the number of experts in a group, because all scores of a group are summed."""
         return self.num_experts // self.config.groups
 
     def weigh(self, call: RoutingCall, ids_TK: Tensor) -> Tensor:
-        """Return the weights, and mark the experts outside the group; see `Router.weigh`."""
+        """Return the weights, and mark the experts that do not belong to the chosen group; see
+        `Router.weigh`.
+        """
         groups, experts = self.config.groups, self.num_experts
         # All choices of a token lie in one group, so the first choice identifies the group.
         group_T1 = ids_TK[:, :1] // (experts // groups)
@@ -116,17 +118,18 @@ class SAMRouter(GroupLimitedRouter):
 
 @routers.register("sigmoid_bias")
 class SigmoidBiasRouter(GroupLimitedRouter):
-    """A router that chooses the k largest values of s + b, where s are sigmoid scores and the bias
-    b decreases for experts with a high load.
+    """A router that chooses the experts with the k largest values of s + b, where s are sigmoid
+    scores and b is a bias that decreases for experts with a high load.
 
-    The weights are the scores s without the bias. After each step, `b_e += bias_rate * sign(mean
-    load - load_e)`, where load_e is the number of choices of expert e by all data-parallel ranks
-    since the last step. The biases of a frozen router do not change. If `router.groups` is set, the
-    choice is group-limited. Source: Wang et al., 2024 (auxiliary-loss-free balancing); DeepSeek-V3.
+    The weights are the scores s, without the bias. After each step,
+    `b_e += bias_rate * sign(mean load - load_e)`, where load_e is the number of choices of expert e
+    on all data-parallel ranks since the last step. If the router is frozen, its biases do not
+    change. If `router.groups` is set, experts are chosen from a limited number of groups. Source:
+    Wang et al., 2024 (auxiliary-loss-free balancing); DeepSeek-V3.
 
-    The bias is stored in the float32 buffer `bias_E` for any dtype of the layer, and is saved with
-    the weights. `moe_plugin.routing.counting.counts` decides which passes are counted. Passes with
-    replayed choices are also counted. The only collective runs in `finish_step`.
+    For any dtype of the layer, the bias is stored in the float32 buffer `bias_E`, which is saved
+    with the weights. `moe_plugin.routing.counting.counts` decides which passes are counted. Passes
+    with replayed choices are also counted. The router's only collective runs in `finish_step`.
     """
 
     reads = BY_SCORE | FORCED | LINEAR | {"groups", "group_top_k", "group_scores", "bias_rate"}
@@ -148,11 +151,11 @@ class SigmoidBiasRouter(GroupLimitedRouter):
                              persistent=False)
 
     def select(self, call: RoutingCall) -> Tensor:
-        """Choose the k largest values of s + b; see `Router.select`."""
+        """Choose the experts with the k largest values of s + b; see `Router.select`."""
         return call.choose(bias_E=self.bias_E, **self.limits(call.k))
 
     def after_choice(self, call: RoutingCall, weights_TK: Tensor) -> Tensor:
-        """Count the choices of a step; see `Router.after_choice`."""
+        """Count the choices of this step; see `Router.after_choice`."""
         if self.training:
             self.note_adapter()
             add_counts(self.load_E, lambda: call.own_load_KE.sum(0), True)
@@ -163,7 +166,7 @@ class SigmoidBiasRouter(GroupLimitedRouter):
         return [self.load_E] if self.balances else []
 
     def finish_step(self) -> None:
-        """Update the biases with the load of all ranks, and reset the counts. Collective."""
+        """Update the biases from the load of all ranks, and reset the counts. Collective."""
         # Float64, because float32 would round loads above 2^24.
         load_E = self.step_comm.all_reduce(self.load_E).double()
         if not self.frozen:
@@ -172,14 +175,14 @@ class SigmoidBiasRouter(GroupLimitedRouter):
         super().finish_step()
 
     def forget_step(self) -> None:
-        """Reset the counts, even if the biases do not change; see `Router.forget_step`."""
+        """Reset the counts without changing the biases; see `Router.forget_step`."""
         super().forget_step()
         self.load_E.zero_()
 
 
 @routers.register("softmax_bias")
 class SoftmaxBiasRouter(SigmoidBiasRouter):
-    """The router `sigmoid_bias` with softmax scores.
+    """The router `sigmoid_bias`, but with softmax scores.
 
     Source: Ernie 4.5 (Baidu 2025).
     """

@@ -1,4 +1,4 @@
-"""Hash router, which uses a fixed table from tokens to experts."""
+"""The hash router. A fixed table assigns an expert to each token id."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from moe_plugin.utils.regular_files import check_input
 
 @routers.register("hash")
 class HashRouter(Router):
-    """A router that assigns a fixed expert to each vocabulary index, with weight 1. Each call
-    requires token ids.
+    """A router that assigns a fixed expert with weight 1 to each token id of the vocabulary. Each
+    call requires token ids.
 
-    The table (`table_V`, int64) is filled at random, balanced by frequency, or read from a file
-    (`router.hash`). The table is saved with the weights. Losses treat each choice as a probability
-    of 1, so they measure the balance but have no gradient. Source: Hash layers (Roller et al.,
-    2021).
+    The table (`table_V`, int64) is filled randomly, balanced by token frequency, or read from a
+    file (`router.hash`). The table is saved with the weights. Losses use a probability of 1 for
+    each chosen expert. Losses of this router therefore measure the balance but have no gradient.
+    Source: Hash layers (Roller et al., 2021).
     """
 
     reads = frozenset({"hash"})
@@ -41,12 +41,14 @@ class HashRouter(Router):
     table_V: Tensor
 
     def build(self, dtype: torch.dtype | None, device: Any) -> None:
-        """Create the table as a buffer. The router has no parameters."""
+        """Create the table and register it as a buffer. The router has no trainable parameters."""
         self.register_buffer("table_V",
                              make_table(self.config.hash, self.num_experts).to(device))
 
     def scores(self, x_TD: Tensor, call: RoutingCall) -> Tensor:
-        """Return zeros as logits, because only the token id matters; see `Router.scores`."""
+        """Return zeros as logits, because the experts depend only on the token ids; see
+        `Router.scores`.
+        """
         assert call.info.token_ids_T is not None
         check_integers("token_ids_T", call.info.token_ids_T, x_TD.shape[0])
         return x_TD.new_zeros(x_TD.shape[0], self.num_experts,
@@ -55,8 +57,8 @@ class HashRouter(Router):
     def select(self, call: RoutingCall) -> Tensor:
         """Look up the experts in the table; see `Router.select`.
 
-        The choice is recorded, because a host may pass the ids of other tokens before the
-        recomputation.
+        The choices are recorded, because a host framework may pass the ids of other tokens before
+        the recomputation.
         """
         assert call.info.token_ids_T is not None
         # Padding may carry any id, also one outside the vocabulary.
@@ -72,13 +74,14 @@ class HashRouter(Router):
 
 
 def with_vocabulary(config: MoEConfig, sizes: Sequence[int], whose: str) -> MoEConfig:
-    """Set `router.hash.vocabulary` for a host that knows its vocabulary, unless the user has set
-    it.
+    """Set `router.hash.vocabulary` if the host framework knows the size of the vocabulary and the
+    user has not set it.
 
     Args:
-        sizes: valid vocabulary sizes, for example without and with rows of padding. The first size
-            is the one that is set. The sequence is empty if the size is unknown.
-        whose: name of the vocabulary, which is used in error messages.
+        sizes: valid vocabulary sizes, for example without and with padding rows.
+            `router.hash.vocabulary` is set to the first of the sizes. If the size is unknown,
+            `sizes` is empty.
+        whose: name of the vocabulary, for use in error messages.
     Raises:
         ValueError: If the user has set a different size.
     """
@@ -93,7 +96,7 @@ def with_vocabulary(config: MoEConfig, sizes: Sequence[int], whose: str) -> MoEC
 
 
 def make_table(config: HashConfig, experts: int) -> Tensor:
-    """Create the table, int64 [V], for the settings `router.hash`.
+    """Create the table for the settings `router.hash`, int64 [V].
 
     Raises:
         ValueError: If the settings are inconsistent, or if a file contains nonexistent experts or
@@ -129,17 +132,18 @@ def make_table(config: HashConfig, experts: int) -> Tensor:
 
 def balanced_table(counts_V: Tensor, experts: int,
                    generator: torch.Generator | None = None) -> Tensor:
-    """Assign each token to the expert with the smallest load so far, and return the table, int64
-    [V].
+    """Assign each token to the expert that has the smallest load so far, and return the table,
+    int64 [V].
 
-    Tokens are assigned in the order of decreasing frequency. Ties go to the expert with the fewest
-    tokens, and then to the lower index. If all frequencies are equal, every expert gets floor(V /
-    E) or ceil(V / E) tokens. The order among equally frequent tokens is random.
+    Tokens are assigned in order of decreasing frequency. Among experts with equal loads, the expert
+    with the fewest tokens is used, and among these the expert with the lowest index. If all
+    frequencies are equal, every expert is assigned floor(V / E) or ceil(V / E) tokens. Tokens with
+    equal frequencies are in random order.
 
     Args:
-        counts_V: int64 [V], the number of occurrences of each token, at least 0.
+        counts_V: int64 [V], the number of occurrences of each token, which must be at least 0.
         experts: number of experts, E.
-        generator: random generator that determines this order.
+        generator: random generator that determines the order of tokens with equal frequencies.
     """
     shuffled_V = torch.randperm(counts_V.numel(), generator=generator, device="cpu")
     order = shuffled_V[torch.argsort(counts_V[shuffled_V], descending=True, stable=True)].tolist()

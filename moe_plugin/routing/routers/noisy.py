@@ -1,4 +1,4 @@
-"""Noisy top-k: a router with learned noise."""
+"""Noisy top-k, a router with learned noise."""
 
 from __future__ import annotations
 
@@ -20,17 +20,19 @@ from moe_plugin.routing.routers.base import Router
 
 @routers.register("noisy_topk")
 class NoisyTopKRouter(Router):
-    """A router that chooses the k largest values of `H = W x + N(0, 1) * softplus(V x)`.
+    """A router that chooses the experts with the k largest values of
+    `H = W x + N(0, 1) * softplus(V x)`.
 
-    The weights are a softmax over the chosen experts. The noise is added only in training. V is
-    initialized to zero. The losses `importance` and `noisy_load`, which are squared coefficients of
-    variation, balance the load. The setting `router.noise` has no effect. Source: Shazeer et al.,
-    2017, equations 3 to 5.
+    The weights are a softmax over the chosen experts. Noise is added only in training. V is
+    initialized to zero. The losses `importance` and `noisy_load` balance the load. Both losses are
+    squared coefficients of variation. The setting `router.noise` has no effect. Source: Shazeer et
+    al., 2017, equations 3 to 5.
 
-    As in equations 3 and 5, the logits of all other experts are set to -inf for the softmax. One
-    pass of the kernel over these logits computes weights, importance and entropy. The choice is
-    made before this pass from the logits, because a softmax may round their differences away. The
-    losses `noisy_load` and `z` read the logits of all experts.
+    As in equations 3 and 5, the logits of experts that were not chosen are set to -inf before the
+    softmax. A single run of the kernel on the masked logits computes the weights, the importance
+    and the entropy. Experts are chosen from the logits before the kernel runs, because rounding in
+    a softmax may remove small differences. The losses `noisy_load` and `z` read the logits of all
+    experts.
     """
 
     reads = SEVERAL - {"noise"}
@@ -40,21 +42,21 @@ class NoisyTopKRouter(Router):
     own_losses = frozenset({"noisy_load"})
 
     def build(self, dtype: torch.dtype | None, device: Any) -> None:
-        """Create the matrix W, and the matrix V for the noise."""
+        """Create the matrix W of the logits and the matrix V of the noise."""
         super().build(dtype, device)
         self.noise_ED = nn.Parameter(
             torch.empty(self.num_experts, self.model_dim, dtype=dtype, device=device))
         keep_init(self.noise_ED)
 
     def reset_parameters(self) -> None:
-        """Draw W from the Xavier distribution and set V to zero, which gives noise with a standard
-        deviation of log 2.
+        """Initialize W with the Xavier distribution and V with zeros. Initially, the noise has a
+        standard deviation of log 2.
         """
         super().reset_parameters()
         nn.init.zeros_(self.noise_ED)
 
     def scores(self, x_TD: Tensor, call: RoutingCall) -> Tensor:
-        """Return logits to which the learned noise has been added; see `Router.scores`."""
+        """Return the logits with the learned noise added; see `Router.scores`."""
         clean_TE = linear_scores(x_TD, self.weight_ED)
         if not self.training:
             return clean_TE
@@ -65,7 +67,7 @@ class NoisyTopKRouter(Router):
         return clean_TE + noise_TE * call.deviation_TE
 
     def select(self, call: RoutingCall) -> Tensor:
-        """Choose the k largest noisy logits; see `Router.select`."""
+        """Choose the experts with the k largest noisy logits; see `Router.select`."""
         return top_k_stable(call.logits_TE.detach(), call.k)
 
     def weigh(self, call: RoutingCall, ids_TK: Tensor) -> Tensor:
@@ -84,8 +86,8 @@ class NoisyTopKRouter(Router):
 
 
 class _SoftmaxAmong(Softmax):
-    """A score function that computes the softmax over some of the experts. outside_TE: bool [T, E],
-    true for all experts that are excluded.
+    """A score function that computes a softmax over some of the experts. outside_TE: bool [T, E],
+    True for experts that are excluded from the softmax.
     """
 
     def __init__(self, outside_TE: Tensor) -> None:

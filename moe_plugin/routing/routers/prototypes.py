@@ -1,4 +1,4 @@
-"""The kTop1 router, which divides the experts into k prototypes and chooses one expert from each
+"""The router kTop1, which divides the experts into k prototypes and chooses one expert from each
 prototype.
 """
 
@@ -23,16 +23,18 @@ from moe_plugin.routing.routers.base import Router
 
 @routers.register("ktop1")
 class PrototypeRouter(Router):
-    """A router with k prototypes of E/k consecutive experts and a top-1 choice within each
+    """A router that divides the experts into k prototypes of E/k consecutive experts and chooses
+    the best expert of each prototype.
+
+    A softmax is computed within each prototype. The weights are the probabilities computed by the
+    softmax, which are not divided by their sum. Each loss is computed separately for each
+    prototype, as for a router with E/k experts, and averaged over the
+    prototypes. Source: M6-T (Yang et al., 2021).
+
+    The one-pass kernel treats each prototype of a token as a separate row with E/k logits. The
+    kernel sums the importance over all rows, but the losses need the importance of each prototype.
+    If a loss reads the importance, the importance is therefore summed separately for each
     prototype.
-
-    A softmax is computed within each prototype. The weights are the resulting probabilities, which
-    are not divided by their sum. Losses are computed as for a router with E/k experts for each
-    prototype, and averaged over the prototypes. Source: M6-T (Yang et al., 2021).
-
-    For the one-pass kernel, each prototype of a token is a separate row of E/k logits. The kernel
-    sums the importance over all rows, but losses need the importance for each prototype. Therefore
-    a separate sum is computed if a loss reads the importance.
     """
 
     reads = SEVERAL
@@ -57,7 +59,7 @@ class PrototypeRouter(Router):
         return super().scores(x_TD, call)
 
     def select(self, call: RoutingCall) -> Tensor:
-        """Choose the best expert of prototype i as choice i; see `Router.select`."""
+        """For each prototype i, choose its best expert as choice i; see `Router.select`."""
         return self._pass(call, None)
 
     def weigh(self, call: RoutingCall, ids_TK: Tensor) -> Tensor:
@@ -73,8 +75,9 @@ class PrototypeRouter(Router):
         return call.routed.weights_TK
 
     def _pass(self, call: RoutingCall, chosen_TK: Tensor | None) -> Tensor:
-        """Set `call.routed`, and return the choices. The number of rows is N = T * k (the rows of a
-        token are consecutive), and the number of experts per prototype is P = E / k.
+        """Run the kernel, set `call.routed`, and return the choices. The number of rows is N = T *
+        k, and the rows of a token are consecutive. The number of experts per prototype is P = E /
+        k.
         """
         logits_NP, k = _by_prototype(call), call.k
         first_K = torch.arange(k, device=logits_NP.device) * logits_NP.shape[1]
@@ -92,9 +95,9 @@ class PrototypeRouter(Router):
 
     def _of_tokens(self, rows: Routed, logits_NP: Tensor, chosen_TK: Tensor,
                    mask_T: Tensor | None) -> Routed:
-        """Convert the results of a pass over rows to results per token.
+        """Convert the kernel's output for rows to an output for tokens.
 
-        The scores of a token are the scores in each prototype, multiplied by 1/k.
+        The scores of a token are the scores within each prototype, multiplied by 1/k.
         """
         tokens, k = chosen_TK.shape
         real = tokens if mask_T is None else mask_T.sum(dtype=rows.p_log_p.dtype)
@@ -108,7 +111,7 @@ class PrototypeRouter(Router):
         return Routed(chosen_TK, rows.weights_TK.view(tokens, k), importance_E, rows.z, p_log_p)
 
     def losses_of(self, call: RoutingCall) -> dict[str, Tensor]:
-        """Return the mean of each loss over the prototypes."""
+        """Return each loss, averaged over the prototypes."""
         if not self.losses:
             return {}
         parts: list[dict[str, Tensor]] = []
@@ -121,13 +124,13 @@ class PrototypeRouter(Router):
 
 
 def _by_prototype(call: RoutingCall) -> Tensor:
-    """Return the logits [N, P] of each prototype."""
+    """Return the logits [N, P], where each row belongs to one prototype of one token."""
     return call.logits_TE.reshape(-1, call.experts // call.k)
 
 
 def _part(call: RoutingCall, index: int) -> RoutingCall:
-    """Return a prototype as a call of a router with E/k experts, so that its losses can be
-    computed.
+    """Return a prototype as a call of a router with E/k experts, so that the losses of the
+    prototype can be computed.
     """
     k, width = call.k, call.experts // call.k
     columns = slice(index * width, (index + 1) * width)

@@ -17,24 +17,27 @@ from moe_plugin.routing.routers.base import Router
 
 @routers.register("quantile")
 class QuantileRouter(Router):
-    """A router that chooses the k largest values of l + b, where l are the logits.
+    """A router that chooses the experts with the k largest values of l + b, where l are the logits
+    and b are biases.
 
-    The choices are weighted by their scores without b, and b is computed from quantiles of l. This
-    is one dual step towards a balanced plan.
+    The weights are the scores of the chosen experts without b. The biases b are computed from
+    quantiles of l. Computing b is one step of a dual method that finds a balanced plan.
 
-    In a training pass of n real tokens, `a_t` is the (k + 1)-th largest value of `l_te + b_e` for a
-    token, and `q_e` is the (floor(n k / E) + 1)-th largest value of `l_te - a_t` for an expert.
-    With `b_e = -q_e`, about n k / E tokens would then prefer expert e to their best unchosen
-    expert. After a step, `b_e` becomes `c b_e - (1 - c) q_e`, minus the mean of this value over the
-    experts. Here c is `quantile_ema`, and q is the mean over the passes of all data-parallel ranks
-    that had tokens. The biases of a frozen router do not change. Source: `quantile_balancing` of
-    Megatron-core 0.19 (`qb_dual_update`), where `qb_beta` is -b. Megatron treats the tokens of
-    ranks that share a sequence as one pass, whereas here each rank's tokens are a separate pass.
+    For a training pass with n real tokens, `a_t` is the (k + 1)-th largest value of `l_te + b_e`
+    over the experts of token t. `q_e` is the (floor(n k / E) + 1)-th largest value of `l_te - a_t`
+    over the tokens. With `b_e = -q_e`, about n k / E tokens would prefer expert e to their best
+    unchosen expert. After each step, `b_e` is set to `c b_e - (1 - c) q_e`, minus the mean of this
+    expression over the experts. Here, c is the setting `quantile_ema`, and q is averaged over the
+    passes of all data-parallel ranks that had tokens. If the router is frozen, its biases do not
+    change.
+    Source: `quantile_balancing` of Megatron-core 0.19 (`qb_dual_update`). Megatron's `qb_beta` is
+    -b. In Megatron, the tokens of all ranks that share a sequence form one pass. Here, the tokens
+    of each rank form a separate pass.
 
-    The bias is a float32 buffer (`bias_E`, which is saved with the weights) for any dtype of the
-    layer. `moe_plugin.routing.counting.counts` decides which passes count. Passes with replayed
-    choices also count, but a pass does not count if a logit of a real token is not finite. The only
-    collective runs in `finish_step`.
+    For any dtype of the layer, the bias is stored in the float32 buffer `bias_E`, which is saved
+    with the weights. `moe_plugin.routing.counting.counts` decides which passes are counted. Passes
+    with replayed choices are also counted. A pass is not counted if a logit of a real token is not
+    finite. The router's only collective runs in `finish_step`.
     """
 
     reads = BY_SCORE | FORCED | LINEAR | {"quantile_ema"}
@@ -52,11 +55,11 @@ class QuantileRouter(Router):
         self.register_buffer("passes_E", torch.cat([zeros_E, zeros_E[:1]]), persistent=False)
 
     def select(self, call: RoutingCall) -> Tensor:
-        """Choose the k largest values of l + b; see `Router.select`."""
+        """Choose the experts with the k largest values of l + b; see `Router.select`."""
         return call.choose(top_k_stable(self._biased(call), call.k))
 
     def after_choice(self, call: RoutingCall, weights_TK: Tensor) -> Tensor:
-        """Add the quantiles of a pass; see `Router.after_choice`."""
+        """Add the quantiles of this pass to the sums; see `Router.after_choice`."""
         if self.training and call.k < self.num_experts:
             self.note_adapter()
             if call.ids_TK.shape[0]:
@@ -72,7 +75,7 @@ class QuantileRouter(Router):
         return call.logits_TE.detach() + self.bias_E
 
     def finish_step(self) -> None:
-        """Update the biases with the quantiles of all ranks, and reset the sums. Collective."""
+        """Update the biases from the quantiles of all ranks, and reset the sums. Collective."""
         passes_E = self.step_comm.all_reduce(self.passes_E).double()
         if not self.frozen:
             keep, count = self.config.quantile_ema, passes_E[-1]
@@ -85,13 +88,13 @@ class QuantileRouter(Router):
 
 
 def quantiles(logits_TE: Tensor, biased_TE: Tensor, real_T: Tensor, k: int) -> Tensor:
-    """Return a float32 tensor [E + 1] with the quantiles q of `QuantileRouter`, followed by the
-    number 1.
+    """Return a float32 tensor [E + 1] that contains the quantiles q of `QuantileRouter`, followed
+    by the number 1.
 
-    All values are 0 if there are no real tokens, or if a logit of a real token is not finite.
+    If there are no real tokens, or if a logit of a real token is not finite, all elements are 0.
 
     Args:
-        logits_TE, biased_TE: the logits l, and l + b.
+        logits_TE, biased_TE: logits l, and biased logits l + b.
         real_T: bool [T], True for tokens that are not padding. T must be at least 1.
         k: number of experts per token, which must be less than E.
     """

@@ -1,4 +1,5 @@
-"""The SparseMixer router, which chooses experts one by one and trains the choice with random draws.
+"""The SparseMixer router. The router chooses experts one after another, and uses random draws to
+train its choices.
 """
 
 from __future__ import annotations
@@ -16,14 +17,15 @@ _HALFWAY, _FULL = 1 / 3, 0.25
 
 @routers.register("sparsemixer")
 class SparseMixerRouter(Router):
-    """A router that k times chooses the best remaining expert, weighted by a softmax over close
-    experts.
+    """A router that chooses the best remaining expert k times, with weights from a softmax over the
+    experts that are close to the best remaining expert.
 
     An expert is close to the best expert if `(best - logit) / max(|logit|, best) <= 2 * mixer_eps`.
-    In training, the expert is instead drawn from this softmax. If the drawn expert is not the best,
-    its weight is multiplied by 1/3 in three of four draws, but the gradient of the weight is not.
-    This is Heun's third-order estimate of the gradient of the choice. Source: Liu et al., 2024,
-    GRIN, arXiv 2409.12136; Phi-3.5-MoE.
+    In training, an expert is drawn from the softmax instead of choosing the best remaining expert.
+    If the drawn expert is not the best remaining expert, its weight is multiplied by 1/3 in three
+    out of four draws. The gradient of the weight is not multiplied by 1/3. Multiplying only the
+    weight gives Heun's third-order estimate of the gradient with respect to the choice. Source: Liu
+    et al., 2024, GRIN, arXiv 2409.12136; Phi-3.5-MoE.
     """
 
     reads = frozenset({"input_jitter", "input_dropout", "mixer_eps"})
@@ -33,8 +35,7 @@ class SparseMixerRouter(Router):
     score_name = "softmax"
 
     def select(self, call: RoutingCall) -> Tensor:
-        """Choose the best of the remaining experts, or draw one in training; see `Router.select`.
-        """
+        """Choose the best remaining expert, or draw an expert in training; see `Router.select`."""
         left_TE, chosen = call.logits_TE.detach(), list[Tensor]()
         for _ in range(call.k):
             near_TE = self._near(call.logits_TE.detach(), left_TE)
@@ -46,9 +47,7 @@ class SparseMixerRouter(Router):
         return torch.cat(chosen, 1)
 
     def weigh(self, call: RoutingCall, ids_TK: Tensor) -> Tensor:
-        """Return the weights that are described in the docstring of the class; see
-        `Router.weigh`.
-        """
+        """Return the weights described in the class docstring; see `Router.weigh`."""
         left_TE, weights = call.logits_TE, list[Tensor]()
         lowered_TK = self._lowered(ids_TK) if self.training else None
         for step, chosen_T1 in enumerate(ids_TK.split(1, 1)):
@@ -64,8 +63,8 @@ class SparseMixerRouter(Router):
         return torch.cat(weights, 1)
 
     def _near(self, logits_TE: Tensor, left_TE: Tensor) -> Tensor:
-        """Return the logits of the remaining experts that are close to the best of them, and -inf
-        for all other experts.
+        """Return the logits of the remaining experts that are close to the best remaining expert,
+        and -inf for all other experts.
         """
         # Detached, because the set of close experts has no gradient.
         best_T1 = left_TE.detach().amax(1, keepdim=True)
@@ -74,7 +73,7 @@ class SparseMixerRouter(Router):
         return left_TE.masked_fill(far_TE, float("-inf"))
 
     def _lowered(self, ids_TK: Tensor) -> Tensor:
-        """Select three of four choices at random. In a recomputation, select the same choices."""
+        """Select three out of four choices at random. A recomputation selects the same choices."""
         return self.replayed(
             lambda: torch.rand(ids_TK.shape, device=ids_TK.device) > _FULL, "midpoint",
             tuple(ids_TK.shape))

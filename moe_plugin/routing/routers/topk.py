@@ -1,4 +1,4 @@
-"""The routers top-k (for any k, with GShard's second-expert policies), Switch and GShard."""
+"""The routers topk (for any k, with GShard's policies for the second expert), Switch and GShard."""
 
 from __future__ import annotations
 
@@ -18,16 +18,17 @@ from moe_plugin.routing.routers.base import Router
 
 @routers.register("topk")
 class TopKRouter(Router):
-    """A router with linear scores that chooses the k largest scores; ties go to the lower expert
-    index.
+    """A router with linear scores that chooses the experts with the k largest scores. Among equal
+    scores, the expert with the lower index is chosen.
 
-    The router is described in the section "router" of Tutel (Hwang et al., 2022). Noise with
-    standard deviation `noise / E` is added to the logits. Before capacity drops choices, scores are
-    divided by their sum over the chosen experts. This sum has a lower bound above zero.
+    The router is described in the Tutel paper (Hwang et al., 2022), section "router". Noise with a
+    standard deviation of `noise / E` is added to the logits. Before any choice is dropped because
+    of the capacity, the scores are divided by their sum over the chosen experts. The sum of the
+    scores is bounded below by a positive number.
 
     Attributes:
-        second_expert_policy: how the second expert is treated in training. If it is an empty
-            string, the configured policy is used.
+        second_expert_policy: how the router treats the second expert in training. If
+            `second_expert_policy` is an empty string, the configured policy is used.
     """
 
     reads = WITH_POLICY | FORCED | LINEAR
@@ -39,8 +40,8 @@ class TopKRouter(Router):
         self.second_expert_policy = self.second_expert_policy or self.config.second_expert_policy
 
     def select(self, call: RoutingCall) -> Tensor:
-        """Choose the k best experts. The policy "sampling" draws the second of the two experts. See
-        `Router.select`.
+        """Choose the k best experts. With the policy "sampling", the second expert is drawn at
+        random. See `Router.select`.
         """
         policy = self.second_expert_policy
         if not self.training or policy == "all":
@@ -54,7 +55,7 @@ class TopKRouter(Router):
         return call.choose(_drawn(call.logits_TE.detach()) if policy == "sampling" else None)
 
     def after_choice(self, call: RoutingCall, weights_TK: Tensor) -> Tensor:
-        """Drop some second experts if the policy is "random"; see `Router.after_choice`."""
+        """With the policy "random", drop some of the second experts; see `Router.after_choice`."""
         if not self.training or self.second_expert_policy != "random":
             return call.ids_TK
         # The draw is recorded, because a recomputation must drop the same experts.
@@ -68,18 +69,19 @@ class TopKRouter(Router):
         return torch.stack([ids_TK[:, 0], ids_TK[:, 1].masked_fill(~keep_T, -1)], dim=1)
 
     def second_share(self, weights_TK: Tensor) -> Tensor:
-        """Return half the probability with which the second expert is kept, [T].
+        """Return half of the probability with which the second expert is kept, [T], which is the
+        weight of the second expert.
 
-        The result is the weight of the second expert. If weights are divided by their sum before
-        dropping, this is the divided weight. Otherwise it is the score itself, as in fairseq's
-        `moe` branch.
+         If weights are divided by their sum before choices are dropped, the method returns the
+        divided weight. If weights are not divided by their sum, the method returns the score, as in
+        fairseq's `moe` branch.
         """
         return weights_TK[:, 1]
 
 
 def _drawn(logits_TE: Tensor) -> Tensor:
-    """Return the best expert and a second expert, [T, 2]. The second expert is drawn from the
-    softmax over the other experts.
+    """Return the best expert and a second expert, [T, 2]. The second expert is drawn from a softmax
+    over all experts except the best expert.
     """
     first_T1 = top_k_stable(logits_TE, 1)
     # The argmax of logits plus Gumbel noise is distributed like a draw from their softmax.
@@ -90,10 +92,11 @@ def _drawn(logits_TE: Tensor) -> Tensor:
 
 @routers.register("gshard")
 class GShardRouter(TopKRouter):
-    """A router that chooses the two likeliest experts. In training the second expert is kept with
-    the probability `min(1, 2 g2)`.
+    """A router that chooses the two experts with the highest probabilities. In training, the second
+    expert is kept with probability `min(1, 2 g2)`.
 
-    Here `g2 = p2 / (p1 + p2)`. The weights g are computed before the second expert is dropped.
+    Here, `g2 = p2 / (p1 + p2)`, where p1 and p2 are the probabilities of the first and the second
+    expert. The weights g are computed before the second expert is dropped.
     Source: GShard (Lepikhin et al., 2020), algorithm 1.
     """
 
@@ -102,13 +105,14 @@ class GShardRouter(TopKRouter):
     second_expert_policy = "random"
 
     def second_share(self, weights_TK: Tensor) -> Tensor:
-        """Return the weight g2; see `TopKRouter.second_share`."""
+        """Return the weight g2 of the second expert; see `TopKRouter.second_share`."""
         return shares(weights_TK)[:, 1]
 
 
 @routers.register("switch")
 class SwitchRouter(Router):
-    """A router that chooses the likeliest expert, weighted by its probability.
+    """A router that chooses the expert with the highest probability. The weight of the expert is
+    its probability.
 
     As in the paper, `router.input_jitter` is applied to the input. Source: Switch Transformer
     (Fedus et al., 2021).
