@@ -135,8 +135,8 @@ class FFNParameters:
 
         The inputs are x, with shape [R, D] or [T, D], and the list [w_in, b_in, w_gate, b_gate,
         w_out, b_out]. Under autocast, all inputs are cast to the autocast dtype (float64 stays
-        float64). The mapping is then empty, because the original parameters redirect their
-        gradients themselves.
+        float64), and the mapping is empty, because the original parameters redirect their
+        gradients.
         """
         fields: list[Tensor | None] = [self.w_in_LDF, self.bias_in_LF, self.w_gate_LDF,
                                        self.bias_gate_LF, self.w_out_LFD, self.bias_out_LD]
@@ -319,8 +319,7 @@ def batched(rows_RI: Tensor, counts: RowCounts, w_LIO: Tensor, b_LO: Tensor | No
 
 
 def grouped(rows_RI: Tensor, counts: RowCounts, w_LIO: Tensor, b_LO: Tensor | None) -> Tensor:
-    """Compute all experts in a single launch with torch's grouped GEMM, which is fast on GPUs in
-    bf16.
+    """Compute all experts in one launch of torch's grouped GEMM, which is fast on GPUs in bf16.
 
     The shapes and dtypes are the same as for `loop`. If the grouped GEMM does not support the
     operands, `loop` is used.
@@ -347,9 +346,7 @@ def _for_each_row(values_LO: Tensor, counts: RowCounts) -> Tensor:
 
 
 def grouped_refusal(rows_RI: Tensor, w_LIO: Tensor) -> str | None:
-    """Return the reason why `grouped` uses `loop` for these operands, or None if it uses the
-    grouped GEMM.
-    """
+    """Return why `grouped` uses `loop` for these operands, or None if it uses the grouped GEMM."""
     # torch up to 2.11 raises an error when asked about autocast on the meta device.
     if rows_RI.device.type != "meta" and torch.is_autocast_enabled(rows_RI.device.type):
         return "autocast"

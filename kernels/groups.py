@@ -34,8 +34,8 @@ def write_pages(x_N: Tensor, record_M: Tensor, pages_SP: Tensor, host_SP: Tensor
     Args:
         x_N: values [N] of any dtype, where N <= M * P.
         record_M: record with the slot of each run, int64 [M].
-        pages_SP: buffer on the device. host_SP: buffer in host memory. Both have the dtype of x and
-            are changed in place.
+        pages_SP: buffer on the device, of the dtype of x, which is changed in place.
+        host_SP: buffer in host memory, of the dtype of x, which is changed in place.
     """
     size, pages = pages_SP.shape[1], record_M.shape[0]
     x_MP = F.pad(x_N, (0, pages * size - x_N.shape[0])).view(pages, size)

@@ -136,7 +136,8 @@ def route_by_steps(logits_TE: Tensor, s_TE: Tensor, p_TE: Tensor, mask_T: Tensor
     """A reference implementation of `route` that consists of separate torch operations and uses
     torch's autograd.
 
-    s_TE: scores computed from the logits. p_TE: the scores divided by their sum.
+    s_TE: scores computed from the logits.
+    p_TE: the scores divided by their sum.
     """
     ids_TK, weights_TK, _, *sums = _steps(logits_TE, s_TE, p_TE, mask_T, rule, chosen_TK, bias_E)
     return Routed(ids_TK, weights_TK, *sums)

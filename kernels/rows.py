@@ -32,9 +32,7 @@ _SUM = 0  # the mode "sum" of torch.embedding_bag
 @op
 def take_rows(x_TD: Tensor, source_R: Tensor, top_k: int, weights_TK: Tensor | None,
               complete: bool = False) -> Tensor:
-    """Gather tokens to rows [R, D]: `rows[r] = weight(source r) * x[source r // K]`; empty slots
-    are 0.
-    """
+    """Gather tokens to rows: `rows[r] = weight(source r) * x[source r // K]`, 0 in empty slots."""
     if x_TD.shape[0] == 0 or source_R.numel() == 0:
         return x_TD.new_zeros(source_R.numel(), x_TD.shape[1])
     choice_R = source_R if complete else source_R.clamp(min=0)
@@ -73,14 +71,12 @@ def sum_rows(rows_RD: Tensor, position_TK: Tensor, weights_TK: Tensor | None,
 
 def bags(index_BK: Tensor, scale_BK: Tensor | None,
          dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-    """Return the arguments (index, scale) of `sum_bags` for rows of `dtype`. Both have the shape
-    [B, K] or [B, 2 K].
+    """Return the arguments (index, scale) of `sum_bags` for rows of `dtype`, [B, K] or [B, 2 K].
 
     bfloat16 rows can be multiplied only by bfloat16 factors. Each float32 factor is therefore split
     into two bfloat16 factors. The sum of these two factors has an error of at most 2^-17. With
-    split factors, each row is read twice, but the second read comes from the cache. A float32 copy
-    of all rows would have to be written to memory and read again. If a factor is already bfloat16,
-    it is not split.
+    split factors, each row is read twice, but the second time from the cache. A float32 copy of all
+    rows would have to be written and read. Factors that are already bfloat16 are not split.
     """
     if scale_BK is None or dtype != torch.bfloat16 or scale_BK.dtype == dtype:
         return index_BK, scale_BK
@@ -108,8 +104,8 @@ def sum_bags(x_ND: Tensor, index_BK: Tensor, scale_BK: Tensor | None) -> Tensor:
 
 def _reads(position_TK: Tensor, weights_TK: Tensor | None, dtype: torch.dtype,
            complete: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return, for each choice, the row to read and its weight. The third output is a bool tensor
-    [T], which is True for tokens without any row.
+    """Return, for each choice, the row to read and its weight, and a bool tensor [T] that is True
+    for tokens without any row.
 
     If the returned weight is None, all weights are 1. If the third output is None, every token has
     a row. If a choice has no row, another row of the same token is read with weight 0, because a
@@ -143,8 +139,7 @@ def _on_host(index: Tensor) -> bool:
 @op
 def dot_rows(grad_TD: Tensor, rows_RD: Tensor, position_TK: Tensor,
              complete: bool = False) -> Tensor:
-    """Compute `dw[t, j] = <grad[t], rows[position(t, j)]>` in float32 (float64 for float64 rows).
-    For choices without a row, the output is 0.
+    """Compute `dw[t, j] = <grad[t], rows[position(t, j)]>` in float32 or float64, 0 without a row.
     """
     dtype = accumulate_dtype(rows_RD.dtype)
     if rows_RD.shape[0] == 0 or position_TK.numel() == 0:
@@ -164,8 +159,8 @@ def dot_rows(grad_TD: Tensor, rows_RD: Tensor, position_TK: Tensor,
 def _dots_in_one_pass(grad_TD: Tensor, rows_RD: Tensor, position_TK: Tensor) -> Tensor:
     """Compute `dot_rows` on a CPU for operands that have the same dtype.
 
-    torch computes these dot products as the gradient of the factors of an embedding bag. For the
-    index -1, the output is 0.
+    torch computes these dot products as the gradient of an embedding bag's factors, with 0 for
+    index -1.
     """
     choices = position_TK.shape[1]
     choice_N = torch.arange(position_TK.numel(), device=position_TK.device)
@@ -179,7 +174,7 @@ def _dots_in_pieces(grad_TD: Tensor, rows_RD: Tensor, position_TK: Tensor,
                     dtype: torch.dtype) -> Tensor:
     """Compute `dot_rows` on a CPU for 16-bit operands. A few tokens are converted at a time.
 
-    See `widened` for the reason why the pieces are small.
+    The pieces are small for the reason in `widened`.
     """
     (tokens, choices), width = position_TK.shape, rows_RD.shape[1]
     dots_TK = rows_RD.new_empty(tokens, choices, dtype=dtype)

@@ -229,9 +229,7 @@ class MainGrad:
         target_IO.add_(multiply(a_IN, b_NO, product_IO))
 
     def result(self) -> Tensor | None:
-        """Return the gradient that backward reports: a `placeholder_grad` if this is the last call
-        that shares `sums`, otherwise None.
-        """
+        """Return a `placeholder_grad` for the last call that shares `sums`, otherwise None."""
         return placeholder_grad(self.parameter) if self.sums.last(self.name) else None
 
 
@@ -240,8 +238,8 @@ def placeholder_grad(parameter: Tensor) -> Tensor | None:
 
     Autograd runs the hooks of the parameter only if it receives a tensor with the shape and dtype
     of the parameter. The placeholder contains zeros, because a user's hook may read it. If the
-    parameter has no attribute `grad_added_to_main_grad`, no hook needs a tensor, and None is
-    returned.
+    parameter has no attribute `grad_added_to_main_grad`, None is returned, because no hook needs a
+    tensor.
     """
     if not hasattr(parameter, "grad_added_to_main_grad"):
         return None
@@ -286,8 +284,7 @@ class LaterGrads:
     def cut_off(tensors: Sequence[Tensor | None]) -> tuple[list[Tensor | None], tuple[bool, ...]]:
         """Detach the weights of a call from the graph, and return which weights need a gradient.
 
-        Autograd then ignores the weights, so no hook of a weight runs before the gradient of the
-        weight has been computed.
+        Autograd then ignores the weights, so their hooks do not run before the gradients exist.
 
         tensors: the list [w_in, b_in, w_gate, b_gate, w_out, b_out].
         """

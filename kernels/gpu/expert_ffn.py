@@ -92,8 +92,8 @@ class _Call:
     """Data shared by the forward and backward pass of a call, except tensors; see `FFNParameters`.
 
     groups: groups of rows. This object also contains the tables of tiles, which forward computes
-    and backward reuses. later: object that collects postponed weight gradients, or None if this
-    call cannot postpone weight gradients. wanted: see `LaterGrads.cut_off`.
+    and backward reuses. later: object that collects postponed weight gradients, or None if they
+    cannot be postponed. wanted: see `LaterGrads.cut_off`.
     """
 
     groups: RowGroups
@@ -118,8 +118,8 @@ def _expert_ffn(x: Tensor, gates_TK: Optional[Tensor], source_R: Optional[Tensor
     Args:
         x: tokens [T, D], or rows [R, D] if `source_R` and `position_TK` are None.
         gates_TK: gate weights of the choices in float32 or float64, or None if all of them are 1.
-        w_in, w_gate: weights [L, D, F] in the dtype of x. b_in, b_gate: their biases [L, F].
-        w_out, b_out: output weight [L, F, D] and output bias [L, D], in the dtype of x.
+        w_in, w_gate, w_out: weights [L, D, F], [L, D, F] and [L, F, D], in the dtype of x.
+        b_in, b_gate, b_out: biases [L, F], [L, F] and [L, D], in the dtype of x.
         counts: number of rows of each expert, or None if known only on the device.
         lengths_L: number of rows of each expert, int64 [L]. Used only if `counts` is None.
     Returns: y with the shape of x; h and gate [R, F] for backward (an empty gate without gating).
@@ -392,9 +392,7 @@ def _grad_x(groups: RowGroups, g_h: Tensor, g_gate: Tensor | None, w_in: Tensor,
 
 def _grad_gates(groups: RowGroups, dots_CR: Tensor, grad_y: Tensor, b_out: Tensor | None,
                 token_R: Tensor | None, position_TK: Tensor | None) -> Tensor:
-    """Return the gradient of the gate of each choice. This is the dot product of the gradient of y
-    and the output row: `<u, a>` plus the contribution of the bias.
-    """
+    """Return the gradient of each choice's gate: `<u, a>` plus the contribution of the bias."""
     assert token_R is not None and position_TK is not None
     if b_out is not None and grad_y.shape[0] and dots_CR.numel():
         share_TL = grad_y.to(dots_CR.dtype) @ b_out.to(dots_CR.dtype).t()

@@ -78,8 +78,8 @@ def tile_at(t, columns, rows_of_tiles, GROUP: tl.constexpr):
 def rows_at(pm, token, tile_group, tile_row, ends, GATHER: tl.constexpr, BM: tl.constexpr):
     """Return (group, first row, rows r, inside, at, live) for the row tile pm.
 
-    inside: mask of those rows r that belong to the group. at: for each row r, index of the row of x
-    that is read. live: mask of those rows r for which a row of x exists.
+    inside: mask of those rows r that belong to the group.
+    at, live: for each row r, index of the row of x that is read, and whether this row exists.
     """
     group = tl.load(tile_group + pm)
     first = tl.load(tile_row + pm)

@@ -145,7 +145,7 @@ def product_tiling(chip: Chip, dtype: torch.dtype, rows_each: float, results: in
             rows would be mostly unused.
         results: number of sums that a program accumulates at the same time (2 for gate and up).
         extra: whether the epilogue of the kernel reads additional tiles.
-        precision: see `experts.precision`. precision: float32 matmuls that use the matrix units
+        precision: see `experts.precision`. Float32 matmuls that use the matrix units
             have larger tiles.
         gathers: whether the rows are gathered. A flat loop is 2 to 13 % faster for rows in order
             and 5 to 40 % slower for gathered rows (measured on an H100).
