@@ -77,8 +77,8 @@ def joined(parts: Sequence[Derived], axis: int) -> Derived:
         if shapes[0] != shapes[1] or one.entry.dtype != first.entry.dtype:
             raise CheckpointError(
                 f"{one.key[1]!r} ({one.entry.dtype}, shape {one.entry.shape}) cannot be joined "
-                f"with {first.key[1]!r} ({first.entry.dtype}, shape {first.entry.shape}) "
-                f"along axis {axis}; data types and other axes must be equal")
+                f"with {first.key[1]!r} ({first.entry.dtype}, shape {first.entry.shape}) along "
+                f"axis {axis}; their data types and all other axes must be equal")
         starts.append(start)
         start += one.entry.shape[axis]
     shape = (*first.entry.shape[:axis], start, *first.entry.shape[axis + 1:])

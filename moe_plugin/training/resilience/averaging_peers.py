@@ -1,7 +1,7 @@
-"""Peers that train separately and average their weights every few steps (local SGD and DiLoCo).
+"""Peers that train independently and average their weights every few steps (local SGD and DiLoCo).
 
-Each peer trains a full copy of the model, and its weights are streamed through the device. The
-methods correspond to `LocalSGD` and `DiLoCo` of torchft. Peers may join and leave at any time.
+Each peer trains a full copy of the model. The weights are streamed through the device. These
+methods correspond to `LocalSGD` and `DiLoCo` in torchft. Peers may join and leave at any time.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ BlockState = Mapping[str, Sequence[Tensor]]  # the outer optimizer's state of a 
 
 @dataclass(frozen=True)
 class OuterNesterov:
-    """DiLoCo's outer optimizer: SGD with Nesterov momentum on the mean change of the peers'
-    weights.
+    """The outer optimizer of DiLoCo: SGD with Nesterov momentum, applied to the mean change of the
+    peers' weights.
 
-    Let theta be the weights after the last average, theta_i the current weights of peer i, and b
-    the momentum, which starts at 0. Then `Delta = mean_i(theta - theta_i)`, `b <- mu b + Delta` and
-    `theta <- theta - lr (Delta + mu b)`. Source: Douillard and others, DiLoCo (arXiv 2311.08105),
-    algorithm
-    1. The default values are taken from this paper.
+    Let theta be the weights after the last averaging, theta_i the current weights of peer i, and b
+    the momentum buffer, which is initially 0. The update is `Delta = mean_i(theta - theta_i)`,
+    `b <- mu b + Delta` and `theta <- theta - lr (Delta + mu b)`. Source: Douillard and others,
+    DiLoCo (arXiv 2311.08105), algorithm
+    1. The default values are those of this paper.
 
     Attributes:
-        lr: learning rate of the outer optimizer, above 0.
-        momentum: momentum `mu` of the outer optimizer, in [0, 1).
+        lr: learning rate of the outer optimizer, which must be above 0.
+        momentum: momentum `mu` of the outer optimizer, which must be in [0, 1).
     Raises:
         ValueError: If a number is out of bounds.
     """
@@ -61,8 +61,8 @@ class OuterNesterov:
     @torch.no_grad()
     def step(self, weights: Sequence[Tensor], momenta: Sequence[Tensor],
              changes: Sequence[Tensor]) -> None:
-        """Update the weights theta and the momentum b in place. `changes` contains `Delta` and is
-        overwritten.
+        """Update the weights theta and the momentum buffer b in place. `changes` contains `Delta`.
+        Its values are overwritten.
         """
         for theta, b, delta in zip(weights, momenta, changes, strict=True):
             b.mul_(self.momentum).add_(delta)
@@ -70,24 +70,25 @@ class OuterNesterov:
 
 
 class StreamedPeer:
-    """The trainer of this peer, together with its connection to the other peers for averaging.
+    """The trainer of this peer, and its connection to the other peers. The peers average their
+    weights over this connection.
 
-    Weights are averaged block by block, so no peer ever has the whole model in memory. In its first
-    average, a joining or returning peer receives the weights of the other peers and, with DiLoCo,
-    the state of the outer optimizer. The peer also receives the counts of the other peers, which
-    are integer buffers that averages do not change. The inner optimizer of such a peer starts with
-    a new state, as is usual for local SGD.
+    Weights are averaged one block at a time, so no peer ever has the whole model in memory. In its
+    first averaging, a joining or returning peer receives the weights of the other peers. With
+    DiLoCo, it also receives the state of the outer optimizer. The peer also receives the counts of
+    the other peers. These counts are integer buffers, which averaging does not change. As usual for
+    local SGD, the inner optimizer of this peer starts with a new state.
 
     Args:
-        trainer: trainer whose model and optimizer are the same on every peer.
+        trainer: trainer of this peer. Its model and optimizer must be the same on every peer.
         lighthouse: see `ElasticReplica`.
         replica: see `ElasticReplica`.
-        every: number of steps between two averages.
+        every: number of steps between two averagings.
         timeout_s: see `ElasticReplica`.
-        outer: optional. DiLoCo's outer optimizer, which must be the same on every peer. The state
-            of the outer optimizer is twice the size of the weights and is stored in the trainer's
-            storage tier. By default there is no outer optimizer, and the weights are set to their
-            mean.
+        outer: optional. Outer optimizer of DiLoCo, which must be the same on every peer. The state
+            of the outer optimizer is twice as large as the weights. It is stored in the trainer's
+            storage tier. By default, there is no outer optimizer, and the weights are set to the
+            mean of the peers' weights.
         resume: optional. A folder that `save` wrote. The trainer and the outer optimizer are
             restored from this folder.
         outer_states: optional. The results of `outer_state` for all blocks, which a host restores

@@ -80,18 +80,19 @@ def _open(paths: Sequence[str], trusted: bool) -> Source:
     gates = {name: value.entry.shape[0] for name, value in shared[MODEL].items()
              if name.endswith("." + _GATE)}
     if len(set(gates.values())) != 1:
-        raise CheckpointError(f"checkpoint {paths[0]!r} has gates of different numbers of experts, "
-                              f"{sorted(set(gates.values()))}; only one number of experts is "
-                              "supported")
+        raise CheckpointError(f"checkpoint {paths[0]!r} has MoE layers with different numbers of "
+                              f"experts, {sorted(set(gates.values()))}; all MoE layers must have "
+                              "the same number of experts")
     [count], local = set(gates.values()), _local_experts(ranks[0], paths[1])
     if (len(ranks) * local) % count or (local > 1 and len(ranks) * local != count):
         raise CheckpointError(
             f"checkpoint {paths[0]!r} has {count} experts, but its {len(ranks)} rank files have "
-            f"{local} experts each: files are missing or of another checkpoint")
+            f"{local} experts each: files are missing or belong to another checkpoint")
     steps = {_step(state) for state in (shared, *ranks)}
     if len(steps) != 1:
-        raise CheckpointError(f"the files of checkpoint {paths[0]!r} are of different steps, "
-                              f"{sorted(map(str, steps))}; use files of one step")
+        raise CheckpointError(f"the files of checkpoint {paths[0]!r} were saved at different "
+                              f"steps, {sorted(map(str, steps))}; use files that were saved at the "
+                              "same step")
     parts, ep = [(shared, shared[MODEL], paths[0])], count // local
     for rank, state in enumerate(ranks[:ep]):
         places: dict[str, Any] = {name: expert_of(name) for name in state[MODEL]}
@@ -122,8 +123,9 @@ def _local_experts(state: State, path: str) -> int:
                                   "branch")
         numbers.add(expert[1])
     if not numbers or numbers != set(range(len(numbers))):
-        raise CheckpointError(f"checkpoint file {path!r} has experts {sorted(numbers)}; the "
-                              "numbers must be 0, 1, ... without gaps")
+        raise CheckpointError(f"checkpoint file {path!r} contains the experts {sorted(numbers)}, "
+                              "but expert numbers must be 0, 1, 2, ... without gaps; copy the file "
+                              "again")
     return len(numbers)
 
 
@@ -146,8 +148,9 @@ def _values(shared: State, unread: bool) -> dict[str, Any]:
         rest[_OPTIMIZER] = {key: value for key, value in optimizer.items() if key != "state"}
     averages = [key for key in ("ema", "ema_fp32_params") if key in (rest.get("extra_state") or {})]
     if averages:
-        raise CheckpointError(f"the branch's checkpoint has averaged weights ({averages[0]!r}), "
-                              "which cannot be converted; save it without --store-ema")
+        raise CheckpointError("the checkpoint of fairseq's moe branch contains averaged weights "
+                              f"({averages[0]!r}), which cannot be converted; save it without "
+                              "--store-ema")
     rest = torch_files.read_all(rest)
     return {"step": _step(shared), "settings": rest.get("cfg") or rest.get("args"), _STATE: rest,
             GROUPS: None if unread else (rest.get(_OPTIMIZER) or {}).get("param_groups")}
@@ -238,7 +241,7 @@ class BranchFormat(Format):
                 and not source.values.get(MODEL_ONLY)):
             raise CheckpointError(
                 "the checkpoint has optimizer state without parameter names, so the state cannot "
-                "be distributed to other files; use --model-only")
+                "be distributed to the new files; use --model-only")
         write_files(path, {
             f"checkpoint_last-{'shared' if rank is None else f'rank-{rank}'}.pt":
             partial(_state_of_file, source, rank, count // size)

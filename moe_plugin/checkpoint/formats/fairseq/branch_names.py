@@ -48,8 +48,8 @@ def expert_of(name: str) -> tuple[str, int, str] | None:
     if match is None:
         return None
     if match[3] not in EXPERT:
-        raise CheckpointError(f"{name!r} is a parameter of an expert that MoELayer does not have; "
-                              f"the parameters of an expert are {', '.join(EXPERT)}")
+        raise CheckpointError(f"{name!r} is an expert parameter that MoELayer does not have; the "
+                              f"parameters of an expert are {', '.join(EXPERT)}")
     return match[1], int(match[2]), match[3]
 
 
@@ -98,8 +98,8 @@ def to_branch(source: Source) -> View:
     def others(tensor: Derived) -> Derived:
         if tensor.key[1].startswith(tuple(source.layers)):
             raise CheckpointError(
-                f"the branch's MoE layer has no counterpart for {tensor.key[1]!r}; its gate is a "
-                "single linear map, and its experts have two layers with biases")
+                f"the MoE layer of fairseq's moe branch has no counterpart for {tensor.key[1]!r}; "
+                "its gate is a single linear map, and its experts have two layers with biases")
         return tensor
 
     prefixes = {prefix: prefix.removesuffix("moe.") for prefix in source.layers}

@@ -235,7 +235,7 @@ def refuse_branch(path: str, state: Mapping[str, Any]) -> None:
         name = re.sub(r"-shared(?=\.pt$)", "", without_rank(path))
         raise ValueError(
             f"checkpoint {path!r} was written by fairseq's moe branch (it contains {names[0]!r}), "
-            f"which stores experts in another way: convert it with moe-plugin reshard {name} OUT "
-            "--to fairseq and load OUT/checkpoint_last.pt, or run it in that branch, where "
+            f"which stores experts in a different way: convert it with moe-plugin reshard {name} "
+            "OUT --to fairseq and load OUT/checkpoint_last.pt, or run it in that branch, where "
             "--user-dir moe_plugin replaces the branch's own layer by this layer "
             "(docs/fairseq_training.md)")

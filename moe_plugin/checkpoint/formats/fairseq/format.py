@@ -96,9 +96,8 @@ def _refuse_shard(path: str, state: Mapping[str, Any]) -> None:
     """
     if any("flat_param" in name for name in state[MODEL]):
         raise CheckpointError(
-            f"checkpoint {path!r} contains only one rank's part of every parameter (--ddp-backend "
-            "fully_sharded --use-sharded-state), which cannot be converted; resume the run "
-            "without "
+            f"checkpoint {path!r} contains only one rank's shard of every parameter (--ddp-backend "
+            "fully_sharded --use-sharded-state), which cannot be converted; resume the run without "
             "--use-sharded-state and save a whole checkpoint")
 
 
@@ -226,7 +225,7 @@ def state_of_rank(source: Source, rank: int, world: int, ep: int,
     if rest.get(OPTIMIZER) and not order:
         raise CheckpointError(
             "the checkpoint has optimizer state without parameter names, so the state cannot be "
-            "distributed to other files; use --model-only, or resume with --reset-optimizer")
+            "distributed to the new files; use --model-only, or resume with --reset-optimizer")
     state = {**rest, MODEL: columns.pop(MODEL)}
     if CRITERION in columns:
         state[CRITERION] = columns.pop(CRITERION)

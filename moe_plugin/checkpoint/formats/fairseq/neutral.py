@@ -66,8 +66,9 @@ def to_decoder(source: Source, arguments: Mapping[str, Any]) -> DecoderSettings:
     heads, width = int(arguments["decoder_attention_heads"]), _width(source)
     activation = ACTIVATIONS.get(str(arguments["activation_fn"]))
     if activation is None:
-        raise CheckpointError(f"activation_fn={short(arguments['activation_fn'])} has no neutral "
-                              f"form; supported activations: {', '.join(ACTIVATIONS)}")
+        raise CheckpointError(f"activation_fn={short(arguments['activation_fn'])} cannot be "
+                              "converted to another framework; supported activations: "
+                              f"{', '.join(ACTIVATIONS)}")
     return DecoderSettings(
         heads=heads, kv_heads=heads, norm="layernorm", norm_eps=_EPS, activation=activation,
         gated=False, positions="learned" if learned else "none" if plain else "sinusoidal",

@@ -60,7 +60,7 @@ def upcycle(source: Source, plan: Upcycling, check: Callable[[Namespace], None])
               if every[place[0]] and (place[1] + 1) % every[place[0]] == 0}
     for stack, frequency in every.items():
         if (frequency or not any(every.values())) and not any(one == stack for one, _ in chosen):
-            raise CheckpointError(f"no layer of the {stack} becomes an MoE layer with "
+            raise CheckpointError(f"no layer of the {stack} would become an MoE layer with "
                                   f"every={frequency}; use a smaller --every, or 0 for one of the "
                                   "two stacks")
     arguments = {**model_arguments(source.values[STATE]), **_flags(plan, every, chosen)}

@@ -107,8 +107,8 @@ def check_counts(source: Source) -> None:
         most = 0 if kind is None else layers if kind[1] else experts if kind[2] else elements
         if most and isinstance(value, int) and value > most:
             raise CheckpointError(f"config.json has {name}={short(value)}, but the files allow at "
-                                  f"most {most}: they belong to different models; download or copy "
-                                  "the folder again")
+                                  f"most {most}: config.json belongs to a different model; "
+                                  "download or copy the folder again")
 
 
 def _layers_of(entries: Mapping[str, TensorEntry]) -> dict[str, dict[str, Any]]:
