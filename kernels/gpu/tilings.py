@@ -108,7 +108,7 @@ class Chip:
 
     @property
     def copies_tiles(self) -> bool:
-        """copies_tiles: whether a single instruction can copy a tile into shared memory (TMA)."""
+        """True if a single instruction can copy a tile into shared memory (TMA)."""
         return self.kind in ("hopper", "blackwell")
 
 

@@ -371,8 +371,8 @@ def _load_optimizer(state: dict[str, Any], model: nn.Module,
 
 
 def whole(state: Any, comm: Comm) -> Any:
-    """Gather the sharded tensors in a state dict. All ranks that share them must call this
-    function.
+    """Gather the sharded tensors in a state dict to whole tensors. Collective over the ranks that
+    share them.
 
     Args:
         state: nested mappings. Sharded tensors must have the same order on all ranks.

@@ -1,8 +1,6 @@
-"""Confident multiple choice learning (CMCL): ensembles whose members specialize in different
-samples.
+"""Confident multiple choice learning (CMCL): ensembles whose members specialize in some samples.
 
-Each member makes confident predictions for its own samples, and predicts a uniform distribution for
-all other samples.
+Each member makes confident predictions for its own samples, and uniform ones for all other samples.
 
 Notation: N is the number of samples, M the number of members (models, heads or experts), C the
 number of classes, G the number of groups of samples. Source: CMCL (Lee and others, 2017).
@@ -34,8 +32,7 @@ class EnsembleSettings:
     Attributes:
         heads: number of heads, M.
         hidden: width of each head's hidden layer.
-        sharing: probability with which a feature of one head is added to the features of another
-            head.
+        sharing: probability with which a feature of one head is added to those of another head.
         k: see `confident_oracle_loss`.
         beta: see `confident_oracle_loss`.
         labels: see `confident_oracle_loss`.
@@ -79,8 +76,7 @@ def flags(whole: str, part: str, meaning: str) -> Flags:
 
 def given_settings(args: argparse.Namespace, known: Flags,
                    checks: Iterable[Check] = ()) -> EnsembleSettings | None:
-    """Return the ensemble settings in parsed arguments, or None if the arguments request a single
-    output layer.
+    """Return the ensemble settings in parsed arguments, or None if there is a single output layer.
 
     Args:
         args: parsed arguments.
@@ -131,8 +127,7 @@ class OracleLoss:
 
 
 def uniform_divergence(logits_NMC: Tensor) -> Tensor:
-    """Return the divergence from the uniform distribution,
-    `KL(U || P) = -log C - (1/C) sum_c log P(c)` [N, M], for logits [N, M, C].
+    """Return the divergence `KL(U || P) = -log C - (1/C) sum_c log P(c)`, [N, M].
 
     The gradient with respect to the logits is `p - 1/C`.
     """
@@ -140,8 +135,7 @@ def uniform_divergence(logits_NMC: Tensor) -> Tensor:
 
 
 def responsible(cross_entropy_NM: Tensor, divergence_NM: Tensor, k: int, beta: float) -> Tensor:
-    """Return the assignment with the smallest loss in which each sample has `k` members, bool [N,
-    M].
+    """Return the assignment of `k` members to each sample, bool [N, M], that has the smallest loss.
 
     For each sample, the chosen members have the k smallest values of `CE_m - beta KL_m`. If values
     are equal, the lower index is chosen. This assignment is optimal, because the loss is a sum over
@@ -170,9 +164,8 @@ def confident_oracle_loss(logits_NMC: Tensor, target_N: Tensor, k: int, beta: fl
 
     For each sample, the loss trains the best `k` members and pulls all other members towards the
     uniform distribution. The loss is `sum_m [ v_m CE(y, P_m) + beta (1 - v_m) KL(U || P_m) ]`,
-    where v is the best assignment of k members to each sample. With beta = 0 and k = 1, this loss
-    is multiple choice learning. With k = M, the members are an independent ensemble. The loss is
-    computed in at least float32.
+    where v is the best assignment of k members to each sample. With beta = 0 and k = 1, this is
+    multiple choice learning. With k = M, the members are independent. The loss is at least float32.
 
     Args:
         logits_NMC: logits of all members, float [N, M, C].
@@ -181,8 +174,8 @@ def confident_oracle_loss(logits_NMC: Tensor, target_N: Tensor, k: int, beta: fl
         beta: weight of the divergence for members that are not responsible for a sample.
         labels: how the divergence is computed. With "exact", the divergence is computed exactly.
             With "stochastic", the divergence is replaced by the cross entropy with a random label,
-            which is drawn uniformly for each sample and each other member. The expected gradient is
-            the same.
+            drawn uniformly for each sample and each other member. The expected gradient is the
+            same.
         group_N: optional. Index of the group to which each sample belongs, int64 [N] in
             0..groups-1. All samples of a group (for example, the tokens of a sequence) have the
             same responsible members. By default, each sample is a separate group.
@@ -252,10 +245,11 @@ def sequence_oracle_loss(logits_BTMC: Tensor, target_BT: Tensor, real_BT: Tensor
         k: see `confident_oracle_loss`.
         beta: see `confident_oracle_loss`.
         labels: see `confident_oracle_loss`.
-        by_sequence: whether all tokens of a sequence have the same responsible members. The losses
-        of all tokens with their responsible members, float32 [B * T]. The second value contains the
-        errors of all tokens, bool [B * T], under the names "oracle" (no member is correct) and
-        "top1" (the mean of the members is wrong). For padding, both errors are False.
+        by_sequence: whether all tokens of a sequence have the same responsible members.
+    Returns:
+        The losses of all tokens with their responsible members, float32 [B * T]. The second value
+        contains the errors of all tokens, bool [B * T], by name: "oracle" (no member is correct)
+        and "top1" (the mean of the members is wrong). For padding, both errors are False.
     """
     result = sequence_oracle(logits_BTMC, target_BT, real_BT, k, beta, labels=labels,
                              by_sequence=by_sequence)
@@ -266,9 +260,7 @@ def sequence_oracle_loss(logits_BTMC: Tensor, target_BT: Tensor, real_BT: Tensor
 
 def sequence_oracle(logits_BTMC: Tensor, target_BT: Tensor, real_BT: Tensor, k: int, beta: float, *,
                     labels: str = "exact", by_sequence: bool = True) -> OracleLoss:
-    """Compute `confident_oracle_loss` for all tokens. For the arguments, see
-    `sequence_oracle_loss`.
-    """
+    """Compute `confident_oracle_loss` for all tokens. Arguments: see `sequence_oracle_loss`."""
     batch, length = target_BT.shape
     group_N = torch.arange(batch, device=target_BT.device).repeat_interleave(length)
     return confident_oracle_loss(logits_BTMC.flatten(0, 1), target_BT.flatten(), k, beta,
@@ -281,8 +273,8 @@ def sequence_errors(logits_BTMC: Tensor, target_BT: Tensor, by_sequence: bool) -
 
     "top1" is the error of the mean of the members' predictions. "member" is the mean of the errors
     of the individual members. "oracle" is the error of the best member of each sequence. If
-    `by_sequence` is False, "oracle" uses the best member of each token, so a token is wrong only if
-    no member is correct.
+    `by_sequence` is False, it is the error of the best member of each token, so a token is wrong
+    only if no member is correct.
 
     Args:
         logits_BTMC: float [B, T, M, C].
@@ -315,8 +307,7 @@ def confidence_histograms(logits_NMC: Tensor, chosen_NM: Tensor,
 
 
 def confidence_counts(p: Tensor, counted: Tensor, bins: int) -> Tensor:
-    """Divide 0..1 into intervals, and count in which interval the largest probability of each
-    distribution is, [bins].
+    """Count how often a distribution's largest probability is in each interval of 0..1, [bins].
 
     Args:
         p: class probabilities of each distribution, float [..., C].
@@ -328,12 +319,11 @@ def confidence_counts(p: Tensor, counted: Tensor, bins: int) -> Tensor:
 
 
 def share_features(features: Tensor, probability: float, training: bool, dim: int = -2) -> Tensor:
-    """Add random features of the other members to each member's features:
-    `h_m + sum_{n != m} s_nm * h_n`.
+    """Add random features of other members to each member: `h_m + sum_{n != m} s_nm * h_n`.
 
     Each element of s_nm is 1 with the given probability, and otherwise 0. Outside of training,
-    `s_nm` is replaced by its mean. Source: CMCL, section 3.3. The authors' public code also draws
-    `s_nm` at random during testing.
+    `s_nm` is replaced by its mean. Source: CMCL, section 3.3; its public code also draws `s_nm` in
+    testing.
 
     Args:
         features: float tensor with one axis for the members.
@@ -362,22 +352,19 @@ def share_features(features: Tensor, probability: float, training: bool, dim: in
 
 
 class EnsembleHeads(nn.Module):
-    """M output heads. Each head consists of a hidden layer (gelu), shared features, and a linear
-    layer with C outputs.
+    """M output heads: a hidden layer (gelu), shared features, and a linear layer to C classes.
 
     Args:
         dim: width of the input features.
         classes: number of classes, C.
         heads: M, the number of heads.
         hidden: width of each head's hidden layer. If 0, each head is a single linear layer.
-        sharing: probability with which a feature of one head is added to the features of another
-            head (see `share_features`). If 0, features are not shared. Sharing requires a hidden
-            layer.
+        sharing: probability with which a feature of one head is added to those of another head (see
+            `share_features`). If 0, features are not shared. It requires a hidden layer.
         dtype: dtype of the parameters.
         device: device of the parameters.
     Raises:
-        ValueError: If `heads` is less than 1, or if features are shared but there is no hidden
-            layer.
+        ValueError: If `heads` is less than 1, or if features are shared without a hidden layer.
     """
 
     def __init__(self, dim: int, classes: int, heads: int, *, hidden: int = 0, sharing: float = 0.0,
@@ -386,7 +373,7 @@ class EnsembleHeads(nn.Module):
         if heads < 1:
             raise ValueError(f"heads={heads} is out of bounds: must be >= 1; use e.g. 5")
         if sharing and not hidden:
-            raise ValueError(f"sharing={sharing} has nothing to share: must be 0 without a hidden "
+            raise ValueError(f"sharing={sharing} has no effect: it must be 0 without a hidden "
                              "layer; set `hidden`, or use sharing=0")
         where = {"dtype": dtype, "device": device}
         self.sharing = sharing

@@ -69,9 +69,9 @@ def replica_comm(experts: Comm, world: Comm, owner: object | None = None) -> Com
     alike = [rank for rank, other in enumerate(places) if other == places[world.rank]]
     if len(alike) * experts.size != world.size:
         raise ValueError(
-            f"expert group of {experts.size} ranks times {len(alike)} replicas is not the world "
-            f"of {world.size} ranks; every rank must be in one expert group, and all expert groups "
-            "must have the same size")
+            f"an expert group of {experts.size} ranks times {len(alike)} replicas is "
+            f"{experts.size * len(alike)} ranks, but the world has {world.size} ranks; every rank "
+            "must be in one expert group, and all expert groups must have the same size")
     if len(alike) == 1:
         return None
     if owner is None:

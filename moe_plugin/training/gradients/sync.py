@@ -165,8 +165,9 @@ def sync_gradients(model: nn.Module, world: Comm, expert_group: Comm | None = No
     copies = replicas.size if replicas is not None else 1
     if ep.size > 1 and ep.size * copies != world.size:
         raise ValueError(
-            f"expert group of {ep.size} ranks times {copies} replicas is not the world of "
-            f"{world.size} ranks; pass `replicas`, the ranks that store the same experts")
+            f"an expert group of {ep.size} ranks times {copies} replicas is {ep.size * copies} "
+            f"ranks, but the world has {world.size} ranks; pass `replicas`, the ranks that store "
+            "the same experts")
     mark_adapters(model)
     _tell_world(model, world)
     reduced = [p for p in model.parameters() if p.grad is not None]
