@@ -47,12 +47,12 @@ def wants_graph() -> bool:
 
 
 def own(made: Tensor) -> Tensor:
-    """Return a tensor that the `forward` of an autograd function may safely return.
+    """During compilation, return an alias of the tensor, so that the `forward` of an autograd
+    function can safely return it.
 
     The compiler of torch 2.11 silently loses the gradient of an output that has two names in its
     graph (pytorch/pytorch issue 180642). Examples are the output of an in-place operation, and of a
-    `contiguous` call that returns its input. During compilation, this function therefore returns a
-    new alias, to which no other name refers.
+    `contiguous` call that returns its input.
     """
     return made.detach() if torch.compiler.is_compiling() else made
 
@@ -62,8 +62,8 @@ def first_derivative_only(backward: Callable[..., Any]) -> Callable[..., Any]:
     raises an error.
 
     torch's own decorator, `once_differentiable`, raises an error only when the second backward pass
-    reaches the node. A call of `torch.autograd.grad` that lists its inputs can bypass
-    `once_differentiable`, and then returns wrong gradients.
+    reaches the node. A call of `torch.autograd.grad` with explicit inputs can bypass the check of
+    `once_differentiable` and return wrong gradients.
     """
 
     @functools.wraps(backward)
@@ -86,8 +86,8 @@ class Activation:
 
     Attributes:
         value: differentiable function that computes `act(h)`.
-        into: function such that `into(h, out)` computes `out = act(h)`.
-        gradient: function such that `gradient(grad, h, out)` computes `out = grad * act'(h)`, where
+        into: function `into(h, out)` that computes `out = act(h)`.
+        gradient: function `gradient(grad, h, out)` that computes `out = grad * act'(h)`, where
             `out` may be the same tensor as `grad`.
         cheap: whether computing the activation again is at least as fast as reading its stored
             output from memory.

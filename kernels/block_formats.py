@@ -2,12 +2,12 @@
 
 A tensor is stored as low-precision codes and one scale per block. A block consists of consecutive
 values along the summed dimension of a matmul. In MXFP8 (Open Compute Project, Microscaling Formats
-1.0, 2023) the codes are e4m3, and a power of two (e8m0) is shared by 32 values. In NVFP4 (NVIDIA,
-Pretraining Large Language Models with NVFP4, 2025) the codes are e2m1, an e4m3 scale is shared by
-16 values, and a float32 scale is shared by all values of a tensor. In FP8 blockwise (Transformer
-Engine's `Float8BlockScaling`) the codes are e4m3. A power of two is shared by 128 values of a row,
-or by 128 x 128 values of a weight. In the two fp8 formats, gradients may use e5m2 codes, as with
-`Format.HYBRID` in Transformer Engine.
+1.0, 2023), the codes are e4m3, and 32 values share a power of two (e8m0) as their scale. In NVFP4
+(NVIDIA, Pretraining Large Language Models with NVFP4, 2025), the codes are e2m1, 16 values share an
+e4m3 scale, and all values of a tensor share a float32 scale. In FP8 blockwise (Transformer Engine's
+`Float8BlockScaling`) the codes are e4m3. In this format, 128 values of a row, or 128 x 128 values
+of a weight, share a power of two as their scale. In the two fp8 formats, gradients may use e5m2
+codes, as with `Format.HYBRID` in Transformer Engine.
 
 The specifications of these formats leave open how a scale is chosen. This module uses:
 * MXFP8 and blockwise: the smallest power of two for which no value of the block saturates, as in
@@ -93,9 +93,9 @@ def quantize_powers(x: Tensor, block: int, codes: torch.dtype = torch.float8_e4m
     """Round a tensor x [..., N] to fp8 codes in blocks whose values share a power of two.
 
     The error bounds hold if the largest absolute value b of a block is at least 2^-110. For e4m3,
-    the error of a finite value x in this block is at most 2^-4 |x| + 2^-17 b, because e4m3 has four
-    significant bits down to 2^-6 times the scale, and b exceeds 224 times the scale. For e5m2, the
-    error is at most 2^-3 |x| + 2^-31 b. Infinities and NaN become NaN.
+    the error of a finite value x is at most 2^-4 |x| + 2^-17 b, because e4m3 has four significant
+    bits down to 2^-6 times the scale, and b exceeds 224 times the scale. For e5m2, the error is at
+    most 2^-3 |x| + 2^-31 b. Infinities and NaN become NaN.
 
     Args:
         x: floating-point values [..., N].
@@ -122,10 +122,10 @@ def quantize_nvfp4(x: Tensor) -> Blocks:
     scale.
 
     The error bound holds if the largest absolute value b of a block exceeds 2^-13 of the largest
-    absolute value in the tensor. The error of a finite value x in this block is at most 2^-2 |x| +
-    2^-4 b. The first term is caused by e2m1, which has two significant bits for values that are at
-    least as large as the scale. The second term is caused by values smaller than the scale, and by
-    block scales that were rounded down by up to 2^-4, so that b saturates. If a block contains an
+    absolute value in the tensor. The error of a finite value x is then at most 2^-2 |x| + 2^-4 b.
+    The first term is caused by e2m1, which has two significant bits for values that are at least as
+    large as the scale. The second term is caused by values smaller than the scale, and by block
+    scales that were rounded down by up to 2^-4, so that b saturates. If a block contains an
     infinity or NaN, all values of the block become NaN.
     """
     blocks, finite, largest = _blocks(x, 16)

@@ -72,11 +72,12 @@ def choice_load(ids_TK: Tensor, experts: int) -> Tensor:
 
 @op
 def running_count(ids_N: Tensor, experts: int) -> tuple[Tensor, Tensor]:
-    """Number the choices of each id. Return two int64 tensors, `rank_N` and `count_E`.
+    """For each choice, count the earlier choices with the same id. Return two int64 tensors,
+    `rank_N` and `count_E`.
 
-    ids_N: int64 [N], the ids in -1..E-1. For the id -1, the rank is -1. `rank_N` is the number of
-        earlier choices with the same id, and `count_E` the number of choices for each id. The
-        operation needs a single stable sort and does not allocate a tensor of size [N, E].
+    ids_N: int64 [N], the ids in -1..E-1. For the id -1, the entry of `rank_N` is -1. `rank_N` is
+        the number of earlier choices with the same id, and `count_E` the number of choices for each
+        id. The operation needs a single stable sort and does not allocate a tensor of size [N, E].
     """
     key_N = torch.where(ids_N < 0, experts, ids_N)
     order_N = stable_order(key_N, experts + 1)

@@ -4,8 +4,8 @@ This module defines the strategies that consist of torch operations.
 A strategy is a differentiable function `(x, rows, parameters) -> y`, where y has the same shape and
 dtype as x. If `rows` is a `RowCounts`, x contains rows [R, D], ordered by expert. If `rows` is a
 `RowPlan`, x contains tokens [T, D], and y is the weighted sum of each token's rows. Strategies that
-gather and combine inside their kernels do not create these copies. Experts without rows get zero
-gradients rather than missing gradients.
+gather and combine inside their kernels do not create copies of the tokens. Experts without rows get
+zero gradients rather than missing gradients.
 
 The modules `cpu.expert_ffn` and `gpu.expert_ffn` define the strategies `fused` and `kernels`.
 """
@@ -40,7 +40,8 @@ class LowRank(NamedTuple):
 
     Attributes:
         a_LIR, b_LRO: low-rank matrices of the adapter, with shapes [L, I, R] and [L, R, O].
-        factor_LO: factor [L, O] by which each output is multiplied. None means 1.
+        factor_LO: factor [L, O] by which the output of the adapted weights is multiplied. None
+            means 1.
     """
 
     a_LIR: Tensor
@@ -55,12 +56,12 @@ class LowRank(NamedTuple):
 
 @dataclass(frozen=True)
 class FFNParameters:
-    """The parameters of L experts in the layout of `FFNExperts`, and settings for the computation.
+    """The parameters of L experts, as stored in `FFNExperts`, and settings for computing them.
 
     Attributes:
         w_in_LDF, w_gate_LDF: weights [L, D, F], which all have the same floating-point dtype. If
             the experts are not gated, `w_gate_LDF` is None.
-        bias_in_LF, bias_gate_LF: biases [L, F] of the input and gate weights.
+        bias_in_LF, bias_gate_LF: biases [L, F] that belong to w_in and w_gate.
         w_out_LFD: output weight [L, F, D].
         bias_out_LD: bias [L, D]. The bias has all D columns even if the experts are split into
             shards.
@@ -74,14 +75,14 @@ class FFNParameters:
             `kernels.weight_grads`.
         dropout: probability with which an output of the activation function is set to 0. Dropout is
             supported only by the strategies in `KEEPS_ROWS`.
-        clamp, linear_offset: settings of gated experts; see `gated`. Only strategies with
-            `is_stepwise` support these settings.
+        clamp, linear_offset: settings of gated experts; see `gated`. Only strategies for which
+            `is_stepwise` is True support these settings.
         recompute: whether to save only the inputs of the activation function for backward, and to
             recompute its outputs. With dropout, the values after dropout are also saved.
         schedule: schedule of the strategy `kernels`; a key of `kernels.groups.SCHEDULES`.
         keep: function that saves rows for backward if the number of rows is known only on the
-            device. Only the strategies in `KEEPS_ROWS` use this function. If `keep` is None,
-            autograd stores the rows.
+            device. Only the strategies in `KEEPS_ROWS` call `keep`. If `keep` is None, autograd
+            stores the rows.
         sums: object that sums the weight gradients of all calls that share these parameters within
             one backward pass. A strategy may add its weight gradients to this object, and the sum
             is returned only once. The object is None if no other call shares the parameters.
@@ -123,8 +124,8 @@ class FFNParameters:
         """Return the object that collects postponed weight gradients, or None if these gradients
         must be computed immediately in backward.
 
-        None is returned if no input of the call needs a gradient. In that case no rank waits for a
-        gradient, and autograd would not record the call without its weights.
+        Return None if no input needs a gradient. In that case no rank waits for a gradient, and
+        autograd would not record the call without its weights.
         """
         wanted = any(x is not None and x.requires_grad for x in inputs)
         return self.later if wanted and torch.is_grad_enabled() else None
@@ -135,8 +136,7 @@ class FFNParameters:
 
         The inputs are x, with shape [R, D] or [T, D], and the list [w_in, b_in, w_gate, b_gate,
         w_out, b_out]. Under autocast, all inputs are cast to the autocast dtype (float64 stays
-        float64), and the mapping is empty, because the original parameters redirect their
-        gradients.
+        float64), and the mapping is empty: the original parameters then redirect their gradients.
         """
         fields: list[Tensor | None] = [self.w_in_LDF, self.bias_in_LF, self.w_gate_LDF,
                                        self.bias_gate_LF, self.w_out_LFD, self.bias_out_LD]
@@ -166,8 +166,8 @@ def from_matmul(matmul: GroupedMatmul, keeps_rows: bool = False,
 
     The matmul multiplies the rows of expert l by its matrix `w_LIO[l]` and adds its bias.
 
-    keeps_rows: whether every tensor that autograd saves has its rows in the same order as
-    `rows_RI`. Only such rows can be stored elsewhere.
+    keeps_rows: whether the rows of every tensor that autograd saves have the same order as
+    `rows_RI`. Only tensors with this order of rows can be stored elsewhere.
     elementwise: function that decorates the activation function.
     """
 
@@ -334,7 +334,8 @@ def grouped(rows_RI: Tensor, counts: RowCounts, w_LIO: Tensor, b_LO: Tensor | No
 
 
 def _for_each_row(values_LO: Tensor, counts: RowCounts) -> Tensor:
-    """Expand values [L, O] of the experts to the rows [R, O] of each expert. Filler rows contain 0.
+    """For each row, return the entry of `values_LO` that belongs to its expert, [R, O]. Filler rows
+    contain 0.
     """
     device = values_LO.device
     if not isinstance(counts, DeviceCounts):
@@ -346,7 +347,7 @@ def _for_each_row(values_LO: Tensor, counts: RowCounts) -> Tensor:
 
 
 def grouped_refusal(rows_RI: Tensor, w_LIO: Tensor) -> str | None:
-    """Return why `grouped` uses `loop` for these operands, or None if it uses the grouped GEMM."""
+    """Return the reason why `grouped` uses `loop` for these operands, or None."""
     # torch up to 2.11 raises an error when asked about autocast on the meta device.
     if rows_RI.device.type != "meta" and torch.is_autocast_enabled(rows_RI.device.type):
         return "autocast"

@@ -68,7 +68,7 @@ def expert_matmul_sum(x_RI: Tensor, y_RI: Tensor, groups: RowGroups, w_LIO: Tens
     sum is the gradient of a gated expert's input.
 
     Args:
-        x_RI, y_RI: rows [R, I], which are multiplied by w and v respectively.
+        x_RI, y_RI: rows [R, I]. x_RI is multiplied by w, and y_RI by v.
         groups: number of rows of each expert.
         w_LIO, v_LIO: weights [L, I, O]. Transposed views are allowed.
         precision: precision of float32 matmuls, "ieee" or "tf32".
@@ -90,7 +90,7 @@ def expert_matmul_act(x: Tensor, groups: RowGroups, w_LDF: Tensor, b_LF: Tensor 
         groups: number of rows of each expert.
         w_LDF: weights [L, D, F] of the first matmul.
         b_LF: biases [L, F], or None.
-        token_R: index of the token of each row, or None if x contains rows.
+        token_R: index of each row's token, or None if x contains rows.
         activation: name of the activation function, a key of `ACTIVATIONS`.
         precision: precision of float32 matmuls, "ieee" or "tf32".
     """
@@ -107,10 +107,11 @@ def expert_matmul_gated(x: Tensor, groups: RowGroups, w_LDF: Tensor, b_LF: Tenso
     The outputs are `h = rows @ w + b`, `gate = rows @ v + v_bias`, and `a = act(gate) * h`.
 
     Args:
-        x: rows or tokens, whose width is D.
+        x: rows or tokens of width D.
         groups: number of rows of each expert.
         w_LDF, v_LDF: weights [L, D, F] of the input matmul and of the gate matmul.
-        b_LF, v_bias_LF: biases [L, F] of the two matmuls. Either both are given or both are None.
+        b_LF, v_bias_LF: biases [L, F] of the two matmuls. Either both biases are given or both are
+            None.
         token_R: index of the token of each row, or None if x contains rows.
         activation: name of the activation function, a key of `ACTIVATIONS`.
         precision: precision of float32 matmuls, "ieee" or "tf32".
@@ -143,12 +144,12 @@ def expert_matmul_act_backward(grad: Tensor, groups: RowGroups, w_LFD: Tensor, h
         w_LFD: weights [L, F, D] of the second matmul.
         h_RF, gate_RF: the tensors h and gate [R, F] from the forward pass.
         scale_R: gate weight of each row, float32 [R] (float64 for float64 inputs), or None.
-        token_R: index of the token of each row, or None if `grad` contains rows.
+        token_R: index of each row's token, or None if `grad` contains rows.
         activation: name of the activation function, a key of `ACTIVATIONS`.
         precision: precision of float32 matmuls, "ieee" or "tf32".
     Returns: Three tensors [R, F], and the partial sums `dots` [C, R] in the dtype of the scale. The
-        caller must sum `dots` over C, the number of partial sums, which may be any number. The
-        values of filler rows are arbitrary.
+        caller must sum `dots` over C, the number of partial sums. C may be any number. The values
+        of filler rows are arbitrary.
     """
     u_RF = expert_matmul.implementation("torch")(grad, groups, w_LFD.transpose(1, 2), None,
                                                  token_R, precision)
@@ -200,7 +201,8 @@ def expert_weight_grad_add(x: Tensor, grad: Tensor, groups: RowGroups, x_token_R
 
     The computed gradient is added directly and never stored in a separate tensor [L, I, O].
 
-    into_LIO: tensor [L, I, O]. Its dtype may be different, for example float32 for bfloat16 rows.
+    into_LIO: tensor [L, I, O]. The dtype of `into_LIO` may be different, for example float32 for
+    bfloat16 rows.
     """
     rows_RI, grad_RO = rows_of(x, x_token_R), rows_of(grad, grad_token_R)
     for group, span in groups.spans():

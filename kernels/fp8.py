@@ -2,14 +2,14 @@
 experts' matmuls.
 
 Compared with bfloat16, a row requires half the bytes, plus one float32 scale per block. For
-matmuls, a scale is shared by 128 values of a row, or by 128 x 128 values of a weight.
+matmuls, 128 values of a row, or 128 x 128 values of a weight, share a scale.
 
 The matmuls are the row-wise operations of `expert_matmul`, but both operands are rounded first, as
 in DeepSeek-V3 (2024, section 3.3). Sums are computed in float32. Weight gradients are computed in
 the layer's dtype. For finite inputs of ordinary magnitude, rounding changes an operand x to
 `x (1 + e)` with |e| <= 2^-4, plus an error of at most 2^-10 times the scale of its block. The error
-of a sum of K products is therefore at most `sum |x w| (2^-3 + 2^-8)`, plus the contribution of this
-absolute error. For normally distributed values, the error is about 4 % of the norm of the product.
+of a sum of K products is therefore at most `sum |x w| (2^-3 + 2^-8)`, plus the contribution of the
+2^-10 term. For normally distributed values, the error is about 4 % of the norm of the product.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ def quantize_fp8(x_RD: Tensor, block: int) -> tuple[Tensor, Tensor]:
 
     The scale is the largest finite |x| in the block divided by 448, or 1 for a block of zeros. The
     error bound holds if the largest absolute value b of a block is in the range 2^-110 <= b <
-    2^127. The error of a finite value x in this block is at most 2^-4 |x| + 2^-18 b, because e4m3
-    has four significant bits down to 2^-6 times the scale. Smaller values are rounded to multiples
-    of 2^-9 times the scale. Infinities and NaN become NaN.
+    2^127. The error of a finite value x is then at most 2^-4 |x| + 2^-18 b, because e4m3 has four
+    significant bits down to 2^-6 times the scale. Smaller values are rounded to multiples of 2^-9
+    times the scale. Infinities and NaN become NaN.
 
     Args:
         x_RD: rows of any floating-point dtype.
@@ -113,7 +113,7 @@ def expert_matmul_fp8(codes: Tensor, scales: Tensor, groups: RowGroups, codes_LI
         codes_LIO, scales_LHW: weights; see `quantize_weights_fp8`.
         b_LO: biases [L, O] in `dtype`. Optional.
         token_R: see `kernels.expert_matmul`.
-        dtype: dtype of the resulting tensor.
+        dtype: dtype of the output.
     """
     wide = torch.promote_types(dtype, torch.float32)
     rows = dequantize_fp8.implementation("torch")(codes, scales, BLOCK, wide)
@@ -142,8 +142,8 @@ class Fp8Weight(RoundedWeight):
         return cls(*quantize_weights_fp8(w_LIO))
 
     def transpose(self, first: int, second: int) -> Fp8Weight:
-        """Return the weight with axes 1 and 2 swapped. Its codes are stored along the summed
-        dimension of the transposed matmul.
+        """Return the weight with axes 1 and 2 swapped. The codes of the transposed weight are
+        stored along the summed dimension of its matmul.
 
         The transpose is computed only once. The blocks are square, so the rounded values do not
         change.

@@ -82,9 +82,9 @@ def transpose_chunks(x: Tensor, outer: int, inner: int) -> Tensor:
     """Reorder equal chunks of dimension 0 from the order [outer, inner] to the order [inner,
     outer].
 
-    In 2DH (Tutel), the chunks are ordered by destination rank (node, local). They are reordered to
-    (local, node), so that each rank sends one contiguous piece to each rank of its node. A second
-    call with swapped `outer` and `inner` reverses the reordering.
+    In 2DH (Tutel), the chunks are ordered by destination rank (node, local). The chunks are
+    reordered to (local, node), so that each rank sends one contiguous piece to each rank of its
+    node. A second call with swapped `outer` and `inner` reverses the reordering.
 
     x: tensor [outer * inner * c, ...] of any dtype. The output has the same shape and dtype.
     """
@@ -130,8 +130,8 @@ def tile_table(lengths_L: Tensor, height: int, total: int,
 
 
 def most_tiles(groups: int, height: int, total: int) -> int:
-    """Return the length M of the table that `tile_table` creates. This is the largest number of
-    tiles into which `total` rows in `groups` groups can be divided.
+    """Return M, the number of entries of the table that `tile_table` creates. M is the largest
+    number of tiles into which `total` rows in `groups` groups can be divided.
     """
     return total // height + groups if groups else 0
 
@@ -143,8 +143,8 @@ class TileSchedule:
 
     Attributes:
         specialize: whether the warps of a program have different tasks: loading operands,
-            multiplying, or storing outputs. This option applies to matmuls with a single matrix
-            whose rows need no gathering.
+            multiplying, or storing outputs. Specialized warps are used for matmuls with a single
+            matrix whose rows need no gathering.
         split: number of parts (1 or 2) in which the columns of a tile are stored.
     """
 
@@ -169,8 +169,8 @@ class RowGroups:
         device: device on which the tables are stored.
         beside: whether other kernels, which implement an exchange, run at the same time as matmuls
             over these rows.
-        schedule: schedule for matmuls that are computed by Triton; a key of `SCHEDULES`. The name
-            is stored instead of the object, because graphs can store names.
+        schedule: schedule for matmuls that are computed by Triton; a key of `SCHEDULES`. RowGroups
+            stores the name and not the schedule, because graphs can store names.
     """
 
     counts: RowCounts

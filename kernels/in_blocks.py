@@ -1,14 +1,14 @@
 """Matmuls and row-wise functions whose output for a row does not depend, bit for bit, on the other
 rows.
 
-Math libraries choose the summation order of a matmul by the number of rows. They also process the
-last elements of a tensor differently from elements that fill a whole vector register. Without this
-module, the output for the same token can therefore have different bits in different batches. This
-module divides all rows into blocks of `BLOCK` rows, which have the same memory alignment, and
-multiplies each block separately. The last block is padded. Elementwise functions are computed on
-pieces that fill all vector registers. For each matrix size, a check that runs once tests whether
-the library treats all rows of a block identically. Gradients are computed from all rows at once, as
-in a normal matmul.
+Math libraries choose the summation order of a matmul by the number of rows. Math libraries also
+process the last elements of a tensor differently from elements that fill a whole vector register.
+Without this module, the output for the same token can therefore have different bits in different
+batches. This module divides all rows into blocks of `BLOCK` rows, which have the same memory
+alignment, and multiplies each block separately. The last block is padded. Elementwise functions are
+computed on pieces that fill all vector registers. For each matrix size, a check that runs once
+tests whether the library treats all rows of a block identically. Gradients are computed from all
+rows at once, as in a normal matmul.
 """
 
 from __future__ import annotations

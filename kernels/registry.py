@@ -18,8 +18,9 @@ class Op:
     also used on CPUs.
 
     `add(name, why_not)` registers an implementation. The function `why_not(*args)` returns None if
-    the implementation supports these arguments. Otherwise it returns the reason why they are not
-    supported. A call uses the most recently added implementation that supports the arguments.
+    the implementation supports these arguments. If the arguments are not supported, `why_not`
+    returns the reason. A call uses the most recently added implementation that supports the
+    arguments.
 
     Attributes:
         interpreted: whether GPU implementations run on the CPU in Triton's interpreter.

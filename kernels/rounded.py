@@ -1,9 +1,9 @@
 """Matmuls with rounded operands. This code is shared by fp8 and the block-scaled formats.
 
 A format defines how rows and weights are rounded and multiplied. `RoundedProducts` implements the
-row-wise operations of `expert_matmul` in such a format. Weights are not rounded at each use. They
-are rounded once, and the forward pass, its recomputation and the backward pass share the rounded
-weights (`RoundedWeights`).
+row-wise operations of `expert_matmul` in such a format. Weights are not rounded at each use. Each
+weight is rounded once, and the forward pass, its recomputation and the backward pass share the
+rounded weight (`RoundedWeights`).
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class RoundedWeight:
     """
 
     def transpose(self, first: int, second: int) -> RoundedWeight:
-        """Return the weight with axes 1 and 2 swapped, as the matmuls of backward require. Other
-        axes cannot be swapped.
+        """Return the weight with axes 1 and 2 swapped, for the matmuls of backward. Other axes
+        cannot be swapped.
         """
         raise NotImplementedError
 
@@ -86,7 +86,7 @@ class RoundedProducts:
 
     def back(self, x: Tensor, groups: RowGroups, w_LIO: Weight, b_LO: Tensor | None,
              token_R: Tensor | None, precision: str) -> Tensor:
-        """The operation `expert_matmul` with rounded operands, for x that contains gradients."""
+        """The operation `expert_matmul` with rounded operands, where x is a gradient."""
         return self._times(self.grads(x, groups, token_R), groups, w_LIO, b_LO, token_R, x.dtype)
 
     def sum(self, x_RI: Tensor, y_RI: Tensor, groups: RowGroups, w_LIO: Weight, v_LIO: Weight,
@@ -129,8 +129,8 @@ class _Made:
     Attributes:
         weight: the rounded weight.
         parameter: weak reference to the parameter from which the weight was rounded.
-        version: version counter of the parameter at that time.
-        address: memory address of the parameter at that time.
+        version: version counter of the parameter when the weight was rounded.
+        address: memory address of the parameter when the weight was rounded.
         dtype: dtype of the tensor that was rounded.
         spent: True if a backward pass has already used the rounded weight.
     """
@@ -143,8 +143,7 @@ class _Made:
     spent: bool = False
 
     def still(self, parameter: nn.Parameter, dtype: torch.dtype) -> bool:
-        """Return true if the parameter does not seem to have changed since the weight was rounded.
-        """
+        """Return true if the parameter has probably not changed since the weight was rounded."""
         return (not self.spent and self.parameter() is parameter and self.dtype == dtype
                 and self.version == parameter._version and self.address == parameter.data_ptr())
 
@@ -185,7 +184,8 @@ class RoundedWeights:
 
 @dataclass(frozen=True)
 class RoundedCall:
-    """The rounded weights of one call. The forward and backward pass of the call share them.
+    """The rounded weights of one call. The forward and backward pass of the call share the rounded
+    weights.
 
     Attributes:
         weights: mapping from the field names of `FFNParameters` to rounded weights.

@@ -1,5 +1,5 @@
-"""Compute scores, the k best experts, their weights and all balance statistics in one pass over the
-logits.
+"""Compute the scores, the k best experts, their weights and all balance statistics in one pass over
+the logits.
 
 The pass reads only the logits [T, E], which always exist, and writes no other tensor of this size.
 If two experts have equal scores, the expert with the lower index is chosen first.
@@ -9,8 +9,8 @@ scores are `s = score(logits)` for a softmax or another `ScoreFunction`, and `p 
 
 Shapes and dtypes: `logits_TE` is float32 (or float64). The tensor `mask_T` is bool with True for
 real tokens, or None if all tokens are real. The tensors `ids_TK` and `chosen_TK` are int64. The
-tensor `bias_E` is float32. It is added to the scores only to choose experts. All other tensors have
-the same dtype as the logits.
+tensor `bias_E` is float32. `bias_E` is added to the scores only to choose experts, not to weight
+them. All other tensors have the same dtype as the logits.
 """
 
 from __future__ import annotations
@@ -216,15 +216,15 @@ def route_top_k_backward(logits_TE: Tensor, mask_T: Tensor | None, ids_TK: Tenso
     Let w be the weights computed from the chosen scores s, and let g be the gradient of w. With
     normalization, the gradient of log s of a choice is `w (g - <g, w>)`. Without normalization, the
     gradient of log s is `w g`. For a softmax without normalization, s times the sum of `w g` is
-    also subtracted from the gradient of each logit. If the importance has the gradient G,
+    also subtracted from the gradient of each logit. If G is the gradient of the importance,
     `p (G - <p, G>)` is added to the gradient of log s. The gradients of log s are multiplied by the
     slope of the score function to obtain the gradients of the logits. The sum z contributes
     `2 lse softmax(logits) grad_z` to the gradients of the logits.
 
     Args:
         lse_T: logsumexp of the logits of each token. Used only if `grad_z` is given.
-        sure: True if the sum of each token's chosen scores was certainly large enough for
-            normalization to divide by exactly this sum.
+        sure: True if the sum of each token's chosen scores was certainly not below the minimum
+            divisor, so that normalization divided by exactly this sum.
     """
     s_TE = rule.score.scores(logits_TE)
     if grad_importance_E is None:
@@ -321,7 +321,7 @@ def route(logits_TE: Tensor, mask_T: Tensor | None, rule: Rule, chosen_TK: Tenso
     Args:
         logits_TE: logits [T, E] of all experts.
         mask_T: bool [T], True for tokens that are not padding, or None.
-        rule: rule that determines how experts are chosen and weighted.
+        rule: settings that determine how experts are chosen and weighted.
         chosen_TK: predetermined choices, int64 [T, K], or None if `rule` chooses the experts.
         bias_E: bias [E] that is added to the scores only to choose experts, or None.
     """

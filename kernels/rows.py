@@ -2,10 +2,9 @@
 
 Notation: T is the number of tokens, K the number of choices per token, R the number of rows, D the
 width. The tensors x, rows and grad have the same floating-point dtype. The tensor `weights_TK` is
-float32 (or float64). The tensor `source_R` is int64. It contains the index t*K + j of the choice in
-each row, or -1 for an empty slot. The tensor `position_TK` is int64. It contains the inverse
-mapping: the row of each choice, or -1 if the choice has no row. Each row contains at most one
-choice, and a choice has at most one row.
+float32 (or float64). The int64 tensor `source_R` contains the index t*K + j of each row's choice,
+or -1 for an empty slot. The int64 tensor `position_TK` contains the row of each choice, or -1 for
+no row. Each row contains at most one choice, and a choice has at most one row.
 
 If `complete` is true, every choice has a row and every row has a choice, so `source_R` and
 `position_TK` contain no -1. If the caller sets `complete`, the special handling of -1 is skipped.
@@ -74,9 +73,10 @@ def bags(index_BK: Tensor, scale_BK: Tensor | None,
     """Return the arguments (index, scale) of `sum_bags` for rows of `dtype`, [B, K] or [B, 2 K].
 
     bfloat16 rows can be multiplied only by bfloat16 factors. Each float32 factor is therefore split
-    into two bfloat16 factors. The sum of these two factors has an error of at most 2^-17. With
-    split factors, each row is read twice, but the second time from the cache. A float32 copy of all
-    rows would have to be written and read. Factors that are already bfloat16 are not split.
+    into two bfloat16 factors. The sum of the two bfloat16 factors differs from the float32 factor
+    by at most 2^-17. With split factors, each row is read twice, but the second time from the
+    cache. Without a split, a float32 copy of all rows would be written and read. Factors that are
+    already bfloat16 are not split.
     """
     if scale_BK is None or dtype != torch.bfloat16 or scale_BK.dtype == dtype:
         return index_BK, scale_BK
@@ -174,7 +174,7 @@ def _dots_in_pieces(grad_TD: Tensor, rows_RD: Tensor, position_TK: Tensor,
                     dtype: torch.dtype) -> Tensor:
     """Compute `dot_rows` on a CPU for 16-bit operands. A few tokens are converted at a time.
 
-    The pieces are small for the reason in `widened`.
+    For the reason why the pieces are small, see `widened`.
     """
     (tokens, choices), width = position_TK.shape, rows_RD.shape[1]
     dots_TK = rows_RD.new_empty(tokens, choices, dtype=dtype)

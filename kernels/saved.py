@@ -93,8 +93,8 @@ class KeptRows(Protocol):
     """Rows that backward needs and that are stored outside of autograd."""
 
     def rows(self) -> Tensor:
-        """Return the rows [R, width], in a buffer of the same length as the original buffer. Filler
-        rows may have any values.
+        """Return the rows [R, width], in a buffer of the same length as the original buffer. The
+        contents of filler rows are arbitrary.
         """
 
 

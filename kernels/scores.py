@@ -35,8 +35,8 @@ class ScoreFunction:
             If `kernels` is empty, the router uses separate torch operations.
         is_softmax: True if the scores of a token sum to 1 and each logit affects the scores of all
             experts.
-        elementwise: True if each score depends only on the logit of the same expert. Such scores
-            can be computed with `batch_invariant`.
+        elementwise: True if each score depends only on the logit of the same expert. If
+            `elementwise` is True, the scores can be computed with `batch_invariant`.
     """
 
     kernels: frozenset[str] = frozenset()
@@ -48,8 +48,8 @@ class ScoreFunction:
         raise NotImplementedError
 
     def reference(self, logits_TE: Tensor) -> Tensor:
-        """Compute the scores by the simplest formula. The exactness tests compare with these
-        scores.
+        """Compute the scores by the simplest formula. The exactness tests compare scores with this
+        formula.
         """
         return self.scores(logits_TE)
 
@@ -62,7 +62,7 @@ class ScoreFunction:
         raise NotImplementedError
 
     def shares(self, scores_TE: Tensor) -> Tensor:
-        """Return the scores divided by their sum. Losses and entropy use this distribution."""
+        """Return the scores divided by their sum. Losses and entropy use the normalized scores."""
         return scores_TE if self.is_softmax else shares(scores_TE)
 
 
@@ -181,9 +181,10 @@ def in_parts(x_TD: Tensor) -> bool:
 
     Matmuls are split if the tokens are bfloat16 and on a GPU, and if torch can return float32 sums.
     Each float32 operand is split into three bfloat16 tensors, which together represent all 24 bits.
-    Only the sum is rounded. The matrix units can then read the bfloat16 tokens without conversion.
-    A float32 matmul would not use the matrix units and would need a float32 copy of the tokens. The
-    split matmul takes one fifth of the time of the float32 matmul (measured on an H100).
+    With split operands, only the sum is rounded. With split operands, the matrix units can read the
+    bfloat16 tokens without conversion. A float32 matmul would not use the matrix units and would
+    need a float32 copy of the tokens. The split matmul takes one fifth of the time of the float32
+    matmul (measured on an H100).
     """
     return x_TD.is_cuda and x_TD.dtype == torch.bfloat16 and hasattr(torch.ops.aten.mm, "dtype")
 
@@ -252,7 +253,7 @@ def _product_of_parts(grad_TE: Tensor, weight_ED: Tensor) -> Tensor:
     before rounding.
 
     Each operand is split into larger and smaller parts. One matmul sums the products of the larger
-    parts, and the products of each operand's larger part with the other operand's smaller part.
+    parts, and the products of each operand's larger part and the other operand's smaller part.
     """
     experts = len(weight_ED)
     grads_T2E, weights_2ED = _parts(grad_TE, 1, 2), _parts(weight_ED, 0, 2)

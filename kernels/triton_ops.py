@@ -147,8 +147,8 @@ def no_schedule(schedule: TileSchedule, device: torch.device) -> str | None:
 
 
 def fp8_why_not(*args: Any) -> str | None:
-    """Return the reason from `why_not`, or a message if the GPU cannot convert values to e4m3. In
-    that case, the torch reference emulates the conversion.
+    """Return the reason from `why_not`, or a message if the GPU cannot convert values to e4m3. If
+    the GPU cannot convert values to e4m3, the torch reference emulates the conversion.
     """
     reason, device = why_not(*args), _gpu(args)
     return reason if reason is not None or device is None else no_e4m3(device)

@@ -5,7 +5,7 @@ buffer of the host framework, and `LaterGrads` postpones the computation.
 
 If a layer call is split into pieces, each piece is a call with the same weights. Autograd would
 allocate a full weight gradient for each piece and add these gradients one by one. For each piece,
-three times the memory size of the weights would then be read or written.
+three times the size of the weights would then be read or written.
 
 Megatron (`gradient_accumulation_fusion`) accumulates gradients over the micro-batches of a step in
 a buffer, `parameter.main_grad`, which is fp32 by default. Megatron's gradient hook adds
@@ -14,8 +14,8 @@ has already done so (megatron-core, `tensor_parallel/layers.py` and
 `distributed/distributed_data_parallel.py`). In this package, backward itself adds every gradient to
 this buffer. Strategies that support `MainGrad` add the outputs of their matmuls directly to the
 buffer. In all other cases (gathered or borrowed experts, other strategies, autocast), the layer
-uses `redirect_grad(parameter)` in place of the parameter. Both methods may be used in the same
-step, or even in the same backward pass. No gradient is lost or counted twice.
+computes with `redirect_grad(parameter)` instead of the parameter. Both methods may be used in the
+same step, or even in the same backward pass. No gradient is lost or counted twice.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ class GradSums:
     _task: int = -1  # autograd's number of the backward pass that the sums belong to
 
     def begin(self, name: str, w_LIO: Tensor, memory: Workspace) -> tuple[Tensor, set[int]]:
-        """Return the gradient of the weight `name` [L, I, O], and the experts for which it was
-        written.
+        """Return the gradient of the weight `name` [L, I, O], and the experts that it contains so
+        far.
         """
         self._forget_aborted()
         if name not in self._sums:
@@ -76,8 +76,7 @@ class GradSums:
         return self._sums[name].grad_LIO, self._sums[name].experts
 
     def end(self, name: str) -> Tensor | None:
-        """Return the gradient to report for a call: the sum [L, I, O] for the last call, otherwise
-        None.
+        """Return the gradient to report for a call: the sum [L, I, O] for the last call, or None.
         """
         if not self.last(name):
             return None
@@ -93,8 +92,8 @@ class GradSums:
         return self._sums[name].grad_LIO if name in self._sums else None
 
     def give(self, name: str, grad_LIO: Tensor) -> Tensor | None:
-        """Store a new gradient of all experts, or the gradient from `so_far` after the call's own
-        gradient was added to it. The return value is that of `end`.
+        """Store the gradient of all experts: either a new gradient, or the gradient from `so_far`
+        after the call has added its own gradient. The return value is the same as for `end`.
         """
         if name not in self._sums:
             self._sums[name] = _Sum(grad_LIO, set(range(grad_LIO.shape[0])))
@@ -179,7 +178,7 @@ def has_main_grad(parameter: Tensor) -> bool:
 
     Return False if the host's hook also reads the ordinary gradient. This is the case for
     parameters of Megatron-FSDP and for parameters with `zero_out_wgrad`. All of these attributes
-    are set by Megatron. Other hosts do not use them.
+    are set by Megatron. Other host frameworks do not use them.
     """
     if not parameter.requires_grad or not isinstance(getattr(parameter, "main_grad", None), Tensor):
         return False
@@ -268,7 +267,8 @@ def redirect_grad(parameter: nn.Parameter) -> Tensor:
 
 
 class LaterGrads:
-    """Weight gradients that backward passes postpone. They are computed when `compute` is called.
+    """Weight gradients that backward passes postpone. The postponed gradients are computed when
+    `compute` is called.
 
     The gradients of the rows, for which other ranks wait, can then be computed and sent first.
     """
@@ -350,8 +350,8 @@ class RowWeightGrads:
               g_gate: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
         """Return the gradients of the weights w_in and w_gate.
 
-        If both gradients are needed, a single operation computes them. This requires that both or
-        neither of them are added to existing memory.
+        If both gradients are needed, a single operation computes them. A single operation can be
+        used only if both gradients or neither of them are added to existing memory.
         """
         if g_h is None or g_gate is None:
             return (None if g_h is None else self.one("w_in_LDF", x, g_h, token_R, None),

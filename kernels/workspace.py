@@ -5,8 +5,8 @@ access. Clearing the pages takes about 60 us per MiB, which is longer than writi
 `Workspace` retains the memory of large tensors and reuses it as soon as no tensor refers to it.
 Callers do not have to release memory, because the reference count of each storage is read. Memory
 is therefore never reused while it contains a saved activation, a gradient that the user retains, or
-a tensor that is used a second time in the same graph. In these cases, the next request receives
-different memory.
+a tensor that is used a second time in the same graph. If memory cannot be reused, the next request
+receives different memory.
 
 All modules of a process share one `MemoryPool`, so the memory that one layer no longer needs can be
 used by the next layer. The layers of a model therefore retain only as much memory as they use at
@@ -113,7 +113,7 @@ class _Kept:
 
 
 class MemoryPool:
-    """A pool of reusable CPU memory. Memory is reused for the same purpose. Concurrent and
+    """A pool of reusable CPU memory. Memory is reused only for the same purpose. Concurrent and
     re-entrant calls are supported.
     """
 

@@ -34,8 +34,8 @@ class Unit(NamedTuple):
 
     Attributes:
         first: index of the first expert.
-        experts: number B of experts in the unit.
-        rows: number M of rows that each expert occupies in memory. If there are several experts,
+        experts: number of experts in the unit, B.
+        rows: number of rows that each expert occupies in memory, M. If there are several experts,
             all are padded to the number of rows of the longest expert (see `Padding`).
         computed: number of rows that the matmul computes. The number includes all rows in memory.
             For a single expert, it also includes a few of the next rows if a matmul with more rows
@@ -60,7 +60,7 @@ class UnitBlock:
 
     Attributes:
         rows: slice that selects the block's rows among all rows.
-        size: number N of rows in the block.
+        size: number of rows in the block, N.
         reach: number of rows from the first row of the block to the last row that its matmuls
             compute. This number is at least N.
         exact: whether each unit computes only its own rows.
@@ -112,7 +112,8 @@ class UnitBlock:
 
         Args:
             x: rows of one block or of all blocks.
-            first: index in `x` of the block's first row, from which at least `reach` rows follow.
+            first: index in `x` of the block's first row. x must contain at least `reach` rows from
+                this index on.
             own: views that were returned by `split`.
         """
         return tuple([part if unit.computed == size else x.narrow(0, first + start, unit.computed)
@@ -285,7 +286,7 @@ class BlockRows:
         return self.of_units[block]
 
     def columns(self) -> list[tuple[Tensor, ...]]:
-        """Return, for each block, the transposed rows [W, M] of each of its units."""
+        """For each block, return the transposed rows [W, M] of each of its units."""
         return [block.columns(x) for block, x in zip(self._blocks, self.of_block, strict=True)]
 
 
@@ -315,7 +316,8 @@ class GatheredRows:
 
 
 class WeightedRows:
-    """The rows of tokens, multiplied by one factor per row. They are computed one block at a time.
+    """The rows of tokens, multiplied by one factor per row. The rows are computed one block at a
+    time.
 
     Args:
         blocks: the blocks.

@@ -297,7 +297,7 @@ class _Backward:
             self.call.native.scale(self.grad_output.rows.of_block[block], self.scales[block])
 
     def _by_torch(self, block: int, grad_NF: Tensor, h_NF: Tensor, up_NF: Tensor | None) -> None:
-        """Compute the same results as `_native` with torch's operations."""
+        """Compute the same gradients as `_native`, but with torch operations."""
         a_NF = self.after.of_block[block]
         if self.recompute:
             self.call.act.into(h_NF, a_NF)

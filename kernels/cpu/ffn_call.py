@@ -20,7 +20,7 @@ from moe_plugin.records import RowPlan
 
 @dataclass(frozen=True)
 class Maps:
-    """Indices that map each row to the tensors from which it is read and to which it is written.
+    """For each row, the indices of the tensors from which it is read and to which it is written.
 
     Attributes:
         token_R, source_R, position_TK, complete: see `kernels.rows`, which also describes the
@@ -37,8 +37,8 @@ class Maps:
 
     @classmethod
     def of(cls, plan: RowPlan | None, padding: Padding | None) -> Maps:
-        """Create the mapping for a call. The call has tokens if `plan` is set, and rows if `plan`
-        is None.
+        """Create the mapping for a call. If `plan` is None, the input of the call contains rows,
+        otherwise tokens.
         """
         if padding is None:
             return cls() if plan is None else cls(plan.token_R, plan.source_R, plan.position_TK,
@@ -119,7 +119,9 @@ def by_unit(x_L: Tensor, blocks: list[UnitBlock]) -> list[list[Tensor]]:
 
 
 class Linear:
-    """The operation `x @ w + b` for each expert. All views are created at the same time."""
+    """The operation `x @ w + b` for each expert. The views for all experts are created in a single
+    operation.
+    """
 
     def __init__(self, call: FFNCall, w_LIO: Tensor, b_LO: Tensor | None = None) -> None:
         self.w = by_unit(w_LIO, call.blocks)

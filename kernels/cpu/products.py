@@ -4,9 +4,10 @@
 matmuls run in parallel.
 
 Without AVX-512 (x86) or bf16 instructions (Arm), torch multiplies 16-bit matrices one element at a
-time. Such a matmul takes up to a hundred times as long as the same matmul in float32. On these
-processors, the operands are converted to float32 and multiplied, and the product is rounded once.
-The product is at least as accurate as with 16-bit instructions, which also accumulate in float32.
+time. Such a matmul takes up to a hundred times as long as the same matmul in float32. On processors
+without such instructions, the operands are converted to float32 and multiplied, and the product is
+rounded once. The product is at least as accurate as with 16-bit instructions, which also accumulate
+in float32.
 
 In float32 each matmul is computed by one thread (`SideBySide`, `native/products.c`). With 64
 experts of 128 rows and widths 256 and 352, three matmuls take 30.7 ms instead of 44.4 ms, and with
@@ -62,10 +63,10 @@ _NATIVE = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkld
 class Products(Protocol):
     """A function that computes several matmuls, `a @ b` (+ base), and writes the results to `out`.
 
-    Each matmul has `a_NI` [N, I], `b_IO` [I, O] and `out_NO` [N, O]. The base of each matmul is [N,
-    O] (possibly `out_NO` itself), [O] or None. All tensors have the same dtype. Alternatively, all
-    tensors have a leading axis of experts. All matmuls are passed in one call, because Python code
-    between two matmuls would cause cache misses.
+    Each matmul has `a_NI` [N, I], `b_IO` [I, O] and `out_NO` [N, O]. The base, which is added to
+    each product, is [N, O] (possibly `out_NO` itself), [O] or None. All tensors have the same
+    dtype. Alternatively, all tensors have a leading axis of experts. All matmuls are passed in one
+    call, because Python code between two matmuls would cause cache misses.
     """
 
     def __call__(self, a_s: Sequence[Tensor], b_s: Sequence[Tensor], outs: Sequence[Tensor],
@@ -82,7 +83,7 @@ def in_float32(dtype: torch.dtype) -> bool:
 def products_of(like: Tensor, in_order: bool = False) -> Products:
     """Return the function that multiplies matrices with the dtype and device of `like`.
 
-    in_order: True if matmuls must run one after another, because a matmul may write to rows that
+    in_order: whether matmuls must run one after another, because a matmul may write to rows that
         the next matmul overwrites.
     """
     if like.device.type == "cpu" and in_float32(like.dtype):
@@ -121,11 +122,12 @@ class RowRule:
 
         For 256 rows or more, oneDNN splits the rows of a 16-bit matmul into pieces of equal size.
         The number of pieces is a divisor of the number of rows. For example, 989 rows of width 512
-        took 1.5 times as long as 996 rows (inner width 2048, AMD Zen 5). The rule multiplies the
-        average time of the four row-wise matmuls by 0.94 to 0.97 (960 to 1,100 rows), 0.97 (740 to
-        810 rows) and 0.98 (256 to 400 rows). The rule rounds the number of rows up to a multiple.
-        Among the multiples of 2 to 32, the chosen ones were the fastest. Below 256 rows, rounding
-        up does not reduce the time.
+        took 1.5 times as long as 996 rows (inner width 2048, AMD Zen 5). Rounding the number of
+        rows up multiplies the average time of the four row-wise matmuls by 0.94 to 0.97 (960 to
+        1,100 rows), 0.97 (740 to 810 rows) and 0.98 (256 to 400 rows). The number of rows is
+        rounded up to a multiple of a step that depends on the number of rows. Among the steps from
+        2 to 32, the chosen steps were the fastest. Below 256 rows, rounding up does not reduce the
+        time.
         """
         step = 1 if rows < 256 or not self.narrow else 4 if rows < 512 else MOST_ADDED + 1
         return -(-rows // step) * step
@@ -141,8 +143,9 @@ class RowRule:
         groups of 16, 19.4 ms in groups of 4, and 23.9 ms without groups (six matmuls of widths 256
         and 512, AMD Zen 5).
 
-        experts, most, own: the number of experts before this one, the largest number of rows of one
-        of them, and their total number of rows.
+        experts: number of experts that were joined before this expert.
+        most: largest number of rows of one of the joined experts.
+        own: total number of rows of the joined experts.
         rows: number of rows of the expert.
         """
         if not self.narrow:
@@ -230,7 +233,7 @@ class SideBySide:
 
 @functools.cache
 def side_by_side() -> SideBySide | None:
-    """Return the compiled functions, which are loaded once, or None; see `why_one_by_one`."""
+    """Return the compiled functions, or None; see `why_one_by_one`. They are loaded only once."""
     library, gemm = build.library("products.c"), _gemm_of_torch()
     return None if isinstance(library, str) or gemm is None else SideBySide(library, gemm)
 
@@ -249,7 +252,7 @@ def _gemm_of_torch() -> int | None:
 
 def why_one_by_one() -> str | None:
     """Return the reason why this machine multiplies float32 experts one after another, or None if
-    it does not.
+    they are multiplied in parallel.
     """
     return build.why_not("products.c") or (
         None if side_by_side() else "torch multiplies by another library than MKL")

@@ -91,8 +91,7 @@ def _traced(x: Tensor) -> bool:
 class _Call:
     """Data shared by the forward and backward pass of a call, except tensors; see `FFNParameters`.
 
-    groups: groups of rows. This object also contains the tables of tiles, which forward computes
-    and backward reuses. later: object that collects postponed weight gradients, or None if they
+      later: object that collects postponed weight gradients, or None if they
     cannot be postponed. wanted: see `LaterGrads.cut_off`.
     """
 
@@ -117,11 +116,11 @@ def _expert_ffn(x: Tensor, gates_TK: Optional[Tensor], source_R: Optional[Tensor
 
     Args:
         x: tokens [T, D], or rows [R, D] if `source_R` and `position_TK` are None.
-        gates_TK: gate weights of the choices in float32 or float64, or None if all of them are 1.
+        gates_TK: gate weights of the choices in float32 or float64, or None if all weights are 1.
         w_in, w_gate, w_out: weights [L, D, F], [L, D, F] and [L, F, D], in the dtype of x.
         b_in, b_gate, b_out: biases [L, F], [L, F] and [L, D], in the dtype of x.
         counts: number of rows of each expert, or None if known only on the device.
-        lengths_L: number of rows of each expert, int64 [L]. Used only if `counts` is None.
+        lengths_L: number of rows of each expert, int64 [L]. Ignored if `counts` is given.
     Returns: y with the shape of x; h and gate [R, F] for backward (an empty gate without gating).
     """
     return _forward(_groups(counts, lengths_L, x, source_R), x, gates_TK, source_R, position_TK,
@@ -200,8 +199,7 @@ def _gradients(groups: RowGroups, grad_y: Tensor, x: Tensor, gates_TK: Tensor | 
                main_grad_weights: Mapping[str, Tensor], sums: GradSums,
                rounded: RoundedCall | None = None,
                later: LaterGrads | None = None) -> list[Tensor | None]:
-    """Compute the gradients like `expert_ffn_backward`, with None for gradients that are not
-    needed.
+    """Compute the gradients like `expert_ffn_backward`, but with None for unneeded gradients.
 
     Gradients of parameters with a `main_grad` are added to `main_grad`. If several calls share
     `sums`, only the last call returns weight gradients. later: object that collects weight
@@ -333,8 +331,7 @@ class _Direct(torch.autograd.Function):
 
 
 class _Saved:
-    """A replacement for an autograd context. It contains the values that `_Direct` saves and reads.
-    """
+    """A replacement for an autograd context. It contains the tensors that `_Direct` saves."""
 
     call: _Call
     saved_tensors: tuple[Any, ...] = ()

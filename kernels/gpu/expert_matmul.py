@@ -1,5 +1,5 @@
-"""Launch functions of the grouped matmul kernels. Their signatures are the same as in
-`moe_plugin.kernels.expert_matmul`.
+"""Launch functions of the grouped matmul kernels. The launch functions have the same signatures as
+the operations in `moe_plugin.kernels.expert_matmul`.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class _Product:
 
     @property
     def grid(self) -> tuple[int]:
-        """The number of programs to launch. This is the number of programs that can run at the same
+        """The number of programs to launch. As many programs are launched as can run at the same
         time, or one per tile if there are fewer tiles.
         """
         work = self.table[0].numel() * triton.cdiv(self.w.shape[2], self.tiling.columns)
@@ -158,8 +158,8 @@ class _Product:
 
 
 def programs(chip: Chip, tiling: Tiling, work: int, groups: RowGroups) -> int:
-    """Return the number of programs for `work` tiles. This is the number of programs that can run
-    at the same time, or fewer if there are few tiles.
+    """Return the number of programs for `work` tiles. As many programs are used as can run at the
+    same time, or fewer if there are few tiles.
 
     If other kernels run at the same time, one program per tile is launched. Otherwise, a persistent
     program could not compute its tiles while another kernel occupies its multiprocessor, and the

@@ -115,7 +115,7 @@ def quantize_weights_kernel(w, codes, scales, inner, outer, high, wide, stride_g
                             ROUND: tl.constexpr, BLOCK: tl.constexpr):
     """Quantize one block of one group.
 
-    The kernel computes the scale and the codes of the block, and stores the codes transposed.
+    The kernel computes the scale and the codes of one block, and stores the codes transposed.
     """
     group = tl.program_id(1)
     row, column = tl.program_id(0) // wide, tl.program_id(0) % wide

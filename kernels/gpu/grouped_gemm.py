@@ -34,7 +34,7 @@ def row_tiles(x_RI: Tensor, tile: Sequence[int]) -> Any:
 
 
 def weight_tiles(w_LIO: Tensor, depth: int, columns: int) -> tuple[Any, bool]:
-    """Return (descriptor or None, whether the weights are stored transposed) for weights [L, I, O].
+    """Return (TMA descriptor or None, whether the memory is transposed) for weights [L, I, O].
 
     The tiles are [1, depth, columns]. If the weights are a transposed view of memory [L, O, I], the
     tiles are [1, columns, depth].
@@ -112,7 +112,8 @@ def load_rows(x, x_tiles, first, at, live, start, K: tl.constexpr, BK: tl.conste
 @triton.jit
 def load_weights(w, w_tiles, group, start, column, wide, stride_group, stride_k, stride_n,
                  K: tl.constexpr, TRANSPOSED: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
-    """Load a tile [BK, BN] of one group's weights w [L, K, wide]. Outside of w, values are zero."""
+    """Load a tile [BK, BN] of one group's weights w [L, K, wide]. Elements outside of w are zero.
+    """
     if w_tiles is None:
         k = start + tl.arange(0, BK)
         n = column + tl.arange(0, BN)
@@ -273,9 +274,9 @@ def product_kernel(x, x_tiles, y, y_tiles, token, w, w_tiles, v, v_tiles, bias, 
 
     "none": if ACT is set, also compute `after = act(out)`. "gate": compute
     `gate = x[token] @ v + v_bias` and `after = act(gate) * out`. "sum": compute `out += y @ v`. The
-    tensors w and v are [L, K, wide] and have equal strides. Arguments with `tiles` in their names
-    are TMA descriptors of the same tensors, or None. For FLATTEN, see `tilings.Tiling`; for SPLIT
-    and SPECIALIZE, see `kernels.groups`.
+    tensors w and v are [L, K, wide] and have equal strides. The arguments with `tiles` in their
+    names are TMA descriptors of these tensors, or None. For FLATTEN, see `tilings.Tiling`; for
+    SPLIT and SPECIALIZE, see `kernels.groups`.
     """
     tiles = tl.load(used)
     number = tiles * tl.cdiv(wide, BN)
@@ -306,8 +307,7 @@ def product_kernel(x, x_tiles, y, y_tiles, token, w, w_tiles, v, v_tiles, bias, 
 @triton.jit
 def finish_backward(u, column, scale_r, h, gate, grad_h, grad_gate, after, tile, inside, wide,
                     ACT: tl.constexpr, GATED: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr):
-    """Store BC columns of the gradients and of the scaled activation, and return row-wise dot
-    products.
+    """Store BC columns of the gradients and of the scaled activation, and return row-wise products.
 
     The gradient of the output weight needs only the scaled activation. The row-wise dot products
     are computed from u and the unscaled activation.

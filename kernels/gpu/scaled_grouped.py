@@ -3,7 +3,7 @@
 
 The calls use the interface of torch 2.10 to 2.13 (`aten/src/ATen/native/cuda/GroupedBlas.cpp`,
 `test/test_scaled_matmul_cuda.py`): operands are e4m3 or packed e2m1, scales are stored in cuBLAS's
-tiles of 128 x 4, and outputs are bfloat16. This code has never run on a GPU.
+tiles of 128 x 4, and outputs are bfloat16. The code in this module has never run on a GPU.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Rules that choose the tile sizes of the grouped matmuls and of the router.
 
-On one GPU model, the same rows per expert always give bitwise equal outputs. On another GPU model,
-the tile sizes may be different, and the sums of weight gradients may be split into a different
-number of parts (`rows_of_a_part`). Tile sizes are not chosen by measured times, because
-measurements differ between runs and the tiles determine the order of summation.
+On the same GPU model, the same numbers of rows per expert always give bitwise equal outputs. On
+another GPU model, the tile sizes may be different, and the sums of weight gradients may be split
+into a different number of parts (`rows_of_a_part`). Tile sizes are not chosen by measured times,
+because measurements differ between runs and the tiles determine the order of summation.
 """
 
 from __future__ import annotations
@@ -79,9 +79,9 @@ class Tiling:
         warps: number of warps per program.
         stages: number of stages of the software pipeline that loads operands.
         programs: number of programs that run on one multiprocessor at the same time.
-        flat: whether all steps of all tiles run in a single flat loop. This option applies only if
-            the tiles of both operands are copied with TMA. With this option, the first operands of
-            a tile are loaded while the previous tile is stored.
+        flat: whether all steps of all tiles run in a single flat loop. A flat loop is used only if
+            the tiles of both operands are copied with TMA. In a flat loop, the first operands of a
+            tile are loaded while the previous tile is stored.
     """
 
     rows: int
@@ -142,8 +142,9 @@ def product_tiling(chip: Chip, dtype: torch.dtype, rows_each: float, results: in
         chip: properties of the GPU.
         dtype: dtype of the operands.
         rows_each: average number of rows per expert. If experts have few rows, a tile with many
-            rows would be mostly unused.
-        results: number of sums that a program accumulates at the same time (2 for gate and up).
+            rows would be mostly empty.
+        results: number of sums that a program accumulates at the same time (2 for the gate and up
+            matrices).
         extra: whether the epilogue of the kernel reads additional tiles.
         precision: see `experts.precision`. Float32 matmuls that use the matrix units
             have larger tiles.
@@ -208,10 +209,11 @@ def rows_of_a_part(chip: Chip, tiling: Tiling, tiles: int, rows: int,
     """Return the number of rows per part if the sums of weight gradients are split into parts, or
     None if they are not split.
 
-    The GPU runs a certain number of programs at once. For each of them, about `PROGRAMS_OF_A_WAVE`
-    parts are created, no matter how the rows are distributed over the experts. As a result, the
-    whole GPU is used even if most of the rows belong to a single expert. Sums are never split if
-    the matrix of one expert has more tiles than the number of parts.
+     For each program that the GPU can run at the
+    same time, about `PROGRAMS_OF_A_WAVE` parts are created, no matter how the rows are distributed
+    over the experts. As a result, the whole GPU is used even if most of the rows belong to a single
+    expert. Sums are never split if the matrix of one expert has more tiles than the number of
+    parts.
 
     Args:
         chip: properties of the GPU.

@@ -1,10 +1,10 @@
 """Weight and bias gradients of grouped rows in Triton, computed as `rows^T @ grad_rows` for each
 group.
 
-The tiles of all matrices form one list. The launch starts as many programs as can run at once, and
-these programs process the list. If most of the rows belong to one group, the sum of this group is
-split into parts, which several programs compute. A second kernel adds the parts in a fixed order,
-so repeated runs give the same gradients.
+The tiles of all matrices form one list. A launch starts as many programs as can run at once, and
+these programs process the list of all tiles. If most of the rows belong to one group, the sum of
+this group is split into parts, which several programs compute. A second kernel adds the parts in a
+fixed order, so repeated runs give the same gradients.
 """
 
 from __future__ import annotations
@@ -180,8 +180,8 @@ def weight_kernel(x, x_tiles, grad, grad_tiles, also, also_tiles, x_token, grad_
     With CUT, a group of more than `height` rows is split into the parts that the table (part_group,
     part_row) lists. The sums of the parts are stored in `parts[slot]`, float32 [slots, I, O]. The
     slot is `2 * (first row // height)`, plus 1 for the last part of a group. No two parts share a
-    slot, because all parts except the last one of a group have `height` rows, and the first rows of
-    last parts are further apart.
+    slot: all parts except the last part of a group have `height` rows, and the first rows of any
+    two last parts are at least `height` rows apart.
     """
     tiles: tl.constexpr = ((I + BI - 1) // BI) * ((O + BO - 1) // BO)
     number = groups * tiles
@@ -220,8 +220,8 @@ def join_block(parts, out, at, group, end, length, height, size, ADD: tl.constex
 @triton.jit
 def join_kernel(parts, also_parts, out, also_out, ends, lengths, height, size, groups,
                 PAIR: tl.constexpr, ADD: tl.constexpr, BLOCK: tl.constexpr, BL: tl.constexpr):
-    """Compute `out[group]` as the sum of its parts in a fixed order. With ADD, add this sum to
-    `out[group]`; see `weight_kernel`.
+    """Compute `out[group]` as the sum of its parts in a fixed order. With ADD, add the sum of the
+    parts to `out[group]`; see `weight_kernel`.
 
     Only few groups are split, so the programs divide the blocks of these groups among themselves.
     size: number of values in one matrix, I * O.

@@ -96,8 +96,8 @@ def usable_cores() -> int:
 class FileWorkers:
     """A context manager that writes several files in parallel, in threads.
 
-    The contents of up to `at_once` files are produced at the same time. One more file may be
-    waiting for the disk. All files are complete when the context ends.
+    The contents of up to `at_once` files are produced at the same time. In addition, one file may
+    be waiting for the disk. All files are complete when the context ends.
 
     Args:
         at_once: number of files whose contents are produced at the same time. Defaults to two, or
@@ -115,13 +115,13 @@ class FileWorkers:
         """Write a file in a worker thread. If all workers are busy, wait until one is free.
 
         Args:
-            make: function that writes the file. It is called in a worker thread. `make` must return
-                an iterator that yields exactly once, after the file has been written and before the
-                file is flushed to disk. `make` must call `check` regularly, and must close its file
-                if `check` raises.
+            make: function that writes the file. `make` is called in a worker thread. `make` must
+                return an iterator that yields exactly once, after the file has been written and
+                before the file is flushed to disk. `make` must call `check` regularly, and must
+                close its file if `check` raises.
         Raises:
-            BaseException: If the `make` function of another file failed. The first of these errors
-                is raised.
+            BaseException: If the `make` function of another file failed. If several files failed,
+                the first error is raised.
         """
         self._room.acquire()
         try:

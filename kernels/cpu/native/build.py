@@ -76,8 +76,8 @@ def library(source: str, *defines: str) -> ctypes.CDLL | str:
 
 
 def why_not(source: str, *defines: str) -> str | None:
-    """Return the reason why `library` does not contain these functions, or None if they are
-    available.
+    """Return the reason why the compiled functions of `library` are unavailable, or None if they
+    are available.
     """
     functions = library(source, *defines)
     return functions if isinstance(functions, str) else None
@@ -103,8 +103,8 @@ def processor_options(machine: str, capability: str, flags: Collection[str]) -> 
 
 
 def compiler(environment: Mapping[str, str]) -> list[str]:
-    """Return the command of the C compiler. This is `CC` if that variable is set, otherwise the
-    first available entry of `COMPILERS`.
+    """Return the command of the C compiler. The command is `CC` if this environment variable is
+    set, otherwise the first available entry of `COMPILERS`.
 
     Raises: Unavailable: If no compiler was found.
     """
@@ -179,8 +179,8 @@ def run_compiler(command: list[str]) -> None:
 
 
 def _folder() -> Path:
-    """Return the folder in which compiled code is stored. No other user may have write permission
-    for this folder.
+    """Return the folder in which compiled code is stored. Other users must not have write
+    permission for this folder.
     """
     try:
         folder = cache_home() / "native"

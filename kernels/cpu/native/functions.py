@@ -1,22 +1,22 @@
 """Python wrappers for compiled functions that process CPU tensors.
 
 `NativePasses` contains the operations that the strategy `fused` performs between two matmuls. Each
-operation is a single pass over the values. With torch's operations, several passes are needed, and
-gelu and its derivative are computed separately. Here, the forward pass overwrites the input of the
-activation function with the derivative. The backward pass multiplies by this derivative and by the
-row's gate, and accumulates the gradient of the gate. These passes multiply the time of a layer by
-0.96, or by 0.95 if its experts are gated (8 experts of widths 512 and 2048 in bfloat16, 4,096
-tokens, k = 2, AMD Zen 5).
+operation is a single pass over the values. torch needs several passes over the values, and computes
+gelu and its derivative separately. The forward pass overwrites the input of the activation function
+with the derivative of the activation function. The backward pass multiplies the gradient by this
+derivative and by the row's gate, and accumulates the gradient of the gate. With these passes, the
+time of a layer is multiplied by 0.96, or by 0.95 if its experts are gated (8 experts of widths 512
+and 2048 in bfloat16, 4,096 tokens, k = 2, AMD Zen 5).
 
 Notation of the passes: N is the number of rows, F the inner width, and D the width of a row. All
-tensors are contiguous. They are float32 or bfloat16, except `scale_N` and `dots_N`, which are
-always float32. Values are computed in float32, and each result is rounded once.
+tensors are contiguous. The tensors are float32 or bfloat16, except `scale_N` and `dots_N`, which
+are always float32. Values are computed in float32, and each result is rounded once.
 
-`Scores` contains the matmuls of a router with few experts, for bfloat16 tokens. torch's matmuls
-take three times as long if one dimension of a matrix is a small number of experts. With 4,096
-tokens of width 512 and 8 experts, the scores take 0.26 ms instead of 0.76 ms, the gradient of the
-tokens takes 0.17 ms instead of 0.52 ms, and the gradient of the weight takes 0.31 ms instead of
-0.97 ms (AMD Zen 5, two threads).
+`Scores` contains the matmuls of a router with few experts, for bfloat16 tokens. If one dimension of
+a matrix is a small number of experts, torch's matmuls take three times as long. With 4,096 tokens
+of width 512 and 8 experts, the scores take 0.26 ms instead of 0.76 ms, the gradient of the tokens
+takes 0.17 ms instead of 0.52 ms, and the gradient of the weight takes 0.31 ms instead of 0.97 ms
+(AMD Zen 5, two threads).
 
 Notation of the router: T is the number of tokens, D their width, E the number of experts. The
 tensor `x_TD` is bfloat16, all other tensors are float32, and all are contiguous.
@@ -38,7 +38,8 @@ POINTER, INT64, INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
 
 
 def function(functions: ctypes.CDLL, name: str, *types: type) -> Callable[..., None]:
-    """Return a compiled function that returns no value. types: types of the function's arguments.
+    """Return a compiled function as a Python callable without return value. types: types of the
+    function's arguments.
     """
     compiled = getattr(functions, name)
     compiled.argtypes, compiled.restype = types, None
@@ -57,8 +58,8 @@ def readable(x: Tensor) -> bool:
 
 
 def address(x: Tensor | None) -> int | None:
-    """Return the address of the first element, or None for a missing tensor. ctypes passes None as
-    NULL.
+    """Return the address of the first element. For a missing tensor, return None, which ctypes
+    passes as NULL.
     """
     return None if x is None else x.data_ptr()
 
@@ -102,8 +103,8 @@ class NativePasses:
                 False, `after` is recomputed and written to memory.
             scale_N: factor by which the gradients of each row are multiplied, including those in
                 `grad_up`. None means 1.
-            dots_N: tensor that receives, for each row, the sum over the inner width of the unscaled
-                gradient times `after`.
+            dots_N: output tensor. For each row, it receives the dot product of the unscaled
+                gradient and `after` over the inner width.
         """
         self._backward(*grad_NF.shape, grad_NF.data_ptr(), before_NF.data_ptr(), address(up_NF),
                        after_NF.data_ptr(), address(grad_up_NF), address(scale_N),
@@ -115,15 +116,15 @@ class NativePasses:
 
 
 def passes(x: Tensor, activation: str) -> NativePasses | None:
-    """Return the compiled passes for experts with the input `x`. Return None if torch's operations
-    must be used; see `why_not`.
+    """Return the compiled passes for experts with the input `x`. If torch's operations must be
+    used, return None; see `why_not`.
     """
     return compiled_passes(activation, x.dtype) if x.dtype in DTYPES and readable(x) else None
 
 
 @functools.cache
 def compiled_passes(activation: str, dtype: torch.dtype) -> NativePasses | None:
-    """Return the compiled passes, which are loaded once; see `passes`."""
+    """Return the compiled passes; see `passes`. They are loaded only once."""
     library = build.library(*_source(activation))
     return None if isinstance(library, str) else NativePasses(library, dtype)
 
@@ -167,7 +168,7 @@ class Scores:
         return scores_TE
 
     def grad_tokens(self, grad_TE: Tensor, weight_ED: Tensor) -> Tensor:
-        """Compute `grad @ weight`. The output is bfloat16 [T, D], which is summed in float32 and
+        """Compute `grad @ weight`. The output is bfloat16 [T, D]. It is summed in float32 and
         rounded once.
         """
         (tokens, experts), width = grad_TE.shape, weight_ED.shape[1]
@@ -200,6 +201,6 @@ def scores_of(x_TD: Tensor, weight_ED: Tensor) -> Scores | None:
 
 @functools.cache
 def compiled_scores() -> Scores | None:
-    """Return the compiled matmuls, which are loaded once; see `scores_of`."""
+    """Return the compiled matmuls; see `scores_of`. They are loaded only once."""
     library = build.library(*_source(None))
     return None if isinstance(library, str) else Scores(library)
