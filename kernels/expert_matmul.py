@@ -112,7 +112,7 @@ def expert_matmul_gated(x: Tensor, groups: RowGroups, w_LDF: Tensor, b_LF: Tenso
         w_LDF, v_LDF: weights [L, D, F] of the input matmul and of the gate matmul.
         b_LF, v_bias_LF: biases [L, F] of the two matmuls. Either both biases are given or both are
             None.
-        token_R: index of the token of each row, or None if x contains rows.
+        token_R: index of each row's token, or None if x contains rows.
         activation: name of the activation function, a key of `ACTIVATIONS`.
         precision: precision of float32 matmuls, "ieee" or "tf32".
     """

@@ -85,7 +85,7 @@ def in_best_groups(scores_TE: Tensor, groups: int, take: int, best: int) -> Tens
     experts, [T, E]. A group consists of consecutive experts.
 
     best: number of scores per group. The score of a group is the sum of its `best` largest scores.
-    Ties go to the lower index.
+    If scores are equal, the lower index comes first.
     """
     tokens, experts = scores_TE.shape
     scores_TGP = scores_TE.view(tokens, groups, experts // groups)

@@ -337,7 +337,7 @@ class WeightedRows:
                      for part in bags(token_R[:, None], scale_R[:, None], x_TW.dtype)]
 
     def take(self, block: int) -> UnitRows:
-        """Return the rows of one block."""
+        """Return views of the rows of one block."""
         index, scale = (parts[block] for parts in self.bags)
         rows = sum_bags(self.x_TW, index, scale)
         return BlockRows([self._blocks[block]], rows, False).of_units[0]

@@ -1,6 +1,4 @@
-"""Summarize a checkpoint as JSON values. The summary does not require reading the values of
-tensors.
-"""
+"""Summarize a checkpoint as JSON values. Tensor values are not read."""
 
 from __future__ import annotations
 

@@ -190,15 +190,15 @@ def load_layer(layer: MoELayer, source: Source, prefix: str) -> None:
 
 
 def full_state(layer: MoELayer, below: str | tuple[str, ...] = "") -> Mapping[str, Tensor]:
-    """Return the state dict of a layer with the experts of all ranks. It equals the state dict of
-    the same layer on a single rank.
+    """Return the state dict of a layer with the experts of all ranks. The state dict equals the
+    state dict of the same layer on a single rank.
 
     If the experts are distributed over several ranks, all ranks must call this function.
 
     Args:
         layer: the layer.
-        below: prefix or tuple of prefixes. Only tensors whose names start with such a prefix are
-            returned. By default, all tensors are returned.
+        below: prefix or tuple of prefixes. Only tensors whose names start with one of these
+            prefixes are returned. By default, all tensors are returned.
     """
     state = {name: value.detach() for name, value in layer.state_dict().items()
              if isinstance(value, torch.Tensor) and name.startswith(below)}

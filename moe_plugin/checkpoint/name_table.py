@@ -211,7 +211,7 @@ class NameTable:
 
         Args:
             tensors: tensors of the format.
-            others: function that is called for each tensor whose name matches no rule. The function
+            others: function that is called for each tensor whose name matches no rule. `others`
                 converts the tensor or raises an error.
             experts: number of experts in a layer, or 0 to determine this number from the tensors.
         Raises:

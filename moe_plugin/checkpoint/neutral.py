@@ -1,11 +1,11 @@
-"""Framework-independent names, shapes and settings of decoder models. In code, they are called
+"""Framework-independent names, shapes and settings of decoder models. In the code, they are called
 "neutral".
 
-To support all conversions, a format only needs one conversion to these names and one conversion
-from them. Letters in shapes: D is the width of the model, V the size of the vocabulary, A the
-number of query heads, K the number of key and value heads, H the width of a head, P the number of
-positions, E the number of experts, F the inner width of an expert or MLP, G the inner width of the
-shared expert, and L the latent width.
+For each format, one conversion to these names and one conversion from these names are enough to
+convert between all formats. Letters in shapes: D is the width of the model, V the size of the
+vocabulary, A the number of query heads, K the number of key and value heads, H the width of a head,
+P the number of positions, E the number of experts, F the inner width of an expert or MLP, G the
+inner width of the shared expert, and L the latent width.
 
     embed.weight                         [V, D]
     position.weight                      [P, D]         learned positions only
@@ -35,10 +35,10 @@ shared expert, and L the latent width.
 
 For rotary positions, element `i` of a head is paired with element `i + H/2`, as in Hugging Face and
 Megatron. The tensors of the optimizer state have the same names and shapes as the parameters. The
-keys of `Source.layers` are the prefixes `layers.N.moe.`. In a source with these names,
-`values["model"]` contains the dict that `DecoderSettings.to_dict()` returns, and `values["step"]`
-is the number of optimizer steps. If the source contains optimizer state, `values["optimizer"]`
-contains the entries that are listed in `OPTIMIZER_VALUES`.
+keys of `Source.layers` are the prefixes `layers.N.moe.`. In a source with framework-independent
+names, `values["model"]` contains the dict that `DecoderSettings.to_dict()` returns, and
+`values["step"]` is the number of optimizer steps. If the source contains optimizer state,
+`values["optimizer"]` contains the entries that are listed in `OPTIMIZER_VALUES`.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class DecoderSettings:
         norm: type of the norms, "layernorm" or "rmsnorm". Both use `norm_eps`.
         pre_norm: whether norms are applied before attention and MLP (True) or after the residual
             addition (False).
-        activation: activation function of MLPs and experts, with a name of the setting
+        activation: activation function of MLPs and experts; a value of the setting
             `experts.activation`.
         gated: whether MLPs and experts compute `act(x @ w_gate) * (x @ w_in)`.
         gate_clamp, linear_offset: see the settings `experts.clamp` and `experts.linear_offset`.
@@ -98,8 +98,8 @@ class DecoderSettings:
             outputs (False).
         positions: type of the position encoding: "rotary" (with `rotary_base`), "learned",
             "sinusoidal" or "none".
-        rotary_part: fraction of each head's width that is rotated. The rotated dimensions come
-            first.
+        rotary_part: fraction of each head's width that is rotated. The rotated dimensions are the
+            first dimensions of each head.
         tied: whether the embedding matrix is also used as the output matrix.
         embed_scale: factor by which token embeddings are multiplied. Position embeddings are not
             multiplied.
@@ -107,16 +107,16 @@ class DecoderSettings:
         router: score function of the router: "softmax", "sigmoid" or "sparsemixer". The router
             "sparsemixer" uses `mixer_eps`, which is also a setting of this package. If
             `normalize_top_k` is True, the scores of the chosen experts are divided by
-            `max(sum + normalize_add, normalize_min)`. The chosen scores are then multiplied by
-            `router_scale`.
+            `max(sum + normalize_add, normalize_min)`. After normalization, the chosen scores are
+            multiplied by `router_scale`.
         groups, group_top_k, group_scores: see the settings `router.groups`, `router.group_top_k`
             and `router.group_scores`. If `groups` is 0, routing is not limited to groups.
         rotary_scaling: scaling of rotary positions, in the form of Hugging Face's `rope_scaling`
-            with its key "rope_type". If positions are not scaled, the mapping is empty.
+            with its key "rope_type". If positions are not scaled, `rotary_scaling` is empty.
         window: number of previous tokens to which each token can attend, or 0 for all tokens.
-        latent: settings of latent attention. The keys are listed in `LATENT`.
+        latent: settings of latent attention. The keys of `latent` are listed in `LATENT`.
         extra: all other settings, under their names in the checkpoint's format. If a format does
-            not support such a setting, it raises an error that names the setting.
+            not support a setting in `extra`, it raises an error that names the setting.
     """
 
     heads: int
@@ -243,8 +243,8 @@ def unfit(model: DecoderSettings, checks: Iterable[tuple[str, bool, str]], held:
         model: settings of the model.
         checks: one tuple for each checked setting: its name, whether its value is allowed, and a
             description of the allowed values.
-        held: names of the settings that the format can represent. All other settings must have
-            their default values.
+        held: names of the settings that the format can represent. All settings that are not in
+            `held` must have their default values.
         extra: keys of `model.extra` that the format supports.
     """
     values = vars(model)

@@ -234,13 +234,13 @@ def _axis(key: str, name: str) -> int:
 def column_source(format: str, columns: Columns, layers: Mapping[str, Mapping[str, int]],
                   values: Mapping[str, Any], description: Mapping[str, Any],
                   paths: Sequence[Path]) -> DerivedSource:
-    """Build a source from columns. Each column contains the values of one field by name. Values
-    that are not tensors are stored in `values[COLUMNS]`.
+    """Build a source from columns. A column contains the values of one field, by name. Values that
+    are not tensors are stored in `values[COLUMNS]`.
 
     Args:
         format, layers, values: attributes of the new source, as described in `Source`.
-        columns: mapping from field to name to value. The values are tensors with all experts on
-            disk, or other objects.
+        columns: dicts of values by name, for each field. The values are tensors on disk, which
+            contain all experts, or other objects.
         description, paths: return values of `Source.describe` and `Source.files` for the new
             source.
     """
@@ -260,7 +260,8 @@ def ranked_source(format: str, ranks: Sequence[Columns], values: Mapping[str, An
     Args:
         format, values: attributes of the new source, as described in `Source`.
         ranks: columns of each rank, in rank order.
-        description, paths: results of `Source.describe` and `Source.files` for the new source.
+        description, paths: return values of `Source.describe` and `Source.files` for the new
+            source.
     """
     ranks = [{field: with_current_names(column) for field, column in rank.items()}
              for rank in ranks]
@@ -270,8 +271,8 @@ def ranked_source(format: str, ranks: Sequence[Columns], values: Mapping[str, An
 
 
 def columns_of(source: Source) -> dict[str, dict[str, Any]]:
-    """Return all tensors and other values of a source as columns. The result maps each field to a
-    dict of values by name.
+    """Return all tensors and other values of a source as columns: a dict of values by name, for
+    each field.
     """
     whole: dict[str, dict[str, Any]] = {MODEL: {}}
     for field, name in source.entries:
@@ -287,7 +288,7 @@ def columns_of_rank(source: Source, rank: int, size: int,
 
     Args:
         source: the source.
-        rank, size: rank in the expert-parallel group, and size of this group.
+        rank, size: rank in the expert-parallel group, and number of ranks in this group.
         shards: number of ranks among which each expert is split, either one number for all layers
             or a mapping by layer prefix. Optional.
     """

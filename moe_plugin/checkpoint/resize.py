@@ -41,21 +41,21 @@ def change_expert_parallel(model: nn.Module, optimizer: torch.optim.Optimizer | 
     group.
 
     Call this function between `optimizer.step()` and the next forward pass, because it discards the
-    gradients of experts. The layers remain the same objects. All parameters also remain the same
+    gradients of experts. The layers remain the same objects. The parameters also remain the same
     objects, except the parameters of experts. The optimizer state of the old expert parameters is
-    transferred to the new expert parameters. If other objects refer to the old parameters, set
-    these objects up again with the new parameters. For example, if `gradients.sync.reduce_experts`
-    was called before, call it again, or pass the new groups to `sync_gradients`. A layout tuner
-    loses its measurements. All ranks of `world` must call this function. During the call, a rank
-    needs enough memory for two copies of one layer's experts.
+    transferred to the new expert parameters. If other objects refer to the old expert parameters,
+    set up these objects again with the new parameters. For example, if
+    `gradients.sync.reduce_experts` was called before, call it again, or pass the new groups to
+    `sync_gradients`. A layout tuner loses its measurements. All ranks of `world` must call this
+    function. During the call, a rank needs enough memory for two copies of one layer's experts.
 
     Args:
         model: model of a plain PyTorch training loop, with or without a wrapper.
         optimizer: optimizer of all expert parameters that are trained. In the optimizer's state,
-            every tensor of a parameter must have either the shape of the parameter or a single
-            element. All optimizers of torch except Adafactor satisfy this condition. If moving
-            averages of the weights are stored outside of the optimizer, call this function for them
-            separately, without an optimizer. Optional.
+            every tensor that belongs to a parameter must have either the shape of the parameter or
+            a single element. All optimizers of torch except Adafactor satisfy this condition. If
+            moving averages of the weights are stored outside of the optimizer, call this function
+            for them separately, without an optimizer. Optional.
         comm: the new expert-parallel group of this rank. The experts must be divisible among the
             ranks of the new group. If the group has size 1, every rank stores all experts.
         world: group of all data-parallel ranks. Defaults to the ranks of the default process group.

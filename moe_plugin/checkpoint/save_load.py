@@ -1,6 +1,6 @@
 """Atomic checkpoints of plain PyTorch training. Any number of ranks can load a checkpoint.
 
-See `formats.plain` for the files. All checksums are verified before loading.
+See `formats.plain` for the files. Checksums are verified before loading.
 """
 
 from __future__ import annotations
@@ -136,8 +136,9 @@ def _check_group(state: Mapping[str, Any], comm: Comm) -> None:
         if origin["ep_size"] != comm.size:
             raise ValueError(
                 f"the experts of layer {prefix!r} are spread over {origin['ep_size']} ranks, but "
-                f"{comm.size} ranks write the checkpoint; pass the layers' group as `comm` "
-                "(in FSDP2: with expert groups of all its ranks; in ddp_model any group works)")
+                f"{comm.size} ranks write the checkpoint; pass the layers' group as `comm` (with "
+                "FSDP2, an expert group must contain all of its ranks; with ddp_model, any group "
+                "works)")
 
 
 @contextmanager
@@ -174,8 +175,8 @@ def load(directory: str | os.PathLike[str], model: nn.Module,
     this function. Each rank verifies some of the files and reads only the tensors that it stores.
 
     Args:
-        leave: function that returns the names of model tensors to leave unchanged, such as a new
-            head. Not supported with an optimizer. Optional.
+        leave: function that returns the names of model tensors that are not loaded. Not supported
+            with an optimizer. Optional.
     Returns: the values that were passed to `save` as `extra`.
     Raises:
         CheckpointError: If the checkpoint is missing, truncated, or of another model.
@@ -325,7 +326,7 @@ def _check_optimizer(state: dict[str, Any] | None, model: nn.Module,
     if state is None:
         raise ValueError("the checkpoint has no optimizer state; load it without an optimizer")
     if len(state["groups"]) != len(optimizer.param_groups):
-        raise ValueError(f"the checkpoint has {len(state['groups'])} optimizer groups, this "
+        raise ValueError(f"the checkpoint has {len(state['groups'])} optimizer groups, but this "
                          f"optimizer has {len(optimizer.param_groups)}; build the optimizer that "
                          "was saved")
     _check_kind(state, optimizer)

@@ -1,8 +1,8 @@
 """Checkpoints as lazily read tensors.
 
 Every reader of a checkpoint is a `Source`. A source provides the name, shape and data type of each
-tensor, and can read any slice of a tensor. A conversion is a `View` of another source, and every
-writer accepts a source. Therefore, a conversion needs memory for only one slice at a time.
+tensor, and can read any slice of a tensor. A conversion is a `View` of another source. Every writer
+accepts a source. Therefore, a conversion needs memory for only one slice at a time.
 """
 
 from __future__ import annotations
@@ -75,8 +75,7 @@ class TensorEntry:
     """Shape and data type of a tensor.
 
     Attributes:
-        shape: shape of the tensor with all experts. For expert tensors, axis 0 therefore has size
-            E.
+        shape: shape of the tensor with all experts. For expert tensors, axis 0 has the size E.
         dtype: data type in the checkpoint.
         keeps_float32: whether `cast` converts the tensor to at least float32. See `name_table`.
     """
@@ -97,8 +96,8 @@ class TensorEntry:
 
 
 def is_code(dtype: torch.dtype) -> bool:
-    """Return true if a data type represents quantization codes, i.e. one-byte floats that require
-    scales.
+    """Return true if a data type represents quantization codes (one-byte floats that require
+    scales).
     """
     return dtype.is_floating_point and dtype.itemsize == 1
 
@@ -166,8 +165,8 @@ class Source(ABC):
         values: all values that are not tensors, such as "step", "settings", schedules, random
             states and parameter groups.
         layers: properties of each MoE layer, such as `{"num_experts": E}`, by the name prefix of
-            the layer. The names of the layer's expert tensors start with this prefix, followed by
-            "experts.".
+            the layer. The names of the expert tensors in a layer start with this prefix, followed
+            by "experts.".
     """
 
     format: str
@@ -224,14 +223,14 @@ class Source(ABC):
         return {}
 
     def files(self) -> Sequence[Path]:
-        """Return the files that contain tensors. A conversion verifies those of these files that
-        have checksums.
+        """Return the files that contain tensors. A conversion verifies all of these files that have
+        checksums.
         """
         return ()
 
     def unsealed(self) -> Sequence[Path]:
-        """Return the files that contain tensors but have no checksum. Damage in these files is not
-        detected.
+        """Return the files that contain tensors but have no checksum. Damage in files without a
+        checksum is not detected.
         """
         return [path for path in self.files() if checksums.seal_of(path) is None]
 
@@ -247,8 +246,8 @@ class Source(ABC):
 
 @dataclass(frozen=True)
 class Derived:
-    """A lazy tensor. It has a key, a shape, a data type, and a function that reads any window of
-    the tensor.
+    """A lazy tensor. A lazy tensor has a key, a shape, a data type, and a function that reads any
+    window of the tensor.
 
     Attributes:
         read: function that returns the values of a window. The window must have a start and a stop
@@ -313,8 +312,8 @@ class View(DerivedSource):
     Args:
         origin: the source from which values are read. Closing the view also closes `origin`.
         derived: all tensors of the view.
-        format, values, layers: attributes of the view. Each of them defaults to the attribute of
-            `origin`. Optional.
+        format, values, layers: attributes of the view. Each of these attributes defaults to the
+            attribute of `origin`. Optional.
     """
 
     def __init__(self, origin: Source, derived: Iterable[Derived], *, format: str | None = None,

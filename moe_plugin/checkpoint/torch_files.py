@@ -1,6 +1,6 @@
 """Reading and writing `torch.save` files tensor by tensor.
 
-The structure of a file is read before the values of its tensors, and is also written first.
+When a file is read or written, its structure comes before the values of its tensors.
 """
 
 from __future__ import annotations
@@ -82,8 +82,8 @@ def _stored_tensor(path: Path, tensor: Tensor, part: tuple[int, int],
         part: start and end of the data that `torch.save` wrote, in bytes from the start of the
             file.
     Raises:
-        ValueError: If the tensor is not dense, or if it is not completely inside this range of the
-            file.
+        ValueError: If the tensor is not dense, or if it is not completely inside the range `part`
+            of the file.
     """
     if tensor.layout is not torch.strided or tensor.is_quantized:
         raise ValueError(f"it contains a tensor with the layout {tensor.layout}, which is not "
@@ -105,7 +105,9 @@ def _stored_tensor(path: Path, tensor: Tensor, part: tuple[int, int],
 
 
 def _structure(load: Callable[..., Any]) -> Any:
-    """Call `load` and return its result. Its tensors contain file positions instead of values."""
+    """Call `load` and return its result. The tensors of the result contain file positions instead
+    of values.
+    """
     if TorchVersion(torch.__version__) >= "2.13":
         return load(map_location="meta")
     from torch._subclasses.fake_tensor import FakeTensorMode  # slow to import
@@ -186,7 +188,9 @@ def read_all(value: Any) -> Any:
 
 
 def _map_values(value: Any, type_: type, change: Callable[[Any], Any]) -> Any:
-    """Copy nested mappings, lists and tuples. `change` is applied to all values of type `type_`."""
+    """Copy nested mappings, lists and tuples. Copy nested mappings, lists and tuples, and apply
+    `change` to all values of type `type_`.
+    """
     if isinstance(value, type_):
         return change(value)
     if isinstance(value, Mapping):
@@ -256,7 +260,7 @@ class SealedWriter:
             path: path of the file.
             order: pairs of a position in bytes and the tensor to be written at this position,
                 sorted by position.
-            done: function that a different thread calls when the file is on the disk.
+            done: function that another thread calls after the file has been flushed to disk.
         """
         self._workers.start(partial(self._make, path, order, done))
 

@@ -27,8 +27,8 @@ _LEGACY = 4  # number of pickles ahead of the tensors in a `torch.save` file tha
 
 
 class UntrustedFile(ValueError):
-    """Raised if a file contains classes that are not allowed. Loading such a file could run code
-    that it contains.
+    """Raised if a file contains classes that are not allowed. Loading a file with other classes
+    could run code that the file contains.
     """
 
     def __init__(self, what: str, classes: Iterable[str]) -> None:
@@ -87,7 +87,8 @@ def check_sizes(file: Any, what: str) -> None:
     """Raise `ValueError` if the zip file that `torch.save` wrote is compressed, or if its members
     are larger than the file.
 
-    Reading such a file could exhaust the memory. `torch.save` never writes such files.
+    Reading a compressed file, or a file with such members, could exhaust the memory. `torch.save`
+    never writes such files.
     """
     with _opened(file) as stream, contextlib.suppress(zipfile.BadZipFile):
         members = zipfile.ZipFile(stream).infolist()

@@ -5,15 +5,16 @@ Copies: every expert is a copy of the layer's MLP, and the routers are initializ
 weights of the chosen experts sum to 1. The layer therefore has the same output as the MLP, no
 matter which experts are chosen. Source: Komatsuzaki and others 2023, Sparse Upcycling.
 
-Granular experts: the MLP is split into `G` slices along the inner width. The layer has `E / G`
-copies of each slice as experts. Expert `c * G + g` is slice `g` of copy `c`. The layer has the same
-output as the MLP only if all slices are chosen equally often and with equal weights. Therefore, the
-router is initialized with one random row per copy. All `G` experts of the copy (a virtual group)
-have this row. These `G` experts then have equal scores, so if `top_k` is a multiple of `G`, the
-router always chooses whole groups. The weights of each slice sum to `1 / G`. To compensate, the
-output is multiplied by `G`. Source: He and others 2024, Upcycling Large Language Models into
-Mixture of Experts, section "virtual group initialization". This implementation applies the factor
-only to the output matrices, which is exact for every activation function.
+Granular experts: the MLP is split into `G` slices along the inner width. For each slice, the layer
+has `E / G` experts that are copies of this slice. Expert `c * G + g` is slice `g` of copy `c`. The
+layer has the same output as the MLP only if all slices are chosen equally often and with equal
+weights. Therefore, the router is initialized with one random row per copy. All `G` experts of a
+copy (a virtual group) have this row. The `G` experts of a copy then have equal scores, so if
+`top_k` is a multiple of `G`, the router always chooses whole groups. The weights of each slice sum
+to `1 / G`. To compensate, the output of the layer is multiplied by `G`. Source: He and others 2024,
+Upcycling Large Language Models into Mixture of Experts, section "virtual group initialization".
+This implementation applies the factor `G` only to the output matrices, which is exact for every
+activation function.
 """
 
 from __future__ import annotations
@@ -60,9 +61,9 @@ class Upcycling:
             output.
         shared_gate: whether the shared expert has the gate that Qwen2-MoE uses.
         every: distance between MoE layers. Among every `every` consecutive layers, the last layer
-            is converted to an MoE layer. 1 converts all layers.
+            is converted to an MoE layer. If `every` is 1, all layers are converted.
         encoder_every, decoder_every: like `every`, but for the encoder or the decoder of a
-            translation model. 0 converts no layer of this stack. Defaults to `every`.
+            translation model. If 0, no layer of this stack is converted. Defaults to `every`.
         router_std: standard deviation of the random rows of the routers.
         seed: random seed for the rows of the routers.
     """
@@ -174,8 +175,8 @@ def moe_tensors(mlp: Mapping[str, Derived], plan: Upcycling, layer: int,
     Args:
         mlp: tensors of the MLP, by their framework-independent names within the MLP.
         plan: settings of the conversion.
-        layer: number of the MoE layer, which must be unique. It is part of the router's random
-            seed.
+        layer: number of the MoE layer, which must be unique. This number is part of the router's
+            random seed.
         prefix: prefix for the names of the new tensors.
     Raises:
         CheckpointError: If the MLP cannot be split into `plan.granularity` slices.

@@ -62,8 +62,8 @@ class HostSeams:
             framework does not support this feature.
         activations: function that creates the feature for `offload.activations`. None if the host
             framework does not support this feature.
-        votes: function that creates the feature for `guard.votes`. It is None if the host does not
-            support it.
+        votes: function that creates the feature for `guard.votes`. None if the host framework does
+            not support this feature.
         more: additional features of this run. These features are called before `FiniteSteps` checks
             whether gradients are finite, so they may change gradients.
     """

@@ -158,8 +158,8 @@ class _WeightTransfer:
 
     Args:
         local: parameters of the experts that this rank stores.
-        place: placement, which defines the ranks that store the experts.
-        spill: plan that assigns the rows of experts to ranks.
+        place: placement, which states which ranks store which experts.
+        spill: plan that states which ranks compute the rows of each expert.
         anchor: tensor that links the exchanges to the autograd graph; see `comm.functional`.
     """
 

@@ -284,7 +284,8 @@ class Predictions:
 
 
 class Choices:
-    """The trials of the collectives in one group. The object is stored with the group."""
+    """The trials of the collectives in one group. The object is stored in the state of the group.
+    """
 
     def __init__(self, rules: TunerSettings = RULES) -> None:
         self.tuner: Tuner[tuple[str, int], str] = Tuner(

@@ -195,7 +195,7 @@ class ChoiceFiles:
     choices.
 
     Args:
-        folder: folder for the files. The default is the user's cache.
+        folder: folder for the files. Defaults to the user's cache.
     """
 
     def __init__(self, folder: Path | None = None) -> None:

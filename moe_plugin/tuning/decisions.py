@@ -76,7 +76,7 @@ class KeptDecision:
 
     Attributes:
         name: name of the candidate that was chosen.
-        why: reason for the decision.
+        why: the reason for the decision.
         spread: spread of the measured times; see `Contest.spread`.
         seconds: measured time of each candidate in seconds, by name.
         behind: times of candidates that were excluded because they are much slower, relative to the

@@ -225,8 +225,8 @@ class PrefillPieces:
 
     Args:
         config: settings of the layer.
-        layouts: layouts of the layer, from which one is chosen.
-        probe: parameter of the layer, from which device and dtype are taken.
+        layouts: the layouts of the layer from which a layout is selected.
+        probe: a parameter of the layer, whose device and dtype are used.
 
     Raises:
         ValueError: If the rows of the dispatcher cannot be divided, or if ranks other than the

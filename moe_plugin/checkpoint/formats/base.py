@@ -103,8 +103,8 @@ class WriteProgress:
 
 def write_files(path: Path, contents: Mapping[str, Callable[[], Any]],
                 progress: WriteProgress) -> None:
-    """Write files with `torch.save`. Their contents may include `Derived` tensors. Files for which
-    `progress.keeps` returns True are skipped.
+    """Write files with `torch.save`. The contents of these files may include `Derived` tensors.
+    Files for which `progress.keeps` returns True are skipped.
 
     Args:
         path: an existing folder.
@@ -127,14 +127,14 @@ class Format(ABC):
         name: registered name.
         sizes: fields of `CheckpointSizes` that the format supports, without "dtype".
         views_as: functions that convert a source of this format to a view with the names of another
-            format. The keys are the names of the target formats. The target "neutral" means the
-            framework-independent names in `moe_plugin.checkpoint.neutral`. If the target format
-            cannot represent a tensor or a setting, these functions raise a `CheckpointError` that
-            names it.
+            format. The keys of `views_as` are the names of the target formats. The target "neutral"
+            means the framework-independent names in `moe_plugin.checkpoint.neutral`. If the target
+            format cannot represent a tensor or a setting, these functions raise a `CheckpointError`
+            that names it.
         views_of: functions that convert a source of another format to a view with the names of this
-            format. The keys are the names of the source formats.
+            format. The keys of `views_of` are the names of the source formats.
         becomes: names of the only formats to which and from which this format can be converted. If
-            empty, all formats are allowed for which a conversion exists.
+            `becomes` is empty, all formats are allowed for which a conversion exists.
     """
 
     name: ClassVar[str]
@@ -161,11 +161,12 @@ class Format(ABC):
         """Open a checkpoint for reading without reading the values of tensors.
 
         Args:
-            path: the file or folder.
-            trust: whether to unpickle classes that are not listed, which can run code in the files.
+            path: file or folder to examine.
+            trust: whether to unpickle all classes, including classes that are not allowed by
+                default. Unpickling can run code that is stored in the files.
         Raises:
             CheckpointError: If a file is missing or damaged.
-            UntrustedFile: If a file contains classes that are not listed and `trust` is False.
+            UntrustedFile: If a file contains classes that are not allowed, and `trust` is False.
         """
 
     def write(self, source: Source, path: Path, layout: CheckpointSizes,
@@ -173,17 +174,17 @@ class Format(ABC):
         """Write a checkpoint of this format into the folder `path`. Only one slice of a tensor is
         in memory at a time.
 
-        The folder must exist. This folder is temporary, and it may contain files of an interrupted
+        The folder must exist. The folder is temporary, and it may contain files of an interrupted
         conversion (see `WriteProgress.keeps`).
 
         Args:
             source: a source whose tensors have this format's names.
             path: the folder.
             layout: parallel sizes of the checkpoint to be written.
-            progress: object that receives the progress of the writer.
+            progress: object to which the writer reports its progress.
         Raises:
             CheckpointError: If the format cannot store a tensor or a setting of the source. The
-                message names the tensor or setting.
+                error message names the tensor or setting.
         """
         raise CheckpointError(f"format {self.name!r} can only be read; choose another format with "
                               "--to")
@@ -263,7 +264,8 @@ def open_source(path: str | Path, format: str | None = None, trust: bool = False
     Args:
         path: path of the checkpoint's folder or file.
         format: name of the format. Detected by default.
-        trust: whether to unpickle classes that are not listed, which can run code in the files.
+        trust: whether to unpickle all classes, including classes that are not allowed by default.
+            Unpickling can run code that is stored in the files.
     Raises:
         CheckpointError: If a file is missing, is damaged, or does not have this format.
         UntrustedFile: If a file contains classes that are not allowed, and `trust` is False.

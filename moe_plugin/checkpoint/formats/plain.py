@@ -125,7 +125,7 @@ def check_part(folder: Path, index: Mapping[str, Any], rank: int) -> bool:
 
 def _part_of_size(folder: Path, index: Mapping[str, Any], rank: int) -> Path:
     """Return the path of a rank's part, after checking the size of the file. Raise
-    `CheckpointError` if this size differs from the size in the index.
+    `CheckpointError` if the size of the file differs from the size in the index.
     """
     path, size = folder / part_name(rank, index["parts"]), index["bytes"][rank]
     found = path.stat().st_size if path.exists() else None

@@ -1,5 +1,6 @@
 """Tutel's checkpoint format. The `state_dict()` of each rank is stored in a separate file.
-Alternatively, a single file contains all experts, as Tutel's `tutel.checkpoint.gather` writes.
+Alternatively, a single file contains all experts. Tutel's `tutel.checkpoint.gather` writes such a
+file.
 
 In the following table, W is the number of ranks, E the number of experts, M the width of a token,
 and H the inner width of an expert. PREFIX is the name of the MoE layer, followed by a dot:
@@ -14,8 +15,8 @@ and H the inner width of an expert. PREFIX is the name of the MoE layer, followe
 
 If there are `s = W/E > 1` ranks per expert, rank `i * s + j` stores slice `j` of expert `i` along
 the axis H. `batched_fc2_bias` is split along the axis M, and the last slices are padded. All other
-entries are the same in all files. The file names follow a pattern with `{rank}` and optionally
-`{size}`, as in Tutel's tools. The files contain no optimizer state. Source: Tutel,
+entries of the state dict are the same in all files. The file names follow a pattern with `{rank}`
+and optionally `{size}`, as in Tutel's tools. The files contain no optimizer state. Source: Tutel,
 `experts/ffn.py`, `checkpoint/gather.py`, `checkpoint/scatter.py`.
 """
 
@@ -213,8 +214,8 @@ def _table(source: Source) -> NameTable:
 
 
 def _keep_outside(source: Source, missing: str, known: Iterable[str]) -> Others:
-    """Return a function for tensors that match no rule. The function keeps tensors outside of MoE
-    layers, and raises an error for tensors inside an MoE layer.
+    """Return a function that handles tensors without a name rule. The function keeps tensors
+    outside of MoE layers, and raises an error for tensors inside an MoE layer.
 
     Args:
         missing: start of the error message for tensors inside an MoE layer.
@@ -239,7 +240,7 @@ def _split(name: str, layers: Mapping[str, Any]) -> tuple[str | None, str]:
 
 
 def _part(one: Derived, rank: int, size: int, experts: int) -> Derived:
-    """Return the slice that a rank's file contains of a tensor with all experts."""
+    """Given a tensor with all experts, return the slice that a rank's file contains."""
     shards = max(1, size // experts)
     local = experts * shards // size
     run, shard = divmod(rank, shards)

@@ -1,6 +1,6 @@
 """Confident multiple choice learning (CMCL): ensembles whose members specialize in some samples.
 
-Each member makes confident predictions for its own samples, and uniform ones for all other samples.
+Each member is confident on its own samples, and predicts a uniform distribution on all others.
 
 Notation: N is the number of samples, M the number of members (models, heads or experts), C the
 number of classes, G the number of groups of samples. Source: CMCL (Lee and others, 2017).
@@ -138,8 +138,8 @@ def responsible(cross_entropy_NM: Tensor, divergence_NM: Tensor, k: int, beta: f
     """Return the assignment of `k` members to each sample, bool [N, M], that has the smallest loss.
 
     For each sample, the chosen members have the k smallest values of `CE_m - beta KL_m`. If values
-    are equal, the lower index is chosen. This assignment is optimal, because the loss is a sum over
-    members, and choosing member m changes the loss by `CE_m - beta KL_m`.
+    are equal, the lower index is chosen. This is optimal, because the loss is a sum over members,
+    and choosing member m changes it by `CE_m - beta KL_m`.
 
     Args:
         cross_entropy_NM: cross entropy `CE` of each member for each sample, float [N, M].
@@ -165,7 +165,8 @@ def confident_oracle_loss(logits_NMC: Tensor, target_N: Tensor, k: int, beta: fl
     For each sample, the loss trains the best `k` members and pulls all other members towards the
     uniform distribution. The loss is `sum_m [ v_m CE(y, P_m) + beta (1 - v_m) KL(U || P_m) ]`,
     where v is the best assignment of k members to each sample. With beta = 0 and k = 1, this is
-    multiple choice learning. With k = M, the members are independent. The loss is at least float32.
+    multiple choice learning. With k = M, the members are independent. The loss is computed in at
+    least float32.
 
     Args:
         logits_NMC: logits of all members, float [N, M, C].
@@ -174,8 +175,8 @@ def confident_oracle_loss(logits_NMC: Tensor, target_N: Tensor, k: int, beta: fl
         beta: weight of the divergence for members that are not responsible for a sample.
         labels: how the divergence is computed. With "exact", the divergence is computed exactly.
             With "stochastic", the divergence is replaced by the cross entropy with a random label,
-            drawn uniformly for each sample and each other member. The expected gradient is the
-            same.
+            drawn uniformly for each sample and each other member. The expected gradient is the same
+            in both cases.
         group_N: optional. Index of the group to which each sample belongs, int64 [N] in
             0..groups-1. All samples of a group (for example, the tokens of a sequence) have the
             same responsible members. By default, each sample is a separate group.
@@ -225,8 +226,8 @@ def ensemble_errors(logits_NMC: Tensor, target_N: Tensor) -> tuple[Tensor, Tenso
     class with the largest mean probability is wrong.
 
     Args:
-        logits_NMC: float [N, M, C].
-        target_N: int64 [N], class of each sample.
+        logits_NMC: logits of all members, float [N, M, C].
+        target_N: class of each sample, int64 [N].
     """
     right_NM = logits_NMC.argmax(-1) == target_N[:, None]
     mean_NC = F.softmax(logits_NMC.float(), dim=-1).mean(1)
@@ -273,12 +274,12 @@ def sequence_errors(logits_BTMC: Tensor, target_BT: Tensor, by_sequence: bool) -
 
     "top1" is the error of the mean of the members' predictions. "member" is the mean of the errors
     of the individual members. "oracle" is the error of the best member of each sequence. If
-    `by_sequence` is False, it is the error of the best member of each token, so a token is wrong
-    only if no member is correct.
+    `by_sequence` is False, "oracle" uses the best member of each token, so a token is wrong only if
+    no member is correct.
 
     Args:
-        logits_BTMC: float [B, T, M, C].
-        target_BT: int64 [B, T], class of each token.
+        logits_BTMC: logits of all members, float [B, T, M, C].
+        target_BT: class of each token, int64 [B, T].
         by_sequence: whether to select the best member per sequence (True) or per token (False).
     """
     wrong_BTM = (logits_BTMC.argmax(-1) != target_BT[..., None]).double()
@@ -290,7 +291,8 @@ def sequence_errors(logits_BTMC: Tensor, target_BT: Tensor, by_sequence: bool) -
 
 def confidence_histograms(logits_NMC: Tensor, chosen_NM: Tensor,
                           real_N: Tensor) -> dict[str, Tensor]:
-    """Compute histograms of how confident the predictions are. `HISTOGRAMS` contains their names.
+    """Compute histograms of how confident the predictions are. `HISTOGRAMS` contains the names of
+    the histograms.
 
     The three histograms, float64 [BINS], describe members that are responsible for a sample, all
     other members, and the mean of the members; see `confidence_counts`.
@@ -357,10 +359,10 @@ class EnsembleHeads(nn.Module):
     Args:
         dim: width of the input features.
         classes: number of classes, C.
-        heads: M, the number of heads.
+        heads: number of heads, M.
         hidden: width of each head's hidden layer. If 0, each head is a single linear layer.
         sharing: probability with which a feature of one head is added to those of another head (see
-            `share_features`). If 0, features are not shared. It requires a hidden layer.
+            `share_features`). If 0, features are not shared. Sharing requires a hidden layer.
         dtype: dtype of the parameters.
         device: device of the parameters.
     Raises:

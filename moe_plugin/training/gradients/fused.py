@@ -58,7 +58,9 @@ class Choice:
 
 
 def apex(name: str) -> FusedPart:
-    """Return a component of apex for tensors on a CUDA device. The name is a key in this module."""
+    """Return a component of apex for tensors on a CUDA device. The name of the component is a key
+    in this module.
+    """
     if not torch.cuda.is_available():
         return FusedPart(None, "apex needs a CUDA device, and there is none")
     return imported(*APEX[name])
@@ -66,8 +68,8 @@ def apex(name: str) -> FusedPart:
 
 @functools.cache
 def imported(module: str, name: str, extension: str) -> FusedPart:
-    """Import `module.name`. This requires that the compiled module `extension` can be imported. The
-    imported object is cached for the lifetime of the process.
+    """Import `module.name`. The compiled module `extension` must be importable. The imported object
+    is cached for the lifetime of the process.
     """
     try:
         importlib.import_module(extension)

@@ -131,8 +131,8 @@ class ExpertMuon(torch.optim.Optimizer):
     have the options of `torch.optim.AdamW`.
 
     If an expert is split into shards (`parallel.shards`, or more ranks than experts), or if a
-    matrix is a DTensor, its momentum is gathered before the update. In that case, all ranks must
-    call `step`, with gradients for the same parameters.
+    matrix is a DTensor, its momentum is gathered before the update. All ranks must then call
+    `step`, with gradients for the same parameters.
 
     Args:
         params: parameter groups from `muon_groups`, or any other parameters or parameter groups.
@@ -259,8 +259,8 @@ def _of_whole(part: Tensor, place: tuple[str, Placement] | None,
 
     Args:
         part: this rank's part of the tensor.
-        place: name and placement of an expert parameter. None for parameters that do not belong to
-            experts.
+        place: name and placement of an expert parameter. `place` is None for parameters that do not
+            belong to experts.
         compute: function of complete matrices that does not change their shape.
     """
     if is_sharded(part):
@@ -297,9 +297,9 @@ def newton_schulz(x_NOI: Tensor, coefficients: tuple[float, float, float], steps
     """Orthogonalize each matrix of a stack [N, out, in] in bfloat16, in the same way as
     `torch.optim.Muon`.
 
-    The iteration `X <- a X + (b G + c G^2) X` with `G = X X^T` is a polynomial of degree 5. It
-    starts at `X / ||X||_F`. With these coefficients (Jordan and others 2024), the singular values
-    become close to 1, but not exactly 1.
+    The iteration `X <- a X + (b G + c G^2) X` with `G = X X^T` is a polynomial of degree 5. The
+    iteration starts at `X / ||X||_F`. With these coefficients (Jordan and others 2024), the
+    singular values become close to 1, but not exactly 1.
 
     Args:
         x_NOI: the matrices.

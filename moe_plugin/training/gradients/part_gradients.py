@@ -2,12 +2,12 @@
 correctly.
 
 `torch.nn.utils.clip_grad_norm_` computes the norm of the gradients on a single rank. Lightning,
-Accelerate and transformers' Trainer call this function. However, each rank stores different
-experts. Without this module, each rank would scale its gradients by a different norm, and
-parameters that must be equal on all ranks would drift apart. Gradients of experts are therefore
-represented as `PartGradient`s. The norm of a `PartGradient` covers the experts of all ranks. If a
-gradient on one rank is not finite, `torch.amp.GradScaler` detects this on all ranks. All other
-operations treat a `PartGradient` as a plain tensor.
+Accelerate and transformers' Trainer call this function. With expert parallelism, however, each rank
+stores different experts. Without this module, each rank would scale its gradients by a different
+norm, and parameters that must be equal on all ranks would drift apart. Gradients of experts are
+therefore represented as `PartGradient`s. The norm of a `PartGradient` covers the experts of all
+ranks. If a gradient on one rank is not finite, `torch.amp.GradScaler` detects this on all ranks.
+All other operations treat a `PartGradient` as a plain tensor.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class PartGradient(Tensor):
     """A gradient whose parts are distributed over ranks. Each rank stores a different part.
 
     The norms `torch.linalg.vector_norm` and `torch._foreach_norm` (see `PartNorm`), and the check
-    of `GradScaler`, use collectives. All ranks of `comm` must call them in the same order. All
-    other functions treat the gradient as a plain tensor and return plain tensors.
+    of `GradScaler`, use collectives. All ranks of `comm` must call these functions in the same
+    order. All other functions treat the gradient as a plain tensor and return plain tensors.
 
     Attributes:
         comm: the group of ranks that store the parts.
@@ -89,8 +89,8 @@ def plain(gradient: Tensor) -> Tensor:
 def _apart(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Call a function without reducing its output over ranks.
 
-    If a list contains both DTensors and plain tensors, the DTensors are passed in a separate call,
-    because torch does not allow such lists.
+    torch does not allow lists with both DTensors and plain tensors, so the DTensors are passed in a
+    separate call.
     """
     lists = [index for index, arg in enumerate(args) if isinstance(arg, (list, tuple))]
     if not lists or "_foreach" not in getattr(function, "__name__", ""):
@@ -143,7 +143,7 @@ def norm_over_ranks(norms: Sequence[Tensor], order: float, comm: Comm) -> Sequen
     Args:
         norms: 0-dim norms of this rank's parts.
         order: order p of the norm `(sum |x|^p)^(1/p)`. 0 and infinity are also allowed.
-        comm: the group of ranks that have the parts.
+        comm: the group of ranks that store the parts.
     Returns: The 0-dim norms of the complete tensors, in the dtypes of `norms`.
     """
     norms_N = torch.stack([norm.to(torch.float64) for norm in norms])

@@ -1,5 +1,5 @@
 """If the optimizer state is sharded, each rank's optimizer updates only a part of each parameter.
-This module computes these parts.
+This module determines the part of each parameter that a rank updates.
 
 The optimizer receives plain tensors, so every element-wise optimizer works. Each part is a slice
 along the first axis, and shares its storage with the parameter. For a DTensor, the part is a slice
@@ -39,8 +39,8 @@ class Part:
         shape: shape of the full parameter when it was split along its first axis.
         comm: the ranks that update the other parts, or None if this rank updates the whole
             parameter.
-        stays: whether this rank is the only rank that stores this part. In that case, `parameter`
-            is a DTensor.
+        stays: whether this rank is the only rank that stores this part. If `stays` is True,
+            `parameter` is a DTensor.
     """
 
     parameter: nn.Parameter

@@ -2,10 +2,10 @@
 runs during backward.
 
 Each bucket is reduced by a single all-reduce. The all-reduce of a bucket starts as soon as all
-gradients in the bucket are complete. In the meantime, backward computes the gradients of earlier
-layers. All ranks start the all-reduces in the same order. Averaging gradients a second time does
-not change them. Gradients may therefore be averaged after every backward pass, or only after the
-last backward pass.
+gradients in the bucket are complete. During the all-reduce, backward computes the gradients of
+earlier layers. All ranks start the all-reduces in the same order. Averaging gradients a second time
+does not change them. Gradients may therefore be averaged after every backward pass, or only after
+the last backward pass.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def replica_comm(experts: Comm, world: Comm, owner: object | None = None) -> Com
     All ranks of `world` must call this function.
 
     Args:
-        experts: expert-parallel group of this rank. If this group has only one rank, every rank
+        experts: expert-parallel group of this rank. If `experts` has only one rank, every rank
             stores all experts.
         world: group of all data-parallel ranks.
         owner: optional. The object that owns the group. Later calls with the same owner and ranks

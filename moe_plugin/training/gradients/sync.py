@@ -44,8 +44,8 @@ def clip_grad_norm_(parameters: nn.Parameter | Iterable[nn.Parameter], max_norm:
     once. Collective.
 
     Args:
-        parameters: parameters of this rank after the backward pass. `fully_shard_model` or
-            `ddp_model` from `moe_plugin.hosts.plain.sharding` must have reduced their gradients.
+        parameters: parameters of this rank after the backward pass. The gradients must have been
+            reduced by `fully_shard_model` or `ddp_model` from `moe_plugin.hosts.plain.sharding`.
         max_norm: largest norm. If infinite, the gradients are not changed.
         world: optional. All data-parallel ranks. Defaults to the ranks of the default group.
     Returns: The norm before clipping, which is the same on all ranks, in float32 (float64 for
@@ -146,8 +146,8 @@ def sync_gradients(model: nn.Module, world: Comm, expert_group: Comm | None = No
     """Replace the gradients on every rank by the gradients of the mean loss over all ranks.
 
     Gradients of shared parameters are averaged over `world`. The gradient of an expert is already
-    the sum over the ranks of its expert-parallel group. This gradient is also summed over
-    `replicas`, and then divided by the size of `world`.
+    the sum over the ranks of its expert-parallel group. The expert's gradient is then summed over
+    `replicas` and divided by the size of `world`.
 
     Args:
         model: the model after the backward pass. If a parameter has no gradient on one rank, it
@@ -222,13 +222,13 @@ def reduce_experts(model: nn.Module, world: Comm | None = None, *,
     function. Collective.
 
     Args:
-        model: a model with `MoELayer`s. It must not have run a backward pass yet.
+        model: a model with `MoELayer`s. The model must not have run a backward pass yet.
         world: optional. All data-parallel ranks. Defaults to the ranks of the default group.
         bucket_bytes: maximum size of the gradients in one all-reduce between replicas, in bytes.
-        divisor_of: optional. A function that is called with a layer during backward. It returns the
-            number by which the layer's other gradients are divided after they are summed over
-            ranks. If there is no function, or if it returns None, this number is the number of
-            ranks.
+        divisor_of: optional. A function that is called with a layer during backward. The function
+            returns the number by which the layer's other gradients are divided after they are
+            summed over ranks. If there is no function, or if the function returns None, the
+            gradients are divided by the number of ranks.
     Returns: The objects that average the gradients of replicated experts. There is one object for
         each expert-parallel group.
     Raises:
@@ -276,8 +276,8 @@ def _divide_gradients(layers: list[MoELayer], world: int, divisor_of: DivisorOf 
     """Register hooks that divide the gradients of experts before these gradients are averaged over
     replicas.
 
-    The divided gradient is that of the mean loss over the ranks of `world`, or that of the sum of
-    the losses divided by another number.
+    After the division, a gradient is that of the mean loss over the ranks of `world`, or that of
+    the sum of the losses divided by another number.
     """
     ranks = layers[0].comm.size
     hooked = set[nn.Parameter]()
@@ -317,7 +317,7 @@ def _tell_world(model: nn.Module, world: Comm) -> None:
     """Set the group of ranks over which routers compute load-dependent biases and over which
     parameters are compared.
 
-    The biases and the gradients then refer to the same ranks.
+    Biases and gradients are then computed over the same ranks.
     """
     for layer in layers_in(model):
         layer.ddp_check.compare_replicas(world)
@@ -327,9 +327,10 @@ def _tell_world(model: nn.Module, world: Comm) -> None:
 
 
 def _leave_meta(model: nn.Module, device: torch.device) -> None:
-    """Allocate experts that are on the meta device. Their values are not set.
+    """Allocate experts that are on the meta device. The values of these experts are not set.
 
-    The hooks then stay registered when the rest of the model is allocated later.
+    The hooks of the allocated experts stay registered when the rest of the model is allocated
+    later.
     """
     for layer in layers_in(model):
         if any(p.is_meta for p in layer.experts.parameters()):

@@ -1,6 +1,6 @@
 """Peers that train independently and average their weights every few steps (local SGD and DiLoCo).
 
-Each peer trains a full copy of the model. The weights are streamed through the device. These
+Each peer trains a full copy of the model. The weights are streamed through the device. The two
 methods correspond to `LocalSGD` and `DiLoCo` in torchft. Peers may join and leave at any time.
 """
 
@@ -36,11 +36,11 @@ class OuterNesterov:
     """The outer optimizer of DiLoCo: SGD with Nesterov momentum, applied to the mean change of the
     peers' weights.
 
-    Let theta be the weights after the last averaging, theta_i the current weights of peer i, and b
+    Let theta be the weights after the last average, theta_i the current weights of peer i, and b
     the momentum buffer, which is initially 0. The update is `Delta = mean_i(theta - theta_i)`,
     `b <- mu b + Delta` and `theta <- theta - lr (Delta + mu b)`. Source: Douillard and others,
     DiLoCo (arXiv 2311.08105), algorithm
-    1. The default values are those of this paper.
+    1. The default values are those in the DiLoCo paper.
 
     Attributes:
         lr: learning rate of the outer optimizer, which must be above 0.
@@ -62,7 +62,7 @@ class OuterNesterov:
     def step(self, weights: Sequence[Tensor], momenta: Sequence[Tensor],
              changes: Sequence[Tensor]) -> None:
         """Update the weights theta and the momentum buffer b in place. `changes` contains `Delta`.
-        Its values are overwritten.
+        The values of `changes` are overwritten.
         """
         for theta, b, delta in zip(weights, momenta, changes, strict=True):
             b.mul_(self.momentum).add_(delta)
@@ -73,22 +73,24 @@ class StreamedPeer:
     """The trainer of this peer, and its connection to the other peers. The peers average their
     weights over this connection.
 
-    Weights are averaged one block at a time, so no peer ever has the whole model in memory. In its
-    first averaging, a joining or returning peer receives the weights of the other peers. With
-    DiLoCo, it also receives the state of the outer optimizer. The peer also receives the counts of
-    the other peers. These counts are integer buffers, which averaging does not change. As usual for
-    local SGD, the inner optimizer of this peer starts with a new state.
+    Weights are averaged one block at a time, so no peer ever has the whole model in memory. When
+    the weights are averaged, a joining or returning peer receives the weights of the other peers.
+    With DiLoCo, the joining peer also receives the state of the outer optimizer. The joining peer
+    also receives the counts of the other peers. The counts are integer buffers, which averaging
+    does not change. As usual for local SGD, the inner optimizer of the joining peer starts with a
+    new state.
 
     Args:
-        trainer: trainer of this peer. Its model and optimizer must be the same on every peer.
+        trainer: trainer of this peer. The model and the optimizer of the trainer must be the same
+            on every peer.
         lighthouse: see `ElasticReplica`.
         replica: see `ElasticReplica`.
-        every: number of steps between two averagings.
+        every: number of training steps after which the weights are averaged.
         timeout_s: see `ElasticReplica`.
         outer: optional. Outer optimizer of DiLoCo, which must be the same on every peer. The state
-            of the outer optimizer is twice as large as the weights. It is stored in the trainer's
-            storage tier. By default, there is no outer optimizer, and the weights are set to the
-            mean of the peers' weights.
+            of the outer optimizer is twice as large as the weights. This state is stored in the
+            trainer's storage tier. By default, there is no outer optimizer, and the weights are set
+            to the mean of the peers' weights.
         resume: optional. A folder to which `save` has written. The trainer and the outer optimizer
             are restored from this folder.
         outer_states: optional. The return values of `outer_state` for all blocks, which a host
@@ -96,8 +98,8 @@ class StreamedPeer:
             new state.
 
     Attributes:
-        replica: the connection to the other peers. Its `members` is the number of peers in the most
-            recent averaging, and its `lost` is the number of failed averagings.
+        replica: the connection to the other peers. `replica.members` is the number of peers in the
+            most recent average, and `replica.lost` is the number of averages that failed.
     Raises:
         ValueError: If `every` is less than 1, or for the reasons listed in `ElasticReplica` and
             `load_weights`.
@@ -108,8 +110,8 @@ class StreamedPeer:
                  resume: str | os.PathLike[str] | None = None,
                  outer_states: Iterable[BlockState] | None = None) -> None:
         if every < 1:
-            raise ValueError(f"every={every} is out of bounds: the number of steps between two "
-                             "averagings must be >= 1; use e.g. 50")
+            raise ValueError(f"every={every} is out of bounds: weights can be averaged only after "
+                             "a number of steps >= 1; use e.g. 50")
         self.trainer, self.every, self.outer = trainer, every, outer
         self._kept: list[_OuterState] = []
         if resume is not None:
@@ -128,9 +130,9 @@ class StreamedPeer:
         self._steps_of_others = state["steps"]
 
     def step(self, micro_batches: Sequence[tuple[Tensor, Any]]) -> StepResult:
-        """Run a step of the trainer. If an averaging is due after the step, average the weights.
+        """Run a step of the trainer. If the weights must be averaged after this step, average them.
 
-        In the first call, the peer first joins the others by averaging.
+        In the first call, the peer first joins the other peers.
 
         This method raises the same errors as `StreamedTrainer.step` and
         `ElasticReplica.average_parts`.
@@ -142,7 +144,7 @@ class StreamedPeer:
         return result
 
     def stepped(self) -> None:
-        """Average the weights after a step of the trainer, if an averaging is due."""
+        """After a step of the trainer, average the weights if `every` steps have been made."""
         if self.trainer.steps % self.every == 0:
             self.average()
 
@@ -159,8 +161,8 @@ class StreamedPeer:
     def average(self) -> bool:
         """Average the weights of all active peers.
 
-        Returns: False if a peer was lost during the averaging. In that case, every peer continues
-            with its own weights.
+        Returns: False if a peer was lost while the weights were averaged. If a peer was lost, every
+            peer continues with its own weights.
         """
         return self._average(meeting=False)
 
@@ -180,7 +182,7 @@ class StreamedPeer:
     def outer_state(self, number: int) -> dict[str, list[Tensor]]:
         """Return a copy of the state that the outer optimizer has for a block.
 
-        If there is no state yet, the copy is empty.
+        If the outer optimizer has no state yet, the copy is empty.
         """
         if not self._kept:
             return {}
@@ -246,10 +248,11 @@ class StreamedPeer:
 
     def _meet(self, blocks: Iterator[list[Tensor]], staged: list[Callable[[bool], None]]
               ) -> Iterator[list[Tensor]]:
-        """If no peer has trained since the last averaging, send the state of the first active peer
-        to all peers.
+        """If no peer has trained since the last average, send the state of the first active peer to
+        all peers.
 
-        Peers that already have this state keep their own weights, which may be several steps ahead.
+        Peers that already have the state of the first active peer keep their own weights, which may
+        be several steps ahead.
         """
         digest = self._digest()
         first = digest.clone()
@@ -275,8 +278,7 @@ class StreamedPeer:
 
     def _changes(self, blocks: Iterator[list[Tensor]], staged: list[Callable[[bool], None]]
                  ) -> Iterator[list[Tensor]]:
-        """For each block, yield the changes of the weights since the last averaging, and the
-        buffers.
+        """For each block, yield the changes of the weights since the last average, and the buffers.
 
         The caller averages the yielded tensors in place. The averages then determine the new
         weights and buffers of the block.

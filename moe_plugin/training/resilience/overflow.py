@@ -38,7 +38,7 @@ class FiniteSteps(RunFeature):
         """Check the gradients. Collective.
 
         Raises:
-            SkipStep: If the loss or a gradient is not finite. The exception is raised on all ranks.
+            SkipStep: If the loss or a gradient is not finite. Raised on all ranks.
             FloatingPointError: If `MAX_SKIPPED_STEPS` consecutive steps have been skipped.
         """
         if gradients.finite():
@@ -264,8 +264,8 @@ class RowsFit(RunFeature):
         Raises:
             StepRepeat: If rows exceeded a buffer. Before this exception is raised, the row limit is
                 raised on all ranks.
-            RowsOverflow: If rows exceeded a buffer and `dispatch.on_overflow` is "error". The
-                exception is raised on all ranks.
+            RowsOverflow: If rows exceeded a buffer and `dispatch.on_overflow` is "error". Raised on
+                all ranks.
         """
         asked = self.check.overflowed if self.votes is None else self.votes.rows_overflowed
         if self.check.active and asked():

@@ -99,7 +99,7 @@ class Ballots:
     """The answers of all workers for their files, and the votes on these answers.
 
     Args:
-        assignment: for each worker, the files that it computes. Worker w is rank w of `comm`.
+        assignment: the files that each worker computes. Worker w is rank w of `comm`.
         comm: the group of ranks that vote with this rank. These ranks have the same index in their
             workers.
         aggregate: how the winning answers of all files are combined: by `median`, or by `mean` if
@@ -282,7 +282,7 @@ class VotedGradients:
 
     @property
     def files(self) -> tuple[int, ...]:
-        """The numbers of the files whose gradients this rank computes."""
+        """The indices of the files that this rank computes."""
         return self.ballots.files
 
     def backward(self, loss_of: Callable[[int], Tensor]) -> Verdict:

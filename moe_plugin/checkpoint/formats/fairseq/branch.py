@@ -2,11 +2,12 @@
 several files `NAME-rank-N.pt`.
 
 The shared file contains everything except the experts. Each rank's file contains the experts of
-this rank, numbered from 0, and their optimizer state. All files contain the settings and the
-training history. If there are more ranks than experts, rank `N` stores expert `N % E`. In a source
-of this format, tensors have the branch's names, and experts are numbered from 0 to `E-1`. Optimizer
-state is stored by parameter name. With `--ddp-backend fully_sharded`, fairscale stores pieces of
-the optimizer state without parameter names. Only the model of such a checkpoint can be converted.
+this rank, numbered from 0, and the optimizer state of these experts. All files contain the settings
+and the training history. If there are more ranks than experts, rank `N` stores expert `N % E`. In a
+source of this format, tensors have the names of fairseq's `moe` branch, and experts are numbered
+from 0 to `E-1`. Optimizer state is stored by parameter name. With `--ddp-backend fully_sharded`,
+fairscale stores pieces of the optimizer state without parameter names. Only the model of a
+checkpoint without parameter names can be converted.
 """
 
 from __future__ import annotations
@@ -134,11 +135,10 @@ def _step(state: State) -> int | None:
 
 
 def _values(shared: State, unread: bool) -> dict[str, Any]:
-    """Return the entries of `Source.values`, which contain all values of the checkpoint that are
-    not tensors.
+    """Return `Source.values`, which contains all values of the checkpoint that are not tensors.
 
-    unread: True if the optimizer state could not be assigned to parameters. In this case, writers
-        require `--model-only`.
+    unread: True if the optimizer state could not be assigned to parameters. If `unread` is True,
+        writers require `--model-only`.
     """
     rest = {key: value for key, value in shared.items() if key not in (MODEL, _OPTIMIZER)}
     optimizer = shared.get(_OPTIMIZER)
@@ -195,7 +195,7 @@ def _why_unassignable(state: State, model: State, path: str) -> str:
 
 def _trained(model: State, count: int) -> list[str]:
     """Return the names of an optimizer's parameters, in the order of the optimizer. If the model
-    does not have exactly `count` such parameters, return an empty list.
+    does not have exactly `count` parameters, return an empty list.
     """
     return trained_names(branch_order(model), model, count) if count else []
 
@@ -307,8 +307,8 @@ def _one_group(groups: Sequence[State], count: int) -> list[dict[str, Any]]:
 
 
 def _with_our_entries(view: View) -> View:
-    """Add all entries, apart from tensors, that a fairseq checkpoint of a model with this package's
-    layers contains.
+    """Add all entries, apart from tensors, that fairseq checkpoints of models with this package's
+    layers contain.
     """
     rest, trained = dict(view.values[_STATE]), _trained_in(columns_of(view))
     order = [name for name in our_order(view.origin) if name in trained]

@@ -35,8 +35,8 @@ _LAYER = re.compile(r"((?:en|de)coder\.layers\.\d+\.)(.+)")
 
 
 def expert_of(name: str) -> tuple[str, int, str] | None:
-    """Split the branch's name of an expert's parameter into three parts. For all other names,
-    return None.
+    """Split the name that the branch uses for an expert's parameter into three parts. If the name
+    does not belong to an expert, return None.
 
     Returns: the prefix (which ends with `moe_layer.`), the index of the expert, and the name of the
         parameter within the expert.
@@ -61,8 +61,7 @@ def renumbered(name: str, index: int) -> str:
 
 
 def _table(prefixes: Iterable[str]) -> NameTable:
-    """Build the name table for the MoE layers with these prefixes. Each prefix ends with
-    `moe_layer.`.
+    """Build the name table for MoE layers with these prefixes. Each prefix ends with `moe_layer.`.
     """
     rules: list[NameRule] = []
     for prefix in prefixes:
@@ -114,8 +113,8 @@ def to_branch(source: Source) -> View:
 
 
 def our_order(source: Source) -> list[str]:
-    """Return the parameter names of a branch checkpoint, in the names and order of models with this
-    package's layers.
+    """Return the parameter names of a branch checkpoint. Both the names and their order are those
+    of models with this package's layers.
     """
     table = _table(source.layers)
     return _ordered(dict.fromkeys(table.neutral_name(name) for _, name in source.entries),

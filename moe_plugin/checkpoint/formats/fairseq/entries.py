@@ -53,8 +53,8 @@ def renamed(state: Any) -> Any:
 
 
 def trained_names(names: Sequence[str], model: Mapping[str, Any], count: int) -> list[str]:
-    """Return the names of an optimizer's parameters, in the order of the optimizer. If no list of
-    candidates has `count` names, return an empty list.
+    """Return the names of an optimizer's parameters, in the order of the optimizer. If no candidate
+    list has `count` names, return an empty list.
 
     Args:
         names: names of the model's tensors, in the order in which the model registers them.
@@ -104,7 +104,7 @@ def by_parameter(state: Mapping[str, Any]) -> Mapping[str, Any]:
     """Split flattened optimizer state into the state of each parameter.
 
     If the optimizer does not have exactly one parameter with as many elements as the model and the
-    criterion together, the state is returned unchanged.
+    criterion together, return `state` unchanged.
 
     Without `--fp16-no-flatten-grads`, fairseq <= 0.12.3 stores the fp32 copies of all parameters in
     one vector. This vector contains the parameters of the model first and those of the criterion
@@ -137,8 +137,8 @@ def _parts(values: Mapping[str, Any], shape: tuple[int, ...],
 
 
 def _part(flat: Derived, shape: tuple[int, ...], start: int) -> Derived:
-    """Return the elements of the flat vector that belong to a parameter of shape `shape`. The first
-    of these elements has the index `start`.
+    """Return the elements of the flat vector that belong to a parameter of shape `shape`. `start`
+    is the index of the first of these elements.
     """
     row = prod(shape[1:])
 

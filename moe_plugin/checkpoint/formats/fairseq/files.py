@@ -77,8 +77,7 @@ def rank_files(filename: str, end: str = "") -> dict[int, str]:
 
 
 def is_crash_dump(filename: str) -> bool:
-    """Return true if a file is fairseq's dump of a failed step. Not every rank writes such a file.
-    """
+    """Return true if a file is fairseq's dump of a failed step. Not every rank writes a dump."""
     return os.path.basename(filename).startswith("crash")
 
 
@@ -204,7 +203,7 @@ def check_manifest(state: Mapping[str, Any]) -> None:
 def load(file: Any, **options: Any) -> Any:
     """Call `torch.load`, but accept only plain values, tensors, and the classes that fairseq saves.
 
-    The option `--trust-checkpoint` allows any class. The option is read from the command line,
+    The option `--trust-checkpoint` allows any class. This option is read from the command line,
     because fairseq does not pass its settings to the functions that load files.
 
     Raises:

@@ -91,8 +91,8 @@ def _check_content(state: Mapping[str, Any]) -> None:
 
 
 def _refuse_shard(path: str, state: Mapping[str, Any]) -> None:
-    """Raise `CheckpointError` if a file was saved with `--use-sharded-state`. Each file of such a
-    checkpoint contains only a shard of each tensor.
+    """Raise `CheckpointError` if a file was saved with `--use-sharded-state`. Each file that was
+    saved with this option contains only a shard of each tensor.
     """
     if any("flat_param" in name for name in state[MODEL]):
         raise CheckpointError(
@@ -200,8 +200,8 @@ def state_of_rank(source: Source, rank: int, world: int, ep: int,
     """Return the state that is stored in the file of data-parallel rank `rank`. This function does
     not read the values of tensors.
 
-    The position in the epoch is converted for the new number of ranks. It corresponds to the same
-    total number of batches, rounded down.
+    The position in the epoch is converted for the new number of ranks. The converted position
+    corresponds to the same total number of batches, rounded down.
 
     Args:
         source: a source of this format.
@@ -245,8 +245,8 @@ def state_of_rank(source: Source, rank: int, world: int, ep: int,
 
 def state_by_index(columns: Mapping[str, Mapping[str, Any]],
                    order: Sequence[str]) -> dict[int, dict[str, Any]]:
-    """Return the state of an optimizer by parameter index. `order` contains the parameter names in
-    the order of the indices.
+    """Return the state of an optimizer by parameter index. `order` lists the parameter names in the
+    order of the indices.
     """
     state: dict[int, dict[str, Any]] = {}
     for index, name in enumerate(order):

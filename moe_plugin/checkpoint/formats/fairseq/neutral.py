@@ -125,8 +125,8 @@ def to_neutral(source: Source) -> Source:
 
 
 def from_neutral(source: Source) -> Source:
-    """Return a view of an upcycled model. Its tensors have the names of fairseq models with this
-    package's layers.
+    """Return a view of an upcycled model. The tensors of this view have the names of fairseq models
+    with this package's layers.
     """
     model = DecoderSettings.from_dict(source.values["model"])
     tensors = list(fairseq_tensors(source))
@@ -137,8 +137,8 @@ def from_neutral(source: Source) -> Source:
 
 
 def _state(source: Source) -> dict[str, Any]:
-    """Return all entries of the checkpoint file that are not tensors. These entries are those of
-    the dense model, plus the settings of the experts.
+    """Return all entries of the checkpoint file that are not tensors. The entries are those of the
+    dense model, plus the settings of the experts.
     """
     state = dict(source.values[STATE])
     state.pop(OPTIMIZER, None)

@@ -46,8 +46,8 @@ def upcycle(source: Source, plan: Upcycling, check: Callable[[Namespace], None])
     Args:
         source: checkpoint of the dense model.
         plan: number and arrangement of the experts.
-        check: function of the host framework. It raises `ValueError` if no model can be built from
-            the new settings.
+        check: function of the host framework. `check` raises `ValueError` if no model can be built
+            from the new settings.
     Raises:
         CheckpointError: If the model already has MoE layers, if no layer would become an MoE layer,
             or if the settings do not support experts.

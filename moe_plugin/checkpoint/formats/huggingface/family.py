@@ -42,34 +42,35 @@ class Block:
             the biases end in `_bias`.
         transposed: whether the last two axes of `gate_up` and `down` are swapped.
         in_turn: whether rows of the gate matrix and rows of the input matrix alternate. If
-            `in_turn` is False, all rows of the gate matrix come first.
-        files: names that replace `names`, `gate_up` and `down` in checkpoint files, for names that
-            differ between the files and the model.
-        parts: names used in checkpoint files for an expert's gate, input and output matrices, i.e.
-            PART in `experts.E.PART.weight`. `parts` is empty if each tensor in the files contains
-            all experts.
+            `in_turn` is False, all rows of the gate matrix come before all rows of the input
+            matrix.
+        files: names in checkpoint files, for those of `names`, `gate_up` and `down` that are
+            different in the files than in the model.
+        parts: names used in checkpoint files for an expert's gate, input and output matrices: PART
+            in `experts.E.PART.weight`. `parts` is empty if each tensor in the files contains all
+            experts.
         bias_row: whether `router.expert_bias` is stored with the shape [1, E].
         gated: whether the experts have gate matrices.
         shared: whether there is a shared expert: "none", "plain" or "gated".
-        scores: score function of the router, "softmax" or "sigmoid", or "sparsemixer" for that
-            router.
+        scores: score function of the router, "softmax" or "sigmoid". Models that use the router
+            SparseMixer have "sparsemixer".
         expert_bias: whether a bias is added to the scores when experts are chosen.
         normalize: the value of `normalize_top_k` in all models of the family, or None if the value
             is a setting in `config.json`.
         normalize_add: constant that is added to the sum of the chosen weights before dividing by
-            the sum. (If the experts with the largest softmax scores are chosen, their sum is so
-            large that the constant has no effect.)
+            the sum. (The constant has no effect if the chosen experts have the largest softmax
+            scores, because the sum of these scores is large enough.)
         normalize_min: key in `config.json` of the minimum divisor, or an empty string if there is
             no minimum.
         scales: whether the weights are multiplied by a factor that `config.json` contains.
         methods: supported values of `topk_method` in `config.json`. The first value is the default.
         group_scores: number of expert scores that are summed to obtain the score of a group, or
             None if there are no groups.
-        keys: keys in `config.json` that differ from `KEYS`. This includes the key of `gate_clamp`,
-            which most families do not have.
+        keys: keys in `config.json` that differ from `KEYS`. The key of `gate_clamp`, which most
+            families do not have, must also be listed here.
         settings: framework-independent settings that are equal in all models of the family.
-        needs: required values of settings in `config.json`. This description is valid only for
-            models with these values.
+        needs: settings in `config.json` that must have certain values, with these values. This
+            description of the MoE block is valid only for models with these values.
         float32: name prefixes of those tensors of the MoE block that `transformers` keeps in
             float32.
         pair: whether the MoE block returns both the output and the router's logits.
@@ -108,8 +109,8 @@ class Block:
 
 @dataclass(frozen=True, kw_only=True)
 class Decoder:
-    """Description of the layers around the MoE blocks of a model. Only families whose complete
-    models can be converted to framework-independent names have such a description.
+    """Description of the layers around the MoE blocks of a model. A family has a `Decoder` only if
+    its complete models can be converted to framework-independent names.
 
     Attributes:
         dense: which layers may be dense: "none", "any", or "first" if only the first layers may be
@@ -148,8 +149,8 @@ class Family:
         model_type: value of `model_type` in `config.json`.
         architecture: name of the model class with a language-model head.
         title: name and publisher of the family.
-        also: additional values of `model_type` that published checkpoints use. Such checkpoints can
-            be read. Written checkpoints always use the value `model_type`.
+        also: additional values of `model_type` that published checkpoints use. Checkpoints with
+            these values can be read. Written checkpoints always use the value `model_type`.
         block: description of the MoE blocks, or None for a family of dense models.
         decoder: description of the layers around the MoE blocks, or None if these layers have no
             framework-independent names.

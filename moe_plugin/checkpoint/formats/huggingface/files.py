@@ -1,7 +1,7 @@
 """Reading and writing of safetensors folders.
 
 A folder contains `config.json`, `model-00001-of-0000N.safetensors` and
-`model.safetensors.index.json`. None of these files contains code, and nothing is unpickled.
+`model.safetensors.index.json`. These files contain no code, and nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -220,8 +220,8 @@ def _write_json(path: Path, values: Mapping[str, Any]) -> None:
 
 def write_safetensors(writer: SealedWriter, path: Path, source: Source, names: Iterable[str],
                       done: Callable[[], None] = lambda: None) -> None:
-    """Start writing a safetensors file. (The writer of the `safetensors` library requires all
-    tensors in memory and is therefore not used.)
+    """Start writing a safetensors file. (The writer of the `safetensors` library is not used,
+    because it requires all tensors in memory.)
 
     A file consists of 8 bytes that contain the length of the JSON header, the header, and the
     values in the order of the header. Source: the format's description at

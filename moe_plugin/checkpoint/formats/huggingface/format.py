@@ -38,7 +38,7 @@ from moe_plugin.checkpoint.source import MODEL, CheckpointError, DerivedSource, 
 
 def to_neutral(source: Source) -> View:
     """Return a view of a Hugging Face source, with framework-independent names. The source must
-    contain `values["config"]`.
+    contain `config.json` as `values["config"]`.
 
     Raises:
         CheckpointError: If a tensor or a setting of the model has no framework-independent name.
@@ -65,8 +65,8 @@ def _whole_to_neutral(source: Source) -> View:
 
 
 def from_neutral(source: Source) -> View:
-    """Return a view of a framework-independent source. Its tensors have the names of a Hugging Face
-    family that supports the model.
+    """Return a view of a framework-independent source. The tensors of this view have the names of a
+    Hugging Face family that supports the model.
     """
     # a model with our layers in its MoE blocks
     if AROUND in source.values["model"].get("extra", {}):

@@ -36,8 +36,8 @@ _COMPUTED = re.compile(r".*rotary_emb\.inv_freq")  # computed from the settings
 
 
 def _decoder_rules(model: str) -> Iterator[NameRule]:
-    """Yield the name rules for the tensors around the MoE blocks. All of these names start with the
-    prefix `model`, except those of the language-model head.
+    """Yield the name rules for the tensors around the MoE blocks. The names start with the prefix
+    `model`, except those of the language-model head.
     """
     yield from same_parts("", "", {
         model + "embed_tokens.weight": "embed.weight", model + "norm.weight": "final_norm.weight",
@@ -101,8 +101,8 @@ def neutral_tensors(source: Source, family: Family, tied: bool) -> Iterator[Deri
     Args:
         source: the source.
         family: description of the model family.
-        tied: whether the output matrix is the same as the embedding matrix. In that case, a stored
-            output matrix is not yielded.
+        tied: whether the output matrix is the same as the embedding matrix. If `tied` is True, a
+            stored output matrix is not yielded.
     """
     def others(one: Derived) -> Derived:
         if family.decoder is None:
@@ -121,7 +121,7 @@ def family_tensors(source: Source, family: Family, *, files: bool = True) -> Ite
 
     Args:
         source: the source.
-        family: description of the model's family.
+        family: description of the model family.
         files: whether to use the names in checkpoint files rather than the names in the model.
     """
     def others(one: Derived) -> Derived:

@@ -3,8 +3,8 @@
 Float8 codes with scales, and MXFP4 weights, are converted to plain numbers. For any other
 quantization method, an error that names the method is raised.
 
-    weight = code * scale of its block. The product is computed in float32 and then cast to the data
-    type of the model.
+    weight = code * scale, where all codes of a block share one scale. The product is computed in
+    float32 and then cast to the data type of the model.
 
 `NAME.weight` contains float8 codes [R, C]. `NAME.weight_scale_inv` contains the scales [ceil(R /
 rows), ceil(C / columns)] of blocks with `weight_block_size` = [rows, columns]. If a tensor is not
@@ -157,9 +157,7 @@ class Dequantized(View):
 
 
 def dtype_of(config: Mapping[str, Any]) -> torch.dtype:
-    """Return the data type of a model that its `config.json` states, or bfloat16 if `config.json`
-    states none.
-    """
+    """Return the data type that a model's `config.json` states, or bfloat16 if it states none."""
     dtype = getattr(torch, str(config.get("dtype") or config.get("torch_dtype")), None)
     if isinstance(dtype, torch.dtype) and dtype.is_floating_point and not is_code(dtype):
         return dtype
@@ -206,7 +204,7 @@ def _is_scale(name: str, weights: Mapping[str, str]) -> bool:
 
 def _product(codes: Derived, scales: Derived, quantization: Mapping[str, Any],
              dtype: torch.dtype) -> Derived:
-    """Multiply codes by their scales. Only the window that is read is computed."""
+    """Multiply codes by their scales. Only the window that is read from the tensor is computed."""
     block, wide = _block(codes, scales, quantization), torch.promote_types(dtype, torch.float32)
 
     def read(window: Window) -> Tensor:
@@ -258,8 +256,8 @@ def _blocks_of(part: slice, size: int) -> slice:
 
 
 def _block_of_each(part: slice, size: int) -> Tensor:
-    """For each row or column in `part`, return the index of its block, relative to the first block
-    from `_blocks_of`.
+    """For each row or column in `part`, return the index of its block. The blocks are counted from
+    the first block in `_blocks_of`.
     """
     return torch.arange(part.start, part.stop) // size - part.start // size
 

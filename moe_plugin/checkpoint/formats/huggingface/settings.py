@@ -158,8 +158,8 @@ def _latent(get: Any) -> dict[str, Any]:
 
 
 def _extra(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
-    """Return the settings that have no framework-independent name and whose values are not the
-    usual ones.
+    """Return the settings that have no framework-independent name and that differ from their usual
+    values.
     """
     extra = {}
     for key, value in config.items():

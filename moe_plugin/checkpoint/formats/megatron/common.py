@@ -1,10 +1,11 @@
-"""Those entries of a distributed checkpoint that are not tensors: parameter groups of optimizers,
-and objects of modules.
+"""Entries of a distributed checkpoint that are not tensors: parameter groups of optimizers, and
+objects of modules.
 
 Megatron uses one optimizer for shared parameters and another optimizer for expert parameters. The
 parameters of this package's experts always belong to the second optimizer. The parameters of
 Megatron's own experts belong to the second optimizer only with expert parallelism. Without expert
-parallelism, they are in the parameter groups of the first optimizer.
+parallelism, the parameters of Megatron's own experts are in the parameter groups of the first
+optimizer.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ def split_field(stored: str) -> tuple[str, str]:
 
 
 def stored_name(key: Key, master: str) -> str:
-    """Return the name under which a tensor is stored. This name includes the layer index.
+    """Return the name under which a tensor is stored. The stored name includes the layer index.
 
     master: one of `MASTERS`.
     """
@@ -114,7 +115,7 @@ def is_native(names: Iterable[str]) -> bool:
 
 def object_name(key: str, offsets: Iterable[int] = (0,), shape: Iterable[int] = (1,)) -> str:
     """Return the name of one object of a module. Objects with the same key form a grid of shape
-    `shape`. The object is at position `offsets` in this grid.
+    `shape`. `offsets` is the position of the object in this grid.
     """
     return f"{key}/shard_{'.'.join(map(str, offsets))}_{'.'.join(map(str, shape))}"
 
@@ -131,7 +132,7 @@ def is_checkpoint(path: Path) -> bool:
 
 def folder_of(path: Path) -> Path:
     """Return the folder of a checkpoint. If `path` contains several checkpoints, return the folder
-    of the newest one.
+    of the newest checkpoint.
 
     Raises:
         CheckpointError: If the file that states the iteration of the newest checkpoint is damaged.
@@ -199,8 +200,8 @@ def regrouped(state: Any, own_optimizer: bool, biases: bool) -> Any:
     experts.
 
     Args:
-        state: entry "optimizer" of `common.pt`. This is either the state of a single optimizer, or
-            a mapping from an index to the state of each optimizer in a chain.
+        state: entry "optimizer" of `common.pt`. The entry is either the state of a single
+            optimizer, or a mapping from an index to the state of each optimizer in a chain.
         own_optimizer: whether experts have a separate optimizer.
         biases: whether the experts have parameters without weight decay, such as the biases of
             Megatron's own experts.
@@ -279,9 +280,9 @@ def _identity(group: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def _stored_group(group: Mapping[str, Any], stored: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the values of the same parameter group in the checkpoint. If the checkpoint does not
-    contain the same group, use the corresponding group of the other optimizer (for shared or expert
-    parameters).
+    """Return the values that the checkpoint contains for the same parameter group. If the
+    checkpoint does not contain the same group, use the corresponding group of the other optimizer
+    (for shared or expert parameters).
     """
     same = {_identity(candidate): candidate for candidate in stored}
     *kind, expert = _identity(group)
@@ -357,7 +358,7 @@ def module_objects(numbers: Iterable[int], moe: Iterable[int], tensors: Iterable
         numbers: indices of all layers.
         moe: indices of the layers that contain an MoE layer.
         tensors: names of the model's tensors, which show which optional modules exist in the model.
-        stacked: whether one tensor contains all layers.
+        stacked: whether one tensor contains the values of all layers.
     """
     numbers, moe, tensors = list(numbers), set(moe), list(tensors)
     beside = [module for part, modules in _OF_MOE.items()

@@ -70,7 +70,7 @@ def to_ours(source: Source) -> Source:
 
 def _experts_first(source: Source, names: Sequence[str]) -> View:
     """Return a view of the source in which the tensors of experts come before all other tensors.
-    Writers write the tensors in this order.
+    Tensors are written in the order of this view.
 
     names: names of the experts' tensors, without the prefix of the layer.
     """
@@ -94,8 +94,8 @@ def _gated(source: Source, prefix: str) -> bool:
 
 
 def _keep_others(source: Source, format: str) -> Any:
-    """Return a function for tensors that match no rule. The function keeps tensors outside of
-    experts, and raises an error for unknown tensors of experts.
+    """Return a function that handles tensors without a name rule. The function keeps tensors
+    outside of experts, and raises an error for unknown tensors of experts.
     """
     def others(tensor: Derived) -> Derived:
         if any(tensor.key[1].startswith(prefix + "experts.") for prefix in source.layers):

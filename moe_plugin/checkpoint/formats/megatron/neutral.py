@@ -305,9 +305,9 @@ def from_neutral(source: Source) -> Source:
 def _with_fitting_biases(source: Source) -> Source:
     """Return the source with master weights, and with exactly the biases that Megatron's model has.
 
-    In Megatron's model, either all linear layers and routers have biases or none of them have
-    biases. Only the input projections of attention are an exception. If necessary, biases with the
-    value zero are added or removed.
+    In Megatron's model, either all linear layers and routers have biases, or none of them has
+    biases. The only exception are the input projections of attention. If necessary, zero biases are
+    added or removed.
 
     Raises:
         CheckpointError: If only some linear layers have nonzero biases.

@@ -59,7 +59,7 @@ def open_checkpoint(path: Path, trusted: bool = False) -> Source:
     function per object name that reads the object's bytes, "stacked" states whether one tensor
     contains all layers, "master" is the name of the master weights, "layout" contains the parallel
     sizes, and "sharding_type" refers to the optimizer state. The file `moe_plugin.json` contains
-    the checksums of the files. A checksum is verified when its file is first read.
+    the checksums of the files. A checksum is verified when the file is first read.
 
     Args:
         path: folder of the checkpoint, or its parent folder.

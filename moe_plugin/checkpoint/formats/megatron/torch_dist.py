@@ -3,7 +3,8 @@
     .metadata       a pickle: shape, data type and chunks of every tensor, and where each chunk is
     *.distcp        chunk after chunk, each a zip file of `torch.save`
 
-Only the rows of chunks that belong to the window are read. Only allowed classes are unpickled.
+Only those rows of chunks that belong to the window are read. Only classes in the list of allowed
+classes are unpickled.
 """
 
 from __future__ import annotations
@@ -140,7 +141,7 @@ class DistributedFiles:
         return out
 
     def read_object(self, name: str) -> bytes:
-        """Return the bytes of an object. `torch.save` has written these bytes."""
+        """Return the bytes of an object. These bytes were written by `torch.save`."""
         path, place = self._locate(name, f"the object {name!r}")
         with open(path, "rb", buffering=0) as stream:
             stream.seek(place.offset)

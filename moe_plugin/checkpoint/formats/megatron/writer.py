@@ -63,8 +63,8 @@ _BACKEND = {"sharded_backend": "torch_dist", "sharded_backend_version": 1,
 @dataclass(frozen=True)
 class _Piece:
     """A chunk of a tensor to be written. The chunk is a window of the tensor `key` of the source.
-    In the checkpoint, it is stored at the position `offsets` of a tensor with the name `name` and
-    the shape `shape`.
+    In the checkpoint, the chunk is stored at the position `offsets` of a tensor with the name
+    `name` and the shape `shape`.
     """
 
     name: str
@@ -119,8 +119,8 @@ def write(source: Source, path: Path, layout: CheckpointSizes, progress: WritePr
 
 
 def _uniform(entries: Mapping[Key, TensorEntry]) -> bool:
-    """Return true if all layers have the same tensors. In that case, Megatron stacks the tensors of
-    all layers.
+    """Return true if all layers have the same tensors. If all layers have the same tensors,
+    Megatron stacks the tensors of all layers.
     """
     kinds: dict[int, set[tuple[str, str, tuple[int, ...]]]] = {}
     for (field, name), entry in entries.items():
@@ -288,8 +288,8 @@ def _write_meta(folder: Path, source: Source, kept: Mapping[str, Any],
 
 
 def _shape(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those values of a model that are known and that the training script compares with its
-    own model.
+    """Return those settings of a model that are known and that the training script compares with
+    its own settings.
     """
     theirs = {"num_moe_experts": "num_experts", "gated_linear_unit": "swiglu"}
     same = ("num_layers", "hidden_size", "num_attention_heads", "moe_ffn_hidden_size",
