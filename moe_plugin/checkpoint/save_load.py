@@ -372,8 +372,7 @@ def _load_optimizer(state: dict[str, Any], model: nn.Module,
 
 
 def whole(state: Any, comm: Comm) -> Any:
-    """Gather the sharded tensors in a state dict to whole tensors. Collective over the ranks that
-    share them.
+    """Gather the sharded tensors in a state dict to whole tensors. Collective over their ranks.
 
     Args:
         state: nested mappings. Sharded tensors must have the same order on all ranks.

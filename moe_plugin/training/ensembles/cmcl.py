@@ -165,8 +165,7 @@ def confident_oracle_loss(logits_NMC: Tensor, target_N: Tensor, k: int, beta: fl
     For each sample, the loss trains the best `k` members and pulls all other members towards the
     uniform distribution. The loss is `sum_m [ v_m CE(y, P_m) + beta (1 - v_m) KL(U || P_m) ]`,
     where v is the best assignment of k members to each sample. With beta = 0 and k = 1, this is
-    multiple choice learning. With k = M, the members are independent. The loss is computed in at
-    least float32.
+    multiple choice learning. With k = M, the members are independent. The loss is at least float32.
 
     Args:
         logits_NMC: logits of all members, float [N, M, C].
@@ -175,8 +174,8 @@ def confident_oracle_loss(logits_NMC: Tensor, target_N: Tensor, k: int, beta: fl
         beta: weight of the divergence for members that are not responsible for a sample.
         labels: how the divergence is computed. With "exact", the divergence is computed exactly.
             With "stochastic", the divergence is replaced by the cross entropy with a random label,
-            drawn uniformly for each sample and each other member. The expected gradient is the same
-            in both cases.
+            drawn uniformly for each sample and each other member. The expected gradient is the
+            same.
         group_N: optional. Index of the group to which each sample belongs, int64 [N] in
             0..groups-1. All samples of a group (for example, the tokens of a sequence) have the
             same responsible members. By default, each sample is a separate group.
@@ -291,8 +290,7 @@ def sequence_errors(logits_BTMC: Tensor, target_BT: Tensor, by_sequence: bool) -
 
 def confidence_histograms(logits_NMC: Tensor, chosen_NM: Tensor,
                           real_N: Tensor) -> dict[str, Tensor]:
-    """Compute histograms of how confident the predictions are. `HISTOGRAMS` contains the names of
-    the histograms.
+    """Compute histograms of how confident the predictions are. `HISTOGRAMS` contains their names.
 
     The three histograms, float64 [BINS], describe members that are responsible for a sample, all
     other members, and the mean of the members; see `confidence_counts`.
@@ -324,8 +322,7 @@ def share_features(features: Tensor, probability: float, training: bool, dim: in
     """Add random features of other members to each member: `h_m + sum_{n != m} s_nm * h_n`.
 
     Each element of s_nm is 1 with the given probability, and otherwise 0. Outside of training,
-    `s_nm` is replaced by its mean. Source: CMCL, section 3.3; its public code also draws `s_nm` in
-    testing.
+    `s_nm` is replaced by its mean. Source: CMCL, section 3.3.
 
     Args:
         features: float tensor with one axis for the members.
@@ -354,14 +351,14 @@ def share_features(features: Tensor, probability: float, training: bool, dim: in
 
 
 class EnsembleHeads(nn.Module):
-    """M output heads: a hidden layer (gelu), shared features, and a linear layer to C classes.
+    """M output heads: hidden layer (gelu), shared features, and linear layer to C classes.
 
     Args:
         dim: width of the input features.
         classes: number of classes, C.
         heads: number of heads, M.
         hidden: width of each head's hidden layer. If 0, each head is a single linear layer.
-        sharing: probability with which a feature of one head is added to those of another head (see
+        sharing: probability with which a feature of one head is added to those of another (see
             `share_features`). If 0, features are not shared. Sharing requires a hidden layer.
         dtype: dtype of the parameters.
         device: device of the parameters.

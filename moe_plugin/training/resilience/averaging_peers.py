@@ -280,8 +280,8 @@ class StreamedPeer:
                  ) -> Iterator[list[Tensor]]:
         """For each block, yield the changes of the weights since the last average, and the buffers.
 
-        The caller averages the yielded tensors in place. The averages then determine the new
-        weights and buffers of the block.
+        The caller averages the yielded tensors in place. The caller then uses the averages as the
+        new weights and buffers of the block.
         """
         for number, tensors in enumerate(blocks):
             flat_N, theta, momenta = self._kept[number].read()
@@ -307,8 +307,8 @@ class StreamedPeer:
 
 
 class _OuterState:
-    """The weights of a block after the last averaging, and the momentum of the outer optimizer.
-    Both are stored in the trainer's storage tier.
+    """The weights of a block after the last average, and the momentum of the outer optimizer.
+    Weights and momentum are stored in the trainer's storage tier.
     """
 
     def __init__(self, trainer: StreamedTrainer, weights: Sequence[Tensor],
@@ -372,7 +372,9 @@ class PeerSteps(RunFeature):
         self._follow()
 
     def after_step(self, facts: StepFacts) -> None:
-        """If an averaging is due, average the weights. All peers must call this method."""
+        """If `every` steps have been made since the last average, average the weights. All peers
+        must call this method.
+        """
         if facts.made and self.peer is not None:
             self.peer.stepped()
             self._follow()

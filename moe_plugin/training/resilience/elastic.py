@@ -1,9 +1,9 @@
 """Train several replicas that may join and leave at any time, with torchft.
 
 Gradients are averaged over the active replicas. When a replica is lost, the current step is lost
-for all other replicas. A replica that restarts loads the weights of an active replica. Each replica
-contains the whole model. Each replica is a separate job with its own torchrun. The ranks of a
-replica share its experts as usual. A *lighthouse* (`torchft_lighthouse`, one process for all
+for all other replicas as well. A replica that restarts loads the weights of an active replica. Each
+replica contains the whole model. Each replica is a separate job with its own torchrun. The ranks of
+one replica share its experts as usual. A *lighthouse* (`torchft_lighthouse`, one process for all
 replicas) keeps track of the active replicas. `scripts/train_plain.py` contains an example loop.
 """
 
@@ -54,7 +54,8 @@ class ElasticReplica:
     Attributes:
         members: number of replicas that contributed gradients to the most recent average.
         healed: whether this replica loaded the state of another replica during the most recent
-            average. In this case, the average does not include the gradients of this replica.
+            average. If `healed` is True, the most recent average does not include the gradients of
+            this replica.
         lost: total number of steps that were lost.
     Raises:
         ValueError: If torchft is missing, the lighthouse does not answer, or a number is out of
@@ -99,17 +100,18 @@ class ElasticReplica:
     def average(self, gradients: Sequence[Tensor | None]) -> bool:
         """Set the gradients to their mean over the active replicas. Collective within the replica.
 
-        Call it before the optimizer's step. During this call, a returning replica loads the state
-        of an active replica. It then performs the same step with the averaged gradients.
+        Call this method before the optimizer's step. A returning replica loads the state of an
+        active replica during this call. The returning replica then performs the same step as the
+        others.
 
         Args:
             gradients: gradients of this rank, with any shapes and dtypes. All replicas must pass
-                the same shapes and dtypes. Integer tensors are treated as counts. They are summed,
-                not averaged. Entries of None are ignored. If an entry is None on one replica, it
-                must be None on all replicas.
+                the same shapes and dtypes. Integer tensors are treated as counts. Counts are
+                summed, not averaged. Entries of None are ignored. If an entry is None on one
+                replica, it must be None on all replicas.
         Returns:
-            False if a replica was lost during this step. In that case, the gradients must not be
-                used, no parameter may be changed, and counts are zero.
+            False if a replica was lost during this step. After a lost step, the gradients must not
+                be used, no parameter may be changed, and counts are zero.
         Raises:
             CommError: If the lighthouse (or a new lighthouse at the same address) does not answer
                 for `QUORUM_S` seconds, or if `MAX_LOST` consecutive steps are lost.
@@ -162,7 +164,7 @@ class ElasticReplica:
         """Overwrite tensors with those of the first active replica. Collective over all replicas.
 
         This method must be called by the iterable `parts`, while `average_parts` requests the next
-        group. The tensors are not averaged.
+        group. These tensors are not averaged.
         """
         if self._manager.participating_rank() != 0:
             for x in tensors:
@@ -282,7 +284,7 @@ class ReplicaSteps(RunFeature):
     """A run feature that averages gradients over the active replicas.
 
     Attributes:
-        replica: connection to the other replicas. None before the first step.
+        replica: connection to the other replicas. `replica` is None before the first step.
         lost: whether the last step was lost.
     """
 
@@ -380,8 +382,8 @@ def _torchft() -> Any:
 
 
 def _own_address(lighthouse: str, wait_s: float) -> str:
-    """Return the address of this machine under which the machine of the lighthouse can reach it.
-    Wait up to `wait_s` seconds for the lighthouse to start.
+    """Return the address under which the lighthouse can reach this machine. Wait up to `wait_s`
+    seconds for the lighthouse to start.
     """
     deadline = time.monotonic() + wait_s
     while True:

@@ -86,10 +86,10 @@ class RowsCheck:
     All ranks must call the constructor.
 
     Args:
-        models: models of this rank. It is allowed that only the models of other ranks have a layer
-            with bounded rows.
+        models: models of this rank. The models of this rank may have no layer with bounded rows
+            even if the models of other ranks have such a layer.
         world: group of all ranks that share the models, including replicas and pipeline stages.
-        asked: optional. Flags on which the ranks have already agreed. With these flags, the
+        asked: optional. Flags on which the ranks have already agreed. If the flags are given, the
             constructor does not communicate.
 
     Attributes:
@@ -123,7 +123,7 @@ class RowsCheck:
         return _limits(self._layers)
 
     def forget(self) -> None:
-        """Start a new step or evaluation."""
+        """Prepare for a new step or evaluation."""
         for limit in self.limits:
             limit.forget()
 
@@ -155,9 +155,10 @@ def until_rows_fit(model: nn.Module, step: Callable[[], Result],
     If rows exceeded a buffer, the gradients are discarded and the step is repeated.
 
     When a step is repeated, the state of torch's random generators, the buffers, and the sums of
-    statistics (`StatsRecorder`) are restored first. The row limit is raised on all ranks. Only
-    layers with `dispatch.name=bounded` can cause a repetition. If no rank has such a layer,
-    `step()` is called once. Update the parameters after this function has returned:
+    statistics (`StatsRecorder`) are restored first. When a step is repeated, the row limit is
+    raised on all ranks. Only layers with `dispatch.name=bounded` can cause a repetition. If no rank
+    has a layer with `dispatch.name=bounded`, `step()` is called once. Update the parameters after
+    `until_rows_fit` has returned:
 
         loss = until_rows_fit(model, lambda: forward_and_backward(batch))
         optimizer.step()
@@ -240,8 +241,8 @@ class RowsFit(RunFeature):
     Args:
         models: the parts of the model on this rank. A pipeline stage may have no MoE layer.
         world: group of all ranks that share the models.
-        start: function that is called with a list of models. It returns a snapshot of the state
-            that forward and backward passes change.
+        start: function that is called with a list of models. The function returns a snapshot of the
+            state that forward and backward passes change.
         check: optional. An existing check. By default, a new check is created for these models.
         votes: optional. Votes of the run, if there are any.
     """
@@ -262,7 +263,7 @@ class RowsFit(RunFeature):
         """Check whether all rows fit into the buffers; see `RunFeature.after_passes`.
 
         Raises:
-            StepRepeat: If rows exceeded a buffer. Before this exception is raised, the row limit is
+            StepRepeat: If rows exceeded a buffer. Before `StepRepeat` is raised, the row limit is
                 raised on all ranks.
             RowsOverflow: If rows exceeded a buffer and `dispatch.on_overflow` is "error". Raised on
                 all ranks.

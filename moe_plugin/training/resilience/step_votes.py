@@ -40,18 +40,20 @@ def retries(wait_s: float) -> int:
 
 
 class Quorums:
-    """A replacement for torchft's quorum client. It assigns a unique number to each quorum.
+    """A replacement for torchft's quorum client. The replacement assigns a unique number to each
+    quorum.
 
-    A lighthouse numbers its quorums from 1. After a restart, it starts at 1 again. torchft assumes
-    that the quorum has not changed if the number is the same. torchft also uses this number to find
-    the other replicas in a store, and the store may still contain entries of an earlier quorum.
-    This client never assigns a number twice. All members of a quorum compute the same number.
+    A lighthouse numbers its quorums from 1. After a restart, a lighthouse starts at 1 again.
+    torchft assumes that the quorum has not changed if its number is the same. torchft also uses
+    this number to find the other replicas in a store, and the store may still contain entries of an
+    earlier quorum. This replacement never assigns a number twice. All members of a quorum compute
+    the same number.
 
     Args:
         client: torchft's client.
 
     Attributes:
-        least_count: minimum step count in the current quorum. This minimum is larger than the step
+        least_count: minimum step count in the current quorum. `least_count` is larger than the step
             count of any replica in an earlier quorum.
     """
 
@@ -89,8 +91,8 @@ class FileBatch:
         batch: batch from the host framework, or None if this entry only pads a file with fewer
             micro-batches.
         begins: whether this is the first micro-batch of its file.
-        counts: whether the log counts this micro-batch. This is True only on the first worker of
-            the file, so that each micro-batch is counted once.
+        counts: whether the log counts this micro-batch. `counts` is True only on the first worker
+            of the file, so that each micro-batch is counted once.
     """
 
     batch: Any
@@ -103,18 +105,18 @@ class StepVotes(RunFeature):
 
     All ranks must call the constructor.
 
-    The micro-batches that all ranks would process without votes are distributed among files in
+    The micro-batches that all ranks would process without votes are distributed among the files in
     turn. Each worker computes the micro-batches of its own files. The host framework calls
     `begin_file` at the start of each file.
 
     Args:
         ballots: votes among the ranks that store the same parameters as this rank.
         models: models whose trainable parameters receive the gradients that result from the votes.
-            These parameters must be equal on all voting ranks.
+            The trainable parameters must be equal on all voting ranks.
         gradient_of: function that returns the gradient of a parameter, or None if the parameter has
             no gradient.
-        start: function that returns a snapshot of the random generators. The function is called
-            with an empty list of models.
+        start: function that returns a snapshot of the random generators. `start` is called with an
+            empty list of models.
         group: process group of the voting ranks.
 
     Attributes:
@@ -193,8 +195,8 @@ class StepVotes(RunFeature):
         return self._restart
 
     def begin_file(self) -> None:
-        """Start the next file of this rank. At this time, the gradients must be zero or belong to
-        the previous file.
+        """Start the next file of this rank. When this method is called, the gradients must be zero
+        or belong to the previous file.
         """
         if self._began is None:
             self._began = self.start([])  # at this point the host has set the seed of this step

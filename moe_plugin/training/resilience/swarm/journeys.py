@@ -54,7 +54,7 @@ class Driver:
         connections: open connections to peers.
         took: function that is called with (stage, micro-batch, peer, request) after a peer has
             answered. Function that returns true if the leading trainer has counted a backward pass.
-            If the return value is False, another peer must repeat the backward pass.
+            If the function returns False, another peer must repeat the backward pass.
         lost: function that is called with (stage, peer, reason) when a peer has failed.
         run: settings of the run; see `Swarm`.
     """
@@ -134,8 +134,8 @@ class JoinedTrainer:
     A joined trainer reads the same data as the leading trainer, and processes some micro-batches of
     each step.
 
-    It may join, leave or fail at any time. The leading trainer then processes the micro-batches
-    that were not completed.
+    A joined trainer may join, leave or fail at any time. If a joined trainer fails, the leading
+    trainer processes the micro-batches that were not completed.
 
     Args:
         address: address of the leading trainer (a `Swarm`).
@@ -148,8 +148,8 @@ class JoinedTrainer:
         OSError: If no trainer answers within `timeout_s`.
 
     Attributes:
-        steps: number of steps that the swarm has completed. The next call of `step` must receive
-            the data of the step after these.
+        steps: number of steps that the swarm has completed. The data of step number `steps`,
+            counted from 0, must be passed to the next call of `step`.
         driven: number of micro-batches that this trainer has processed.
     """
 

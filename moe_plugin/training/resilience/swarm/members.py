@@ -43,7 +43,8 @@ class SwarmMembers:
 
     @property
     def stages(self) -> list[list[Address]]:
-        """For each stage, the addresses of its peers. All trainers use the same order."""
+        """For each stage, the addresses of its peers. All trainers use the same order of addresses.
+        """
         with self._changed:
             return [sorted(members) for members in self._of]
 
@@ -83,8 +84,8 @@ class SwarmMembers:
             return [self._of[stage][address].bandwidth for address in sorted(self._of[stage])]
 
     def place(self, member: Member) -> int:
-        """Return the stage that a new peer should compute. This is the stage with the lowest
-        throughput.
+        """Return the stage that a new peer should compute. A new peer is assigned to the stage with
+        the lowest throughput.
         """
         return min(range(len(self._of)), key=self._throughput)
 
