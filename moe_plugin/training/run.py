@@ -1,8 +1,8 @@
 """A training run in any host framework, and the features that are called before, during and after
 its steps.
 
-A feature is a `RunFeature`. It does not depend on the host framework. Each host framework creates
-one `Run` with the enabled features, and calls it at several points of each step:
+A feature is a `RunFeature`. A feature does not depend on the host framework. Each host framework
+creates one `Run` with the enabled features, and calls it at several points of each step:
 
     with run.around_step(StepInput(number)):
         loss = run.compute(passes)               # repeated if a feature requests it
@@ -37,7 +37,7 @@ class Run(RunFeature):
     """The enabled features of a run, in the order in which they are called.
 
     Args:
-        features: features of the run. None entries are ignored. Entries that are None are ignored.
+        features: features of the run. None entries are ignored. None entries are ignored.
 
     Attributes:
         number: index of the current or last step, counted from 1.
@@ -97,8 +97,8 @@ class Run(RunFeature):
 
     def compute(self, passes: Callable[[], Result],
                 undo: Callable[[], None] = lambda: None) -> Result:
-        """Return the result of `passes()`. As long as `passes` raises `StepRepeat`, it is called
-        again.
+        """Return the result of `passes()`. As long as `passes` raises `StepRepeat`, the function is
+        called again.
 
         Args:
             passes: function that clears the gradients and runs all forward and backward passes of a

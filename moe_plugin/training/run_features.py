@@ -55,17 +55,17 @@ class HostSeams:
         start: see `TwinCheck`.
         kept: see `TwinCheck`.
         skips_steps: whether the loss scaler of the host framework skips steps that are not finite.
-        streamed: trainer for streamed weights, which updates a model block by block. None if
-            weights are not streamed.
+        streamed: trainer for streamed weights, which updates a model block by block. `streamed` is
+            None if weights are not streamed.
         replicas: position of this run among several replicas, or None if there is only one replica.
-        resize: function that creates the feature for `resize` settings, or None if the host
-            framework does not support this feature.
+        resize: function that creates the feature for `resize` settings, or `activations` is None if
+            the host framework does not support this feature.
         activations: function that creates the feature for `offload.activations`. None if the host
             framework does not support this feature.
         votes: function that creates the feature for `guard.votes`. None if the host framework does
             not support this feature.
-        more: additional features of this run. These features are called before `FiniteSteps` checks
-            whether gradients are finite, so they may change gradients.
+        more: additional features of this run. The additional features are called before
+            `FiniteSteps` checks whether gradients are finite, so they may change gradients.
     """
 
     host: str
@@ -97,7 +97,7 @@ class FeatureRow(NamedTuple):
             string means that every run has the feature.
         kinds: classes that the created feature can have.
         make: function that creates the feature from the settings and the information of the host
-            framework. None is returned if the feature is disabled. Collective.
+            framework. If the feature is disabled, `make` returns None. Collective.
     """
 
     setting: str

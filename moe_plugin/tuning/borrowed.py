@@ -33,7 +33,7 @@ class BorrowedExperts:
     """The experts that a rank borrows for one forward call.
 
     The weights are transferred while rows are sent and while the rank's own experts are computed.
-    All ranks must call these operations, both in forward and in backward.
+    All ranks must start and wait for these transfers, both in forward and in backward.
 
     Args:
         experts: experts of the layer.
@@ -138,7 +138,7 @@ class BorrowingDispatcher(WrappedDispatcher):
 class _Tie(torch.autograd.Function):
     """An identity function that makes backward reverse the weight exchanges on this rank.
 
-    If a rank borrows nothing, it does not use any of the weights that have arrived. Without this
+    A rank that borrows nothing does not use any of the weights that have arrived. Without this
     function, backward on this rank would skip the exchanges, and the owners would wait for this
     rank forever.
     """
@@ -196,9 +196,9 @@ class _WeightTransfer:
     def arrived(self) -> Tensor:
         """Wait until the weights of the borrowed experts have arrived, and return them.
 
-        The result has the shape [G * P]. It contains the P elements of each of the G borrowed
-        experts, expert by expert. Even if this rank borrows nothing, the result depends on all
-        exchanges, so that backward reverses the exchanges on every rank.
+        The returned tensor has the shape [G * P]. The returned tensor contains the P elements of
+        each of the G borrowed experts, expert by expert. Even if this rank borrows nothing, the
+        result depends on all exchanges, so that backward reverses the exchanges on every rank.
         """
         self.pass_on()
         if self._others is None:
@@ -234,8 +234,8 @@ def _from_owner(local: Mapping[str, Tensor], place: Placement, spill: SpillPlan,
     """Return the elements that this rank lends, the number of elements sent to each rank, and the
     number of elements received from each rank.
 
-    From each expert that it borrows, a borrower receives one part. The parts are in the order of
-    the experts.
+    From each expert that it borrows, a borrower receives one part. The received parts are in the
+    order of the experts.
     """
     rank, ranks = place.comm.rank, range(place.comm.size)
     # one vector per expert, so that parts have nearly equal lengths and may span parameters
@@ -276,7 +276,7 @@ def _as_parameters(flat_N: Tensor, local: Mapping[str, Tensor], numbers: list[in
     """Convert [G * P] elements to the parameters [G, ...] of the given experts or shards, by name.
 
     The output bias of a shard is padded to the whole width. Each shard has its own position within
-    this width.
+    the whole width.
     """
     sizes = [value[0].numel() for value in local.values()]
     parts = flat_N.view(len(numbers), -1).split(sizes, dim=1)

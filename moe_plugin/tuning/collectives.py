@@ -1,5 +1,5 @@
-"""Selection of the collectives that a group uses (`comm.collectives`). This includes the setting
-`auto`.
+"""Selection of the collectives that a group uses (`comm.collectives`). The setting `auto` is
+included.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def with_collectives(comm: Comm, config: CommConfig, measures: bool = True) -> C
     Args:
         comm: a prepared group.
         config: communication settings.
-        measures: whether `auto` may measure times. If False, `auto` uses predicted times even if
-            there is no cluster file.
+        measures: whether `auto` may measure times. If `measures` is False, `auto` uses predicted
+            times even if there is no cluster file.
 
     Raises:
         ValueError: If the network file cannot be read, or if the network has a wrong number of
@@ -79,8 +79,8 @@ def network_of(comm: Comm, config: CommConfig) -> tuple[Network, str]:
 
     If `comm.network` is set (see `find_network`), the network must have as many ranks as the group
     or as the whole job. If the network file describes a single node, this node is repeated for each
-    node of the group. If `comm.network` is not set, the nodes are those of the topology. The links
-    are those of the cluster file, or typical links.
+    node of the group. If `comm.network` is not set, the nodes are those of the topology. Without
+    `comm.network`, the links are those of the cluster file, or typical links.
 
     Raises:
         ValueError: If the network cannot be read, or if it has a wrong number of ranks.
@@ -145,7 +145,7 @@ class AutoCollectives(Collectives):
 
     Trials run in the same way as those of all-to-all algorithms (`tuning.exchange_tuner`).
 
-    cluster: cluster for predicting times. If None, times are measured.
+    cluster: cluster for predicting times. If `cluster` is None, times are measured.
     """
 
     forest: Forest
@@ -157,7 +157,8 @@ class AutoCollectives(Collectives):
         """Create the collectives. If no trees can be planned, native collectives are returned.
 
         Raises:
-            WrongNetwork: If the configured network is not valid. This error must not be ignored.
+            WrongNetwork: If the configured network is not valid. Invalid networks must not be
+                ignored.
         """
         try:
             forest = Forest(*network())
@@ -271,15 +272,15 @@ class AutoCollectives(Collectives):
 class Predictions:
     """Predicted choices of `auto`, by network, cluster, collective and total number of bytes.
 
-    There are few entries, because a model uses only a few different sizes. The object is stored in
-    the state of the group.
+    There are few predictions, because a model uses only a few different sizes. The object is stored
+    in the state of the group.
     """
 
     known: dict[tuple[str, Cluster, str, int], str] = field(default_factory=dict)
 
     @classmethod
     def of(cls, comm: Comm) -> Predictions:
-        """Return the predictions of a group. They are created on first use."""
+        """Return the predictions of a group. The predictions are created on first use."""
         return comm.state.get(cls)
 
 

@@ -55,8 +55,8 @@ class MeasuredChoices:
     in files.
 
     Args:
-        folder: folder for the files. Defaults to the user's cache. If the folder is not writable,
-            choices are kept only while this object exists.
+        folder: folder for the files. Defaults to a folder in the user's cache. If the folder is not
+            writable, choices are kept only while this object exists.
         clock: function that returns the time of a monotonic clock, in seconds.
     """
 
@@ -86,7 +86,7 @@ class MeasuredChoices:
             names: names of the candidates. The preferred candidate is first.
             device: device on which the candidates run.
             start: function that is called with `part` and returns, for each candidate, a function
-                that runs it with `1 / part` of the rows. If None, this call must not run
+                that runs it with `1 / part` of the rows. If `start` is None, this call must not run
                 measurements.
         """
         key = text, tuple(names)

@@ -3,18 +3,18 @@
 
 The forward and backward passes of each candidate are timed. The trials use the layer's own weights
 and random rows that represent the load of the bucket. The trials do not affect the call that starts
-them. They are not part of its autograd graph. They do not use its autocast or its hooks on saved
-tensors, and they draw no numbers from torch's random generators.
+them. The trials are not part of the call's autograd graph. The trials do not use the call's
+autocast or its hooks on saved tensors, and they draw no numbers from torch's random generators.
 
 Pure functions determine the candidates for a load without timing. On a GPU, the strategy `kernels`
-is split into several candidates, such as "kernels split". There is one candidate for each schedule
-of the matmuls that Triton supports on this GPU (`kernels.groups.SCHEDULES`). All schedules compute
+is split into several candidates, such as "kernels split". There is one candidate for each matmul
+schedule that Triton supports on this GPU (`kernels.groups.SCHEDULES`). All schedules compute
 bitwise identical outputs.
 
 Candidates are selected by the rule of EPS-MoE (Qian et al., 2024): one grouped GEMM for few rows
 per expert, one GEMM per expert for many rows, and otherwise the faster of the two. All candidates
-that this rule allows are timed. Ranks may make different choices, because the choice affects
-neither shapes nor collectives.
+that the rule allows are timed. Ranks may make different choices, because the choice affects neither
+shapes nor collectives.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def candidates(load: ComputeLoad, usable: Collection[str]) -> list[str]:
     `grouped` and (if all experts have the same number of rows) `batched`. On a GPU, the candidates
     are this package's grouped kernels, torch's grouped GEMM and, for at least `FEW_ROWS` rows per
     expert, one GEMM per expert. On an H100, a training step of `transformers` with torch's grouped
-    GEMM takes 0.95 to 1.04 times as long as with this package's kernels. The ratio is lowest at
+    GEMM takes 0.95 to 1.04 times as long as with this package's kernels. This ratio is lowest at
     4,096 rows per expert. This package's kernels are the first candidate, because torch's kernels
     store more tensors for backward. torch's kernels are used only if they are faster.
 
@@ -256,8 +256,8 @@ def sample_load(load: ComputeLoad, device: torch.device,
 def _clean(device: torch.device) -> Iterator[None]:
     """Run a block of code with torch's default thread-local state, as in a new thread.
 
-    Only the innermost hooks on saved tensors run. This context therefore sets hooks of its own,
-    which disable all outer hooks.
+    Only the innermost hooks on saved tensors run. Therefore, this context sets hooks that disable
+    all outer hooks.
     """
     hooks = torch.autograd.graph.saved_tensors_hooks(Tensor.detach, Tensor.detach)
     with torch.inference_mode(False), torch.enable_grad(), hooks, torch.autocast(
@@ -302,8 +302,8 @@ def usable_ways(x: Tensor, p: FFNParameters, counts: RowCounts) -> set[str]:
 def takes_counts_of_device(name: str) -> bool:
     """Return true if a strategy can compute rows whose counts are known only on the device.
 
-    The host then does not wait for the device. All other strategies read the counts on the host.
-    `grouped` also reads them if it passes the rows to `loop`.
+    With such a strategy, the host does not wait for the device. All other strategies read the
+    counts on the host. `grouped` also reads the counts on the host if it passes the rows to `loop`.
     """
     return name == "grouped" or (name in ("auto", "kernels") and INSTALLED)
 

@@ -28,8 +28,8 @@ class TunerSettings:
         patience: number of consecutive calls with drift after which candidates are timed again.
         watch: after a choice is made, one of every `watch` calls is timed.
         allowance, budget: the number of trials is limited to `max(allowance, budget * calls)`.
-        each: whether this limit applies to each bucket separately (True) or to all buckets together
-            (False).
+        each: whether the limit on trials applies to each bucket separately (True) or to all buckets
+            together (False).
     """
 
     tries: int | None = 4
@@ -118,7 +118,7 @@ def listed_times(choices: Iterable[Hashable], seconds: Mapping[Any, float],
 
 
 def new_fields(saved: Any, choices: Iterable[Any]) -> dict[str, Any]:
-    """Return the fields that are missing in a saved choice and have a default, with their default
+    """Return the fields that a saved choice lacks and that have a default, with their default
     values.
     """
     kind = next(iter(choices), None)

@@ -1,7 +1,7 @@
 """Descriptions of layers, links and processors for the planner.
 
-The settings may name files with descriptions of links and processors. If they name no files,
-typical values are used.
+The settings may name files with descriptions of links and processors. If the settings name no
+files, typical values are used.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def default_cluster(comm: Comm, device: torch.device) -> Cluster:
     """Return the calibrated cluster of a group, or a cluster with typical links, with the nodes of
     the group.
 
-    The group must be prepared, because the nodes are those of its topology.
+    The group must be prepared, because its topology determines the nodes.
     """
     sizes = list(map(len, comm.topology.nodes)) if comm.size > 1 else [1]
     known = comm.state.get(Calibration).cluster
@@ -113,7 +113,7 @@ def layer_shape(config: MoEConfig, place: Placement, probe: Tensor, tokens: int,
     Args:
         config: settings of the layer.
         place: placement, which states which ranks store the layer's parameters.
-        probe: a parameter of the layer. Its dtype determines the element size.
+        probe: a parameter of the layer. The dtype of this parameter determines the element size.
         tokens: number of tokens on the rank with the most tokens.
         skew: number of rows on the rank with the most rows, divided by the mean over all ranks.
             Defaults to 1.

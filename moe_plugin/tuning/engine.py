@@ -1,10 +1,11 @@
 """The trial engine times candidates and selects the fastest candidate for each load bucket.
 
-The engine is a pure state machine. It does not use torch, ranks or clocks. It selects layouts,
-all-to-all algorithms, collectives and expert implementations. A new bucket starts with the
-candidate that has the best predicted time, or with the first candidate. Candidates are timed in
-rounds until the fastest candidate is known (`planner.trials`). From then on, the fastest candidate
-is used. Its time is watched for drift, and the other candidates are checked occasionally.
+The engine is a pure state machine. The engine does not use torch, ranks or clocks. The engine
+selects layouts, all-to-all algorithms, collectives and expert implementations. A new bucket starts
+with the candidate that has the best predicted time, or with the first candidate. Candidates are
+timed in rounds until the fastest candidate is known (`planner.trials`). After a decision, the
+fastest candidate is used. The time of the fastest candidate is watched for drift, and the other
+candidates are checked occasionally.
 
 All ranks make the same choices, because all rules are deterministic and because times are reduced
 over ranks before the engine receives them.
@@ -46,9 +47,9 @@ class Tuner(Generic[Bucket, Choice]):
     """Tuner. Call `choose` before each call, and `record` when the time of the call is known.
 
     Args:
-        candidates: function that returns the candidates for a bucket with their predicted times in
-            seconds, or None if a time is unknown. The preferred candidate is first. All ranks must
-            have the same candidates.
+        candidates: function that returns the candidates for a bucket. Each candidate is mapped to
+            its predicted time in seconds, or to None if the time is unknown. The preferred
+            candidate is first. All ranks must have the same candidates.
         settings: settings that control the trials.
         memory: storage for decisions of earlier runs; see `known`.
         always: function that returns candidates that are timed no matter what their predicted times
@@ -149,7 +150,9 @@ class Tuner(Generic[Bucket, Choice]):
             self._watch(bucket, entry, seconds)
 
     def repeat(self, bucket: Bucket, choice: Choice) -> None:
-        """Schedule a trial again, because its time was disturbed. Called instead of `record`."""
+        """Schedule a trial again. Called instead of `record` if the time of a trial is not
+        meaningful.
+        """
         entry = self.entries.get(bucket)
         if entry is not None and entry.contest is not None and entry.running:
             entry.contest.repeat(choice)
@@ -175,8 +178,8 @@ class Tuner(Generic[Bucket, Choice]):
                     predicted: dict[Choice, float | None]) -> dict[Choice, float | None]:
         """Correct predicted times by the prediction error in the nearest bucket that was explored.
 
-        The error is that of the same candidate if it is known, otherwise the median error. Buckets
-        are tuples of integers.
+        The prediction error is that of the same candidate if it is known, otherwise the median
+        error. Buckets are tuples of integers.
         """
         explored: list[Any] = [b for b, e in self.entries.items() if e.measured]
         wanted: Any = bucket
@@ -362,7 +365,7 @@ class Tuner(Generic[Bucket, Choice]):
 
         Saved choices that are no longer candidates, for example because the number of ranks has
         changed, are left out. New fields of choices get their default values. If candidates have
-        different values in such a field, the bucket is measured again.
+        different values in a new field, the bucket is measured again.
         """
         if state.get("version") != STATE_VERSION:
             raise ValueError(

@@ -95,7 +95,7 @@ class ExchangeTuner:
 
     @classmethod
     def of(cls, comm: Comm) -> ExchangeTuner:
-        """Return the tuner of a group. It is created on first use."""
+        """Return the tuner of a group. The tuner is created on first use."""
         return comm.state.get(cls, lambda: cls(comm))
 
     def size(self, comm: Comm, x: Tensor, even: bool) -> float:
@@ -120,8 +120,8 @@ class ExchangeTuner:
     def chosen(self, comm: Comm, size: float) -> str | None:
         """Return the algorithm for exchanges of `size` bytes per rank.
 
-        With a cluster file, the algorithm is predicted. Otherwise, it is measured. If there have
-        been too few trials, None is returned.
+        With a cluster file, the algorithm is predicted. Without a cluster file, the algorithm is
+        measured. If there have been too few trials, None is returned.
         """
         if self.cluster is None:
             known = self.tuner.known(bucket_of(size))
@@ -135,9 +135,10 @@ class ExchangeTuner:
 class AutoAllToAll(Exchange):
     """An all-to-all that uses the fastest registered algorithm for each size.
 
-    With a cluster file, the algorithm is predicted. Otherwise, algorithms are measured in the first
-    calls. Later, the choice is checked occasionally. Algorithms are excluded if the group does not
-    meet their requirements. The reason is logged. All ranks use the same algorithm in every call.
+    With a cluster file, the algorithm is predicted. Without a cluster file, algorithms are measured
+    in the first calls. Later, the choice is checked occasionally. Algorithms are excluded if the
+    group does not meet their requirements. The reason for excluding an algorithm is logged. All
+    ranks use the same algorithm in every call.
     """
 
     def __call__(self, comm: Comm, x: Tensor, send: Sequence[int] | None = None,

@@ -1,10 +1,11 @@
-"""Tunes the layout of one layer for the current load (`parallel: auto`). All ranks agree on this
-load.
+"""Tunes the layout of one layer for the current load (`parallel: auto`). All ranks agree on the
+current load.
 
 In one small all-reduce, the ranks agree on the maximum of the load, of the imbalance and of the
 latest measured time. While trials are pending, the ranks agree in every call. Afterwards, the ranks
-agree at least in every `EVERY`-th call. They agree more often if this takes at most the fraction
-`SHARE` of the layer's time. All other calls use the latest choice, and nothing is sent or measured.
+agree at least in every `EVERY`-th call. The ranks agree more often if this takes at most the
+fraction `SHARE` of the layer's time. All other calls use the latest choice, and nothing is sent or
+measured.
 """
 
 from __future__ import annotations
@@ -90,8 +91,8 @@ class LayoutTuner:
         measure: function that creates a timer for a call. Tests replace it.
 
     Attributes:
-        settled: whether no more decisions will be made. Always False, because any call may need a
-            decision.
+        settled: whether no more decisions will be made. `settled` is always False, because any call
+            may need a decision.
     """
 
     settled = False
@@ -160,8 +161,8 @@ class LayoutTuner:
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Load the tuner state of an earlier run. All ranks must load the same state.
 
-        If the state belongs to a different number of ranks, it is ignored. The ranks agree on their
-        load in the next call.
+        If the state belongs to a different number of ranks, the state is ignored. The ranks agree
+        on their load in the next call.
         """
         if "predicted" in state:  # a state of `parallel: predicted`, which contains no measurement
             return
@@ -218,7 +219,8 @@ class LayoutTuner:
         return _nearest(size, self.bucket[0]), _nearest(imbalance, self.bucket[1])
 
     def _disturbances(self) -> int:
-        """Return the number of all-to-all trials so far. Such trials disturb the times of layouts.
+        """Return the number of all-to-all trials so far. Trials of all-to-all algorithms disturb
+        the times of layouts.
         """
         tuned = self.comm.size > 1 and self.config.comm.all_to_all == "auto"
         return ExchangeTuner.of(self.comm).trials if tuned else 0
@@ -294,7 +296,7 @@ class LayoutTuner:
         return open_ if named is None else [named]
 
     def degrees(self) -> list[int]:
-        """Return the overlap degrees that are candidates. They are powers of two."""
+        """Return the overlap degrees that are candidates. All overlap degrees are powers of two."""
         most = self.config.tuner.max_d if self.layouts.traits.supports_pieces else 1
         return [2**i for i in range(most.bit_length())]
 

@@ -117,7 +117,9 @@ class Layouts:
         return ["rows", "ranks", *["nodes"] * (comm.topology.why_flat() is None)]
 
     def visited_copies(self) -> list[int]:
-        """Return the values of r for which to count the ranks and nodes that tokens are sent to."""
+        """Return the values of r for which the tuner counts the ranks and nodes that tokens are
+        sent to.
+        """
         return [r for r in self.legal() if r] if len(self.sends()) > 1 else []
 
     def piece_axes(self, send: str) -> tuple[str, ...]:
@@ -163,8 +165,8 @@ class Layouts:
                             gather=place.comm if place.comm.size > 1 else None)
 
     def _exchanging(self, choice: LayoutChoice, place: Placement) -> LayerLayout:
-        """Create a layout that exchanges rows. If rows may spill to other ranks, it also borrows
-        experts.
+        """Create a layout that exchanges rows. If rows may spill to other ranks, the layout also
+        borrows experts.
         """
         place = dataclasses.replace(place, copies=choice.r)
         overlap = Overlap(choice.d, choice.d_backward, self.config.experts.shared_overlap,

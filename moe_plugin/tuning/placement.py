@@ -116,7 +116,8 @@ def may_measure(config: MoEConfig) -> bool:
     """Return true if settings that the user has not set may be chosen by measurements during
     training.
 
-    Return False for bounded rows, because the host must then never wait for the device.
+    Return False for bounded rows, because the host must never wait for the device if rows are
+    bounded.
     """
     return not dispatchers.get(config.dispatch.name).traits.bounded
 
@@ -150,15 +151,15 @@ def with_schedule(config: MoEConfig, place: Placement, tokens: int | None = None
     """Return the settings and the placement for `parallel.replicas`, and the group that shares
     tokens in schedule S1.
 
-    The group is None if no tokens are shared before routing. This is the case for a single replica,
-    for schedule S2 (`Placement.replicas` contains its ranks), and for dispatchers that require the
-    same tokens on all ranks.
+    The group is None if no tokens are shared before routing. No tokens are shared with a single
+    replica, with schedule S2 (`Placement.replicas` contains its ranks), and with dispatchers that
+    require the same tokens on all ranks.
 
     Args:
         config: settings of the layer.
         place: placement of the layer's experts on the ranks.
-        tokens: number of tokens per call and rank. It must be the same on all ranks. By default, a
-            typical number is assumed.
+        tokens: number of tokens per call and rank. This number must be the same on all ranks. By
+            default, a typical number is assumed.
         dtype: dtype of the rows. Defaults to torch's default dtype.
 
     Raises:

@@ -2,14 +2,15 @@
 (`parallel.prefill`).
 
 The layout is predicted once, for the number of tokens in the layer's first training call. Nothing
-is measured, so runs are bitwise reproducible. Ranks do not have to agree again later.
+is measured, so runs are bitwise reproducible. After the prediction, ranks do not have to agree
+again.
 
 With `parallel.prefill`, each evaluation call is divided into pieces depending on its load. Source:
 Qian et al., "EPS-MoE: Expert Pipeline Scheduler for Cost-Efficient MoE Inference", 2024. The time
 of the forward pass is predicted for a single piece, and for several pieces along rows or experts.
-The prediction includes the host's work for each piece. The fastest number of pieces is used. If it
-would save less than 5 %, a single piece is used. For each piece, the kernel is chosen by the load
-of this piece (`experts.compute: auto`).
+The prediction includes the host's work for each piece. The fastest number of pieces is used. If the
+fastest number of pieces would save less than 5 %, a single piece is used. For each piece, the
+kernel is chosen by the load of this piece (`experts.compute: auto`).
 """
 
 from __future__ import annotations
@@ -54,8 +55,8 @@ MEMORY_SHARE = 0.02
 
 
 class PredictedLayout:
-    """The layout of one layer. This is the configured layout until the first training call, and
-    then the predicted layout.
+    """The layout of one layer. The layout is the configured layout until the first training call,
+    and then the predicted layout.
 
     All ranks must call this object in the same order. The first training call runs one all-reduce,
     so all ranks must make this call.
@@ -67,8 +68,8 @@ class PredictedLayout:
 
     Attributes:
         current: layout that the next call will use.
-        settled: whether the layout was predicted or was loaded from a checkpoint. If True, no more
-            decisions are made.
+        settled: whether the layout was predicted or was loaded from a checkpoint. If `settled` is
+            True, no more decisions are made.
         decisions: decisions that `pop_decisions` has not returned yet.
     """
 
@@ -253,8 +254,9 @@ class PrefillPieces:
         All ranks return the same layout. If the ranks have exchanged row counts, the returned
         routing contains these counts. The largest number of tokens on any rank is sent together
         with the row counts, which the ranks must exchange anyway. With fixed slots or
-        `dispatch.equal_tokens`, this number is known without communication. In all other cases
-        (with `dispatch.send`, or with a capacity and exact rows), an all-reduce is needed.
+        `dispatch.equal_tokens`, the largest number of tokens is known without communication. In all
+        other cases (with `dispatch.send`, or with a capacity and exact rows), an all-reduce is
+        needed.
         """
         if not layout.choice.exchanges or self.comm.size == 1 or layout.choice.spill != "never":
             return layout, kept

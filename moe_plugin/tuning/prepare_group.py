@@ -84,7 +84,7 @@ def exchange_name(comm: Comm, config: CommConfig, measures: bool = True) -> str:
         comm: a prepared group.
         config: communication settings.
         measures: whether settings that the user has not set may be chosen by measurements during
-            training. If False, `linear` is used instead of `auto`.
+            training. If `measures` is False, `linear` is used instead of `auto`.
     """
     unset = DEFAULT_WHEN_UNSET["comm.all_to_all"]
     return config.all_to_all or unset[measures and spans_nodes(comm)]

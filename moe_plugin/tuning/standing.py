@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 class LayerReplicas:
     """A `dispatch.base.SpillPlanner` that changes its plan only between steps.
 
-    Therefore, a recomputed forward pass uses the same plan as the original forward pass.
+    A recomputed forward pass therefore uses the same plan as the original forward pass.
 
     Args:
         parallel: parallelism settings of the layer.
@@ -85,15 +85,15 @@ class LayerReplicas:
 
 
 class MeasuredSpeeds:
-    """The measured speed of each rank's experts in rows per second. It is averaged in the same way
-    as the throughput in SWARM.
+    """The measured speed of each rank's experts in rows per second. The speed is averaged in the
+    same way as the throughput in SWARM.
 
     Only the forward passes of experts are measured, because these passes do not wait for other
     ranks.
 
     Args:
         comm: the ranks.
-        experts: experts of the layer. Hooks are registered for them.
+        experts: experts of the layer. Hooks are registered for these experts.
     """
 
     def __init__(self, comm: Comm, experts: Experts) -> None:

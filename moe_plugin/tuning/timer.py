@@ -35,7 +35,8 @@ class CallTimer:
 
         Args:
             x: input tensor of the computation that is timed.
-            anchor: a parameter. It makes backward reach this point even if x needs no gradient.
+            anchor: a parameter. The parameter makes backward reach this point even if x needs no
+                gradient.
         """
         return _Mark.apply(x, anchor, self, "backward_end")
 

@@ -1,7 +1,7 @@
 """Run code that `torch.compile` does not trace.
 
-Importing this module loads the compiler. Therefore, import it only where it is needed, when
-`torch.compiler.is_compiling()` is True.
+Importing this module loads the compiler. Therefore, import this module only where it is needed,
+when `torch.compiler.is_compiling()` is True.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 
 @torch.compiler.disable
 def uncompiled(call: Callable[..., Any], *args: Any) -> Any:
-    """Call `call(*args)` outside of compiled graphs, and return its result. This also applies to
-    all functions that it calls.
+    """Call `call(*args)` outside of compiled graphs, and return its result. The functions that
+    `call` calls are also not compiled.
     """
     return call(*args)

@@ -1,10 +1,10 @@
 """Train several replicas that may join and leave at any time, with torchft.
 
-Gradients are averaged over the active replicas. When a replica is lost, the current step is lost
-for all other replicas as well. A replica that restarts loads the weights of an active replica. Each
-replica contains the whole model. Each replica is a separate job with its own torchrun. The ranks of
-one replica share its experts as usual. A *lighthouse* (`torchft_lighthouse`, one process for all
-replicas) keeps track of the active replicas. `scripts/train_plain.py` contains an example loop.
+Gradients are averaged over the active replicas. When a replica is lost, the other replicas lose one
+step. A replica that restarts loads the weights of an active replica. Each replica contains the
+whole model. Each replica is a separate job with its own torchrun. Its ranks share the experts as
+usual. A *lighthouse* (`torchft_lighthouse`, one process for all replicas) keeps track of the active
+replicas. `scripts/train_plain.py` contains an example loop.
 """
 
 from __future__ import annotations
@@ -54,8 +54,7 @@ class ElasticReplica:
     Attributes:
         members: number of replicas that contributed gradients to the most recent average.
         healed: whether this replica loaded the state of another replica during the most recent
-            average. If `healed` is True, the most recent average does not include the gradients of
-            this replica.
+            average. If True, the average does not include the gradients of this replica.
         lost: total number of steps that were lost.
     Raises:
         ValueError: If torchft is missing, the lighthouse does not answer, or a number is out of
@@ -100,9 +99,8 @@ class ElasticReplica:
     def average(self, gradients: Sequence[Tensor | None]) -> bool:
         """Set the gradients to their mean over the active replicas. Collective within the replica.
 
-        Call this method before the optimizer's step. A returning replica loads the state of an
-        active replica during this call. The returning replica then performs the same step as the
-        others.
+        Call it before the optimizer's step. A returning replica loads the state of an active
+        replica during this call. It then performs the same step.
 
         Args:
             gradients: gradients of this rank, with any shapes and dtypes. All replicas must pass
@@ -110,8 +108,8 @@ class ElasticReplica:
                 summed, not averaged. Entries of None are ignored. If an entry is None on one
                 replica, it must be None on all replicas.
         Returns:
-            False if a replica was lost during this step. After a lost step, the gradients must not
-                be used, no parameter may be changed, and counts are zero.
+            False if a replica was lost during this step. In that case, the gradients must not be
+                used, no parameter may be changed, and counts are zero.
         Raises:
             CommError: If the lighthouse (or a new lighthouse at the same address) does not answer
                 for `QUORUM_S` seconds, or if `MAX_LOST` consecutive steps are lost.

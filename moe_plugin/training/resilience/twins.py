@@ -1,15 +1,16 @@
 """Detect processors that compute wrong results.
 
-Every n steps, ranks that store the same parameters compute the same micro-batch. All of their
-results are compared bit by bit. Ranks that store the same parameters are called twins. These are
-the ranks that have the same index in their expert-parallel groups. If the model has no experts, or
-if each expert-parallel group has one rank, all data-parallel ranks are twins.
+Every n steps, ranks that store the same parameters compute the same micro-batch. All results of
+these ranks are compared bit by bit. Ranks that store the same parameters are called twins. Twins
+are the ranks that have the same index in their expert-parallel groups. If the model has no experts,
+or if each expert-parallel group has one rank, all data-parallel ranks are twins.
 
 The compared values are checksums of each module's output, of the gradient of each output, and of
-the gradients of the parameters. They are compared in the order in which they were computed. If a
-rank computes a wrong value, exchanges send this value to other ranks. Therefore, only the first
-difference is evaluated, because it occurs on the rank that caused it. With three or more twins, the
-twin that differs from the majority is reported. With only two twins, both twins are reported.
+the gradients of the parameters. The checksums are compared in the order in which they were
+computed. If a rank computes a wrong value, exchanges send this value to other ranks. Therefore,
+only the first difference is evaluated, because it occurs on the rank that caused it. With three or
+more twins, the twin that differs from the majority is reported. With only two twins, both twins are
+reported.
 """
 
 from __future__ import annotations
@@ -77,20 +78,20 @@ class TwinCheck(RunFeature):
                 check(step, batch, lambda batch: loss_of(model, batch))
             ...
 
-    The check does not affect the training step. It changes no gradient, no buffer and no random
-    state. Each check runs one forward pass and one backward pass. A check is made every `every`
-    steps.
+    The check does not affect the training step. The check changes no gradient, no buffer and no
+    random state. Each check runs one forward pass and one backward pass. A check is made every
+    `every` steps.
 
     Args:
-        model: the model. It must not be compiled, and it must not use reentrant checkpointing,
-            which `autograd.grad` does not support. Collective.
+        model: the model. The model must not be compiled, and it must not use reentrant
+            checkpointing, which `autograd.grad` does not support. Collective.
         world: optional. All data-parallel ranks. Defaults to the ranks of the default process
             group.
         every: number of steps between two checks.
-        start: function that is called with a list of models. It returns an object that saves the
-            state which the check must not change.
-        kept: context manager that surrounds a check during training. It restores those parts of the
-            host framework's state that forward and backward passes change.
+        start: function that is called with a list of models. `start` returns an object that saves
+            the state which the check must not change.
+        kept: context manager that surrounds a check during training. `kept` restores those parts of
+            the host framework's state that forward and backward passes change.
     Raises:
         ValueError: If `every` is less than 1, or if this rank has no twin.
     """
@@ -135,8 +136,8 @@ class TwinCheck(RunFeature):
         Args:
             step: index of the step. All ranks must pass the same index. The index determines whose
                 micro-batch all twins compute.
-            batch: micro-batch of this rank. It may consist of tensors in any containers that can be
-                pickled.
+            batch: micro-batch of this rank. The batch may consist of tensors in any containers that
+                can be pickled.
             loss_of: function that runs the forward pass of the model on a batch and returns the
                 loss.
         Raises:
@@ -200,8 +201,8 @@ def _first_difference(sums: Sequence[Sequence[Any]],
     """Return the index of the first value that differs between twins, and the ranks whose value is
     wrong.
 
-    These are the ranks that differ from the majority of their twins. If the value has no majority,
-    all twins that computed it are returned.
+    A rank's value is wrong if it differs from the majority of the rank's twins. If the value has no
+    majority, all twins that computed it are returned.
     """
     for at in range(len(sums[0])):
         wrong: list[int] = []
@@ -274,8 +275,8 @@ class _Recorder:
         self.sums.append(checksum(x))
 
     def _before(self, name: str) -> Callable[..., None]:
-        """Return a hook for experts. It records the gradients of the rows before they are sent to
-        other ranks.
+        """Return a hook for experts. The hook records the gradients of the rows before these
+        gradients are sent to other ranks.
         """
         def hook(module: nn.Module, args: tuple[ExpertRows]) -> None:
             self._backward(f"the gradient of rows of {name!r}", args[0].x)

@@ -1,9 +1,10 @@
 """Gradients that are correct even if some ranks compute arbitrary wrong results (ByzShield).
 
 A batch consists of several files. Each file is computed by several workers, as planned by
-`planner.vote_assignments`. For each file, the gradient that the majority of its workers computed is
-used. These answers are compared bit by bit, so all workers of a file must compute bitwise equal
-gradients. The gradients of the files are then combined by the coordinate-wise median.
+`planner.vote_assignments`. For each file, the votes select the gradient that the majority of the
+file's workers computed. The gradients are compared bit by bit, so all workers of a file must
+compute bitwise equal gradients. The gradients of the files are then combined by the coordinate-wise
+median.
 
 A worker is either a single rank or a block of ranks among which a model is distributed. If workers
 are blocks, the ranks with the same index in each block vote with each other. The votes for
@@ -68,8 +69,8 @@ class Verdict:
     Attributes:
         outvoted: workers whose answer differed from the majority for at least one file, in
             ascending order.
-        undecided: files without a majority. For such a file, the first of the most frequent answers
-            is used.
+        undecided: files without a majority. For an undecided file, the first of the most frequent
+            answers is used.
     """
 
     outvoted: tuple[int, ...]
@@ -100,12 +101,13 @@ class Ballots:
 
     Args:
         assignment: the files that each worker computes. Worker w is rank w of `comm`.
-        comm: the group of ranks that vote with this rank. These ranks have the same index in their
-            workers.
+        comm: the group of ranks that vote with this rank. The voting ranks have the same index in
+            their workers.
         aggregate: how the winning answers of all files are combined: by `median`, or by `mean` if
             the answer for every file is certainly correct.
-        sharing: optional. Ranks of this worker that compute a file together. Each of these ranks
-            processes a part of the file's batches. By default, this rank computes its files alone.
+        sharing: optional. Ranks of this worker that compute a file together. Each of the ranks in
+            `sharing` processes a part of the file's batches. By default, this rank computes its
+            files alone.
         worker: optional. All ranks of this worker, including ranks of other pipeline stages.
             Defaults to `sharing`.
     Raises:
@@ -220,8 +222,8 @@ def shared_first(parameters: Iterable[nn.Parameter]) -> tuple[list[nn.Parameter]
 
 
 def flat_gradients(parameters: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> Tensor:
-    """Return all gradients as one vector [N]. Its dtype is the widest dtype of the gradients.
-    Missing gradients are treated as zero.
+    """Return all gradients as one vector [N]. The dtype of the vector is the widest dtype of the
+    gradients. Missing gradients are treated as zero.
     """
     return torch.cat([(torch.zeros_like(p) if g is None else g).reshape(-1)
                       for p, g in zip(parameters, gradients, strict=True)])
@@ -291,7 +293,8 @@ class VotedGradients:
 
         If the majority of a file's workers reports that rows exceeded a buffer
         (`dispatch.name: bounded`), all files are computed again, or an error is raised on all
-        ranks. Therefore, do not call this method inside `until_rows_fit`.
+        ranks. Do not call this method inside `until_rows_fit`, because the method already repeats
+        the computation if necessary.
 
         Args:
             loss_of: function that computes the loss of a file, given the index of the file. All
@@ -344,7 +347,7 @@ def _refuse_other_groups(model: nn.Module, ranks: int) -> None:
 def refuse_reported_loads(model: nn.Module) -> None:
     """Raise a `ValueError` if a router uses loads that the ranks report to each other.
 
-    There is no vote on these loads, so a single wrong rank could change the biases on all ranks.
+    There is no vote on reported loads, so a single wrong rank could change the biases on all ranks.
     """
     for name, module in model.named_modules():
         if isinstance(module, RouterModule) and module.step_sums():

@@ -152,14 +152,14 @@ class Alarm:
     """A timer that fires periodically.
 
     Args:
-        every_s: interval of the timer in seconds. If None, the timer never fires.
+        every_s: interval of the timer in seconds. If `every_s` is None, the timer never fires.
     """
 
     def __init__(self, every_s: float | None) -> None:
         self.every_s, self._last = every_s, time.monotonic()
 
     def rings(self) -> bool:
-        """Return true if the timer has fired. It fires once per interval."""
+        """Return true once in each interval of the timer, otherwise false."""
         now = time.monotonic()
         if self.every_s is None or now - self._last < self.every_s:
             return False

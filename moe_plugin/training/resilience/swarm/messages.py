@@ -45,8 +45,8 @@ class SwarmStep:
         losses: loss of each micro-batch, including balance losses.
         norm: L2 norm of all gradients before clipping.
         logged: for each micro-batch, additional values that the loss function returned.
-        by: for each micro-batch, the address of the trainer that processed it. The address of this
-            trainer is an empty string.
+        by: for each micro-batch, the address of the trainer that processed it. For this trainer,
+            the address is an empty string.
         resent: number of tasks that were sent more than once.
         redone: number of backward passes that were recomputed because their gradients were lost
             when a peer failed.
@@ -114,7 +114,7 @@ class Connection:
     Args:
         opened: socket of this connection, which must already be connected.
         timeout_s: maximum time to wait for a connection and for data in either direction, in
-            seconds. If None, the wait for the next message is not limited.
+            seconds. If `timeout_s` is None, the wait for the next message is not limited.
         access: secret that the other side must know, and maximum size of a message.
         serves: whether this side has accepted the connection.
     Raises:
@@ -216,7 +216,7 @@ class Connection:
 class Connections:
     """A pool of connections to many addresses.
 
-    Each connection is used by one thread at a time. Afterwards, it is reused.
+    Each connection is used by one thread at a time. After that, the connection is reused.
     """
 
     def __init__(self, timeout_s: float, access: Access = OPEN) -> None:
@@ -274,7 +274,7 @@ class MessageServer:
 
     Args:
         host: address on which the server listens.
-        port: port on which the server listens. If 0, an arbitrary free port is used.
+        port: port on which the server listens. If `port` is 0, an arbitrary free port is used.
         answer: function that returns the answer to a request, or None if the request needs no
             answer. If the function raises an exception, an error is sent to the other side.
         access: settings that determine which connections and messages are accepted.

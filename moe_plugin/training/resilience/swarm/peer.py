@@ -1,5 +1,5 @@
-"""A peer of a swarm. A peer computes one stage of a pipeline for any trainer. It stores the weights
-and the optimizer of the stage, and sums gradients with the other peers of the stage.
+"""A peer of a swarm. A peer computes one stage of a pipeline for any trainer. The peer stores the
+weights and the optimizer of its stage, and sums gradients with the other peers of the stage.
 
 A backward pass recomputes the stage from its input, so any peer of the stage can run the backward
 pass of any micro-batch. The gradient of a backward pass is counted only when the trainer confirms
@@ -52,16 +52,17 @@ class StagePeer:
         stages: for each stage, a function that creates the module of the stage. The module maps a
             tensor [B, ...] to a tensor or, like an MoE block, to (tensor, loss). All peers must use
             the same functions.
-        optimizer: function that creates an optimizer for a list of parameters. If this optimizer
+        optimizer: function that creates an optimizer for a list of parameters. If the optimizer
             clips gradients, it uses the norm of a single stage. For clipping by the norm over all
             stages, see `Swarm`.
-        loss: function of the last stage's output and the target. It returns the contribution of a
-            micro-batch to the loss of the step. The function may also return a tuple of this loss
-            and a dictionary of additional values for the trainer.
+        loss: function of the last stage's output and the target. The function returns the
+            contribution of a micro-batch to the loss of the step. The function may also return a
+            tuple of this loss and a dictionary of additional values for the trainer.
         host: address under which the trainer and the other peers can reach this machine.
         device: device that computes the stage.
-        bandwidth: network bandwidth of this machine, in any unit that is the same for all peers. It
-            determines for which fraction of the gradients this peer computes the sums.
+        bandwidth: network bandwidth of this machine, in any unit that is the same for all peers.
+            The bandwidth determines for which fraction of the gradients this peer computes the
+            sums.
         throughput: tasks per second that the trainer assumes until it has measured the throughput
             of this peer. Defaults to the mean throughput of the stage.
         timeout_s: time in seconds after which this peer ends if it has no trainer. The trainer
@@ -274,6 +275,6 @@ class _Sums:
         return torch.stack([parts[i] for i in range(members)]).sum(0)
 
     def clear(self) -> None:
-        """Discard all slices. Called when the next step starts."""
+        """Discard all slices. Discard all slices. Called before the next step starts."""
         with self._changed:
             self._parts.clear()

@@ -37,7 +37,7 @@ class SharedRound:
         changed: condition variable that is notified of every change of the round.
         found: results of the completed micro-batches, by the index of the micro-batch.
         by: for each completed micro-batch, the trainer that processed it. For the leading trainer,
-            the string is empty.
+            `by` contains an empty string.
     """
 
     about: RoundId
@@ -182,8 +182,8 @@ class SharedRounds:
             self._changed.notify_all()
 
     def wait_until_known(self) -> None:
-        """Wait until all trainers that processed micro-batches have received the last result. Wait
-        at most `timeout_s`.
+        """Wait up to `timeout_s` until all trainers that processed micro-batches have received the
+        last result.
         """
         with self._changed:
             self._changed.wait_for(lambda: not self._owed, self.timeout_s)
@@ -209,7 +209,8 @@ class SharedRounds:
 
     def _work(self, trainer: str, about: RoundId, count: int) -> Message:
         """Return a micro-batch of a round, or the result of the round if the round is over. If
-        neither becomes available within a certain time, the answer contains neither.
+        neither a micro-batch nor a result becomes available within a certain time, the answer
+        contains neither of them.
         """
         about = (about[0], about[1], about[2])  # a list, if it was sent
 

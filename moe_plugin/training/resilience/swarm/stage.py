@@ -90,7 +90,7 @@ class ServedStage:
     Args:
         module: module with which the stage computes its output.
         optimizer: function that creates an optimizer for a list of parameters.
-        loss: loss function of the last stage. None for all other stages.
+        loss: loss function of the last stage. `loss` is None for all other stages.
         seed: random seed of the whole run.
         step: number of completed steps.
         takes_target: whether the module receives the target of a micro-batch as its second
@@ -149,8 +149,8 @@ class ServedStage:
         Args:
             micro_batch: index of the micro-batch.
             x: input of the stage.
-            grad: gradient of the stage's output. None in the last stage, which uses `target`
-                instead.
+            grad: gradient of the stage's output. `grad` is None in the last stage, which uses
+                `target` instead.
             target: target of the micro-batch.
         Returns: The gradient of `x` (None for integer inputs), the sum of the losses of this stage,
             and the additional values of the loss function.
@@ -179,7 +179,7 @@ class ServedStage:
 
     def count(self, micro_batch: int) -> None:
         """Accumulate the gradients of a backward pass. Called when the trainer has used the answer
-        of this pass.
+        of this backward pass.
         """
         with self._lock:
             if micro_batch in self._pending:
@@ -208,14 +208,14 @@ class ServedStage:
         """Perform an optimizer step with the sum of the gradients over all peers of the stage, and
         start the next step.
 
-        If no peer has a gradient for a parameter, the parameter also has no gradient in the
-        optimizer step, as in a run with a single process. The optimizer then changes neither the
+        If no peer has a gradient for a parameter, the parameter is left out of the optimizer step,
+        as in a run with a single process. For such a parameter, the optimizer changes neither the
         parameter nor its momentum, and does not apply weight decay.
 
         Args:
             sum_S: sum of the gradients over all peers, a vector of length `size`.
-            scale: factor by which the gradients are multiplied. If None, the weights are not
-                changed.
+            scale: factor by which the gradients are multiplied. If `scale` is None, the weights are
+                not changed.
             groups: see `Swarm.update`.
         """
         for new in groups:
@@ -247,8 +247,8 @@ class ServedStage:
 
     @contextlib.contextmanager
     def _no_state(self) -> Iterator[None]:
-        """In the first pass, check that the pass does not change any buffer. The changed buffer
-        would exist only on this peer.
+        """In the first pass, check that the pass does not change any buffer. Raise an error if it
+        does, because the changed buffer would exist only on this peer.
         """
         if self._checked:
             yield

@@ -1,12 +1,12 @@
 """`Swarm` trains a pipeline on peers of unequal speed (SWARM, Ryabinin and others, 2023).
 
-Peers compute the stages. They may join or leave at any time. In each stage, a micro-batch is
+Peers compute the stages. Peers may join or leave at any time. In each stage, a micro-batch is
 assigned to the peer that will be free first (`planner.peer_choice.Wiring`). If a peer does not
 answer a task in time, the task is sent to another peer. The trainer keeps the inputs of every stage
-until the end of the step. If a peer is lost, other peers can therefore recompute its gradients. For
-this purpose, micro-batches that other trainers have processed (`rounds`) are processed again. At
-the end of a step, the peers of each stage sum their gradients (a butterfly all-reduce, weighted by
-bandwidth) and update the weights.
+until the end of the step. With these inputs, other peers can recompute the gradients of a lost
+peer. To obtain all inputs, micro-batches that other trainers have processed (`rounds`) are
+processed again. At the end of a step, the peers of each stage sum their gradients (a butterfly
+all-reduce, weighted by bandwidth) and update the weights.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Swarm:
             free port is used.
         wire: format of the tensors that are sent between stages: `none`, `bf16`, `fp16`, `fp8` or
             `mxfp8`. For error bounds, see `dispatch.wire`.
-        dtype: dtype of these tensors after decoding.
+        dtype: dtype of the tensors between stages after decoding.
         in_flight: number of micro-batches that are processed at the same time, or 0 for two
             micro-batches per peer.
         clip: maximum L2 norm of all gradients together, or None for no clipping.
@@ -152,8 +152,8 @@ class Swarm:
         Args:
             skip: whether to leave all weights and optimizer states unchanged.
             groups: new option values for the optimizers' parameter groups, such as `{"lr": 0.1}`.
-                If a dictionary contains `wd_mult`, it is applied only to parameter groups with this
-                value of `wd_mult`.
+                If a dictionary in `groups` contains `wd_mult`, it is applied only to parameter
+                groups with this value of `wd_mult`.
         """
         norm = self._result.norm
         scale = 1.0 if self.clip is None else min(1.0, self.clip / (norm + 1e-6))
@@ -336,7 +336,7 @@ class Swarm:
                     if stage in stages and address not in members[stage]]
 
     def _redo(self, stages: Sequence[int], again: Callable[[int], object]) -> None:
-        """Recompute the gradients of lost peers. If more peers are lost during this, continue until
+        """Recompute the gradients of lost peers. If more peers are lost meanwhile, continue until
         no gradients are missing.
         """
         while lost := self._missing(stages, self.members.stages):
@@ -388,8 +388,8 @@ class Swarm:
 
 
 def _results(futures: list[Future]) -> list[Any]:
-    """Return the results of all futures. If one of them fails, all futures that have not started
-    are cancelled.
+    """Return the results of all futures. If a future fails, all futures that have not started are
+    cancelled.
     """
     try:
         return [future.result() for future in futures]
