@@ -13,11 +13,11 @@ The specifications of these formats leave open how a scale is chosen. This modul
 * MXFP8 and blockwise: the smallest power of two for which no value of the block saturates, as in
   Transformer Engine (torchao: RCEIL). With the rule in the MXFP8 specification, saturation can
   reduce the largest value of a block by up to 1/8.
-* NVFP4: the tensor's scale is also a power of two. It is the smallest power of two for which no
-  block scale saturates. The scale of each block is rounded to nearest. If the largest value in a
-  block exceeds 2^-13 of the largest value in the tensor, the rounding of the block therefore does
-  not depend on the other blocks. Below this limit, the scale of the block loses precision, and
-  below 2^-19 all values of the block become 0.
+* NVFP4: the tensor's scale is also a power of two. The tensor's scale is the smallest power of two
+  for which no block scale saturates. The scale of each block is rounded to nearest. If the largest
+  value in a block exceeds 2^-13 of the largest value in the tensor, the rounding of the block
+  therefore does not depend on the other blocks. Below this limit, the scale of the block loses
+  precision, and below 2^-19 all values of the block become 0.
 
 Every value in each format can be represented exactly in bfloat16.
 """

@@ -66,8 +66,8 @@ def _again(node: Any) -> tuple[Tensor, list[Tensor]]:
 
 
 class _Produce(torch.autograd.Function):
-    """An autograd function that computes `produce(*inputs)`. Its backward runs `produce` a second
-    time and differentiates the second run.
+    """An autograd function that computes `produce(*inputs)`. The backward pass of this function
+    runs `produce` a second time and differentiates the second run.
     """
 
     @staticmethod

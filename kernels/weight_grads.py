@@ -192,7 +192,7 @@ class MainGrad:
 
     Attributes:
         sums, name: see `WeightGrad`.
-        parameter: weight [L, I, O]. Its attribute `main_grad` has the same shape.
+        parameter: weight [L, I, O]. The parameter's attribute `main_grad` has the same shape.
         memory: workspace that provides the memory for temporary tensors.
     """
 

@@ -233,7 +233,9 @@ class SideBySide:
 
 @functools.cache
 def side_by_side() -> SideBySide | None:
-    """Return the compiled functions, or None; see `why_one_by_one`. They are loaded only once."""
+    """Return the compiled functions, or None; see `why_one_by_one`. The compiled functions are
+    loaded only once.
+    """
     library, gemm = build.library("products.c"), _gemm_of_torch()
     return None if isinstance(library, str) or gemm is None else SideBySide(library, gemm)
 

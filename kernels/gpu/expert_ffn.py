@@ -331,7 +331,8 @@ class _Direct(torch.autograd.Function):
 
 
 class _Saved:
-    """A replacement for an autograd context. It contains the tensors that `_Direct` saves."""
+    """A replacement for an autograd context. This object contains the tensors that `_Direct` saves.
+    """
 
     call: _Call
     saved_tensors: tuple[Any, ...] = ()

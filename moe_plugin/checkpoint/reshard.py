@@ -91,7 +91,7 @@ def split(whole: State, rank: int, size: int, layers: Mapping[str, Mapping[str, 
         whole: the full state dict.
         rank, size: rank in the expert-parallel group, and number of ranks in this group.
         layers: see `merge`.
-        shards: number of ranks among which each expert is split, by layer prefix. Needed only for
+        shards: number of ranks among which each expert is split, by layer prefix. Required only for
             layers that set `parallel.shards`. Optional.
     Raises:
         ValueError: If the experts cannot be divided among `size` ranks, or if the rank does not

@@ -63,7 +63,8 @@ class Upcycling:
         every: distance between MoE layers. Among every `every` consecutive layers, the last layer
             is converted to an MoE layer. If `every` is 1, all layers are converted.
         encoder_every, decoder_every: like `every`, but for the encoder or the decoder of a
-            translation model. If 0, no layer of this stack is converted. Defaults to `every`.
+            translation model. If this distance is 0, no layer of the encoder or decoder is
+            converted. Defaults to `every`.
         router_std: standard deviation of the random rows of the routers.
         seed: random seed for the rows of the routers.
     """
@@ -175,8 +176,8 @@ def moe_tensors(mlp: Mapping[str, Derived], plan: Upcycling, layer: int,
     Args:
         mlp: tensors of the MLP, by their framework-independent names within the MLP.
         plan: settings of the conversion.
-        layer: number of the MoE layer, which must be unique. This number is part of the router's
-            random seed.
+        layer: number of the MoE layer, which must be unique. The layer number is part of the
+            router's random seed.
         prefix: prefix for the names of the new tensors.
     Raises:
         CheckpointError: If the MLP cannot be split into `plan.granularity` slices.

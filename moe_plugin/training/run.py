@@ -102,8 +102,8 @@ class Run(RunFeature):
 
         Args:
             passes: function that clears the gradients and runs all forward and backward passes of a
-                step, or that runs all forward passes of an evaluation. Afterwards, the function
-                must call `after_passes`.
+                step, or that runs all forward passes of an evaluation. After these passes, the
+                function must call `after_passes`.
             undo: function that is called before `passes` is called again.
         """
         reset = self.before_passes()

@@ -294,5 +294,5 @@ class Choices:
 
     @classmethod
     def of(cls, comm: Comm) -> Choices:
-        """Return the trials of a group. They are created on first use."""
+        """Return the trials of a group. The trials are created on first use."""
         return comm.state.get(cls)

@@ -2,8 +2,8 @@
 current load.
 
 In one small all-reduce, the ranks agree on the maximum of the load, of the imbalance and of the
-latest measured time. While trials are pending, the ranks agree in every call. Afterwards, the ranks
-agree at least in every `EVERY`-th call. The ranks agree more often if this takes at most the
+latest measured time. While trials are pending, the ranks agree in every call. After the trials, the
+ranks agree at least in every `EVERY`-th call. The ranks agree more often if this takes at most the
 fraction `SHARE` of the layer's time. All other calls use the latest choice, and nothing is sent or
 measured.
 """

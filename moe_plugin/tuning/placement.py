@@ -158,8 +158,8 @@ def with_schedule(config: MoEConfig, place: Placement, tokens: int | None = None
     Args:
         config: settings of the layer.
         place: placement of the layer's experts on the ranks.
-        tokens: number of tokens per call and rank. This number must be the same on all ranks. By
-            default, a typical number is assumed.
+        tokens: number of tokens per call and rank. The number of tokens must be the same on all
+            ranks. By default, a typical number is assumed.
         dtype: dtype of the rows. Defaults to torch's default dtype.
 
     Raises:

@@ -124,7 +124,7 @@ def passes(x: Tensor, activation: str) -> NativePasses | None:
 
 @functools.cache
 def compiled_passes(activation: str, dtype: torch.dtype) -> NativePasses | None:
-    """Return the compiled passes; see `passes`. They are loaded only once."""
+    """Return the compiled passes; see `passes`. The compiled passes are loaded only once."""
     library = build.library(*_source(activation))
     return None if isinstance(library, str) else NativePasses(library, dtype)
 
@@ -168,7 +168,7 @@ class Scores:
         return scores_TE
 
     def grad_tokens(self, grad_TE: Tensor, weight_ED: Tensor) -> Tensor:
-        """Compute `grad @ weight`. The output is bfloat16 [T, D]. It is summed in float32 and
+        """Compute `grad @ weight`. The output, bfloat16 [T, D], is summed in float32 and
         rounded once.
         """
         (tokens, experts), width = grad_TE.shape, weight_ED.shape[1]

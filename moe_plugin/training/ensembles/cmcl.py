@@ -359,7 +359,8 @@ class EnsembleHeads(nn.Module):
         heads: number of heads, M.
         hidden: width of each head's hidden layer. If 0, each head is a single linear layer.
         sharing: probability with which a feature of one head is added to those of another (see
-            `share_features`). If 0, features are not shared. Sharing requires a hidden layer.
+            `share_features`). If the probability is 0, features are not shared. Sharing requires a
+            hidden layer.
         dtype: dtype of the parameters.
         device: device of the parameters.
     Raises:

@@ -216,8 +216,8 @@ class ExpertMuon(torch.optim.Optimizer):
 
 
 class _AdamW(torch.optim.AdamW):
-    """The inner AdamW. It updates parameters of an outer optimizer during the outer optimizer's
-    step, and stores its state in the outer optimizer.
+    """The inner AdamW. This optimizer updates parameters of an outer optimizer during the outer
+    optimizer's step, and stores its state in the outer optimizer.
     """
 
     def step_of(self, groups: list[dict[str, Any]], state: Any) -> None:

@@ -2,9 +2,9 @@
 
 Gradients are averaged over the active replicas. When a replica is lost, the other replicas lose one
 step. A replica that restarts loads the weights of an active replica. Each replica contains the
-whole model. Each replica is a separate job with its own torchrun. Its ranks share the experts as
-usual. A *lighthouse* (`torchft_lighthouse`, one process for all replicas) keeps track of the active
-replicas. `scripts/train_plain.py` contains an example loop.
+whole model. Each replica is a separate job with its own torchrun. The ranks of a replica share the
+experts as usual. A *lighthouse* (`torchft_lighthouse`, one process for all replicas) keeps track of
+the active replicas. `scripts/train_plain.py` contains an example loop.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class ElasticReplica:
     Attributes:
         members: number of replicas that contributed gradients to the most recent average.
         healed: whether this replica loaded the state of another replica during the most recent
-            average. If True, the average does not include the gradients of this replica.
+            average. If so, the average does not include the gradients of this replica.
         lost: total number of steps that were lost.
     Raises:
         ValueError: If torchft is missing, the lighthouse does not answer, or a number is out of
@@ -100,7 +100,7 @@ class ElasticReplica:
         """Set the gradients to their mean over the active replicas. Collective within the replica.
 
         Call it before the optimizer's step. A returning replica loads the state of an active
-        replica during this call. It then performs the same step.
+        replica during this call. All replicas then perform the same step.
 
         Args:
             gradients: gradients of this rank, with any shapes and dtypes. All replicas must pass

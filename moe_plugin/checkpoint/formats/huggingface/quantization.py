@@ -96,9 +96,9 @@ def quantization_of(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
 def dequantized(source: Source) -> Source:
     """Return a source with Hugging Face's names in which all weights are plain numbers.
 
-    If the weights are not quantized, this function returns `source`. Otherwise, it returns a view
-    that multiplies codes by their scales when a weight is read. This view contains neither scales
-    nor `quantization_config`.
+    If the weights are not quantized, this function returns `source`. Otherwise, this function
+    returns a view that multiplies codes by their scales when a weight is read. This view contains
+    neither scales nor `quantization_config`.
 
     Raises:
         CheckpointError: If the quantization is not supported (see `quantization_of`), if scales are

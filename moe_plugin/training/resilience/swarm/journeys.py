@@ -139,8 +139,8 @@ class JoinedTrainer:
 
     Args:
         address: address of the leading trainer (a `Swarm`).
-        in_flight: number of micro-batches that are processed at the same time. If 0, two
-            micro-batches per peer are processed at the same time.
+        in_flight: number of micro-batches that are processed at the same time. If `in_flight` is 0,
+            two micro-batches per peer are processed at the same time.
         timeout_s: maximum time to wait for an answer from the leading trainer, in seconds.
         secret: see `Swarm`.
         message_bytes: see `Swarm`.
