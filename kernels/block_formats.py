@@ -101,8 +101,8 @@ def quantize_powers(x: Tensor, block: int, codes: torch.dtype = torch.float8_e4m
         x: floating-point values [..., N].
         block: number of values along the last axis that share a scale.
         codes: dtype of the codes, e4m3 or e5m2.
-        square: whether each square of `block` x `block` values of a matrix shares a scale. x is
-            then [..., M, N].
+        square: whether each square of `block` x `block` values of a matrix shares a scale. With
+            `square`, x has the shape [..., M, N].
     """
     blocks, finite, largest = _blocks(x, block)
     if square:
@@ -122,11 +122,11 @@ def quantize_nvfp4(x: Tensor) -> Blocks:
     scale.
 
     The error bound holds if the largest absolute value b of a block exceeds 2^-13 of the largest
-    absolute value in the tensor. The error of a finite value x is then at most 2^-2 |x| + 2^-4 b.
-    The first term is caused by e2m1, which has two significant bits for values that are at least as
-    large as the scale. The second term is caused by values smaller than the scale, and by block
-    scales that were rounded down by up to 2^-4, so that b saturates. If a block contains an
-    infinity or NaN, all values of the block become NaN.
+    absolute value in the tensor. For such a block, the error of a finite value x is at most 2^-2
+    |x| + 2^-4 b. The first term is caused by e2m1, which has two significant bits for values that
+    are at least as large as the scale. The second term is caused by values smaller than the scale,
+    and by block scales that were rounded down by up to 2^-4, so that b saturates. If a block
+    contains an infinity or NaN, all values of the block become NaN.
     """
     blocks, finite, largest = _blocks(x, 16)
     most = largest.amax((-2, -1)) if largest.numel() else largest.new_zeros(largest.shape[:-2])

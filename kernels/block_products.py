@@ -5,8 +5,8 @@ The module contains the matmuls of the forward pass, of input gradients and of w
 On GPUs that torch supports, the matmuls call `torch.nn.functional.scaled_grouped_mm`. For rows in
 e4m3 blocks of 128 values, a Triton kernel computes the matmuls (`gpu.fp8_blocks`). On all other
 devices, the matmuls are emulated: the codes are converted to values in the layer's dtype (float32
-for float16 layers), which are then multiplied with float32 sums. An emulated matmul differs from a
-matmul on the GPU only in the order of summation.
+for float16 layers), and these values are multiplied with float32 sums. An emulated matmul differs
+from a matmul on the GPU only in the order of summation.
 """
 
 from __future__ import annotations

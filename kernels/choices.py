@@ -39,8 +39,8 @@ def expert_load(ids_TK: Tensor, experts: int, mask_T: Tensor | None = None,
         mask_T: bool [T], False for padding. Padding is not counted. By default, no token is
             padding.
         per_choice: whether to count first choices, second choices and so on separately.
-        complete: True if `ids_TK` contains no -1. The special handling of -1 is then skipped. The
-            host does not wait for the device.
+        complete: True if `ids_TK` contains no -1. If `complete` is True, the special handling of -1
+            is skipped. The host does not wait for the device.
     """
     if mask_T is not None:
         ids_TK, complete = torch.where(mask_T[:, None], ids_TK, -1), False

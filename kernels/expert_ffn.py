@@ -124,8 +124,8 @@ class FFNParameters:
         """Return the object that collects postponed weight gradients, or None if these gradients
         must be computed immediately in backward.
 
-        Return None if no input needs a gradient. In that case no rank waits for a gradient, and
-        autograd would not record the call without its weights.
+        Return None if no input needs a gradient. Without such an input, no rank waits for a
+        gradient, and autograd would not record the call without its weights.
         """
         wanted = any(x is not None and x.requires_grad for x in inputs)
         return self.later if wanted and torch.is_grad_enabled() else None

@@ -35,9 +35,9 @@ def quantize_fp8(x_RD: Tensor, block: int) -> tuple[Tensor, Tensor]:
 
     The scale is the largest finite |x| in the block divided by 448, or 1 for a block of zeros. The
     error bound holds if the largest absolute value b of a block is in the range 2^-110 <= b <
-    2^127. The error of a finite value x is then at most 2^-4 |x| + 2^-18 b, because e4m3 has four
-    significant bits down to 2^-6 times the scale. Smaller values are rounded to multiples of 2^-9
-    times the scale. Infinities and NaN become NaN.
+    2^127. For such a block, the error of a finite value x is at most 2^-4 |x| + 2^-18 b, because
+    e4m3 has four significant bits down to 2^-6 times the scale. Smaller values are rounded to
+    multiples of 2^-9 times the scale. Infinities and NaN become NaN.
 
     Args:
         x_RD: rows of any floating-point dtype.

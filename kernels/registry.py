@@ -60,7 +60,7 @@ class Op:
             self._implementations, self._others_on_cpu = before
 
     def names(self) -> list[str]:
-        """Return the names of all implementations. The reference is first."""
+        """Return the names of all implementations. The reference implementation is first."""
         return list(self._implementations)
 
     def implementation(self, name: str) -> Callable[..., Any]:

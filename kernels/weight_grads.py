@@ -4,8 +4,8 @@
 buffer of the host framework, and `LaterGrads` postpones the computation.
 
 If a layer call is split into pieces, each piece is a call with the same weights. Autograd would
-allocate a full weight gradient for each piece and add these gradients one by one. For each piece,
-three times the size of the weights would then be read or written.
+allocate a full weight gradient for each piece and add these gradients one by one. These additions
+would read or write three times the size of the weights for each piece.
 
 Megatron (`gradient_accumulation_fusion`) accumulates gradients over the micro-batches of a step in
 a buffer, `parameter.main_grad`, which is fp32 by default. Megatron's gradient hook adds
@@ -270,7 +270,7 @@ class LaterGrads:
     """Weight gradients that backward passes postpone. The postponed gradients are computed when
     `compute` is called.
 
-    The gradients of the rows, for which other ranks wait, can then be computed and sent first.
+    Before that, the gradients of the rows, for which other ranks wait, can be computed and sent.
     """
 
     def __init__(self) -> None:
@@ -284,7 +284,7 @@ class LaterGrads:
     def cut_off(tensors: Sequence[Tensor | None]) -> tuple[list[Tensor | None], tuple[bool, ...]]:
         """Detach the weights of a call from the graph, and return which weights need a gradient.
 
-        Autograd then ignores the weights, so their hooks do not run before the gradients exist.
+        Autograd ignores detached weights, so weight hooks do not run before gradients exist.
 
         tensors: the list [w_in, b_in, w_gate, b_gate, w_out, b_out].
         """

@@ -13,9 +13,9 @@ activation function.
 
 In float32, each expert of a block is computed by one thread, and several experts run in parallel
 (`products.SideBySide`). In 16-bit dtypes, the experts run one after another, and each expert uses
-all threads. Consecutive experts with few rows are then padded and multiplied in one matmul
-(`products.RowRule`), which multiplies the time of the layer by 0.55 to 0.99 (AMD Zen 5). With 64
-experts of 128 rows and widths 256 and 512, the time decreases from 34.3 to 29.9 ms.
+all threads. In 16-bit dtypes, consecutive experts with few rows are also padded and multiplied in
+one matmul (`products.RowRule`), which multiplies the time of the layer by 0.55 to 0.99 (AMD Zen 5).
+With 64 experts of 128 rows and widths 256 and 512, the time decreases from 34.3 to 29.9 ms.
 """
 
 from __future__ import annotations
@@ -329,7 +329,9 @@ class _Backward:
         return [None] * len(blocks) if x_R is None else by_block(blocks, x_R)
 
     def _read_grad(self) -> BlockRows | GatheredRows | WeightedRows:
-        """Return the gradient of the output rows. If `late` is true, the gates are not applied."""
+        """Return the gradient of the output rows. If `late` is true, this gradient is not
+        multiplied by the gates.
+        """
         if self.scale_R is None or self.call.late:
             return self.call.gathered(self.grad_y, "gathered grad")
         return WeightedRows(self.call.blocks, self.grad_y, self.call.maps.token_R, self.scale_R)

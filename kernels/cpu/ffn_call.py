@@ -58,9 +58,9 @@ class FFNCall:
         products: object that multiplies rows by the experts' matrices.
         native: the compiled passes, or None if torch's operations are used.
         keep: whether to save tensors for a backward pass.
-        keep_after: whether to save the output of the activation function. If `native` is used, the
-            derivative of the activation function then overwrites the input of the activation
-            function.
+        keep_after: whether to save the output of the activation function. If `native` is used and
+            this output is saved, the derivative of the activation function overwrites the input of
+            the activation function.
         late: True if `native` applies the gates to the gradients of the inner values rather than to
             the gradient of the output. In this case, `native` also computes the gradient of the
             gates.

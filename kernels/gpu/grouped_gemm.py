@@ -3,9 +3,9 @@
 Rows are gathered while they are loaded, and the activation is applied before the output is stored.
 A tile consists of BM rows of one group and BN columns. `tile_table` computes a table on the device,
 which contains the group and the first row of each tile. A launch starts as many programs as can run
-at once. These programs process the list of all tiles. On GPUs with TMA, weights are copied tile by
-tile, and so are rows that need no gathering. Sums are computed in float32 in a fixed order, so
-repeated runs give the same output.
+at once. These programs together process the tiles of all groups. On GPUs with TMA, weights are
+copied tile by tile, and so are rows that need no gathering. Sums are computed in float32 in a fixed
+order, so repeated runs give the same output.
 """
 
 from __future__ import annotations

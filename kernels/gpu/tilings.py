@@ -186,8 +186,8 @@ def weight_tiling(chip: Chip, dtype: torch.dtype, gathers: bool, precision: str 
         chip: properties of the GPU.
         dtype: dtype of the operands.
         gathers: whether the rows of either operand are gathered. For gathered rows, the row indices
-            are loaded one stage before the rows. Triton then merges two stages into one buffer, so
-            both pipelines have 4 buffers (2 on GPUs before Hopper).
+            are loaded one stage before the rows. With gathered rows, Triton merges two stages into
+            one buffer, so both pipelines have 4 buffers (2 on GPUs before Hopper).
         precision: see `experts.precision`.
         results: number of weight gradients for the same rows that a program sums at the same time.
         odd: True if a width is not a multiple of 16 bytes.

@@ -9,9 +9,9 @@ Granular experts: the MLP is split into `G` slices along the inner width. For ea
 has `E / G` experts that are copies of this slice. Expert `c * G + g` is slice `g` of copy `c`. The
 layer has the same output as the MLP only if all slices are chosen equally often and with equal
 weights. Therefore, the router is initialized with one random row per copy. All `G` experts of a
-copy (a virtual group) have this row. The `G` experts of a copy then have equal scores, so if
-`top_k` is a multiple of `G`, the router always chooses whole groups. The weights of each slice sum
-to `1 / G`. To compensate, the output of the layer is multiplied by `G`. Source: He and others 2024,
+copy (a virtual group) have this row. Because the `G` experts of a copy have equal scores, the
+router always chooses whole groups if `top_k` is a multiple of `G`. The weights of each slice sum to
+`1 / G`. To compensate, the output of the layer is multiplied by `G`. Source: He and others 2024,
 Upcycling Large Language Models into Mixture of Experts, section "virtual group initialization".
 This implementation applies the factor `G` only to the output matrices, which is exact for every
 activation function.

@@ -83,7 +83,7 @@ class MeasuredChoices:
 
         Args:
             text: description of the load, which is the key of the choice.
-            names: names of the candidates. The preferred candidate is first.
+            names: names of the candidates. The preferred candidate must be first.
             device: device on which the candidates run.
             start: function that is called with `part` and returns, for each candidate, a function
                 that runs it with `1 / part` of the rows. If `start` is None, this call must not run

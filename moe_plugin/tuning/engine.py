@@ -49,7 +49,7 @@ class Tuner(Generic[Bucket, Choice]):
     Args:
         candidates: function that returns the candidates for a bucket. Each candidate is mapped to
             its predicted time in seconds, or to None if the time is unknown. The preferred
-            candidate is first. All ranks must have the same candidates.
+            candidate must be first. All ranks must have the same candidates.
         settings: settings that control the trials.
         memory: storage for decisions of earlier runs; see `known`.
         always: function that returns candidates that are timed no matter what their predicted times

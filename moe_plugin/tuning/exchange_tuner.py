@@ -101,7 +101,7 @@ class ExchangeTuner:
     def size(self, comm: Comm, x: Tensor, even: bool) -> float:
         """Return the number of bytes per rank. The number is the same on all ranks.
 
-        If ranks send different amounts, they agree on a size in the first call and then only
+        If ranks send different amounts, the ranks agree on a size in the first call, and later only
         occasionally. The choice of an algorithm does not need the exact size.
         """
         own_bytes = float(x.numel() * x.element_size())

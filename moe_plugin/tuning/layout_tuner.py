@@ -227,7 +227,7 @@ class LayoutTuner:
 
     def candidates(self, bucket: Bucket) -> dict[LayoutChoice, float]:
         """Return the layouts that fit into memory with their predicted times in seconds. The
-        fastest layout is first.
+        layouts are sorted by time, with the fastest layout first.
         """
         values = {d.name: d.values(self) for d in DIMENSIONS}
         if not bucket[1]:  # nothing spills, so the spill policies are the same layout
@@ -276,7 +276,8 @@ class LayoutTuner:
         return layer_shape(c, place, self.probe, tokens, skew, self.visits)
 
     def algorithms(self) -> list[str]:
-        """Return the all-to-all algorithms that are candidates. The configured algorithm is first.
+        """Return the all-to-all algorithms that are candidates. The configured algorithm is first
+        in the list.
         """
         name = self.config.comm.all_to_all
         assert name is not None  # set with the placement

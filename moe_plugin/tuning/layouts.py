@@ -77,7 +77,7 @@ class Layouts:
         self.at(self.fixed)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore the state of a copy. The copy must request its own pages."""
+        """Restore the state of a copy. A copied object must request its own pages."""
         vars(self).update(state)
         if self.stash is not None:
             self.stash.ask(self, self.config.dispatch)
@@ -105,7 +105,8 @@ class Layouts:
         return legal if self.stash is None else [r for r in legal if r]
 
     def sends(self) -> list[str]:
-        """Return the possible values of `LayoutChoice.send`. The configured value is first.
+        """Return the possible values of `LayoutChoice.send`. The configured value is first in the
+        list.
 
         With bounded rows, there is only one value, because used and unused slots are sent.
         """

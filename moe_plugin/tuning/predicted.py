@@ -56,7 +56,7 @@ MEMORY_SHARE = 0.02
 
 class PredictedLayout:
     """The layout of one layer. The layout is the configured layout until the first training call,
-    and then the predicted layout.
+    and the predicted layout from then on.
 
     All ranks must call this object in the same order. The first training call runs one all-reduce,
     so all ranks must make this call.
@@ -195,7 +195,7 @@ def worth_taking(costs: Sequence[LayerCost], fixed: LayoutChoice,
     The recommended layout is the fastest layout that saves enough time and fits into memory.
 
     Args:
-        costs: costs of all layouts. The fastest layout is first.
+        costs: costs of all layouts. The costs are sorted by time, with the fastest layout first.
         fixed: layout that the settings specify.
         memory_bytes: memory size of the device in bytes.
     """

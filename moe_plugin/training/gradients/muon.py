@@ -131,8 +131,8 @@ class ExpertMuon(torch.optim.Optimizer):
     have the options of `torch.optim.AdamW`.
 
     If an expert is split into shards (`parallel.shards`, or more ranks than experts), or if a
-    matrix is a DTensor, its momentum is gathered before the update. All ranks must then call
-    `step`, with gradients for the same parameters.
+    matrix is a DTensor, its momentum is gathered before the update. In both cases, all ranks must
+    call `step` with gradients for the same parameters.
 
     Args:
         params: parameter groups from `muon_groups`, or any other parameters or parameter groups.

@@ -163,8 +163,8 @@ class PartNorm(Tensor):
     """The norm of this rank's part of a gradient. When the norm is used, it is replaced by the norm
     over the parts of all ranks.
 
-    The reduction over ranks is delayed until torch has stacked the norms of all parameters. All
-    stacked norms are then reduced by a single collective.
+    The reduction over ranks is delayed until torch has stacked the norms of all parameters. A
+    single collective reduces all stacked norms.
     """
 
     comm: Comm

@@ -146,8 +146,8 @@ def sync_gradients(model: nn.Module, world: Comm, expert_group: Comm | None = No
     """Replace the gradients on every rank by the gradients of the mean loss over all ranks.
 
     Gradients of shared parameters are averaged over `world`. The gradient of an expert is already
-    the sum over the ranks of its expert-parallel group. The expert's gradient is then summed over
-    `replicas` and divided by the size of `world`.
+    the sum over the ranks of its expert-parallel group. This gradient is summed over `replicas` and
+    divided by the size of `world`.
 
     Args:
         model: the model after the backward pass. If a parameter has no gradient on one rank, it
@@ -317,7 +317,7 @@ def _tell_world(model: nn.Module, world: Comm) -> None:
     """Set the group of ranks over which routers compute load-dependent biases and over which
     parameters are compared.
 
-    Biases and gradients are then computed over the same ranks.
+    Biases and gradients are computed over the same ranks.
     """
     for layer in layers_in(model):
         layer.ddp_check.compare_replicas(world)

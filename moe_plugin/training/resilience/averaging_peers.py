@@ -280,8 +280,8 @@ class StreamedPeer:
                  ) -> Iterator[list[Tensor]]:
         """For each block, yield the changes of the weights since the last average, and the buffers.
 
-        The caller averages the yielded tensors in place. The caller then uses the averages as the
-        new weights and buffers of the block.
+        The caller averages the yielded tensors in place. After that, the caller uses the averages
+        as the new weights and buffers of the block.
         """
         for number, tensors in enumerate(blocks):
             flat_N, theta, momenta = self._kept[number].read()

@@ -163,8 +163,8 @@ def until_rows_fit(model: nn.Module, step: Callable[[], Result],
         loss = until_rows_fit(model, lambda: forward_and_backward(batch))
         optimizer.step()
 
-    To evaluate a model, call this function inside `torch.no_grad()`. The evaluation is then treated
-    as a step without gradients.
+    To evaluate a model, call this function inside `torch.no_grad()`. An evaluation is treated as a
+    step without gradients.
 
     Args:
         model: the model on this rank. All ranks of the group must make the first call for a model.

@@ -3,7 +3,7 @@
 A batch consists of several files. Each file is computed by several workers, as planned by
 `planner.vote_assignments`. For each file, the votes select the gradient that the majority of the
 file's workers computed. The gradients are compared bit by bit, so all workers of a file must
-compute bitwise equal gradients. The gradients of the files are then combined by the coordinate-wise
+compute bitwise equal gradients. The gradients of all files are combined by the coordinate-wise
 median.
 
 A worker is either a single rank or a block of ranks among which a model is distributed. If workers

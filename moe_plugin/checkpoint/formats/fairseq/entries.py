@@ -108,7 +108,7 @@ def by_parameter(state: Mapping[str, Any]) -> Mapping[str, Any]:
 
     Without `--fp16-no-flatten-grads`, fairseq <= 0.12.3 stores the fp32 copies of all parameters in
     one vector. This vector contains the parameters of the model first and those of the criterion
-    second (see `FP16Optimizer.build_fp32_params`). The vector itself is not saved in any file.
+    second (see `FP16Optimizer.build_fp32_params`). The vector is not saved in any file.
     """
     optimizer = state.get(OPTIMIZER) or {}
     vectors, groups = optimizer.get("state") or {}, optimizer.get("param_groups") or []

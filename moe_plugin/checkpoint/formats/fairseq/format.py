@@ -102,8 +102,8 @@ def _refuse_shard(path: str, state: Mapping[str, Any]) -> None:
 
 
 def survey(name: str, trusted: bool = False, left_out: list[str] | None = None) -> list[Written]:
-    """Find the complete steps among the files `NAME.pt` and `NAME-rank-N.pt`. The newest step is
-    first in the list.
+    """Find the complete steps among the files `NAME.pt` and `NAME-rank-N.pt`. The steps are sorted,
+    with the newest step first.
 
     A step is also included if the last phase of saving it was interrupted.
 
