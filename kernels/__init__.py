@@ -1,8 +1,8 @@
-"""Operations of the MoE layer. Each has a reference implementation in torch, and faster
-implementations for some devices.
+"""Operations of the MoE layer. Each operation has a reference implementation in torch, and some
+devices have faster implementations.
 
-`kernels` is the registry of operations on tensors. The Triton implementations of these operations
-are in `gpu/`. `strategies` is the registry of implementations that compute feed-forward experts.
+`kernels` is the registry of tensor operations. The Triton implementations of these operations are
+in `gpu/`. `strategies` is the registry of implementations that compute feed-forward experts.
 Importing this package registers all operations and strategies.
 """
 

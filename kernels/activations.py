@@ -1,7 +1,8 @@
-"""Activations that write into given memory, their gradients, and checks for second derivatives.
+"""Activation functions that write to preallocated memory, their gradients, and checks that reject
+second derivatives.
 
-Tensors may have any shape and one floating-point dtype. The tensor `h` is the value before the
-activation.
+Tensors may have any shape and one floating-point dtype. The tensor `h` is the input of the
+activation function.
 """
 
 from __future__ import annotations
@@ -22,17 +23,19 @@ transformed = torch._C._are_functorch_transforms_active
 
 
 def refuse_vmap() -> None:
-    """Raise a `ValueError` if vmap, or a transform built on vmap, makes this call."""
+    """Raise a `ValueError` if the caller runs under vmap or under a transform that is built on
+    vmap.
+    """
     if any(level.key() == torch._C._functorch.TransformType.Vmap
            for level in torch._C._functorch.get_interpreter_stack()):
         raise ValueError(
-            "vmap (also in jacfwd and hessian) cannot transform an MoE layer, because the numbers "
-            "of rows per expert differ between samples. Use grad, vjp, jvp or jacrev, pass all "
-            "tokens to the layer at once, and call torch.func.grad for one sample after the other.")
+            "vmap (also in jacfwd and hessian) cannot transform an MoE layer, because the number "
+            "of rows per expert is different for each sample. Use grad, vjp, jvp or jacrev, pass "
+            "all tokens to the layer at once, and call torch.func.grad separately for each sample.")
 
 
 def not_transformed(what: str) -> ValueError:
-    """Return the error for a call of `what` that is made by `torch.func`."""
+    """Return the error to raise if `torch.func` transforms a call of `what`."""
     return ValueError(f"torch.func cannot transform {what}. It supports only layers on one rank, "
                       "with experts on the device and without pre-gates. Use torch.autograd "
                       "(backward, torch.autograd.grad) instead.")
@@ -44,12 +47,12 @@ def wants_graph() -> bool:
 
 
 def own(made: Tensor) -> Tensor:
-    """Return a tensor that the `forward` of an autograd function may return as its result.
+    """During compilation, return an alias of the tensor, so that the `forward` of an autograd
+    function can safely return it.
 
-    The compiler of torch 2.11 silently loses the gradient of a result that has two names in its
-    graph, for example the result of an in-place operation or of a `contiguous` without effect
-    (pytorch/pytorch issue 180642). During compilation, a new alias is returned, so that no other
-    name refers to the result.
+    The compiler of torch 2.11 silently loses the gradient of an output that has two names in its
+    graph (pytorch/pytorch issue 180642). Examples are the output of an in-place operation, and of a
+    `contiguous` call that returns its input.
     """
     return made.detach() if torch.compiler.is_compiling() else made
 
@@ -58,9 +61,9 @@ def first_derivative_only(backward: Callable[..., Any]) -> Callable[..., Any]:
     """Decorate a `backward` that cannot itself be differentiated, so that `create_graph=True`
     raises an error.
 
-    The decorator `once_differentiable` of torch raises an error only when the second pass reaches
-    the node. `torch.autograd.grad` with respect to chosen inputs bypasses this check and returns
-    wrong values.
+    torch's own decorator, `once_differentiable`, raises an error only when the second backward pass
+    reaches the node. A call of `torch.autograd.grad` with explicit inputs can bypass the check of
+    `once_differentiable` and return wrong gradients.
     """
 
     @functools.wraps(backward)
@@ -83,11 +86,11 @@ class Activation:
 
     Attributes:
         value: differentiable function that computes `act(h)`.
-        into: function such that `into(h, out)` computes `out = act(h)`.
-        gradient: function such that `gradient(grad, h, out)` computes `out = grad * act'(h)`, where
+        into: function `into(h, out)` that computes `out = act(h)`.
+        gradient: function `gradient(grad, h, out)` that computes `out = grad * act'(h)`, where
             `out` may be the same tensor as `grad`.
-        cheap: whether computing the activation again takes no longer than reading its result from
-            memory.
+        cheap: whether computing the activation again is at least as fast as reading its stored
+            output from memory.
     """
 
     value: Callable[[Tensor], Tensor]

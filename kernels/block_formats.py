@@ -1,23 +1,23 @@
-"""The block-scaled formats of matrix units: MXFP8, NVFP4 and fp8 with blocks of 128 values.
+"""Block-scaled number formats of GPU matrix units: MXFP8, NVFP4 and fp8 with blocks of 128 values.
 
-Values are stored as codes and scales. A block consists of consecutive values along the summed
-dimension of a matmul. In MXFP8 (Open Compute Project, Microscaling Formats 1.0, 2023) the codes are
-e4m3, and a power of two (e8m0) is shared by 32 values. In NVFP4 (NVIDIA, Pretraining Large Language
-Models with NVFP4, 2025) the codes are e2m1, an e4m3 scale is shared by 16 values, and a float32
-scale is shared by all values of a tensor. In FP8 blockwise (Transformer Engine's
-`Float8BlockScaling`) the codes are e4m3. A power of two is shared by 128 values of a row, or by 128
-x 128 values of a weight. In the two fp8 formats gradients may have e5m2 codes (Transformer Engine:
-`Format.HYBRID`).
+A tensor is stored as low-precision codes and one scale per block. A block consists of consecutive
+values along the summed dimension of a matmul. In MXFP8 (Open Compute Project, Microscaling Formats
+1.0, 2023), the codes are e4m3, and 32 values share a power of two (e8m0) as their scale. In NVFP4
+(NVIDIA, Pretraining Large Language Models with NVFP4, 2025), the codes are e2m1, 16 values share an
+e4m3 scale, and all values of a tensor share a float32 scale. In FP8 blockwise (Transformer Engine's
+`Float8BlockScaling`) the codes are e4m3. In this format, 128 values of a row, or 128 x 128 values
+of a weight, share a power of two as their scale. In the two fp8 formats, gradients may use e5m2
+codes, as with `Format.HYBRID` in Transformer Engine.
 
-The formats allow different choices of the scales. This module uses:
+The specifications of these formats leave open how a scale is chosen. This module uses:
 * MXFP8 and blockwise: the smallest power of two for which no value of the block saturates, as in
-  Transformer Engine (torchao: RCEIL). With the rule for MXFP8 in the specification, up to 1/8 of
-  the largest value is lost by saturation.
-* NVFP4: the tensor's scale is also a power of two. It is the smallest for which no block's scale
-  saturates. The scale of a block is rounded to nearest. As a result, the rounding of a block does
-  not depend on the rest of the tensor if the largest value in the block exceeds 2^-13 of the
-  largest value in the tensor. Below this limit, the precision of the scale decreases as the largest
-  value in the tensor increases, and below 2^-19 the block becomes 0.
+  Transformer Engine (torchao: RCEIL). With the rule in the MXFP8 specification, saturation can
+  reduce the largest value of a block by up to 1/8.
+* NVFP4: the tensor's scale is also a power of two. The tensor's scale is the smallest power of two
+  for which no block scale saturates. The scale of each block is rounded to nearest. If the largest
+  value in a block exceeds 2^-13 of the largest value in the tensor, the rounding of the block
+  therefore does not depend on the other blocks. Below this limit, the scale of the block loses
+  precision, and below 2^-19 all values of the block become 0.
 
 Every value in each format can be represented exactly in bfloat16.
 """
@@ -44,15 +44,16 @@ class Blocks:
     """A tensor [..., N] in a block-scaled format.
 
     Attributes:
-        codes: codes of the values, padded with zeros after N, where B = ceil(N / block). In the fp8
-            formats the codes are e4m3 or e5m2 [..., B * block]. In NVFP4 the codes are uint8 [...,
-            B * 8] with two codes per byte, the first in the low bits.
+        codes: codes of the values, where B = ceil(N / block) is the number of blocks. The last
+            block is padded with zeros. In the fp8 formats, the codes are e4m3 or e5m2, with shape
+            [..., B * block]. In NVFP4, the codes are uint8 with shape [..., B * 8]. Each byte
+            contains two codes, and the first code is in the low bits.
         scales: scales of the blocks, with shape [..., B]. In the fp8 formats the scales are the
             bits of e8m0 as uint8, because torch 2.6 has no e8m0 dtype. In NVFP4 the scales are
             e4m3.
-        tensor: scale of each matrix in NVFP4, float32, with the shape of the leading axes ([] for a
+        tensor: in NVFP4, one float32 scale per matrix, with the shape of the leading axes ([] for a
             single matrix). In the fp8 formats this field is None.
-        width: the number N of values.
+        width: number N of values along the last axis.
         block: number of values that share a scale, which is 32 in MXFP8, 16 in NVFP4, and 128 in
             the blockwise formats.
     """
@@ -69,13 +70,13 @@ class Blocks:
         return self.codes.device
 
     def rows(self, index_R: Tensor) -> Blocks:
-        """Return the rows of a matrix with these indices, with zeros for index -1."""
+        """Select the rows of a matrix by index. An index of -1 selects a row of zeros."""
         codes, scales = (rows_of(t.view(torch.uint8), index_R).view(t.dtype)
                          for t in (self.codes, self.scales))
         return replace(self, codes=codes, scales=scales)
 
     def values(self, dtype: torch.dtype) -> Tensor:
-        """Return the represented values [..., N], which are exact in bfloat16, float32 and
+        """Decode the tensor to values [..., N]. The values are exact in bfloat16, float32 and
         float64.
         """
         if self.tensor is None:
@@ -91,16 +92,17 @@ def quantize_powers(x: Tensor, block: int, codes: torch.dtype = torch.float8_e4m
                     square: bool = False) -> Blocks:
     """Round a tensor x [..., N] to fp8 codes in blocks whose values share a power of two.
 
-    Let b be the largest absolute value in a block, where 2^-110 <= b. For e4m3, the error of a
-    finite value x in this block is at most 2^-4 |x| + 2^-17 b, because e4m3 has four significant
+    The error bounds hold if the largest absolute value b of a block is at least 2^-110. For e4m3,
+    the error of a finite value x is at most 2^-4 |x| + 2^-17 b, because e4m3 has four significant
     bits down to 2^-6 times the scale, and b exceeds 224 times the scale. For e5m2, the error is at
-    most 2^-3 |x| + 2^-31 b. Values that are not finite become NaN.
+    most 2^-3 |x| + 2^-31 b. Infinities and NaN become NaN.
 
     Args:
         x: floating-point values [..., N].
         block: number of values along the last axis that share a scale.
         codes: dtype of the codes, e4m3 or e5m2.
-        square: if True, `block` by `block` values of a matrix share a scale, for x [..., M, N].
+        square: whether each square of `block` x `block` values of a matrix shares a scale. With
+            `square`, x has the shape [..., M, N].
     """
     blocks, finite, largest = _blocks(x, block)
     if square:
@@ -116,13 +118,15 @@ def quantize_mxfp8(x: Tensor) -> Blocks:
 
 
 def quantize_nvfp4(x: Tensor) -> Blocks:
-    """Round a tensor x [..., M, N] to NVFP4. Each M x N matrix has one scale.
+    """Round a tensor x [..., M, N] to NVFP4. Each M x N matrix is rounded with its own tensor
+    scale.
 
-    Let b be the largest absolute value in a block, where b exceeds 2^-13 of the largest absolute
-    value in the tensor. The error of a finite value x in this block is at most 2^-2 |x| + 2^-4 b.
-    The first term is due to e2m1, which has two significant bits for values of at least the scale.
-    The second term is due to smaller values, and to a block scale that was rounded down by up to
-    2^-4, so that b saturates. A block that contains a value that is not finite becomes NaN.
+    The error bound holds if the largest absolute value b of a block exceeds 2^-13 of the largest
+    absolute value in the tensor. For such a block, the error of a finite value x is at most 2^-2
+    |x| + 2^-4 b. The first term is caused by e2m1, which has two significant bits for values that
+    are at least as large as the scale. The second term is caused by values smaller than the scale,
+    and by block scales that were rounded down by up to 2^-4, so that b saturates. If a block
+    contains an infinity or NaN, all values of the block become NaN.
     """
     blocks, finite, largest = _blocks(x, 16)
     most = largest.amax((-2, -1)) if largest.numel() else largest.new_zeros(largest.shape[:-2])
@@ -137,14 +141,15 @@ def quantize_nvfp4(x: Tensor) -> Blocks:
 
 @dataclass(frozen=True)
 class BlockFormat:
-    """The rounding of matmul operands [..., N], in blocks along the summed dimension.
+    """The functions that round matmul operands [..., N] in blocks along the summed dimension.
 
     Attributes:
-        rows: function that rounds the rows of a forward pass, which are also operands of weight
-            gradients.
-        grads: function that rounds gradients of rows.
-        weights: function that rounds weights [L, O, I] for either direction.
-        step: number to a multiple of which the rows of an expert are padded for weight gradients.
+        rows: function that rounds the rows in forward. Weight gradients use the same function for
+            these rows.
+        grads: function that rounds the gradients of the rows.
+        weights: function that rounds weights [L, O, I], for forward and for backward.
+        step: when weight gradients are computed, the rows of each expert are padded to a multiple
+            of this number.
     """
 
     rows: Callable[[Tensor], Blocks]
@@ -167,8 +172,8 @@ FORMATS: dict[str, BlockFormat] = {
 
 
 def _of_squares(largest: Tensor, block: int) -> Tensor:
-    """Extend maxima [..., M, B] over `block` rows, so that the values of each square share a
-    maximum.
+    """Replace the maxima [..., M, B] by the maximum of each square of `block` rows and one block of
+    columns.
     """
     rows = largest.shape[-2]
     padded = F.pad(largest, (0, 0, 0, -rows % block)).unflatten(-2, (-1, block))
@@ -176,8 +181,8 @@ def _of_squares(largest: Tensor, block: int) -> Tensor:
 
 
 def _blocks(x: Tensor, block: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return x as float32 [..., B, block], whether it is finite, and the largest magnitude per
-    block.
+    """Return x as float32 [..., B, block], a mask of its finite values, and the largest magnitude
+    per block.
     """
     width = x.shape[-1]
     number = -(-width // block)
@@ -192,7 +197,7 @@ def _blocks(x: Tensor, block: int) -> tuple[Tensor, Tensor, Tensor]:
 def _least_power(largest: Tensor, top: float) -> Tensor:
     """Return the smallest power of two with `largest <= top * power`, as e8m0 bits (uint8).
 
-    The powers are limited to 2^-126 to 2^127.
+    The exponents are limited to the range from -126 to 127.
     """
     # frexp splits a number into a fraction in [1/2, 1) and an exponent. If the fraction of
     # `largest` exceeds that of `top`, one more power of two is needed.
@@ -203,14 +208,14 @@ def _least_power(largest: Tensor, top: float) -> Tensor:
 
 
 def power(e8m0: Tensor) -> Tensor:
-    """Return the powers of two that e8m0 bits (uint8) represent, as float32."""
+    """Convert e8m0 bits (uint8) to the powers of two that they represent, as float32."""
     # e8m0 has the bits of a float32 exponent.
     return (e8m0.to(torch.int32) << 23).view(torch.float32)
 
 
 def _to_e2m1(x: Tensor) -> Tensor:
-    """Return the nearest codes for the magnitudes 0, 0.5, 1, 1.5, 2, 3, 4 and 6, two per byte; ties
-    go to the even code.
+    """Round magnitudes to the nearest e2m1 value (0, 0.5, 1, 1.5, 2, 3, 4 or 6) and return the
+    codes, two per byte. Ties are rounded to the even code.
     """
     # The code without its sign is the index of the value in this list. The steps are 1/2 below 2,
     # 1 below 4 and 2 above, and `round` sends ties to even indices.

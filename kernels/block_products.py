@@ -1,11 +1,12 @@
 """Matmuls in MXFP8, NVFP4 and fp8 with blocks of 128 values along the summed dimension.
 
-The module contains forward matmuls, and matmuls for input gradients and weight gradients.
+The module contains the matmuls of the forward pass, of input gradients and of weight gradients.
 
-On GPUs for which torch supports them, the matmuls call `torch.nn.functional.scaled_grouped_mm`.
-Triton computes matmuls over rows with e4m3 blocks of 128 (`gpu.fp8_blocks`). On other devices, the
-matmuls are emulated: the values of the codes are multiplied in the layer's dtype (float16 values in
-float32) with float32 sums. Only the order of summation differs.
+On GPUs that torch supports, the matmuls call `torch.nn.functional.scaled_grouped_mm`. For rows in
+e4m3 blocks of 128 values, a Triton kernel computes the matmuls (`gpu.fp8_blocks`). On all other
+devices, the matmuls are emulated: the codes are converted to values in the layer's dtype (float32
+for float16 layers), and these values are multiplied with float32 sums. An emulated matmul differs
+from a matmul on the GPU only in the order of summation.
 """
 
 from __future__ import annotations
@@ -41,15 +42,15 @@ logger = logging.getLogger(__name__)
 def expert_matmul_blocks(x_blocks: Blocks, groups: RowGroups, w_blocks: Blocks,
                          b_LO: Tensor | None, token_R: Tensor | None,
                          dtype: torch.dtype) -> Tensor:
-    """Compute `rows @ w + b` for each group, [R, O] in `dtype`.
+    """Compute `rows @ w + b` for each group of rows. The output is [R, O] in `dtype`.
 
     Args:
-        x_blocks: rows or tokens [., I], divided into blocks.
+        x_blocks: rows or tokens [., I], quantized in blocks.
         groups: number of rows of each expert.
-        w_blocks: weights [L, O, I], divided into blocks.
+        w_blocks: weights [L, O, I], quantized in blocks.
         b_LO: biases [L, O] in `dtype`, or None.
         token_R: see `kernels.expert_matmul`.
-        dtype: dtype of the resulting tensor.
+        dtype: dtype of the output.
     """
     if x_blocks.device.type == "cuda":
         name = "fp8" if x_blocks.block > 32 else "scaled_grouped_mm"
@@ -64,13 +65,13 @@ def expert_matmul_blocks(x_blocks: Blocks, groups: RowGroups, w_blocks: Blocks,
 @op
 def expert_weight_grad_blocks(x_blocks: Blocks, grad_blocks: Blocks, groups: RowGroups,
                               dtype: torch.dtype) -> Tensor:
-    """Compute `rows^T @ grad_rows` for each group, [L, I, O] in `dtype`.
+    """Compute `rows^T @ grad_rows` for each group of rows. The output is [L, I, O] in `dtype`.
 
     Args:
-        x_blocks, grad_blocks: rows [I, R] and gradients [O, R], divided into blocks along the rows.
+        x_blocks, grad_blocks: rows [I, R] and gradients [O, R], quantized in blocks along the rows.
         groups: groups of rows. The number of rows of each group is a positive multiple of
             `BlockFormat.step`, so that no block spans two groups.
-        dtype: dtype of the resulting tensor.
+        dtype: dtype of the output.
     """
     wide = _wide(dtype)
     x_RI, grad_RO = (blocks.values(wide).t().contiguous() for blocks in (x_blocks, grad_blocks))
@@ -84,39 +85,38 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 @functools.cache
 def _say_emulated(device: torch.device, name: str, why: str | None) -> None:
-    """Log a warning once for each device and reason."""
     logger.warning("experts.precision=mxfp8, nvfp4 or fp8_blockwise is emulated on %s and slower "
                    "than ieee, because %s is not available: %s", device, name, why)
 
 
 class BlockWeight(RoundedWeight):
-    """A weight that is divided into blocks along the summed dimension of its matmul, and the blocks
-    of its transpose.
+    """A weight that is quantized in blocks along the summed dimension of its matmul. The object may
+    also contain the quantized transpose of the weight.
     """
 
     def __init__(self, blocks_LOI: Blocks, transposed: Blocks | None) -> None:
         self.blocks, self._transposed = blocks_LOI, transposed
 
     def transpose(self, first: int, second: int) -> BlockWeight:
-        """Return the transposed weight, which is available only if the weight was created for
-        backward.
+        """Return the transposed weight. The transpose is available only if the weight was created
+        with `backward=True`.
         """
         if {first, second} != {1, 2} or self._transposed is None:
-            raise ValueError(f"Axes {first} and {second} of a weight in blocks cannot be swapped. "
-                             "Only axes 1 and 2 of a weight made with backward=True can be "
-                             "swapped, because blocks lie along one axis.")
+            raise ValueError(f"Axes {first} and {second} of a block-scaled weight cannot be "
+                             "swapped. Only axes 1 and 2 can be swapped, and only if the weight "
+                             "was created with backward=True.")
         return BlockWeight(self._transposed, None)
 
 
 @dataclass(frozen=True)
 class BlockProducts(RoundedProducts):
-    """Matmuls in a format that is selected by its name in `FORMATS`."""
+    """Matmuls in a block-scaled format. The format is selected by its name in `FORMATS`."""
 
     name: str
 
     @property
     def form(self) -> BlockFormat:
-        """The functions with which operands are rounded."""
+        """The rounding functions of the format."""
         return FORMATS[self.name]
 
     def weight(self, w_LIO: Tensor, backward: bool) -> BlockWeight:
@@ -127,7 +127,7 @@ class BlockProducts(RoundedProducts):
     def rows(self, x: Tensor, groups: RowGroups, token_R: Tensor | None) -> Blocks:
         """Round rows or tokens; see `RoundedProducts.rows`.
 
-        Filler rows, and tokens without a row, do not affect any scale.
+        Filler rows, and tokens without a row, do not affect the scale of any block.
         """
         return self.form.rows(self._used(x, groups, token_R))
 
@@ -179,7 +179,8 @@ BLOCK_PRODUCTS = {name: BlockProducts(name) for name in FORMATS}
 
 @dataclass(frozen=True)
 class ExactProducts:
-    """Matmuls over rows without rounding, with the signatures in `kernels.expert_matmul`."""
+    """Matmuls over rows without rounding, with the same signatures as in `kernels.expert_matmul`.
+    """
 
     plain: Callable[..., Tensor]
     back: Callable[..., Tensor]
@@ -195,5 +196,5 @@ ROUNDED: dict[str, RoundedProducts] = {"fp8": FP8, **BLOCK_PRODUCTS}
 
 
 def products_for(precision: str) -> ExactProducts | RoundedProducts:
-    """Return the matmuls of a precision."""
+    """Return the matmuls for a value of `experts.precision`."""
     return ROUNDED.get(precision, EXACT)

@@ -1,4 +1,4 @@
-"""Operations that sort and count choices of experts, and number the choices of each expert."""
+"""Operations that sort, count and number the experts chosen by the router."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from moe_plugin.kernels.registry import op
 def stable_order(key_N: Tensor, below: int) -> Tensor:
     """Return the stable permutation, int64 [N], that sorts `key_N` (int64 in 0..below-1).
 
-    On a CPU, numpy's radix sort of 16-bit keys sorts 8,192 choices in 20 us. torch uses a radix
-    sort only for 32,768 elements or more, and takes 260 us for 8,192 choices.
+    On a CPU, numpy's radix sort of 16-bit keys is used, which sorts 8,192 choices in 20 us. torch
+    uses a radix sort only for 32,768 elements or more, and needs 260 us for 8,192 choices.
     """
     if (key_N.device.type != "cpu" or below > 1 << 15 or torch.compiler.is_compiling()
             or transformed()):
@@ -28,7 +28,7 @@ def stable_order(key_N: Tensor, below: int) -> Tensor:
 
 def expert_load(ids_TK: Tensor, experts: int, mask_T: Tensor | None = None,
                 per_choice: bool = False, complete: bool = False) -> Tensor:
-    """Return the load of each expert, int64 [E].
+    """Return the number of choices of each expert, int64 [E].
 
     With `per_choice`, return int64 [K, E], with one row for each of the K choices.
 
@@ -36,10 +36,11 @@ def expert_load(ids_TK: Tensor, experts: int, mask_T: Tensor | None = None,
         ids_TK: int64 [T, K], the expert of each choice, in 0..E-1. Choices of -1 (no expert) are
             not counted.
         experts: number of experts, E.
-        mask_T: bool [T], False for padding. Padding is not counted. By default all tokens are real.
+        mask_T: bool [T], False for padding. Padding is not counted. By default, no token is
+            padding.
         per_choice: whether to count first choices, second choices and so on separately.
-        complete: True if `ids_TK` contains no -1. Special handling of -1 is then omitted. The host
-            does not wait for the device.
+        complete: True if `ids_TK` contains no -1. If `complete` is True, the special handling of -1
+            is skipped. The host does not wait for the device.
     """
     if mask_T is not None:
         ids_TK, complete = torch.where(mask_T[:, None], ids_TK, -1), False
@@ -57,8 +58,8 @@ def expert_load(ids_TK: Tensor, experts: int, mask_T: Tensor | None = None,
 
 @op
 def choice_load(ids_TK: Tensor, experts: int) -> Tensor:
-    """Return the load of each expert separately for each choice, int64 [K, E]. ids_TK: int64 [T,
-    K], the expert of each choice, in -1..E-1.
+    """Return the number of choices of each expert separately for first choices, second choices and
+    so on, int64 [K, E]. ids_TK: int64 [T, K], the expert of each choice, in -1..E-1.
     """
     bins = experts + 1
     load_KB = ids_TK.new_zeros(ids_TK.shape[1], bins)
@@ -71,11 +72,12 @@ def choice_load(ids_TK: Tensor, experts: int) -> Tensor:
 
 @op
 def running_count(ids_N: Tensor, experts: int) -> tuple[Tensor, Tensor]:
-    """Return two int64 tensors, `rank_N` and `count_E`.
+    """For each choice, count the earlier choices with the same id. Return two int64 tensors,
+    `rank_N` and `count_E`.
 
-    ids_N: int64 [N], the ids in -1..E-1. For the id -1, the rank is -1. `rank_N` is the number of
-        earlier choices with the same id, and `count_E` the number of choices for each id. The
-        operation uses a single stable sort and allocates no tensor of size [N, E].
+    ids_N: int64 [N], the ids in -1..E-1. For the id -1, the entry of `rank_N` is -1. `rank_N` is
+        the number of earlier choices with the same id, and `count_E` the number of choices for each
+        id. The operation needs a single stable sort and does not allocate a tensor of size [N, E].
     """
     key_N = torch.where(ids_N < 0, experts, ids_N)
     order_N = stable_order(key_N, experts + 1)
@@ -87,8 +89,9 @@ def running_count(ids_N: Tensor, experts: int) -> tuple[Tensor, Tensor]:
 
 
 def slot_sources(position_TK: Tensor, slots: int) -> Tensor:
-    """Return the index of the choice in each slot, int64 [slots], or -1 for an empty slot.
-    position_TK: int64 [T, K], the slot of each choice.
+    """For each slot, return the index of the choice in this slot, int64 [slots]. Empty slots
+    contain -1.
+    position_TK: int64 [T, K], the slot to which each choice is assigned.
     """
     # Choices without a slot write into an extra slot, which is removed. Filtering them would give a
     # data-dependent shape.
@@ -102,9 +105,9 @@ def slot_sources(position_TK: Tensor, slots: int) -> Tensor:
 def sorted_choices(ids_TK: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
     """Sort choices by expert and return (source_N, position_TK, count_E), all int64.
 
-    The tensor `source_N` contains the index of the choice in each row. Rows are ordered by expert,
-    and for each expert in the order of choices. The tensor `position_TK` contains the row of each
-    choice, and `count_E` the number of rows of each expert.
+    The tensor `source_N` contains the index of the choice in each row. Rows are ordered by expert.
+    The rows of one expert are in the order of the choices. The tensor `position_TK` contains the
+    row of each choice, and `count_E` the number of rows of each expert.
 
     ids_TK: int64 [T, K], the expert of each choice, in -1..E-1. A choice of -1 has the position -1.
     Rows after the rows of the last expert have the source -1.
@@ -117,11 +120,13 @@ def sorted_choices(ids_TK: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor
 
 
 def slot_index(ids_TK: Tensor, experts: int) -> Tensor:
-    """Return the slot of each choice within its expert, int64 [T, K], or -1 where `ids_TK` is -1.
+    """Return the slot of each choice within the slots of its expert, int64 [T, K]. Choices of -1
+    have the slot -1.
 
-    The slot of choice j of token t is the number of tokens that have the same expert as a choice i
-    < j, plus the number of tokens before t that have the same expert as choice j (Tutel's
-    "location").
+    The slots of an expert are filled first by first choices, then by second choices and so on. The
+    slot of choice j of token t is the number of tokens that have the same expert as a choice i < j,
+    plus the number of tokens before t that have the same expert as choice j. Tutel calls this
+    number the "location".
     """
     tokens, k = ids_TK.shape
     ids_N = ids_TK.t().reshape(-1)  # choice-major, so that first choices get slots before second
@@ -129,7 +134,7 @@ def slot_index(ids_TK: Tensor, experts: int) -> Tensor:
 
 
 def tokens_of_rows(source_R: Tensor | None, position_TK: Tensor | None) -> Tensor | None:
-    """Return the index of the token of each row, or -1 for an empty slot."""
+    """For each row, return the index of its token, or -1 for an empty slot."""
     if source_R is None:
         return None
     assert position_TK is not None

@@ -1,13 +1,13 @@
-"""Strategies to compute the feed-forward experts of a rank, by name. The strategies that use
-torch's operations are defined in this module.
+"""Strategies to compute the feed-forward experts of a rank. Each strategy is registered by name.
+This module defines the strategies that consist of torch operations.
 
 A strategy is a differentiable function `(x, rows, parameters) -> y`, where y has the same shape and
 dtype as x. If `rows` is a `RowCounts`, x contains rows [R, D], ordered by expert. If `rows` is a
 `RowPlan`, x contains tokens [T, D], and y is the weighted sum of each token's rows. Strategies that
-gather and combine inside their kernels avoid these copies. Experts without rows get zero gradients
-rather than missing gradients.
+gather and combine inside their kernels do not create copies of the tokens. Experts without rows get
+zero gradients rather than missing gradients.
 
-The strategies `fused` and `kernels` are defined in `cpu.expert_ffn` and `gpu.expert_ffn`.
+The modules `cpu.expert_ffn` and `gpu.expert_ffn` define the strategies `fused` and `kernels`.
 """
 
 from __future__ import annotations
@@ -35,11 +35,13 @@ OPERANDS = ("w_in_LDF", "bias_in_LF", "w_gate_LDF", "bias_gate_LF", "w_out_LFD",
 
 
 class LowRank(NamedTuple):
-    """An adapter for the weights w of L experts, which then compute with `(w + a @ b) * factor`.
+    """An adapter for the weights w of L experts. With the adapter, the experts use the weights
+    `(w + a @ b) * factor`.
 
     Attributes:
-        a_LIR, b_LRO: the two low-rank matrices of the adapter, [L, I, R] and [L, R, O].
-        factor_LO: factor [L, O] by which each output is multiplied. None means 1.
+        a_LIR, b_LRO: low-rank matrices of the adapter, with shapes [L, I, R] and [L, R, O].
+        factor_LO: factor [L, O] by which the output of the adapted weights is multiplied. None
+            means 1.
     """
 
     a_LIR: Tensor
@@ -54,45 +56,46 @@ class LowRank(NamedTuple):
 
 @dataclass(frozen=True)
 class FFNParameters:
-    """The parameters of L experts as `FFNExperts` stores them, and the settings with which they are
-    computed.
+    """The parameters of L experts, as stored in `FFNExperts`, and settings for computing them.
 
     Attributes:
-        w_in_LDF, w_gate_LDF: weights [L, D, F], which all have the same floating-point dtype.
-            Experts that are not gated have no gate.
-        bias_in_LF, bias_gate_LF: biases [L, F] of the input and gate weights.
+        w_in_LDF, w_gate_LDF: weights [L, D, F], which all have the same floating-point dtype. If
+            the experts are not gated, `w_gate_LDF` is None.
+        bias_in_LF, bias_gate_LF: biases [L, F] that belong to w_in and w_gate.
         w_out_LFD: output weight [L, F, D].
-        bias_out_LD: bias [L, D]. The bias has all D columns even if experts are split into shards.
+        bias_out_LD: bias [L, D]. The bias has all D columns even if the experts are split into
+            shards.
         activation: name of the activation function, a key of `ACTIVATIONS`.
-        memory: source of the memory for large temporary tensors.
-        choice: setting that determines how the strategy `auto` chooses a strategy; see
-            `experts.compute_selection`.
-        main_grad_weights: the parameters whose gradients the host keeps in `main_grad`, by field
-            name. A strategy that uses the fields directly needs no special code, because
-            `redirect_grad` adds the gradients. A strategy that computes with `operands()` must
-            itself add these gradients; see `kernels.weight_grads`.
-        dropout: probability with which a value after the activation is set to 0. Dropout is
+        memory: workspace that provides the memory for large temporary tensors.
+        choice: how the strategy `auto` selects a strategy; see `experts.compute_selection`.
+        main_grad_weights: by field name, the parameters whose gradients the host framework
+            accumulates in `main_grad`. A strategy that reads the weights from the fields needs no
+            special code, because `redirect_grad` adds the gradients. A strategy that computes with
+            the tensors returned by `operands()` must add these gradients itself; see
+            `kernels.weight_grads`.
+        dropout: probability with which an output of the activation function is set to 0. Dropout is
             supported only by the strategies in `KEEPS_ROWS`.
-        clamp, linear_offset: settings of gated experts; see `gated`. These settings are supported
-            only by strategies with `is_stepwise`.
-        recompute: whether to save for backward only the values before the activation, and to
-            recompute the values after it. If dropout is used, the values after dropout are also
-            saved.
-        schedule: schedule of the strategy `kernels`, which is a name in `kernels.groups.SCHEDULES`.
-        keep: function that stores rows whose numbers only the device knows. Only the strategies in
-            `KEEPS_ROWS` use this function. If `keep` is None, autograd stores the rows.
-        sums: object that accumulates the gradients of the calls that share these parameters in one
-            pass. A strategy may add weight gradients to this object and return a single sum. The
-            object is None if no other call shares the parameters.
+        clamp, linear_offset: settings of gated experts; see `gated`. Only strategies for which
+            `is_stepwise` is True support these settings.
+        recompute: whether to save only the inputs of the activation function for backward, and to
+            recompute its outputs. With dropout, the values after dropout are also saved.
+        schedule: schedule of the strategy `kernels`; a key of `kernels.groups.SCHEDULES`.
+        keep: function that saves rows for backward if the number of rows is known only on the
+            device. Only the strategies in `KEEPS_ROWS` call `keep`. If `keep` is None, autograd
+            stores the rows.
+        sums: object that sums the weight gradients of all calls that share these parameters within
+            one backward pass. A strategy may add its weight gradients to this object, and the sum
+            is returned only once. The object is None if no other call shares the parameters.
         precision: precision of the matmuls in the strategy `kernels`; see `experts.precision`.
             Other strategies use torch's precision settings.
         rounded: the module's store of rounded weights, for precisions in which weights are rounded.
-            If `rounded` is None, a call rounds the weights itself.
-        adapters: adapters of the same experts by name: "in" (for w_in and w_gate, whose outputs are
-            concatenated) and "out". The adapters are read only by strategies that are created by
-            `from_matmul`.
-        later: object that receives the weight gradients that the strategies `fused` and `kernels`
-            postpone in exact precisions. Other strategies compute the weight gradients in backward.
+            If `rounded` is None, each call rounds the weights.
+        adapters: adapters of these experts. The adapter "in" applies to w_in and w_gate, whose
+            outputs are concatenated, and the adapter "out" applies to w_out. Only strategies that
+            are created by `from_matmul` use the adapters.
+        later: object that collects postponed weight gradients. The strategies `fused` and `kernels`
+            postpone weight gradients in exact precisions. All other strategies compute the weight
+            gradients immediately in backward.
     """
 
     w_in_LDF: Tensor
@@ -118,22 +121,22 @@ class FFNParameters:
     later: LaterGrads | None = None
 
     def leaving(self, *inputs: Tensor | None) -> LaterGrads | None:
-        """Return the object that receives postponed weight gradients, or None if they must be
-        computed in backward.
+        """Return the object that collects postponed weight gradients, or None if these gradients
+        must be computed immediately in backward.
 
-        If no input of the call needs a gradient, no rank waits for a result, and autograd would not
-        record the call without its weights.
+        Return None if no input needs a gradient. Without such an input, no rank waits for a
+        gradient, and autograd would not record the call without its weights.
         """
         wanted = any(x is not None and x.requires_grad for x in inputs)
         return self.later if wanted and torch.is_grad_enabled() else None
 
     def operands(self, x: Tensor) -> tuple[Tensor, list[Tensor | None], Mapping[str, Tensor]]:
-        """Return the inputs of one autograd function, and a mapping of those inputs that are in
+        """Return the inputs for one autograd function, and a mapping of those inputs that are in
         `main_grad_weights`.
 
-        The inputs are x, which is [R, D] or [T, D], and [w_in, b_in, w_gate, b_gate, w_out, b_out].
-        Under autocast all inputs are cast to the autocast dtype (float64 stays float64), and the
-        mapping is empty, because the fields themselves redirect their gradients.
+        The inputs are x, with shape [R, D] or [T, D], and the list [w_in, b_in, w_gate, b_gate,
+        w_out, b_out]. Under autocast, all inputs are cast to the autocast dtype (float64 stays
+        float64), and the mapping is empty: the original parameters then redirect their gradients.
         """
         fields: list[Tensor | None] = [self.w_in_LDF, self.bias_in_LF, self.w_gate_LDF,
                                        self.bias_gate_LF, self.w_out_LFD, self.bias_out_LD]
@@ -161,11 +164,11 @@ def from_matmul(matmul: GroupedMatmul, keeps_rows: bool = False,
                 elementwise: Callable[[Elementwise], Elementwise] = lambda f: f) -> Strategy:
     """Create a strategy from a grouped matmul `(rows_RI, counts, w_LIO, b_LO or None) -> rows_RO`.
 
-    The matmul multiplies the rows of expert l by matrix l and adds bias l.
+    The matmul multiplies the rows of expert l by its matrix `w_LIO[l]` and adds its bias.
 
-    keeps_rows: whether all tensors that autograd saves have their rows in the same order as
-    `rows_RI`, so that the rows can be stored elsewhere.
-    elementwise: function that wraps the activation function.
+    keeps_rows: whether the rows of every tensor that autograd saves have the same order as
+    `rows_RI`. Only tensors with this order of rows can be stored elsewhere.
+    elementwise: function that decorates the activation function.
     """
 
     @functools.wraps(matmul)
@@ -182,7 +185,7 @@ def from_matmul(matmul: GroupedMatmul, keeps_rows: bool = False,
 
 def _ffn_keeping(matmul: GroupedMatmul, x: Tensor, counts: DeviceCounts,
                  p: FFNParameters) -> Tensor:
-    """Compute `_ffn`, and store the rows that it saves with `p.keep`."""
+    """Compute `_ffn`, and call `p.keep` to store the rows that are saved for backward."""
     if torch.is_autocast_enabled(x.device.type):
         # Autograd would save the casts of autocast, and a cast may have the size of rows.
         x, tensors, _ = p.operands(x)
@@ -201,11 +204,11 @@ def _ffn_keeping(matmul: GroupedMatmul, x: Tensor, counts: DeviceCounts,
 
 def apply_to_rows(compute: Callable[[Tensor, RowCounts], Tensor], x: Tensor,
                   rows: RowCounts | RowPlan) -> Tensor:
-    """Apply `compute(rows_RD, counts) -> rows_RD` to rows or to tokens. The result has the same
-    shape as x.
+    """Apply a function of rows, `compute(rows_RD, counts) -> rows_RD`, to rows or to tokens. The
+    output has the same shape as x.
 
     x: rows [R, D] if `rows` is a `RowCounts`, or tokens [T, D] if it is a `RowPlan`. Tokens are
-    gathered into rows before the computation, and rows are combined afterwards.
+    gathered into rows before the computation, and the output rows are combined afterwards.
     """
     if not isinstance(rows, RowPlan):
         return compute(x, rows)
@@ -242,9 +245,9 @@ def _ffn(matmul: GroupedMatmul, rows_RD: Tensor, counts: RowCounts, p: FFNParame
 def _products(matmul: GroupedMatmul, rows_RI: Tensor, counts: RowCounts,
               maps: Sequence[tuple[Tensor, Tensor | None]], adapter: LowRank | None
               ) -> list[Tensor]:
-    """Multiply the same rows by several weights, and add the biases.
+    """Multiply the same rows by several weights, and add the bias of each weight.
 
-    An adapter for all of these weights requires only two grouped matmuls.
+    If there is an adapter, two grouped matmuls apply it to all of these weights.
     """
     if adapter is None:
         return [matmul(rows_RI, counts, w, b) for w, b in maps]
@@ -268,9 +271,9 @@ def gated(act: Callable[[Tensor], Tensor], gate_RF: Tensor, inner_RF: Tensor, cl
           offset: float = 0.0) -> Tensor:
     """Return `act(gate) * (inner + offset)`, [R, F].
 
-    If `clamp` > 0, gate values are limited to at most `clamp`, and inner values to the range from
-    `-clamp` to `clamp`. Source: gpt-oss (OpenAI 2025), which uses quick_gelu, a clamp of 7 and an
-    offset of 1.
+    If `clamp` > 0, gate values are limited to at most `clamp`, and inner values are limited to the
+    range from `-clamp` to `clamp`. Source: gpt-oss (OpenAI 2025), which uses quick_gelu, a clamp of
+    7 and an offset of 1.
     """
     if clamp:
         gate_RF, inner_RF = gate_RF.clamp(max=clamp), inner_RF.clamp(-clamp, clamp)
@@ -285,7 +288,7 @@ def loop(rows_RI: Tensor, counts: RowCounts, w_LIO: Tensor, b_LO: Tensor | None)
         counts: number of rows of each expert.
         w_LIO: weights [L, I, O] of the same floating-point dtype.
         b_LO: biases [L, O] of the same dtype, or None.
-    Returns: The resulting rows [R, O].
+    Returns: The output rows [R, O].
     """
     # The backward of w[l] would allocate a gradient of the full stack for every expert.
     weights = w_LIO.unbind(0)
@@ -298,9 +301,9 @@ def loop(rows_RI: Tensor, counts: RowCounts, w_LIO: Tensor, b_LO: Tensor | None)
 
 
 def batched(rows_RI: Tensor, counts: RowCounts, w_LIO: Tensor, b_LO: Tensor | None) -> Tensor:
-    """Compute one batched matmul over experts that are padded to the largest load.
+    """Pad all experts to the largest number of rows and compute one batched matmul.
 
-    This strategy is best for many small experts with an even load. The shapes and dtypes are the
+    This strategy is fastest for many small experts with an even load. The shapes and dtypes are the
     same as for `loop`.
     """
     longest = max(counts.host)
@@ -316,10 +319,10 @@ def batched(rows_RI: Tensor, counts: RowCounts, w_LIO: Tensor, b_LO: Tensor | No
 
 
 def grouped(rows_RI: Tensor, counts: RowCounts, w_LIO: Tensor, b_LO: Tensor | None) -> Tensor:
-    """Compute torch's grouped GEMM in a single launch, which is fast on GPUs in bf16.
+    """Compute all experts in one launch of torch's grouped GEMM, which is fast on GPUs in bf16.
 
-    The shapes and dtypes are the same as for `loop`, which is used in the cases that the grouped
-    GEMM does not support.
+    The shapes and dtypes are the same as for `loop`. If the grouped GEMM does not support the
+    operands, `loop` is used.
     """
     if grouped_refusal(rows_RI, w_LIO) is not None:
         return loop(rows_RI, counts, w_LIO, b_LO)
@@ -331,7 +334,9 @@ def grouped(rows_RI: Tensor, counts: RowCounts, w_LIO: Tensor, b_LO: Tensor | No
 
 
 def _for_each_row(values_LO: Tensor, counts: RowCounts) -> Tensor:
-    """Return the value [R, O] of each row's expert. Filler rows contain 0."""
+    """For each row, return the entry of `values_LO` that belongs to its expert, [R, O]. Filler rows
+    contain 0.
+    """
     device = values_LO.device
     if not isinstance(counts, DeviceCounts):
         return values_LO.repeat_interleave(counts.device(device), dim=0, output_size=counts.total)
@@ -342,7 +347,7 @@ def _for_each_row(values_LO: Tensor, counts: RowCounts) -> Tensor:
 
 
 def grouped_refusal(rows_RI: Tensor, w_LIO: Tensor) -> str | None:
-    """Return the reason why `grouped` passes these operands to `loop`, or None if it does not."""
+    """Return the reason why `grouped` uses `loop` for these operands, or None."""
     # torch up to 2.11 raises an error when asked about autocast on the meta device.
     if rows_RI.device.type != "meta" and torch.is_autocast_enabled(rows_RI.device.type):
         return "autocast"
@@ -366,15 +371,15 @@ strategies.register("grouped", why_not=lambda: None
 
 
 def is_stepwise(strategy: Strategy) -> bool:
-    """Return true if a strategy uses torch operations and supports dropout, clamp and offset.
+    """Return true if the strategy uses torch operations and supports dropout, clamp and offset.
 
-    `stepwise_strategy` returns a strategy for which this is true.
+    `stepwise_strategy` always returns such a strategy.
     """
     return strategy in _STEPWISE
 
 
 def stepwise_strategy() -> Strategy:
-    """Return a strategy with support for dropout, clamp and offset: `grouped` if possible, or
+    """Return a strategy with dropout, clamp and offset: `grouped` if available, otherwise
     `batched`.
     """
     return strategies.get("grouped" if _HAS_GROUPED else "batched")

@@ -1,16 +1,19 @@
-"""The matmuls of feed-forward experts over grouped rows, fused with gather and activation.
+"""Matmuls of feed-forward experts over grouped rows, fused with the gathering of rows and the
+activation.
 
-Rows are gathered from tokens while they are loaded. The activation is applied before the result is
-stored, and is recomputed in backward. The first two matmuls of a gated expert are one operation,
-and so are the two matmuls that compute the gradient of its input. Each operation has a reference
-implementation in torch in this module (exact in float64), and a Triton kernel.
+Rows are gathered from tokens while they are loaded. The activation is applied before the output is
+stored, and is recomputed in backward. The first two matmuls of a gated expert are fused into one
+operation. The two matmuls that compute the gradient of the expert's input are also fused. For each
+operation, this module contains a reference implementation in torch, which is exact in float64. Each
+operation also has a Triton kernel.
 
 Notation: T is the number of tokens, R the number of rows, L the number of groups (experts), I and O
-the widths of a matmul, D and F the widths of an expert. Tensors have the same floating-point dtype
-unless a docstring states otherwise. If `token_R` is given (int64 [R], the token of each row, or -1
-for a row of zeros), x and grad are tokens [T, .]. Otherwise x and grad are rows [R, .]. The
-`precision` of float32 matmuls is "ieee", or "tf32", for which the matrix units read 11 bits of both
-operands. The reference implementations use torch's precision settings.
+the input and output width of a matmul, D and F the outer and inner width of an expert. All tensors
+have the same floating-point dtype unless a docstring states otherwise. If `token_R` is given (int64
+[R], the index of each row's token, or -1 for a row of zeros), x and grad contain tokens [T, .].
+Otherwise, x and grad contain rows [R, .]. The `precision` of float32 matmuls is "ieee" or "tf32".
+With "tf32", the matrix units use 11 significant bits of both operands. The reference
+implementations use torch's precision settings.
 """
 
 from __future__ import annotations
@@ -24,7 +27,9 @@ from moe_plugin.kernels.registry import accumulate_dtype, op
 
 
 def rows_of(x: Tensor, token_R: Tensor | None) -> Tensor:
-    """Return the rows of an operation, [R, .], given x and `token_R` as defined in this module."""
+    """Return the rows [R, .] that an operation reads, given x and `token_R` as described in this
+    module's docstring.
+    """
     if token_R is None:
         return x
     if x.shape[0] == 0:
@@ -37,14 +42,14 @@ def rows_of(x: Tensor, token_R: Tensor | None) -> Tensor:
 @op
 def expert_matmul(x: Tensor, groups: RowGroups, w_LIO: Tensor, b_LO: Tensor | None,
                   token_R: Tensor | None, precision: str) -> Tensor:
-    """Compute `rows @ w + b` for each group, [R, O] in the dtype of x.
+    """Compute `rows @ w + b` for each group of rows. The output is [R, O] in the dtype of x.
 
     Args:
-        x: rows or tokens, whose width is I.
+        x: rows or tokens of width I.
         groups: number of rows of each expert.
-        w_LIO: weights [L, I, O], which may be a transposed view.
+        w_LIO: weights [L, I, O]. A transposed view is allowed.
         b_LO: biases [L, O], or None.
-        token_R: index of the token of each row, or None if x contains rows.
+        token_R: index of each row's token, or None if x contains rows.
         precision: precision of float32 matmuls, "ieee" or "tf32".
     """
     rows_RI = rows_of(x, token_R)
@@ -59,13 +64,13 @@ def expert_matmul(x: Tensor, groups: RowGroups, w_LIO: Tensor, b_LO: Tensor | No
 @op
 def expert_matmul_sum(x_RI: Tensor, y_RI: Tensor, groups: RowGroups, w_LIO: Tensor, v_LIO: Tensor,
                       precision: str) -> Tensor:
-    """Compute `x @ w + y @ v` for each group, [R, O] in the dtype of x. This is the gradient of a
-    gated expert's input.
+    """Compute `x @ w + y @ v` for each group of rows. The output is [R, O] in the dtype of x. This
+    sum is the gradient of a gated expert's input.
 
     Args:
-        x_RI, y_RI: the rows [R, I] that are multiplied by w and by v.
+        x_RI, y_RI: rows [R, I]. x_RI is multiplied by w, and y_RI by v.
         groups: number of rows of each expert.
-        w_LIO, v_LIO: weights [L, I, O], which may be transposed views.
+        w_LIO, v_LIO: weights [L, I, O]. Transposed views are allowed.
         precision: precision of float32 matmuls, "ieee" or "tf32".
     """
     out_RO = expert_matmul.implementation("torch")(x_RI, groups, w_LIO, None, None, precision)
@@ -81,11 +86,11 @@ def expert_matmul_act(x: Tensor, groups: RowGroups, w_LDF: Tensor, b_LF: Tensor 
     """For plain experts, return (h, a), both [R, F], where `h = rows @ w + b` and `a = act(h)`.
 
     Args:
-        x: rows or tokens, whose width is D.
+        x: rows or tokens of width D.
         groups: number of rows of each expert.
         w_LDF: weights [L, D, F] of the first matmul.
         b_LF: biases [L, F], or None.
-        token_R: index of the token of each row, or None if x contains rows.
+        token_R: index of each row's token, or None if x contains rows.
         activation: name of the activation function, a key of `ACTIVATIONS`.
         precision: precision of float32 matmuls, "ieee" or "tf32".
     """
@@ -99,14 +104,15 @@ def expert_matmul_gated(x: Tensor, groups: RowGroups, w_LDF: Tensor, b_LF: Tenso
                         activation: str, precision: str) -> tuple[Tensor, Tensor, Tensor]:
     """For gated experts, return (h, gate, a), each [R, F].
 
-    The results are `h = rows @ w + b`, `gate = rows @ v + v_bias`, and `a = act(gate) * h`.
+    The outputs are `h = rows @ w + b`, `gate = rows @ v + v_bias`, and `a = act(gate) * h`.
 
     Args:
-        x: rows or tokens, whose width is D.
+        x: rows or tokens of width D.
         groups: number of rows of each expert.
-        w_LDF, v_LDF: weights [L, D, F] of the two first matmuls.
-        b_LF, v_bias_LF: biases [L, F], either both or none of them.
-        token_R: index of the token of each row, or None if x contains rows.
+        w_LDF, v_LDF: weights [L, D, F] of the input matmul and of the gate matmul.
+        b_LF, v_bias_LF: biases [L, F] of the two matmuls. Either both biases are given or both are
+            None.
+        token_R: index of each row's token, or None if x contains rows.
         activation: name of the activation function, a key of `ACTIVATIONS`.
         precision: precision of float32 matmuls, "ieee" or "tf32".
     """
@@ -122,26 +128,28 @@ def expert_matmul_act_backward(grad: Tensor, groups: RowGroups, w_LFD: Tensor, h
                                gate_RF: Tensor | None, scale_R: Tensor | None,
                                token_R: Tensor | None, activation: str,
                                precision: str) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
-    """Compute the backward pass of the second matmul and the activation, and return (grad h, grad
+    """Compute the backward pass of the second matmul and of the activation. Return (grad h, grad
     gate, scale * a, dots).
 
-    Let `u = grad_rows @ w^T` and `s = scale * u`, where a is defined as in the forward operations.
-    For plain experts, `grad h = s * act'(h)`, and grad gate is None. For gated experts, `grad h = s
-    * act(gate)` and `grad gate = s * h * act'(gate)`. The matmul of `(scale * a)^T` and the
-    gradient rows is the gradient of w. The value `dots[r] = <u[r], a[r]>` is the gradient of the
-    gate weight. The kernel computes this gradient without saved output rows.
+    Let `u = grad_rows @ w^T` and `s = scale * u`. The tensor a is defined as in the forward
+    operations. For plain experts, `grad h = s * act'(h)`, and grad gate is None. For gated experts,
+    `grad h = s
+    * act(gate)` and `grad gate = s * h * act'(gate)`. The caller multiplies `(scale * a)^T` by the
+    gradient rows to obtain the gradient of w. The value `dots[r] = <u[r], a[r]>` is the gradient of
+    the gate weight of row r. This gradient is computed without saved output rows.
 
     Args:
-        grad: gradient of rows or tokens, whose width is D.
+        grad: gradient of rows or tokens of width D.
         groups: number of rows of each expert.
         w_LFD: weights [L, F, D] of the second matmul.
-        h_RF, gate_RF: values [R, F] from the forward pass.
+        h_RF, gate_RF: the tensors h and gate [R, F] from the forward pass.
         scale_R: gate weight of each row, float32 [R] (float64 for float64 inputs), or None.
-        token_R: index of the token of each row, or None if `grad` contains rows.
+        token_R: index of each row's token, or None if `grad` contains rows.
         activation: name of the activation function, a key of `ACTIVATIONS`.
         precision: precision of float32 matmuls, "ieee" or "tf32".
-    Returns: Three tensors [R, F], and `dots` [C, R] in the dtype of the scale. The caller must sum
-        `dots` over the C parts (C may be any number). The values of filler rows are arbitrary.
+    Returns: Three tensors [R, F], and the partial sums `dots` [C, R] in the dtype of the scale. The
+        caller must sum `dots` over C, the number of partial sums. C may be any number. The values
+        of filler rows are arbitrary.
     """
     u_RF = expert_matmul.implementation("torch")(grad, groups, w_LFD.transpose(1, 2), None,
                                                  token_R, precision)
@@ -151,8 +159,7 @@ def expert_matmul_act_backward(grad: Tensor, groups: RowGroups, w_LFD: Tensor, h
 def back_through_activation(u_RF: Tensor, h_RF: Tensor, gate_RF: Tensor | None,
                             scale_R: Tensor | None,
                             activation: str) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
-    """Compute the results of `expert_matmul_act_backward` from the result of the first matmul, u
-    [R, F].
+    """Compute the outputs of `expert_matmul_act_backward`, given the output u [R, F] of its matmul.
     """
     act = ACTIVATIONS[activation]
     s_RF = u_RF if scale_R is None else (u_RF * scale_R[:, None]).to(u_RF.dtype)
@@ -173,10 +180,10 @@ def back_through_activation(u_RF: Tensor, h_RF: Tensor, gate_RF: Tensor | None,
 @op
 def expert_weight_grad(x: Tensor, grad: Tensor, groups: RowGroups, x_token_R: Tensor | None,
                        grad_token_R: Tensor | None, precision: str) -> Tensor:
-    """Compute `rows^T @ grad_rows` for each group, [L, I, O] in the dtype of x. The result is zero
-    for a group without rows.
+    """Compute `rows^T @ grad_rows` for each group of rows. The output is [L, I, O] in the dtype of
+    x. For a group without rows, the output is zero.
 
-    x, grad: rows or tokens of widths I and O, each with a separate `token_R`.
+    x, grad: rows or tokens of widths I and O. Each tensor has its own `token_R`.
     """
     rows_RI, grad_RO = rows_of(x, x_token_R), rows_of(grad, grad_token_R)
     # A product over no rows writes zeros, so that no group needs special treatment.
@@ -190,11 +197,12 @@ def expert_weight_grad(x: Tensor, grad: Tensor, groups: RowGroups, x_token_R: Te
 def expert_weight_grad_add(x: Tensor, grad: Tensor, groups: RowGroups, x_token_R: Tensor | None,
                            grad_token_R: Tensor | None, precision: str,
                            into_LIO: Tensor) -> Tensor:
-    """Add the result of `expert_weight_grad` to `into_LIO`, and return `into_LIO`.
+    """Compute `expert_weight_grad`, add it to `into_LIO`, and return `into_LIO`.
 
-    The gradient of all experts is never stored in a separate tensor.
+    The computed gradient is added directly and never stored in a separate tensor [L, I, O].
 
-    into_LIO: tensor [L, I, O], which may have a different dtype (float32 for bfloat16 rows).
+    into_LIO: tensor [L, I, O]. The dtype of `into_LIO` may be different, for example float32 for
+    bfloat16 rows.
     """
     rows_RI, grad_RO = rows_of(x, x_token_R), rows_of(grad, grad_token_R)
     for group, span in groups.spans():
@@ -209,10 +217,11 @@ def expert_weight_grad_add(x: Tensor, grad: Tensor, groups: RowGroups, x_token_R
 def expert_weight_grad_pair(x: Tensor, grad_RO: Tensor, also_RO: Tensor, groups: RowGroups,
                             x_token_R: Tensor | None, precision: str,
                             into: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
-    """Compute `expert_weight_grad` for two gradients of the same rows of x, or add both results to
-    `into`.
+    """Compute `expert_weight_grad` for two gradients of the same rows x. If `into` is given, add
+    both weight gradients to the tensors in `into`.
 
-    grad_RO, also_RO: gradient rows [R, O] of the first two matmuls of a gated expert.
+    grad_RO, also_RO: gradient rows [R, O] of the input matmul and of the gate matmul of a gated
+    expert.
     """
     grads, args = (grad_RO, also_RO), (groups, x_token_R, None, precision)
     if into is None:
@@ -224,10 +233,11 @@ def expert_weight_grad_pair(x: Tensor, grad_RO: Tensor, also_RO: Tensor, groups:
 @op
 def expert_bias_grad(grad: Tensor, groups: RowGroups, token_R: Tensor | None,
                      scale_R: Tensor | None) -> Tensor:
-    """Compute the sum of `scale * grad_rows` for each group, [L, O] in the dtype of grad.
+    """Compute the sum of `scale * grad_rows` for each group of rows. The output is [L, O] in the
+    dtype of grad.
 
     Args:
-        grad: rows or tokens, whose width is O.
+        grad: rows or tokens of width O.
         groups: number of rows of each expert.
         token_R: index of the token of each row, or None if `grad` contains rows.
         scale_R: factor of each row, float32 [R] (float64 for float64 inputs), or None.

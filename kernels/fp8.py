@@ -1,14 +1,15 @@
-"""Block-scaled fp8 (e4m3) for rows that are sent, and for the operands of the experts' matmuls.
+"""Block-scaled fp8 (e4m3), for rows that are sent to other ranks and for the operands of the
+experts' matmuls.
 
-A row requires half the bytes of bfloat16, plus one float32 scale per block. For matmuls, a scale is
-shared by 128 values of a row, or by 128 x 128 values of a weight.
+Compared with bfloat16, a row requires half the bytes, plus one float32 scale per block. For
+matmuls, 128 values of a row, or 128 x 128 values of a weight, share a scale.
 
-The matmuls are the operations of `expert_matmul` over rows whose operands are both rounded first,
-as in DeepSeek-V3 (2024, section 3.3). Sums are computed in float32, and weight gradients stay in
-the layer's dtype. For finite inputs of ordinary magnitude, every operand x becomes `x (1 + e)` with
-|e| <= 2^-4, plus an error of at most 2^-10 of the scale of its block. The error of a sum of
-K products is therefore at most `sum |x w| (2^-3 + 2^-8)`, plus this floor. For normally distributed
-values the error is about 4 % of the norm of the result.
+The matmuls are the row-wise operations of `expert_matmul`, but both operands are rounded first, as
+in DeepSeek-V3 (2024, section 3.3). Sums are computed in float32. Weight gradients are computed in
+the layer's dtype. For finite inputs of ordinary magnitude, rounding changes an operand x to
+`x (1 + e)` with |e| <= 2^-4, plus an error of at most 2^-10 times the scale of its block. The error
+of a sum of K products is therefore at most `sum |x w| (2^-3 + 2^-8)`, plus the contribution of the
+2^-10 term. For normally distributed values, the error is about 4 % of the norm of the product.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ SMALLEST_SCALE = 2.0**-126  # the smallest normal number: a scale of 0 would giv
 
 @op
 def quantize_fp8(x_RD: Tensor, block: int) -> tuple[Tensor, Tensor]:
-    """Return codes, e4m3 [R, D], and scales, float32 [R, ceil(D / block)], with x close to codes *
-    scale.
+    """Round rows to fp8. Return the codes, e4m3 [R, D], and the scales, float32 [R, ceil(D /
+    block)], where x is approximately codes * scale.
 
-    The scale is the largest finite |x| in the block divided by 448, or 1 for a block of zeros. Let
-    b be the largest absolute value in a block, where 2^-110 <= b < 2^127. The error of a finite
-    value x in this block is at most 2^-4 |x| + 2^-18 b, because e4m3 has four significant bits down
-    to 2^-6 times the scale, and steps of 2^-9 times the scale below that. Values that are not
-    finite become NaN.
+    The scale is the largest finite |x| in the block divided by 448, or 1 for a block of zeros. The
+    error bound holds if the largest absolute value b of a block is in the range 2^-110 <= b <
+    2^127. For such a block, the error of a finite value x is at most 2^-4 |x| + 2^-18 b, because
+    e4m3 has four significant bits down to 2^-6 times the scale. Smaller values are rounded to
+    multiples of 2^-9 times the scale. Infinities and NaN become NaN.
 
     Args:
         x_RD: rows of any floating-point dtype.
@@ -55,14 +56,13 @@ def quantize_fp8(x_RD: Tensor, block: int) -> tuple[Tensor, Tensor]:
 
 @op
 def dequantize_fp8(codes_RD: Tensor, scales_RB: Tensor, block: int, dtype: torch.dtype) -> Tensor:
-    """Return `codes * scale` in `dtype`, [R, D], which is the inverse of `quantize_fp8` up to
-    rounding.
+    """Convert fp8 codes back to values. Return `codes * scale` in `dtype`, [R, D].
 
     Args:
         codes_RD: codes of the rows, e4m3 [R, D].
         scales_RB: scales of the blocks, float32 [R, ceil(D / block)].
         block: number of values that share a scale.
-        dtype: dtype of the resulting tensor.
+        dtype: dtype of the output.
     """
     width = codes_RD.shape[1]
     x_RBN = _blocks(codes_RD.float(), block) * scales_RB[:, :, None]
@@ -77,13 +77,13 @@ def _blocks(x_RD: Tensor, block: int) -> Tensor:
 
 @op
 def quantize_weights_fp8(w_LIO: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the codes, e4m3 [L, I, O], and the scales, float32 [L, ceil(I / 128), ceil(O / 128)],
-    of a weight.
+    """Round a weight to fp8. Return the codes, e4m3 [L, I, O], and the scales, float32 [L, ceil(I /
+    128), ceil(O / 128)].
 
-    The scales and the rounding are the same as in `quantize_fp8`. The memory layout of the codes is
-    [L, O, I], because matrix units read 8-bit operands along the summed dimension.
+    The scales are computed and the values are rounded as in `quantize_fp8`. The codes are stored in
+    the order [L, O, I], because matrix units read 8-bit operands along the summed dimension.
 
-    w_LIO: weight of any floating-point dtype and strides.
+    w_LIO: weight of any floating-point dtype, with any strides.
     """
     groups, inner, outer = w_LIO.shape
     high, wide = -(-inner // BLOCK), -(-outer // BLOCK)
@@ -104,7 +104,8 @@ def quantize_weights_fp8(w_LIO: Tensor) -> tuple[Tensor, Tensor]:
 def expert_matmul_fp8(codes: Tensor, scales: Tensor, groups: RowGroups, codes_LIO: Tensor,
                       scales_LHW: Tensor, b_LO: Tensor | None, token_R: Tensor | None,
                       dtype: torch.dtype) -> Tensor:
-    """Compute `rows @ w + b` [R, O] in `dtype` for each group, from operands in codes and scales.
+    """Compute `rows @ w + b` [R, O] in `dtype` for each group of rows. Both operands are given as
+    codes and scales.
 
     Args:
         codes, scales: rows or tokens of width I; see `quantize_fp8` with blocks of 128.
@@ -112,7 +113,7 @@ def expert_matmul_fp8(codes: Tensor, scales: Tensor, groups: RowGroups, codes_LI
         codes_LIO, scales_LHW: weights; see `quantize_weights_fp8`.
         b_LO: biases [L, O] in `dtype`. Optional.
         token_R: see `kernels.expert_matmul`.
-        dtype: dtype of the resulting tensor.
+        dtype: dtype of the output.
     """
     wide = torch.promote_types(dtype, torch.float32)
     rows = dequantize_fp8.implementation("torch")(codes, scales, BLOCK, wide)
@@ -125,7 +126,8 @@ def expert_matmul_fp8(codes: Tensor, scales: Tensor, groups: RowGroups, codes_LI
 
 
 class Fp8Weight(RoundedWeight):
-    """A weight that is stored in fp8. The matmuls below accept it in place of a tensor.
+    """A weight that is stored in fp8. The matmuls in this module accept this object in place of a
+    tensor.
 
     codes_LIO, scales_LHW: see `quantize_weights_fp8`.
     """
@@ -140,15 +142,16 @@ class Fp8Weight(RoundedWeight):
         return cls(*quantize_weights_fp8(w_LIO))
 
     def transpose(self, first: int, second: int) -> Fp8Weight:
-        """Swap axes 1 and 2, and store the codes along the summed dimension of the transposed
-        matmul.
+        """Return the weight with axes 1 and 2 swapped. The codes of the transposed weight are
+        stored along the summed dimension of its matmul.
 
-        The result is computed only once. The blocks are square, so the rounded values do not
+        The transpose is computed only once. The blocks are square, so the rounded values do not
         change.
         """
         if {first, second} != {1, 2}:
             raise ValueError(f"Axes {first} and {second} of a weight in fp8 cannot be swapped. "
-                             "Only axes 1 and 2 can be swapped, because blocks lie in these axes.")
+                             "Only axes 1 and 2 can be swapped, because the blocks extend along "
+                             "these axes.")
         if self._transposed is None:
             # Copied as bytes, because copies of fp8 are slow or missing on some devices.
             codes = self.codes_LIO.view(torch.uint8).contiguous().view(self.codes_LIO.dtype)
@@ -158,9 +161,7 @@ class Fp8Weight(RoundedWeight):
 
 
 class Fp8Products(RoundedProducts):
-    """Matmuls over rows in fp8. Weight gradients are computed from operands that are not
-    rounded.
-    """
+    """Matmuls over rows in fp8. Weight gradients are computed from unrounded operands."""
 
     def weight(self, w_LIO: Tensor, backward: bool) -> Fp8Weight:
         """Round a weight; see `RoundedProducts.weight`."""

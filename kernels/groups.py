@@ -1,7 +1,7 @@
-"""Rows in groups (one group per expert), and the tiles into which a grouped matmul is divided.
+"""Groups of rows (one group per expert), and the tiles into which a grouped matmul is divided.
 
-This module also contains the operations that copy rows to and from pages, and the transposition of
-chunks for the 2DH exchange.
+This module also contains the operations that copy rows to and from pages, and the operation that
+transposes chunks for the 2DH exchange.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from moe_plugin.records import DeviceCounts, RowCounts
 # is not stored.
 @op
 def write_pages(x_N: Tensor, record_M: Tensor, pages_SP: Tensor, host_SP: Tensor) -> Tensor:
-    """Copy the runs of `x_N` that have a slot to these slots, and return the slots of `pages_SP`,
-    [S, P].
+    """Copy the runs of `x_N` that have a slot to their slots. Return the slots of `pages_SP`, [S,
+    P].
 
     The last run is padded with zeros.
 
     Args:
-        x_N: values [N] of any dtype, where N <= M P.
-        record_M: record that describes the tensor, int64 [M].
-        pages_SP, host_SP: buffers on the device and in host memory, which have the dtype of x and
-            are changed in place.
+        x_N: values [N] of any dtype, where N <= M * P.
+        record_M: record with the slot of each run, int64 [M].
+        pages_SP: buffer on the device, of the dtype of x, which is changed in place.
+        host_SP: buffer in host memory, of the dtype of x, which is changed in place.
     """
     size, pages = pages_SP.shape[1], record_M.shape[0]
     x_MP = F.pad(x_N, (0, pages * size - x_N.shape[0])).view(pages, size)
@@ -48,16 +48,16 @@ def write_pages(x_N: Tensor, record_M: Tensor, pages_SP: Tensor, host_SP: Tensor
 @op
 def read_pages(record_M: Tensor, pages_SP: Tensor, host_SP: Tensor, length: int,
                enough: Tensor) -> Tensor:
-    """Return the first `length` elements of the tensor that a record describes, [length].
+    """Return the first `length` elements of the tensor that `record_M` describes, [length].
 
-    Elements without a slot have arbitrary values.
+    Elements of runs without a slot have arbitrary values.
 
     Args:
-        record_M: record that describes the tensor, int64 [M], where length <= M P.
+        record_M: record with the slot of each run, int64 [M], where length <= M * P.
         pages_SP, host_SP: floating-point buffers on the device and in host memory.
-        length: number of elements in the result.
-        enough: bool scalar tensor on the device. If `enough` is False, all elements of the result
-            are NaN.
+        length: number of elements to return.
+        enough: bool scalar tensor on the device. If `enough` is False, all returned elements are
+            NaN.
     """
     device_slot_M, host_slot_M = _slots(record_M, pages_SP, host_SP)
     x_MP = pages_SP.index_select(0, device_slot_M)
@@ -68,8 +68,8 @@ def read_pages(record_M: Tensor, pages_SP: Tensor, host_SP: Tensor, length: int,
 
 
 def _slots(record_M: Tensor, pages_SP: Tensor, host_SP: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the slot of each run in both buffers. For runs that are not stored there, return the
-    last slot.
+    """For each run, return its slot in both buffers. If a run is not stored in a buffer, its slot
+    in this buffer is the last slot.
     """
     device_slots, host_slots = pages_SP.shape[0] - 1, host_SP.shape[0] - 1
     on_host_M = record_M >= device_slots
@@ -82,16 +82,16 @@ def transpose_chunks(x: Tensor, outer: int, inner: int) -> Tensor:
     """Reorder equal chunks of dimension 0 from the order [outer, inner] to the order [inner,
     outer].
 
-    In 2DH (Tutel), chunks ordered by destination rank (node, local) are reordered by (local, node),
-    so that the exchange inside the node sends one contiguous piece to each neighbor. A second call
-    with swapped factors reverses this operation.
+    In 2DH (Tutel), the chunks are ordered by destination rank (node, local). The chunks are
+    reordered to (local, node), so that each rank sends one contiguous piece to each rank of its
+    node. A second call with swapped `outer` and `inner` reverses the reordering.
 
-    x: tensor [outer * inner * c, ...] of any dtype. The result has the same shape and dtype.
+    x: tensor [outer * inner * c, ...] of any dtype. The output has the same shape and dtype.
     """
     if x.shape[0] % (outer * inner):
         raise ValueError(
-            f"A tensor of {x.shape[0]} rows cannot be split into {outer} x {inner} equal chunks. "
-            f"Pad the rows to a multiple of {outer * inner}."
+            f"A tensor of {x.shape[0]} rows cannot be split into {outer} x {inner} chunks of equal "
+            f"size. Pad the rows to a multiple of {outer * inner}."
         )
     chunks = x.reshape(outer, inner, -1).transpose(0, 1)
     return chunks.reshape(x.shape)
@@ -100,18 +100,19 @@ def transpose_chunks(x: Tensor, outer: int, inner: int) -> Tensor:
 @op
 def tile_table(lengths_L: Tensor, height: int, total: int,
                least: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the tiles as (group, first row, used), which are int32 [M], int32 [M], and the number
-    of tiles [1].
+    """Return the table of tiles as three int32 tensors (group, first row, used), with shapes [M],
+    [M] and [1]. The tensor `used` contains the number of tiles.
 
-    No tile spans two groups. The host does not wait for the device. The number M = total // height
-    + L is an upper bound for any lengths. Unused entries at the end have group -1 and row 0.
+    No tile spans two groups. The host does not wait for the device. The table has M = total //
+    height + L entries, which is an upper bound of the number of tiles for any lengths. Unused
+    entries at the end have group -1 and row 0.
 
     Args:
         lengths_L: int64 [L], number of rows of each group. The rows of the groups are stored one
             after another.
         height: number of rows in a tile.
-        total: number of rows of all groups together, or an upper bound of it.
-        least: number (0 or 1) of tiles of a group without rows.
+        total: total number of rows of all groups, or an upper bound of this number.
+        least: number (0 or 1) of tiles that are created for a group without rows.
     """
     groups, device = lengths_L.numel(), lengths_L.device
     if groups == 0:
@@ -129,21 +130,22 @@ def tile_table(lengths_L: Tensor, height: int, total: int,
 
 
 def most_tiles(groups: int, height: int, total: int) -> int:
-    """Return the length M of the table `tile_table`, which is the largest number of tiles that
-    `total` rows in `groups` groups can form.
+    """Return M, the number of entries of the table that `tile_table` creates. M is the largest
+    number of tiles into which `total` rows in `groups` groups can be divided.
     """
     return total // height + groups if groups else 0
 
 
 @dataclass(frozen=True)
 class TileSchedule:
-    """The way in which the programs of a kernel process their tiles. All schedules give bitwise
-    equal results.
+    """Options that determine how the programs of a kernel process their tiles. The outputs of all
+    schedules are bitwise equal.
 
     Attributes:
-        specialize: whether some warps load operands, some multiply, and some store results. This
-            applies to matmuls with a single matrix whose rows are in order.
-        split: number of parts (1 or 2) in which half of a tile's columns is stored.
+        specialize: whether the warps of a program have different tasks: loading operands,
+            multiplying, or storing outputs. Specialized warps are used for matmuls with a single
+            matrix whose rows need no gathering.
+        split: number of parts (1 or 2) in which the columns of a tile are stored.
     """
 
     specialize: bool = False
@@ -157,18 +159,18 @@ SCHEDULES = {"": TileSchedule(), "split": TileSchedule(split=2),
 
 @dataclass(frozen=True)
 class RowGroups:
-    """Tables of row counts on one device, which are created without a copy from the device to the
-    host.
+    """Groups of rows, with tables of row counts on one device. The tables are created without
+    copying data from the device to the host.
 
-    Rows after the rows of the last group (filler, see `DeviceCounts`) belong to no group.
+    Rows after the last group (filler, see `DeviceCounts`) belong to no group.
 
     Attributes:
         counts: number of rows of each group.
         device: device on which the tables are stored.
-        beside: whether other kernels (of an exchange) run at the same time as matmuls over these
-            rows.
-        schedule: name in `SCHEDULES` of the schedule for matmuls that are computed by Triton. A
-            name is used instead of an object, because graphs can store names.
+        beside: whether other kernels, which implement an exchange, run at the same time as matmuls
+            over these rows.
+        schedule: schedule for matmuls that are computed by Triton; a key of `SCHEDULES`. RowGroups
+            stores the name and not the schedule, because graphs can store names.
     """
 
     counts: RowCounts
@@ -182,12 +184,12 @@ class RowGroups:
 
     @property
     def total(self) -> int:
-        """Number R of rows in all groups, including filler."""
+        """Total number of rows R, including filler."""
         return self.counts.total
 
     @property
     def number(self) -> int:
-        """Number L of groups."""
+        """Number of groups, L."""
         return self.counts.number
 
     @cached_property
@@ -202,8 +204,8 @@ class RowGroups:
 
     @cached_property
     def group_R(self) -> Tensor:
-        """The index of the group of each row, int64 [R] on the device. Filler rows are assigned to
-        the last group.
+        """The group to which each row belongs, int64 [R] on the device. Filler rows have the index
+        of the last group.
         """
         if isinstance(self.counts, DeviceCounts):
             row_R = torch.arange(self.total, device=self.device)
@@ -212,8 +214,8 @@ class RowGroups:
         return torch.repeat_interleave(self.lengths_L, output_size=self.total)
 
     def spans(self) -> Iterator[tuple[int, slice]]:
-        """Yield (group, slice of its rows) for each group, including empty groups. If only the
-        device knows the lengths, this method waits for them.
+        """Yield (group, slice of its rows) for each group, including groups without rows. If the
+        lengths are known only on the device, the host waits for the device.
         """
         start = 0
         for group, count in enumerate(self.counts.lengths()):
@@ -221,21 +223,20 @@ class RowGroups:
             start += count
 
     def tiles(self, height: int, least: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-        """Return (group, first row, used) of tiles that have `height` rows; see `tile_table`.
+        """Return the table (group, first row, used) of tiles with `height` rows; see `tile_table`.
 
-        The table is computed once for all matmuls with this height and these groups.
+        The table is computed once, and all matmuls with these groups and this height share it.
         """
         if (height, least) not in self._tables:
             self._tables[height, least] = tile_table(self.lengths_L, height, self.total, least)
         return self._tables[height, least]
 
     def filled(self, step: int) -> tuple[RowGroups, Tensor]:
-        """Pad each group to a multiple of `step` rows that is at least `step`, and return (groups,
-        row_P).
+        """Pad each group to a positive multiple of `step` rows, and return (groups, row_P).
 
-        The tensor `row_P`, int64 [P], contains the index of the row at each of the P positions, or
-        -1 for padding. The result is computed once for all matmuls with blocks of rows. The host
-        does not wait for the device.
+        The tensor `row_P`, int64 [P], contains the row index for each of the P positions, or -1 for
+        padding. The padded groups are computed once, and all matmuls with blocks along the rows
+        share them. The host does not wait for the device.
         """
         if step not in self._filled:
             self._filled[step] = self._fill(step)

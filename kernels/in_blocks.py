@@ -1,11 +1,14 @@
-"""Matmuls and functions of rows whose results do not depend, bit for bit, on the other rows.
+"""Matmuls and row-wise functions whose output for a row does not depend, bit for bit, on the other
+rows.
 
-A library chooses the summation order of a matmul by the number of rows, and computes the last
-elements of a tensor differently from elements that fill its vector registers. Therefore the same
-token gets different bits in a different batch. This module multiplies all rows in blocks of `BLOCK`
-rows that have the same memory alignment. The last block is padded. Elements are computed in pieces
-that fill all vector registers. A test, which runs once for each size, checks that the library
-treats all rows of a block identically. Gradients are computed from all rows at once, as usual.
+Math libraries choose the summation order of a matmul by the number of rows. Math libraries also
+process the last elements of a tensor differently from elements that fill a whole vector register.
+Without this module, the output for the same token can therefore have different bits in different
+batches. This module divides all rows into blocks of `BLOCK` rows, which have the same memory
+alignment, and multiplies each block separately. The last block is padded. Elementwise functions are
+computed on pieces that fill all vector registers. For each matrix size, a check that runs once
+tests whether the library treats all rows of a block identically. Gradients are computed from all
+rows at once, as in a normal matmul.
 """
 
 from __future__ import annotations
@@ -65,7 +68,7 @@ class _InBlocks(torch.autograd.Function):
 @functools.cache
 def _check_library(shape: tuple[int, int], stride: tuple[int, int], dtype: torch.dtype,
                    device: torch.device) -> None:
-    """Raise a `ValueError` if the result for a row depends on the row's position in a block."""
+    """Raise a `ValueError` if the output for a row depends on the row's position in a block."""
     random = torch.Generator("cpu").manual_seed(0)
     w_IO = torch.empty_strided(shape, stride, dtype=dtype, device=device)
     w_IO.copy_(torch.randn(shape, generator=random, device="cpu"))
@@ -87,16 +90,16 @@ def _check_library(shape: tuple[int, int], stride: tuple[int, int], dtype: torch
 
 
 def product_in_blocks(x_RI: Tensor, w_IO: Tensor) -> Tensor:
-    """Compute `x @ w`, [R, O], with support for first derivatives. The result for a row depends,
-    bit for bit, only on this row and on w.
+    """Compute `x @ w`, [R, O]. First derivatives are supported. The output for a row depends, bit
+    for bit, only on this row and on w.
 
     Args:
         x_RI: rows [R, I] that are multiplied.
-        w_IO: weights [I, O] whose floating-point dtype is the same as that of the rows. Under
-            autocast both operands are cast.
+        w_IO: weights [I, O], with the same floating-point dtype as the rows. Under autocast both
+            operands are cast.
     Raises:
-        ValueError: If this machine's library computes the rows of a block in different orders, or
-            if torch.func or torch.export transforms the call.
+        ValueError: If this machine's library sums the rows of a block in different orders, or if
+            torch.func or torch.export transforms the call.
     """
     if transformed() or exporting():
         raise ValueError("batch_invariant=True cannot be used with torch.func and torch.export. "
@@ -109,8 +112,8 @@ def product_in_blocks(x_RI: Tensor, w_IO: Tensor) -> Tensor:
 
 
 def in_pieces(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """Return an elementwise function that processes pieces of `PIECE` elements and pads the last
-    piece.
+    """Return an elementwise function that processes its input in pieces of `PIECE` elements. The
+    last piece is padded.
     """
     def pieces(x: Tensor) -> Tensor:
         filled = F.pad(x.flatten(), (0, -x.numel() % PIECE))
@@ -122,12 +125,13 @@ def in_pieces(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor
 
 
 class ScoreInPieces(ScoreFunction):
-    """A score function, computed in pieces. Routing then runs step by step.
+    """A score function that is computed in pieces, so that a token's scores do not depend on other
+    tokens. With this score function, the router uses separate operations instead of a fused kernel.
 
     The softmax, which reads a whole row, is computed by torch.
 
     Raises:
-        ValueError: If another score function reads a whole row.
+        ValueError: If a score function other than softmax reads a whole row.
     """
 
     def __init__(self, score: ScoreFunction) -> None:
@@ -147,8 +151,8 @@ class ScoreInPieces(ScoreFunction):
 
 
 def in_blocks(rows_RI: Tensor, counts: RowCounts, w_LIO: Tensor, b_LO: Tensor | None) -> Tensor:
-    """The strategy `loop`, with matmuls in blocks of rows. The shapes and dtypes are the same as
-    for `loop`.
+    """The strategy `loop`, with matmuls that are computed in blocks of rows. The shapes and dtypes
+    are the same as for `loop`.
     """
     outputs = [product_in_blocks(rows, w) for rows, w in
             zip(rows_RI.split(counts.host), w_LIO.unbind(0), strict=True)]

@@ -1,4 +1,6 @@
-"""The registry of operations. Each has a torch implementation, and faster ones for some devices."""
+"""The registry of operations. Each operation has a torch implementation, and some devices have
+faster implementations.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +14,16 @@ from moe_plugin.utils.registry import Registry
 
 
 class Op:
-    """An operation with a torch reference, which is also used on CPUs, and other implementations.
+    """An operation with a torch reference and optional faster implementations. The reference is
+    also used on CPUs.
 
     `add(name, why_not)` registers an implementation. The function `why_not(*args)` returns None if
-    the implementation supports these arguments, and otherwise the reason why it does not. A call
-    uses the most recently added implementation that supports the arguments.
+    the implementation supports these arguments. If the arguments are not supported, `why_not`
+    returns the reason. A call uses the most recently added implementation that supports the
+    arguments.
 
     Attributes:
-        interpreted: whether implementations for GPUs run on the CPU in Triton's interpreter.
+        interpreted: whether GPU implementations run on the CPU in Triton's interpreter.
     """
 
     interpreted = False
@@ -33,10 +37,10 @@ class Op:
 
     def add(self, name: str, why_not: Callable[..., str | None],
             on_cpu: bool = True) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-        """Return a decorator that registers an additional implementation.
+        """Return a decorator that registers a function as an additional implementation.
 
-        on_cpu: whether the implementation may receive tensors on a CPU. If `on_cpu` is False, such
-        tensors are allowed only while `interpreted` is set.
+        on_cpu: whether the implementation supports tensors on a CPU. If `on_cpu` is False, the
+        implementation receives CPU tensors only while `interpreted` is set.
         """
 
         def register(fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -48,7 +52,7 @@ class Op:
 
     @contextmanager
     def temporary(self) -> Iterator[None]:
-        """At the end of this context, remove all implementations that were added inside it."""
+        """When this context ends, remove all implementations that were added inside the context."""
         before = dict(self._implementations), self._others_on_cpu
         try:
             yield
@@ -56,11 +60,11 @@ class Op:
             self._implementations, self._others_on_cpu = before
 
     def names(self) -> list[str]:
-        """Return the names of all implementations, with the reference first."""
+        """Return the names of all implementations. The reference implementation is first."""
         return list(self._implementations)
 
     def implementation(self, name: str) -> Callable[..., Any]:
-        """Return the implementation with this name."""
+        """Return the implementation that is registered under `name`."""
         if name not in self._implementations:
             raise ValueError(
                 f"The kernel {self.name!r} has no implementation {name!r}. Available "
@@ -70,14 +74,14 @@ class Op:
 
     def why_not(self, name: str, *args: Any) -> str | None:
         """Return the reason why the implementation `name` does not support these arguments, or None
-        if it does.
+        if they are supported.
         """
         self.implementation(name)
         why_not = self._implementations[name][1]
         return None if why_not is None else why_not(*args)
 
     def choose(self, *args: Any) -> str:
-        """Return the name of the implementation that is used in a call with these arguments."""
+        """Return the name of the implementation that a call with these arguments uses."""
         # The last candidate is the torch reference, which supports all arguments.
         for name, (_, why_not) in reversed(self._implementations.items()):
             if why_not is None or why_not(*args) is None:
@@ -96,9 +100,7 @@ kernels: Registry[Op] = Registry("kernel")
 
 
 def op(fn: Callable[..., Any]) -> Op:
-    """Decorate a torch reference, and register it as an operation under the name of the
-    function.
-    """
+    """Register the decorated torch reference as an operation, under the name of the function."""
     operation = Op(fn.__name__, fn)
     kernels.register(fn.__name__)(operation)
     return operation

@@ -1,8 +1,9 @@
-"""Matmuls with operands that are rounded first: the code that fp8 and the block formats share.
+"""Matmuls with rounded operands. This code is shared by fp8 and the block-scaled formats.
 
-A format defines how rows and weights are rounded and multiplied. `RoundedProducts` uses a format to
-implement the operations of `expert_matmul` over rows. Weights are rounded once for the matmuls of a
-forward pass, its recomputation and its backward pass, rather than at each use (`RoundedWeights`).
+A format defines how rows and weights are rounded and multiplied. `RoundedProducts` implements the
+row-wise operations of `expert_matmul` in such a format. Weights are not rounded at each use. Each
+weight is rounded once, and the forward pass, its recomputation and the backward pass share the
+rounded weight (`RoundedWeights`).
 """
 
 from __future__ import annotations
@@ -21,11 +22,13 @@ from moe_plugin.kernels.groups import RowGroups
 
 
 class RoundedWeight:
-    """A weight that is stored in a format. Matmuls accept this object in place of a tensor."""
+    """A weight that is stored in a low-precision format. Matmuls accept this object in place of a
+    tensor.
+    """
 
     def transpose(self, first: int, second: int) -> RoundedWeight:
-        """Swap axes 1 and 2, as required by the matmuls of backward. Other axes cannot be
-        swapped.
+        """Return the weight with axes 1 and 2 swapped, for the matmuls of backward. Other axes
+        cannot be swapped.
         """
         raise NotImplementedError
 
@@ -34,12 +37,12 @@ Weight = Tensor | RoundedWeight
 
 
 class RoundedProducts:
-    """The matmuls over rows in one format. The signatures are the same as in
+    """Row-wise matmuls in one low-precision format. The signatures are the same as in
     `kernels.expert_matmul`.
     """
 
     def weight(self, w_LIO: Tensor, backward: bool) -> RoundedWeight:
-        """Round a weight for a matmul that sums over the axis I.
+        """Round a weight [L, I, O] for a matmul that sums over the axis I.
 
         backward: whether the transposed weight is also needed.
         """
@@ -55,19 +58,18 @@ class RoundedProducts:
 
     def product(self, rows: Any, groups: RowGroups, weight: Any, b_LO: Tensor | None,
                 token_R: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """Compute `rows @ w + b` for each group, [R, O] in `dtype`, from operands that were
-        returned by `rows` and `weight`.
+        """Compute `rows @ w + b` for each group of rows, [R, O] in `dtype`. The operands must be
+        created with `rows` and `weight`.
         """
         raise NotImplementedError
 
     def weight_grads(self, x: Tensor, grads: tuple[Tensor, ...], groups: RowGroups,
                      x_token_R: Tensor | None,
                      grad_token_R: Tensor | None) -> tuple[Tensor, ...] | None:
-        """For each gradient, compute `rows^T @ grad_rows` for each group from rounded operands, [L,
-        I, O] in the dtype of x.
+        """For each gradient, compute `rows^T @ grad_rows` for each group of rows. The operands are
+        rounded first, and each output is [L, I, O] in the dtype of x.
 
-        The result is None if the format computes weight gradients from operands that are not
-        rounded.
+        Return None if the format computes weight gradients from unrounded operands.
         """
         return None
 
@@ -121,14 +123,15 @@ class RoundedProducts:
 
 @dataclass
 class _Made:
-    """One rounded weight, and the state of its parameter when it was rounded; see `RoundedWeights`.
+    """A rounded weight, and the state that its parameter had when it was rounded; see
+    `RoundedWeights`.
 
     Attributes:
         weight: the rounded weight.
-        parameter: weak reference to the parameter.
-        version: value of the parameter's version counter.
-        address: memory address of the parameter.
-        dtype: dtype of the value that was rounded.
+        parameter: weak reference to the parameter from which the weight was rounded.
+        version: version counter of the parameter when the weight was rounded.
+        address: memory address of the parameter when the weight was rounded.
+        dtype: dtype of the tensor that was rounded.
         spent: True if a backward pass has already used the rounded weight.
     """
 
@@ -140,20 +143,19 @@ class _Made:
     spent: bool = False
 
     def still(self, parameter: nn.Parameter, dtype: torch.dtype) -> bool:
-        """Return true if the rounded weight still equals the parameter's value, as far as can be
-        determined.
-        """
+        """Return true if the parameter has probably not changed since the weight was rounded."""
         return (not self.spent and self.parameter() is parameter and self.dtype == dtype
                 and self.version == parameter._version and self.address == parameter.data_ptr())
 
 
 class RoundedWeights:
-    """The rounded weights of one module by name. A weight is stored from its first use in a step.
+    """The rounded weights of one module, by parameter name. A rounded weight is stored when a step
+    first uses the weight.
 
-    A weight is rounded again if its version counter or its memory address has changed, or after a
-    backward pass has used it. After a backward pass, an optimizer may change the parameters.
-    Optimizers that keep a copy or shards of the parameters change them without changing a version
-    counter (`parameter.data`, Megatron's buffers, FSDP2's all-gather).
+    The weight is rounded again if the parameter's version counter or memory address has changed, or
+    if a backward pass has used the rounded weight. After a backward pass, an optimizer may change
+    the parameters. Optimizers that keep copies or shards of the parameters can change a parameter
+    without changing its version counter (`parameter.data`, Megatron's buffers, FSDP2's all-gather).
     """
 
     def __init__(self) -> None:
@@ -161,8 +163,8 @@ class RoundedWeights:
 
     def get(self, name: str, parameter: nn.Parameter, w_LIO: Tensor,
             products: RoundedProducts) -> RoundedWeight:
-        """Return a parameter's value in the format. w_LIO: value of the parameter, which may have
-        been cast.
+        """Return the rounded weight of a parameter. w_LIO: the parameter, or the tensor to which it
+        was cast.
         """
         rounded = self._made.get(name)
         if rounded is None or not rounded.still(parameter, w_LIO.dtype):
@@ -175,19 +177,20 @@ class RoundedWeights:
         return rounded.weight
 
     def spent(self) -> None:
-        """Record that a backward pass has used the weights."""
+        """Record that a backward pass has used the rounded weights."""
         for rounded in self._made.values():
             rounded.spent = True
 
 
 @dataclass(frozen=True)
 class RoundedCall:
-    """The rounded weights of one call, which are used in its forward and its backward pass.
+    """The rounded weights of one call. The forward and backward pass of the call share the rounded
+    weights.
 
     Attributes:
         weights: mapping from the field names of `FFNParameters` to rounded weights.
-        kept: the store of rounded weights that belongs to the module, or None if the weights belong
-            to this call only.
+        kept: the module's store of rounded weights, or None if the rounded weights are used only in
+            this call.
     """
 
     weights: Mapping[str, RoundedWeight]
@@ -202,14 +205,15 @@ class RoundedCall:
 def rounded_call(products: RoundedProducts, kept: RoundedWeights | None,
                  parameters: Mapping[str, Tensor | None],
                  values: Mapping[str, Tensor | None]) -> RoundedCall:
-    """Return the rounded weights of one call.
+    """Return the rounded weights for one call.
 
     Args:
         products: the matmuls of the format.
-        kept: the store of rounded weights that belongs to the module. If `kept` is None, no rounded
-            weight is kept after the call.
-        parameters: parameters by name. Only an `nn.Parameter` is looked up in `kept`.
-        values: the values that are multiplied (parameters or casts of parameters), by name.
+        kept: the module's store of rounded weights. If `kept` is None, the rounded weights are
+            discarded after the call.
+        parameters: parameters by name. Only parameters of type `nn.Parameter` are looked up in
+            `kept`.
+        values: by name, the tensors that are multiplied (parameters, or parameters that were cast).
     """
     capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
     if capturing:  # a replayed CUDA graph must round the weights of its own step

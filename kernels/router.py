@@ -1,15 +1,16 @@
-"""Scores, the k best experts, their weights and all balance statistics in one pass over the logits.
+"""Compute the scores, the k best experts, their weights and all balance statistics in one pass over
+the logits.
 
-The pass reads only the logits [T, E], which exist in any case, and writes no tensor of this size.
-If scores are equal, the lower expert index is chosen first.
+The pass reads only the logits [T, E], which always exist, and writes no other tensor of this size.
+If two experts have equal scores, the expert with the lower index is chosen first.
 
 Notation: T is the number of tokens, E the number of experts, K the number of choices per token. The
 scores are `s = score(logits)` for a softmax or another `ScoreFunction`, and `p = s / sum_e s`.
 
 Shapes and dtypes: `logits_TE` is float32 (or float64). The tensor `mask_T` is bool with True for
 real tokens, or None if all tokens are real. The tensors `ids_TK` and `chosen_TK` are int64. The
-tensor `bias_E` is float32 and is added to s only for the choice. All other tensors have the same
-dtype as the logits.
+tensor `bias_E` is float32. `bias_E` is added to the scores only to choose experts, not to weight
+them. All other tensors have the same dtype as the logits.
 """
 
 from __future__ import annotations
@@ -31,11 +32,12 @@ TINY = 512  # number of scores up to which launching an operation takes longer t
 
 @op
 def top_k_stable(scores_TE: Tensor, k: int) -> Tensor:
-    """Return the indices of the k largest scores in decreasing order, int64 [T, K]. Ties go to the
-    lower index.
+    """Return the indices of the k largest scores in decreasing order, int64 [T, K]. If scores are
+    equal, the lower index comes first.
 
-    `torch.topk` does not define which of two equal scores it returns first. `max` and a stable sort
-    return the first one. `argmax` also returns the first one, but takes up to three times as long.
+    This function is needed because `torch.topk` does not define the order of equal scores. `max`
+    and a stable sort return the first of several equal scores. `argmax` also returns the first of
+    equal scores, but takes up to three times as long.
 
     scores_TE: floating-point scores [T, E].
     """
@@ -50,8 +52,8 @@ def top_k_stable(scores_TE: Tensor, k: int) -> Tensor:
 
 
 def best_scores(scores_TE: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Return the indices of `top_k_stable` and their scores [T, K], which are differentiable with
-    respect to the scores.
+    """Return the indices from `top_k_stable` and the corresponding scores [T, K]. The returned
+    scores are differentiable.
     """
     # If a gradient is needed, `gather` is used, so that a first pass saves the same tensors as a
     # recomputation with given choices.
@@ -69,20 +71,21 @@ def _sorts(scores_TE: Tensor, k: int) -> bool:
 
 
 def group_members(groups_TG: Tensor, groups: int, experts: int) -> Tensor:
-    """Return a bool tensor [T, E] that is true for experts that belong to the groups of the token.
+    """Return a bool tensor [T, E]. Entry [t, e] is True if expert e belongs to one of the groups of
+    token t.
 
-    groups_TG: int64 [T, G], indices of any number of groups for each token.
+    groups_TG: int64 [T, G], indices of the groups of each token. G may be any number.
     """
     chosen_TG = torch.zeros(groups_TG.shape[0], groups, dtype=torch.bool, device=groups_TG.device)
     return chosen_TG.scatter_(1, groups_TG, True).repeat_interleave(experts // groups, dim=1)
 
 
 def in_best_groups(scores_TE: Tensor, groups: int, take: int, best: int) -> Tensor:
-    """Return the scores in the `take` best groups of consecutive experts, and -inf for all other
-    experts, [T, E].
+    """Return the scores of the experts in each token's `take` best groups, and -inf for all other
+    experts, [T, E]. A group consists of consecutive experts.
 
-    best: number of largest scores in a group whose sum is the score of the group. Ties go to the
-    lower index.
+    best: number of scores per group. The score of a group is the sum of its `best` largest scores.
+    If scores are equal, the lower index comes first.
     """
     tokens, experts = scores_TE.shape
     scores_TGP = scores_TE.view(tokens, groups, experts // groups)
@@ -94,16 +97,16 @@ def in_best_groups(scores_TE: Tensor, groups: int, take: int, best: int) -> Tens
 
 @dataclass(frozen=True)
 class Rule:
-    """A rule that determines how experts are chosen and weighted.
+    """Settings that determine how experts are chosen and weighted.
 
     Attributes:
         k: number of choices per token.
-        normalize: whether weights are divided by `max(sum over the choices + add, least)`.
+        normalize: whether to divide the weights by `max(sum over the choices + add, least)`.
         score: the function that converts logits to scores.
-        groups: number of equal groups of consecutive experts. Only experts in the `take` groups
-            with the largest sum of their `best` largest scores may be chosen. If `groups` is 0, any
-            expert may be chosen.
-        z: whether the sum z, and the logsumexp of each token, must be computed.
+        groups: number of groups of consecutive experts. All groups have the same size. For each
+            group, its `best` largest scores are summed. Only experts in the `take` groups with the
+            largest sums may be chosen. If `groups` is 0, any expert may be chosen.
+        z: whether to compute the sum z and the logsumexp of each token.
     """
 
     k: int
@@ -119,7 +122,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class Routed:
-    """The results of `route_top_k`. The weights, importance and z are differentiable."""
+    """The outputs of `route_top_k`. The weights, importance and z are differentiable."""
 
     ids_TK: Tensor
     weights_TK: Tensor
@@ -130,10 +133,11 @@ class Routed:
 
 def route_by_steps(logits_TE: Tensor, s_TE: Tensor, p_TE: Tensor, mask_T: Tensor | None, rule: Rule,
                    chosen_TK: Tensor | None = None, bias_E: Tensor | None = None) -> Routed:
-    """Compute the results of `route` step by step with torch's autograd, as a reference for
-    `route`.
+    """A reference implementation of `route` that consists of separate torch operations and uses
+    torch's autograd.
 
-    s_TE, p_TE: scores computed from the logits, and the scores divided by their sum.
+    s_TE: scores computed from the logits.
+    p_TE: the scores divided by their sum.
     """
     ids_TK, weights_TK, _, *sums = _steps(logits_TE, s_TE, p_TE, mask_T, rule, chosen_TK, bias_E)
     return Routed(ids_TK, weights_TK, *sums)
@@ -182,10 +186,11 @@ def route_top_k(logits_TE: Tensor, mask_T: Tensor | None, chosen_TK: Tensor | No
     """Return (ids_TK, weights_TK, lse_T, importance_E, z, p_log_p).
 
     The tensor `ids_TK` contains the experts with the k largest values of s + bias (ties go to the
-    lower index), or `chosen_TK` if it is given. The weights are the scores s of these experts,
-    which are divided by their sum if `Rule.normalize` is true. The tensor `lse` is the logsumexp of
-    the logits. The sums `importance_e = sum_t p(t, e)`, `z = sum_t lse(t)^2` and `p_log_p = sum_te
-    p log p` include only real tokens. `lse` and `z` may be None if `Rule.z` is False.
+    lower index), or `chosen_TK` if it is given. The weights are the scores s of these experts. If
+    `Rule.normalize` is true, the weights are divided by their sum. The tensor `lse` is the
+    logsumexp of the logits. Only real tokens are included in the sums
+    `importance_e = sum_t p(t, e)`, `z = sum_t lse(t)^2` and `p_log_p = sum_te p log p`. `lse` and
+    `z` may be None if `Rule.z` is False.
     """
     s_TE = rule.score.scores(logits_TE)
     return _steps(logits_TE, s_TE, rule.score.shares(s_TE), mask_T, rule, chosen_TK, bias_E,
@@ -206,20 +211,20 @@ def route_top_k_backward(logits_TE: Tensor, mask_T: Tensor | None, ids_TK: Tenso
                          rule: Rule, sure: bool) -> Tensor:
     """Compute the gradient of the logits, [T, E], in one pass.
 
-    A gradient that is None is treated as zeros.
+    A gradient of None is treated as zeros.
 
-    Let w be the weights of the chosen scores s, and let g be the gradient of w. With normalization,
-    the gradient of log s of a choice is `w (g - <g, w>)`; without normalization it is `w g`.
-    Without normalization, for a softmax, s times the sum of w g is also subtracted from the
-    gradients of all logits. For the importance with gradient G, the gradient of log s is increased
-    by `p (G - <p, G>)`. The slope of the score function converts gradients of log s to gradients of
-    logits. The sum z contributes `2 lse softmax(logits) grad_z`.
+    Let w be the weights computed from the chosen scores s, and let g be the gradient of w. With
+    normalization, the gradient of log s of a choice is `w (g - <g, w>)`. Without normalization, the
+    gradient of log s is `w g`. For a softmax without normalization, s times the sum of `w g` is
+    also subtracted from the gradient of each logit. If G is the gradient of the importance,
+    `p (G - <p, G>)` is added to the gradient of log s. The gradients of log s are multiplied by the
+    slope of the score function to obtain the gradients of the logits. The sum z contributes
+    `2 lse softmax(logits) grad_z` to the gradients of the logits.
 
     Args:
-        lse_T: logsumexp of the logits of each token. This tensor is not read if there is no
-            `grad_z`.
-        sure: True if the sum of a token's chosen scores was large enough that normalization divided
-            by exactly this sum.
+        lse_T: logsumexp of the logits of each token. Used only if `grad_z` is given.
+        sure: True if the sum of each token's chosen scores was certainly not below the minimum
+            divisor, so that normalization divided by exactly this sum.
     """
     s_TE = rule.score.scores(logits_TE)
     if grad_importance_E is None:
@@ -252,8 +257,8 @@ def _grad_of_importance(s_TE: Tensor, mask_T: Tensor | None, grad_E: Tensor, rul
 
 def _grad_of_choices(s_TE: Tensor, ids_TK: Tensor, weights_TK: Tensor, grad_TK: Tensor, rule: Rule,
                      sure: bool) -> tuple[Tensor, Tensor | None]:
-    """Return the gradient of the chosen logits [T, K], and the factor [T, 1] of s in all other
-    gradients.
+    """Return the gradient of the chosen logits [T, K], and for each token the factor [T, 1] by
+    which s is multiplied in the gradients of all logits.
     """
     pull_TK = weights_TK * grad_TK
     total_T1 = outside_T1 = pull_TK.sum(1, keepdim=True)
@@ -316,8 +321,8 @@ def route(logits_TE: Tensor, mask_T: Tensor | None, rule: Rule, chosen_TK: Tenso
     Args:
         logits_TE: logits [T, E] of all experts.
         mask_T: bool [T], True for tokens that are not padding, or None.
-        rule: rule that determines how experts are chosen and weighted.
-        chosen_TK: choices that are given, int64 [T, K], or None if experts are chosen by the rule.
-        bias_E: bias [E] that is added to the scores only for the choice, or None.
+        rule: settings that determine how experts are chosen and weighted.
+        chosen_TK: predetermined choices, int64 [T, K], or None if `rule` chooses the experts.
+        bias_E: bias [E] that is added to the scores only to choose experts, or None.
     """
     return Routed(*_Route.apply(logits_TE, mask_T, chosen_TK, bias_E, rule))

@@ -1,16 +1,15 @@
-"""Differentiable copies of tokens to rows and of rows to tokens, which every dispatcher uses.
+"""Differentiable operations that copy tokens to rows and rows to tokens, used by all dispatchers.
 
 Notation: T is the number of tokens, K the number of choices per token, R the number of rows, D the
 width. The tensors x, rows and grad have the same floating-point dtype. The tensor `weights_TK` is
-float32 (or float64). The tensor `source_R` is int64 and contains the index t*K + j of the choice in
-row r, or -1 for an empty slot. The tensor `position_TK` is int64 and contains the inverse, which is
-the row of each choice, or -1 for no row. Each row contains one choice, and a choice has at most one
-row.
+float32 (or float64). The int64 tensor `source_R` contains the index t*K + j of each row's choice,
+or -1 for an empty slot. The int64 tensor `position_TK` contains the row of each choice, or -1 for
+no row. Each row contains at most one choice, and a choice has at most one row.
 
 If `complete` is true, every choice has a row and every row has a choice, so `source_R` and
-`position_TK` contain no -1. If the caller knows this, special handling of -1 is omitted.
+`position_TK` contain no -1. If the caller sets `complete`, the special handling of -1 is skipped.
 
-NaN or infinity in a row never affects a different token, because values of other tokens are never
+A NaN or infinity in a row never affects other tokens, because values of other tokens are never
 multiplied by 0.
 """
 
@@ -32,7 +31,7 @@ _SUM = 0  # the mode "sum" of torch.embedding_bag
 @op
 def take_rows(x_TD: Tensor, source_R: Tensor, top_k: int, weights_TK: Tensor | None,
               complete: bool = False) -> Tensor:
-    """Compute `rows[r] = weight(source r) * x[source r // K]` [R, D], with 0 in empty slots."""
+    """Gather tokens to rows: `rows[r] = weight(source r) * x[source r // K]`, 0 in empty slots."""
     if x_TD.shape[0] == 0 or source_R.numel() == 0:
         return x_TD.new_zeros(source_R.numel(), x_TD.shape[1])
     choice_R = source_R if complete else source_R.clamp(min=0)
@@ -49,8 +48,8 @@ def sum_rows(rows_RD: Tensor, position_TK: Tensor, weights_TK: Tensor | None,
              complete: bool = False) -> Tensor:
     """Compute `y[t] = sum_j weight(t, j) * rows[position(t, j)]`, [T, D] in the dtype of the rows.
 
-    Choices without a row are omitted. The sum is computed in float32 (or float64) in the order of
-    choices, so the result is always the same.
+    Choices that have no row are skipped. The sum is computed in float32 (or float64) in the order
+    of choices, so repeated calls give the same output.
     """
     dtype = accumulate_dtype(rows_RD.dtype)
     tokens = position_TK.shape[0]
@@ -71,13 +70,13 @@ def sum_rows(rows_RD: Tensor, position_TK: Tensor, weights_TK: Tensor | None,
 
 def bags(index_BK: Tensor, scale_BK: Tensor | None,
          dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-    """Return the arguments (index, scale) of `sum_bags` for rows of `dtype`, each of shape
-    [B, K] or [B, 2 K].
+    """Return the arguments (index, scale) of `sum_bags` for rows of `dtype`, [B, K] or [B, 2 K].
 
-    Rows in bfloat16 can only be multiplied by bfloat16 factors. A float32 factor is therefore split
-    into two bfloat16 factors, whose sum has an error of at most 2^-17. Each row is then read twice,
-    the second time from the cache, whereas a float32 copy of all rows would have to be written to
-    memory and read again. A bfloat16 factor is not split.
+    bfloat16 rows can be multiplied only by bfloat16 factors. Each float32 factor is therefore split
+    into two bfloat16 factors. The sum of the two bfloat16 factors differs from the float32 factor
+    by at most 2^-17. With split factors, each row is read twice, but the second time from the
+    cache. Without a split, a float32 copy of all rows would be written and read. Factors that are
+    already bfloat16 are not split.
     """
     if scale_BK is None or dtype != torch.bfloat16 or scale_BK.dtype == dtype:
         return index_BK, scale_BK
@@ -91,7 +90,7 @@ def sum_bags(x_ND: Tensor, index_BK: Tensor, scale_BK: Tensor | None) -> Tensor:
 
     The sum is computed in float32 (or float64) and rounded once.
 
-    index_BK, scale_BK: the results of `bags`, whose int64 indices must not contain -1.
+    index_BK, scale_BK: indices (int64, without -1) and factors, as returned by `bags`.
     """
     dtype = x_ND.dtype
     if scale_BK is not None:
@@ -105,11 +104,12 @@ def sum_bags(x_ND: Tensor, index_BK: Tensor, scale_BK: Tensor | None) -> Tensor:
 
 def _reads(position_TK: Tensor, weights_TK: Tensor | None, dtype: torch.dtype,
            complete: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return the row and the weight of each choice, and which tokens have no row (bool [T]).
+    """Return, for each choice, the row to read and its weight, and a bool tensor [T] that is True
+    for tokens without any row.
 
-    If the returned weight is None, all weights are 1. If the third result is None, every token has
-    a row. For a choice without a row, a different row of the same token is read with weight 0,
-    because a row of a different token may contain NaN.
+    If the returned weight is None, all weights are 1. If the third output is None, every token has
+    a row. If a choice has no row, another row of the same token is read with weight 0, because a
+    row of a different token could contain NaN.
     """
     weights_TK = None if weights_TK is None else weights_TK.to(dtype)
     if complete:
@@ -125,7 +125,7 @@ def _reads(position_TK: Tensor, weights_TK: Tensor | None, dtype: torch.dtype,
 
 
 def _clear(rows_RD: Tensor, empty_R: Tensor) -> Tensor:
-    """Set the rows for which `empty_R` (bool [R]) is true to zero, in place."""
+    """Set rows to zero in place if their entry in `empty_R` (bool [R]) is True."""
     if _on_host(empty_R):
         return rows_RD.index_fill_(0, empty_R.nonzero()[:, 0], 0)  # touches only these rows
     return rows_RD.masked_fill_(empty_R[:, None], 0)
@@ -139,7 +139,7 @@ def _on_host(index: Tensor) -> bool:
 @op
 def dot_rows(grad_TD: Tensor, rows_RD: Tensor, position_TK: Tensor,
              complete: bool = False) -> Tensor:
-    """Compute `dw[t, j] = <grad[t], rows[position(t, j)]>` in float32 (float64); 0 without a row.
+    """Compute `dw[t, j] = <grad[t], rows[position(t, j)]>` in float32 or float64, 0 without a row.
     """
     dtype = accumulate_dtype(rows_RD.dtype)
     if rows_RD.shape[0] == 0 or position_TK.numel() == 0:
@@ -159,7 +159,8 @@ def dot_rows(grad_TD: Tensor, rows_RD: Tensor, position_TK: Tensor,
 def _dots_in_one_pass(grad_TD: Tensor, rows_RD: Tensor, position_TK: Tensor) -> Tensor:
     """Compute `dot_rows` on a CPU for operands that have the same dtype.
 
-    The result is the gradient of the factors of an embedding bag, with 0 for the index -1.
+    torch computes these dot products as the gradient of an embedding bag's factors, with 0 for
+    index -1.
     """
     choices = position_TK.shape[1]
     choice_N = torch.arange(position_TK.numel(), device=position_TK.device)
@@ -171,9 +172,9 @@ def _dots_in_one_pass(grad_TD: Tensor, rows_RD: Tensor, position_TK: Tensor) -> 
 
 def _dots_in_pieces(grad_TD: Tensor, rows_RD: Tensor, position_TK: Tensor,
                     dtype: torch.dtype) -> Tensor:
-    """Compute `dot_rows` on a CPU for 16-bit operands, converting a few tokens at a time.
+    """Compute `dot_rows` on a CPU for 16-bit operands. A few tokens are converted at a time.
 
-    The pieces are small for the reason given in `widened`.
+    For the reason why the pieces are small, see `widened`.
     """
     (tokens, choices), width = position_TK.shape, rows_RD.shape[1]
     dots_TK = rows_RD.new_empty(tokens, choices, dtype=dtype)
@@ -210,7 +211,7 @@ class _Gather(torch.autograd.Function):
 
 
 class _Sum(torch.autograd.Function):
-    """Autograd function that computes the adjoint operation of `_Gather`."""
+    """Autograd function for the adjoint of `_Gather`."""
 
     @staticmethod
     def forward(ctx: Any, rows_RD: Tensor, source_R: Tensor, position_TK: Tensor,
@@ -279,15 +280,14 @@ class _Permute(torch.autograd.Function):
 
 @op
 def take_values(values_CN: Tensor, index: Tensor) -> Tensor:
-    """Sum `values[c, index]` over c. The result has the shape of the index and the dtype of the
-    values, and is 0 for the index -1.
+    """Compute the sum of `values[c, index]` over c. The output has the shape of `index` and the
+    dtype of `values`. For the index -1, the output is 0.
 
-    This function transfers numbers from choices to rows (`RowPlan.source_R`) and back
-    (`position_TK`).
+    This function copies numbers from choices to rows (`RowPlan.source_R`) and back (`position_TK`).
 
     Args:
-        values_CN: values [C, N], which are summed in order.
-        index: int64 indices of any shape, which may be -1.
+        values_CN: tensor [C, N]. The values are summed in the order of c.
+        index: int64 indices of any shape. -1 is allowed.
     """
     if values_CN.shape[1] == 0:
         return values_CN.new_zeros(index.shape)
@@ -295,14 +295,15 @@ def take_values(values_CN: Tensor, index: Tensor) -> Tensor:
 
 
 def at_rows(values_TK: Tensor, source_R: Tensor) -> Tensor:
-    """Return the value of the choice in each row, [R] in its dtype. An empty slot gets 0."""
+    """Return the value of each row's choice, [R], in its dtype, or 0 for an empty slot."""
     if values_TK.numel() == 0:
         return values_TK.new_zeros(source_R.numel())
     return values_TK.reshape(-1)[source_R.clamp(min=0)].masked_fill(source_R < 0, 0)
 
 
 def at_choices(values_R: Tensor, position_TK: Tensor, complete: bool = False) -> Tensor:
-    """Return the value of each choice's row, [T, K] in its dtype. A choice without a row gets 0."""
+    """Return the value of each choice's row, [T, K], in its dtype, or 0 for a choice without a row.
+    """
     if complete:
         return values_R[position_TK]
     if values_R.numel() == 0:
@@ -352,9 +353,9 @@ def _plain_sums(rows_RD: Tensor, weights_TK: Tensor | None, position_TK: Tensor)
 
 def gather_rows(x_TD: Tensor, source_R: Tensor, position_TK: Tensor,
                 complete: bool = False) -> Tensor:
-    """Gather tokens [T, D] into rows [R, D] with support for autograd (Tutel's encode).
+    """Gather tokens [T, D] into rows [R, D] (Tutel's encode). Autograd is supported.
 
-    The gradient is the sum of each token's rows in the order of choices.
+    The gradient of a token is the sum of the gradients of its rows, in the order of choices.
     """
     if transformed():
         return _plain_rows(x_TD, source_R, position_TK.shape[1])
@@ -362,11 +363,11 @@ def gather_rows(x_TD: Tensor, source_R: Tensor, position_TK: Tensor,
 
 
 def weigh_rows(x_TD: Tensor, weights_TK: Tensor, source_R: Tensor, position_TK: Tensor) -> Tensor:
-    """Gather tokens [T, D], multiplied by the weight of each choice, into rows [R, D] with support
-    for autograd.
+    """Multiply each token [T, D] by the weight of each of its choices and gather the products into
+    rows [R, D]. Autograd is supported.
 
-    This is Tutel's encode with gates. The gradient of the tokens is a weighted sum of rows, and the
-    gradient of each weight is the dot product of two rows.
+    In Tutel, this operation is encode with gates. The gradient of the tokens is a weighted sum of
+    rows, and the gradient of each weight is the dot product of two rows.
     """
     if transformed():
         rows_RD = _plain_rows(x_TD, source_R, position_TK.shape[1])
@@ -376,8 +377,7 @@ def weigh_rows(x_TD: Tensor, weights_TK: Tensor, source_R: Tensor, position_TK: 
 
 def combine_rows(rows_RD: Tensor, weights_TK: Tensor | None, source_R: Tensor,
                  position_TK: Tensor, complete: bool = False) -> Tensor:
-    """Combine rows [R, D] into tokens [T, D] by weighted sums with support for autograd (Tutel's
-    decode).
+    """Combine rows [R, D] into tokens [T, D] by differentiable weighted sums (Tutel's decode).
 
     weights_TK: weights of the choices, or None if all weights are 1. The gradient of each weight is
     the dot product of two rows.
@@ -390,10 +390,9 @@ def combine_rows(rows_RD: Tensor, weights_TK: Tensor | None, source_R: Tensor,
 
 
 def permute_rows(rows_RD: Tensor, order_R: Tensor, inverse_R: Tensor) -> Tensor:
-    """Return `rows[order]`, [R, D], with support for autograd. The gradient is `grad[inverse]`,
-    which requires no scatter.
+    """Return `rows[order]`, [R, D], with support for autograd. The gradient is `grad[inverse]`.
 
-    order_R, inverse_R: int64 [R], two permutations that are inverses of each other.
+    order_R, inverse_R: int64 [R], a permutation and its inverse.
     """
     if transformed():
         return rows_RD.index_select(0, order_R)

@@ -1,4 +1,4 @@
-"""Control over the tensors that autograd saves: rows can be stored elsewhere or computed again."""
+"""Control over the tensors that autograd saves. Rows can be stored elsewhere or recomputed."""
 
 from __future__ import annotations
 
@@ -20,14 +20,15 @@ Function = Callable[..., Tensor]
 def through_recomputed(consume: Function, produce: Function, *inputs: Tensor) -> Tensor:
     """Compute `consume(produce(*inputs))`, and save only the inputs for backward.
 
-    In backward, `produce` runs again when its value is first needed by `consume`. Under
-    torch.compile, this is an ordinary call, because the compiler decides which values are saved.
+    In backward, `produce` runs again when `consume` first needs its output. Under torch.compile,
+    this function is an ordinary call, because the compiler decides which tensors are saved.
 
     Args:
-        consume: function that maps one tensor to the result, for example a matmul. The argument,
-            and views of it, are dropped if `consume` saves them. A copy of the argument that was
-            cast is not dropped.
-        produce: inexpensive function that uses no random numbers and returns new memory.
+        consume: function that maps one tensor to the output, for example a matmul. If `consume`
+            saves its argument or a view of it, the saved tensor is discarded and recomputed in
+            backward. If `consume` saves a cast copy of its argument, the copy is not discarded.
+        produce: inexpensive function that uses no random numbers and whose output is newly
+            allocated.
     """
     if torch.compiler.is_compiling() or not torch.is_grad_enabled() or transformed():
         return consume(produce(*inputs))
@@ -52,9 +53,10 @@ def through_recomputed(consume: Function, produce: Function, *inputs: Tensor) ->
 
 
 def _again(node: Any) -> tuple[Tensor, list[Tensor]]:
-    """Return the value together with its graph, and its inputs.
+    """Return the recomputed output of `produce` with its autograd graph, and the inputs of this
+    graph.
 
-    The value and its graph are computed once per backward pass.
+    The output and its graph are computed once per backward pass.
     """
     if node.made is None:
         inputs = [x.detach().requires_grad_(x.requires_grad) for x in node.saved_tensors]
@@ -64,8 +66,8 @@ def _again(node: Any) -> tuple[Tensor, list[Tensor]]:
 
 
 class _Produce(torch.autograd.Function):
-    """The value of `produce(*inputs)`, for which backward differentiates the second run of
-    `produce`.
+    """An autograd function that computes `produce(*inputs)`. The backward pass of this function
+    runs `produce` a second time and differentiates the second run.
     """
 
     @staticmethod
@@ -88,11 +90,11 @@ class _Produce(torch.autograd.Function):
 
 
 class KeptRows(Protocol):
-    """Rows that are needed in backward and are stored outside of autograd."""
+    """Rows that backward needs and that are stored outside of autograd."""
 
     def rows(self) -> Tensor:
-        """Return the rows [R, width] in a buffer of the original length. Filler rows may have any
-        values.
+        """Return the rows [R, width], in a buffer of the same length as the original buffer. The
+        contents of filler rows are arbitrary.
         """
 
 
@@ -100,15 +102,15 @@ Keep = Callable[[Tensor, Tensor], KeptRows]  # (rows [R, width], rows per expert
 
 
 class _Buffer:
-    """A stored buffer of which several saved tensors are views."""
+    """A stored buffer. Several saved tensors may be views of the buffer."""
 
     def __init__(self, kept: KeptRows) -> None:
         self._kept = kept
         self._again: Callable[[], Tensor | None] = lambda: None
 
     def rows(self) -> Tensor:
-        """Return the rows [R, width]. The same tensor is returned as long as any reference to it
-        exists.
+        """Return the rows [R, width]. While any reference to the returned tensor exists, every call
+        returns the same tensor.
         """
         again = self._again()
         if again is None:
@@ -120,7 +122,7 @@ class _Buffer:
 
 @dataclass(frozen=True)
 class _View:
-    """A saved tensor that is described as a part of a stored buffer."""
+    """A saved tensor, described as a view of a stored buffer."""
 
     buffer: _Buffer
     size: tuple[int, ...]
@@ -133,8 +135,8 @@ class _View:
 
 
 class _Packer:
-    """An object that decides which of autograd's saved tensors are rows, and stores each buffer
-    once.
+    """The pack function of autograd's hooks for saved tensors. The packer decides which saved
+    tensors are rows, and stores each buffer once.
     """
 
     def __init__(self, keep: Callable[[Tensor], KeptRows], x_RD: Tensor,
@@ -145,8 +147,8 @@ class _Packer:
         self._known: dict[int, tuple[StorageWeakRef, weakref.ref[_Buffer]]] = {}
 
     def pack(self, saved: Tensor) -> Any:
-        """Return a `_View` if the rows of the tensor are stored elsewhere, otherwise the tensor
-        itself.
+        """Return a `_View` if the tensor contains rows that are stored elsewhere, otherwise the
+        tensor itself.
         """
         part = self._part(saved)
         if part is None:
@@ -165,8 +167,8 @@ class _Packer:
                      int(saved.storage_offset()) - start)
 
     def _part(self, saved: Tensor) -> tuple[int, int] | None:
-        """If a tensor is a view of rows, return (first element, width) of the view, otherwise
-        None.
+        """If a tensor is a view of rows, return (first element, width) of the view. Otherwise
+        return None.
         """
         storage = saved.untyped_storage()
         if not saved.is_floating_point() or storage._cdata in self.others or not saved.numel():
@@ -188,13 +190,13 @@ def _unpack(packed: Any) -> Tensor:
 @contextlib.contextmanager
 def rows_kept(keep: Callable[[Tensor], KeptRows], x_RD: Tensor, widths: Collection[int],
               others: Collection[Tensor | None]) -> Iterator[None]:
-    """Store the rows that autograd saves inside this context using `keep`.
+    """Inside this context, call `keep` to store the rows that autograd saves.
 
-    Two kinds of tensors count as rows: `x_RD` [R, D], which must be contiguous, and any other
-    tensor with R * w elements for some w in `widths`. Each tensor of this size that is created
-    inside the context must contain the data of row r of x in its own row r.
+    Two types of tensors are treated as rows: `x_RD` [R, D], which must be contiguous, and any other
+    tensor with R * w elements for some w in `widths`. In each tensor of this size that is created
+    inside the context, row r must contain data of row r of x.
 
-    others: tensors that are never treated as rows, regardless of their size, such as weights.
+    others: tensors that are never treated as rows, regardless of their size, for example weights.
     """
     packer = _Packer(keep, x_RD, widths,
                      {t.untyped_storage()._cdata for t in others if t is not None})

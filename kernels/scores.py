@@ -1,8 +1,8 @@
-"""Scores of experts: computation of float32 logits from tokens with fewer bits, and score functions
-by name.
+"""Scores of experts: functions that compute float32 logits from low-precision tokens, and the
+registry of score functions.
 
-A score function is a class that contains its formula, its gradient, and the list of kernels that
-implement it.
+A score function is a class with the formula, the gradient, and the list of kernels that implement
+the function.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ class ScoreFunction:
     A subclass must define `scores`; all other members are optional.
 
     Attributes:
-        kernels: implementations of `kernels.router.route_top_k` that compute this function. "torch"
-            requires the method `slope_`, and "triton" requires a branch in `gpu/router.py`. If
-            `kernels` is empty, routing is computed step by step.
+        kernels: implementations of `kernels.router.route_top_k` that support this score function.
+            "torch" requires the method `slope_`, and "triton" requires a branch in `gpu/router.py`.
+            If `kernels` is empty, the router uses separate torch operations.
         is_softmax: True if the scores of a token sum to 1 and each logit affects the scores of all
             experts.
-        elementwise: True if each score depends only on the logit of the same expert. Such scores
-            can be computed with `batch_invariant`.
+        elementwise: True if each score depends only on the logit of the same expert. If
+            `elementwise` is True, the scores can be computed with `batch_invariant`.
     """
 
     kernels: frozenset[str] = frozenset()
@@ -48,21 +48,21 @@ class ScoreFunction:
         raise NotImplementedError
 
     def reference(self, logits_TE: Tensor) -> Tensor:
-        """Return the scores by the plainest formula, with which the exactness tests compare."""
+        """Compute the scores by the simplest formula. The exactness tests compare scores with this
+        formula.
+        """
         return self.scores(logits_TE)
 
     def slope_(self, pull: Tensor, scores: Tensor) -> Tensor:
-        """Multiply `pull` by `d log(score) / d logit` of the same expert in place. Both tensors may
-        have any shape.
+        """Multiply `pull` in place by the slope `d log(score) / d logit` of each expert. Both
+        tensors may have any shape.
 
-        For a softmax, the term that all logits share is excluded.
+        For a softmax, the term that is common to all logits is excluded.
         """
         raise NotImplementedError
 
     def shares(self, scores_TE: Tensor) -> Tensor:
-        """Return the scores divided by their sum, which is the distribution that losses and entropy
-        use.
-        """
+        """Return the scores divided by their sum. Losses and entropy use the normalized scores."""
         return scores_TE if self.is_softmax else shares(scores_TE)
 
 
@@ -96,7 +96,9 @@ class Softmax(ScoreFunction):
 
 @score_functions.register("sigmoid")
 class Sigmoid(ScoreFunction):
-    """The sigmoid, `1 / (1 + exp(-logit))`, which is independent for each expert."""
+    """The sigmoid, `1 / (1 + exp(-logit))`. The score of an expert does not depend on other
+    experts.
+    """
 
     kernels = frozenset({"torch", "triton"})
     elementwise = True
@@ -114,7 +116,7 @@ SOFTMAX = Softmax()
 
 
 def divisor(total_T1: Tensor, add: float = ADDED, least: float = 0.0) -> Tensor:
-    """Return `max(total + add, least)`, the divisor of scores whose sum is `total`."""
+    """Return `max(total + add, least)`, by which scores with the sum `total` are divided."""
     total_T1 = total_T1 + add
     return total_T1.clamp(min=least) if least else total_T1
 
@@ -125,16 +127,17 @@ def shares(scores_TE: Tensor, add: float = ADDED, least: float = 0.0) -> Tensor:
 
 
 def shares_of_rest(weights_TK: Tensor, add: float, least: float) -> Tensor:
-    """Compute `shares` of the remaining weights of each token. Without remaining weights, the
-    result is 0.
+    """Compute `shares` of the weights that each token has left. If a token has no weights left, the
+    output is 0.
     """
     # The smallest normal number as divisor turns 0 / 0 into 0.
     return shares(weights_TK, add, max(least, torch.finfo(weights_TK.dtype).tiny))
 
 
 class _WideLinear(torch.autograd.Function):
-    """A linear map to float32. For backward, tokens are saved in their own dtype instead of
-    float32."""
+    """A linear map with float32 outputs. For backward, tokens are saved in their original dtype
+    instead of float32.
+    """
 
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, weight_ED: Tensor) -> Tensor:
@@ -173,13 +176,15 @@ class _WideLinear(torch.autograd.Function):
 
 
 def in_parts(x_TD: Tensor) -> bool:
-    """Return true if matmuls with these tokens are computed as sums of 16-bit matmuls.
+    """Return true if matmuls with these tokens are split into several 16-bit matmuls that are
+    summed.
 
-    This is the case for bfloat16 tokens on a GPU if torch can return float32 sums. Each float32
-    operand is split into three bfloat16 tensors that together have its 24 bits, so only the sum is
-    rounded. The matrix units then read the tokens without conversion. A float32 matmul would not
-    use the matrix units and would copy the tokens (the split takes one fifth of the time, measured
-    on an H100).
+    Matmuls are split if the tokens are bfloat16 and on a GPU, and if torch can return float32 sums.
+    Each float32 operand is split into three bfloat16 tensors, which together represent all 24 bits.
+    With split operands, only the sum is rounded. With split operands, the matrix units can read the
+    bfloat16 tokens without conversion. A float32 matmul would not use the matrix units and would
+    need a float32 copy of the tokens. The split matmul takes one fifth of the time of the float32
+    matmul (measured on an H100).
     """
     return x_TD.is_cuda and x_TD.dtype == torch.bfloat16 and hasattr(torch.ops.aten.mm, "dtype")
 
@@ -187,7 +192,7 @@ def in_parts(x_TD: Tensor) -> bool:
 def _parts(x: Tensor, dim: int, number: int) -> Tensor:
     """Split x into `number` bfloat16 tensors with 8 bits each.
 
-    The tensors add up to x and are concatenated along `dim`.
+    The sum of these tensors is x. The tensors are concatenated along `dim`.
 
     A bfloat16 tensor is returned unchanged.
     """
@@ -203,15 +208,15 @@ def _parts(x: Tensor, dim: int, number: int) -> Tensor:
 
 
 def _sum_of_parts(a: Tensor, b: Tensor, size: int, dim: int) -> Tensor:
-    """Multiply the 16-bit matrices a and b with a float32 result, and then sum over consecutive
-    groups of `size` elements along `dim`.
+    """Multiply the 16-bit matrices a and b with a float32 output, and sum the output over
+    consecutive groups of `size` elements along `dim`.
     """
     product = torch.mm(a, b, out_dtype=torch.float32)
     return product if product.shape[dim] == size else product.unflatten(dim, (-1, size)).sum(dim)
 
 
 def _grad_weight(grad_TE: Tensor, x_TD: Tensor) -> Tensor:
-    """Compute `grad^T @ x`, [E, D] in the dtype of the gradient, float32 (or float64)."""
+    """Compute `grad^T @ x`, [E, D], in the dtype of the gradient: float32 (or float64)."""
     if in_parts(x_TD) and not wants_graph():
         return _sum_of_parts(_parts(grad_TE, 1, 3).t(), x_TD, grad_TE.shape[1], 0)
     if x_TD.device.type != "cpu" or wants_graph():
@@ -244,11 +249,11 @@ def _grad_tokens(grad_TE: Tensor, weight_ED: Tensor, dtype: torch.dtype) -> Tens
 
 
 def _product_of_parts(grad_TE: Tensor, weight_ED: Tensor) -> Tensor:
-    """Compute `grad @ weight` of float32 operands in bfloat16, with an error of about 2^-16 before
-    rounding.
+    """Compute `grad @ weight` for float32 operands with bfloat16 matmuls. The error is about 2^-16
+    before rounding.
 
-    One matmul sums the products of the larger parts of the operands, and of each larger part with
-    the smaller part of the other operand.
+    Each operand is split into larger and smaller parts. One matmul sums the products of the larger
+    parts, and the products of each operand's larger part and the other operand's smaller part.
     """
     experts = len(weight_ED)
     grads_T2E, weights_2ED = _parts(grad_TE, 1, 2), _parts(weight_ED, 0, 2)
@@ -258,8 +263,8 @@ def _product_of_parts(grad_TE: Tensor, weight_ED: Tensor) -> Tensor:
 
 
 def linear_scores(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
-    """Compute `x @ weight^T` in float32 (float64 for float64 tokens), [T, E], with support for
-    autograd.
+    """Compute `x @ weight^T` in float32 (float64 for float64 tokens), [T, E]. Autograd is
+    supported.
 
     Args:
         x_TD: tokens [T, D] of any floating-point dtype.

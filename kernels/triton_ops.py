@@ -1,4 +1,4 @@
-"""The operations that have a Triton implementation, and the conditions under which it is used.
+"""The operations that have a Triton implementation, and functions that decide when Triton is used.
 
 Triton is not imported before the first of these operations runs.
 """
@@ -37,7 +37,8 @@ INSTALLED = find_spec("triton") is not None
 
 
 def why_not(*args: Any) -> str | None:
-    """Return the reason why Triton does not support these arguments, or None if it does."""
+    """Return the reason why Triton cannot be used for these arguments, or None if it can be used.
+    """
     if torch.compiler.is_compiling():
         return "torch.compile fuses the torch reference"
     if not INSTALLED:
@@ -55,15 +56,15 @@ def why_not(*args: Any) -> str | None:
 
 @functools.cache
 def no_bfloat16(device: torch.device) -> str | None:
-    """Return the reason why a GPU does not support bfloat16, or None if it does. Cached per
-    device.
+    """Return the reason why this GPU does not support bfloat16, or None if bfloat16 is supported.
+    Cached per device.
     """
     return _below(device, (8, 0), "bfloat16")
 
 
 def _below(device: torch.device, needed: tuple[int, int], what: str) -> str | None:
-    """Return the reason why an NVIDIA GPU does not have a format. Return None if it has the format,
-    or if the GPU is not from NVIDIA.
+    """Return the reason why an NVIDIA GPU does not support a number format. Return None if the
+    format is supported, or if the GPU is not from NVIDIA.
     """
     if torch.version.hip is not None:
         return None
@@ -75,8 +76,8 @@ def _below(device: torch.device, needed: tuple[int, int], what: str) -> str | No
 
 
 def route_why_not(*args: Any) -> str | None:
-    """Return the reason given by `why_not`, or the message that the kernel does not implement the
-    score function.
+    """Return the reason from `why_not`, or a message if the kernel does not implement the score
+    function.
     """
     reason = why_not(*args)
     if reason is not None:
@@ -86,8 +87,8 @@ def route_why_not(*args: Any) -> str | None:
 
 
 def product_why_not(*args: Any) -> str | None:
-    """Return the reason given by `why_not`, or why the installed Triton's matmuls cannot run on the
-    GPU.
+    """Return the reason from `why_not`, or the reason why matmuls of the installed Triton cannot
+    run on the GPU.
     """
     reason, device = why_not(*args), _gpu(args)
     if reason is not None or device is None:
@@ -101,8 +102,8 @@ def product_why_not(*args: Any) -> str | None:
 
 @functools.cache
 def no_products(device: torch.device) -> str | None:
-    """Return the reason why no matmul of the installed Triton runs on a GPU, or None if matmuls
-    run.
+    """Return the reason why no matmul of the installed Triton can run on this GPU, or None if
+    matmuls can run.
 
     Cached per device.
     """
@@ -125,8 +126,8 @@ def no_products(device: torch.device) -> str | None:
 
 @functools.cache
 def no_schedule(schedule: TileSchedule, device: torch.device) -> str | None:
-    """Return the reason why the installed Triton cannot use this schedule on a GPU, or None if it
-    can.
+    """Return the reason why the installed Triton does not support this schedule on this GPU, or
+    None if the schedule is supported.
 
     Cached per device.
     """
@@ -146,23 +147,25 @@ def no_schedule(schedule: TileSchedule, device: torch.device) -> str | None:
 
 
 def fp8_why_not(*args: Any) -> str | None:
-    """Return the reason given by `why_not`, or the message that the GPU cannot convert values to
-    e4m3. The reference emulates this conversion.
+    """Return the reason from `why_not`, or a message if the GPU cannot convert values to e4m3. If
+    the GPU cannot convert values to e4m3, the torch reference emulates the conversion.
     """
     reason, device = why_not(*args), _gpu(args)
     return reason if reason is not None or device is None else no_e4m3(device)
 
 
 def fp8_product_why_not(*args: Any) -> str | None:
-    """Return the reason given by `fp8_why_not`, or why Triton's matmuls cannot run on the GPU."""
+    """Return the reason from `fp8_why_not`, or the reason why Triton's matmuls cannot run on the
+    GPU.
+    """
     reason, device = fp8_why_not(*args), _gpu(args)
     return reason if reason is not None or device is None else no_products(device)
 
 
 @functools.cache
 def no_e4m3(device: torch.device) -> str | None:
-    """Return the reason why a GPU does not support float8 e4m3fn, or None if it does. Cached per
-    device.
+    """Return the reason why this GPU does not support float8 e4m3fn, or None if float8 e4m3fn is
+    supported. Cached per device.
     """
     if torch.version.hip is None:
         return _below(device, (8, 9), "e4m3")
@@ -198,7 +201,8 @@ def _late(name: str) -> Callable[..., Any]:
 
 
 def register() -> None:
-    """Add the Triton implementations to the operations. The package calls this function once."""
+    """Register the Triton implementations of the operations. The package calls this function once.
+    """
     special = {"router": route_why_not, "expert_matmul": product_why_not, "fp8": fp8_why_not}
     for name, module in MODULES.items():
         can = fp8_product_why_not if name == "expert_matmul_fp8" else special.get(module, why_not)

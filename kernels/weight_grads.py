@@ -1,20 +1,21 @@
-"""Weight gradients that are accumulated in place, or computed after their backward pass.
+"""Weight gradients that are accumulated in place or computed after the backward pass.
 
 `GradSums` adds up the gradients of calls that use the same weights, `MainGrad` adds gradients to a
-buffer of the host, and `LaterGrads` postpones the computation.
+buffer of the host framework, and `LaterGrads` postpones the computation.
 
-The pieces into which a layer call is split are calls with the same weights. Autograd would allocate
-a full gradient for each piece and add the gradients one by one. This would read or write as much
-memory as the weights have three times per piece.
+If a layer call is split into pieces, each piece is a call with the same weights. Autograd would
+allocate a full weight gradient for each piece and add these gradients one by one. These additions
+would read or write three times the size of the weights for each piece.
 
-Megatron (`gradient_accumulation_fusion`) keeps a buffer `parameter.main_grad` (fp32 by default)
-over the micro-batches of a step. Megatron's gradient hook adds `parameter.grad` to this buffer,
-unless `parameter.grad_added_to_main_grad` indicates that backward has already done so
-(megatron-core, `tensor_parallel/layers.py` and `distributed/distributed_data_parallel.py`). In this
-package, backward itself adds every contribution to this buffer. Strategies that support this add
-the results of their matmuls directly (`MainGrad`). All other cases (gathered or borrowed experts,
-other strategies, autocast) compute with `redirect_grad(parameter)`. Both methods may be used in one
-step, or in one backward pass, and no contribution is lost or counted twice.
+Megatron (`gradient_accumulation_fusion`) accumulates gradients over the micro-batches of a step in
+a buffer, `parameter.main_grad`, which is fp32 by default. Megatron's gradient hook adds
+`parameter.grad` to this buffer, unless `parameter.grad_added_to_main_grad` indicates that backward
+has already done so (megatron-core, `tensor_parallel/layers.py` and
+`distributed/distributed_data_parallel.py`). In this package, backward itself adds every gradient to
+this buffer. Strategies that support `MainGrad` add the outputs of their matmuls directly to the
+buffer. In all other cases (gathered or borrowed experts, other strategies, autocast), the layer
+computes with `redirect_grad(parameter)` instead of the parameter. Both methods may be used in the
+same step, or even in the same backward pass. No gradient is lost or counted twice.
 """
 
 from __future__ import annotations
@@ -40,9 +41,9 @@ from moe_plugin.kernels.workspace import Workspace
 
 @dataclass
 class _Sum:
-    """The gradient of one weight that is being accumulated.
+    """The gradient of one weight while it is being accumulated.
 
-    experts: the experts that have a value so far.
+    experts: the experts whose gradient has been written so far.
     """
 
     grad_LIO: Tensor
@@ -51,12 +52,13 @@ class _Sum:
 
 @dataclass
 class GradSums:
-    """Sums of the gradients of the calls in one forward pass. Create one object per pass.
+    """Sums of the weight gradients of all calls in one forward pass. Create one object per pass.
 
-    A single backward pass must run through all of these calls. An aborted backward pass leaves sums
-    in this object, which the next pass over the same graph (`retain_graph`) discards.
+    A single backward pass must include all of these calls. If a backward pass is aborted, its sums
+    remain in this object. The next backward pass over the same graph (`retain_graph`) discards
+    these sums.
 
-    calls: number of calls whose forward has run and whose backward will run.
+    calls: number of calls whose forward pass has run and whose backward pass is expected.
     """
 
     calls: int = 0
@@ -65,14 +67,17 @@ class GradSums:
     _task: int = -1  # autograd's number of the backward pass that the sums belong to
 
     def begin(self, name: str, w_LIO: Tensor, memory: Workspace) -> tuple[Tensor, set[int]]:
-        """Return the gradient of the weight `name` [L, I, O], and the experts that have values."""
+        """Return the gradient of the weight `name` [L, I, O], and the experts that it contains so
+        far.
+        """
         self._forget_aborted()
         if name not in self._sums:
             self._sums[name] = _Sum(_as_it_lies(f"gradient {name}", w_LIO, memory))
         return self._sums[name].grad_LIO, self._sums[name].experts
 
     def end(self, name: str) -> Tensor | None:
-        """Return the result of a call's backward: the sum [L, I, O] for the last call, or None."""
+        """Return the gradient to report for a call: the sum [L, I, O] for the last call, or None.
+        """
         if not self.last(name):
             return None
         total = self._sums.pop(name)  # removed, because the graph may serve another pass
@@ -82,21 +87,20 @@ class GradSums:
         return total.grad_LIO
 
     def so_far(self, name: str) -> Tensor | None:
-        """Return the gradient of the weight `name` [L, I, O] from the calls so far, or None."""
+        """Return the gradient of the weight `name` [L, I, O] accumulated so far, or None."""
         self._forget_aborted()
         return self._sums[name].grad_LIO if name in self._sums else None
 
     def give(self, name: str, grad_LIO: Tensor) -> Tensor | None:
-        """Store a new gradient of all experts, or the gradient `so_far` to which a call has been
-        added. The result is the result of `end`.
+        """Store the gradient of all experts: either a new gradient, or the gradient from `so_far`
+        after the call has added its own gradient. The return value is the same as for `end`.
         """
         if name not in self._sums:
             self._sums[name] = _Sum(grad_LIO, set(range(grad_LIO.shape[0])))
         return self.end(name)
 
     def last(self, name: str) -> bool:
-        """Count a call after its backward has run, and return true if it was the last call for the
-        weight `name`.
+        """Record that the backward of a call has run, and return true for the weight's last call.
         """
         self._forget_aborted()
         ended = self._ended.get(name, 0) + 1
@@ -114,9 +118,9 @@ class GradSums:
 
 
 def _as_it_lies(purpose: str, w_LIO: Tensor, memory: Workspace) -> Tensor:
-    """Allocate memory for the gradient of a weight, with the same order of axes as the weight.
+    """Allocate the gradient of a weight, with the same order of axes in memory as the weight.
 
-    With a different order, autograd would make a slow copy.
+    If the order were different, autograd would make a slow copy.
     """
     experts, inner, outer = w_LIO.shape
     if w_LIO.stride(1) == 1 != w_LIO.stride(2):
@@ -125,7 +129,7 @@ def _as_it_lies(purpose: str, w_LIO: Tensor, memory: Workspace) -> Tensor:
 
 
 class WeightGrad:
-    """The gradient of one weight [L, I, O], which is returned as a tensor. This class has the same
+    """The gradient of one weight [L, I, O] that is returned as a tensor. This class has the same
     interface as `MainGrad`.
 
     name, memory: see `GradSums.begin`.
@@ -139,10 +143,10 @@ class WeightGrad:
 
     def add_matmuls(self, experts: Sequence[int | slice], a_s: Sequence[Tensor],
                     b_s: Sequence[Tensor]) -> None:
-        """Add each matmul `a @ b` to the gradient of one expert, or of a batch of experts.
+        """Add each matmul `a @ b` to the gradient of one expert or of several experts.
 
-        The operands are [I, N] and [N, O] for one expert. For a batch of experts the operands have
-        a leading axis. No expert may occur twice.
+        The operands are [I, N] and [N, O] for one expert. For several experts, the operands have a
+        leading axis of experts. Each expert must occur only once.
         """
         products = []
         for of, a, b in zip(experts, a_s, b_s, strict=True):
@@ -160,7 +164,7 @@ class WeightGrad:
             self.products(*zip(*products, strict=True))
 
     def result(self) -> Tensor | None:
-        """Return the result of backward; see `GradSums.end`."""
+        """Return the gradient that backward reports; see `GradSums.end`."""
         return self.sums.end(self.name)
 
 
@@ -170,11 +174,11 @@ WEIGHTS = ("w_in_LDF", "w_gate_LDF", "w_out_LFD")
 
 
 def has_main_grad(parameter: Tensor) -> bool:
-    """Return true if the host reads the gradient of this parameter from `parameter.main_grad`.
+    """Return true if the host framework reads this parameter's gradient from `main_grad`.
 
-    The result is False if the host's hook also reads the gradient itself. This is the case for
-    parameters of Megatron-FSDP and for parameters with `zero_out_wgrad`. All these attributes are
-    set by Megatron and do not exist in other hosts.
+    Return False if the host's hook also reads the ordinary gradient. This is the case for
+    parameters of Megatron-FSDP and for parameters with `zero_out_wgrad`. All of these attributes
+    are set by Megatron. Other host frameworks do not use them.
     """
     if not parameter.requires_grad or not isinstance(getattr(parameter, "main_grad", None), Tensor):
         return False
@@ -184,13 +188,12 @@ def has_main_grad(parameter: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class MainGrad:
-    """The destination of the gradient of one weight, for which backward adds to `main_grad` and
-    returns no gradient.
+    """The gradient of one weight that backward adds to `main_grad` and does not return.
 
     Attributes:
         sums, name: see `WeightGrad`.
-        parameter: weight [L, I, O] that has a `main_grad` of the same shape.
-        memory: source of the memory for temporary tensors.
+        parameter: weight [L, I, O]. The parameter's attribute `main_grad` has the same shape.
+        memory: workspace that provides the memory for temporary tensors.
     """
 
     sums: GradSums
@@ -202,8 +205,9 @@ class MainGrad:
                     b_s: Sequence[Tensor]) -> None:
         """Add `a @ b` to `main_grad[expert]` for each pair; see `WeightGrad.add_matmuls`.
 
-        If the buffer has a different dtype, the largest temporary tensor is the matmul of one
-        expert, or the matmuls of several experts if their size is at most `TEMPORARY_BYTES`.
+        If `main_grad` has a different dtype, temporary tensors are needed. The largest temporary
+        tensor is the matmul of one expert, or the matmuls of several experts if their size is at
+        most `TEMPORARY_BYTES`.
         """
         main_grad: Tensor = self.parameter.main_grad  # type: ignore[attr-defined]
         into = [main_grad[of] for of in experts]
@@ -224,20 +228,17 @@ class MainGrad:
         target_IO.add_(multiply(a_IN, b_NO, product_IO))
 
     def result(self) -> Tensor | None:
-        """Return the result of backward, which is a `placeholder_grad` for the last call that
-        shares `sums`.
-        """
+        """Return a `placeholder_grad` for the last call that shares `sums`, otherwise None."""
         return placeholder_grad(self.parameter) if self.sums.last(self.name) else None
 
 
 def placeholder_grad(parameter: Tensor) -> Tensor | None:
-    """Return the gradient that backward reports for a parameter whose actual gradient is in
-    `main_grad`.
+    """Return the gradient that backward reports for a parameter whose gradient is in `main_grad`.
 
-    Autograd needs a tensor with the shape and dtype of the parameter in order to run the hooks of
-    the parameter. The values are zero, because they may be read by a user's hook. If the host's
-    attribute `grad_added_to_main_grad` does not exist, no hook needs a tensor, and the result is
-    None.
+    Autograd runs the hooks of the parameter only if it receives a tensor with the shape and dtype
+    of the parameter. The placeholder contains zeros, because a user's hook may read it. If the
+    parameter has no attribute `grad_added_to_main_grad`, None is returned, because no hook needs a
+    tensor.
     """
     if not hasattr(parameter, "grad_added_to_main_grad"):
         return None
@@ -259,31 +260,31 @@ class _RedirectGrad(torch.autograd.Function):
 
 
 def redirect_grad(parameter: nn.Parameter) -> Tensor:
-    """Return the parameter for use in any operation. The gradient of this use is added to
-    `parameter.main_grad`.
+    """Return the parameter in a form that can be used in any operation. The gradient of this use is
+    added to `parameter.main_grad` in backward.
     """
     return _RedirectGrad.apply(parameter)
 
 
 class LaterGrads:
-    """Weight gradients whose computation is postponed in backward passes until `compute` is called.
+    """Weight gradients that backward passes postpone. The postponed gradients are computed when
+    `compute` is called.
 
-    The gradients of the rows, for which other ranks wait, can then be sent first.
+    Before that, the gradients of the rows, for which other ranks wait, can be computed and sent.
     """
 
     def __init__(self) -> None:
         self._left: list[Callable[[], Mapping[str, Tensor | None]]] = []
 
     def __len__(self) -> int:
-        """Return the number of passes whose gradients are postponed."""
+        """Return the number of backward passes whose weight gradients are postponed."""
         return len(self._left)
 
     @staticmethod
     def cut_off(tensors: Sequence[Tensor | None]) -> tuple[list[Tensor | None], tuple[bool, ...]]:
-        """Detach the weights from the operands of a call, and return which weights need a gradient.
+        """Detach the weights of a call from the graph, and return which weights need a gradient.
 
-        Autograd then does not see the weights, so no hook of a weight runs before the gradient of
-        the weight exists.
+        Autograd ignores detached weights, so weight hooks do not run before gradients exist.
 
         tensors: the list [w_in, b_in, w_gate, b_gate, w_out, b_out].
         """
@@ -292,21 +293,21 @@ class LaterGrads:
                 for index, t in enumerate(tensors)], wanted
 
     def add(self, work: Callable[[], Mapping[str, Tensor | None]]) -> None:
-        """Postpone the computation of the gradients of a pass. The function `work` returns the
-        gradients by name, with None for gradients that are not needed.
+        """Postpone the weight gradients of a backward pass. The function `work` computes the
+        gradients and returns them by name. Gradients that are not needed are None.
         """
         self._left.append(work)
 
     def forget(self) -> None:
-        """Discard postponed gradients, for example those of a failed step."""
+        """Discard the postponed gradients, for example those of a failed step."""
         self._left.clear()
 
     @torch.no_grad()
     def compute(self, weights: Mapping[str, Tensor], hooks: bool = False) -> None:
-        """Compute the postponed gradients in the order of the passes, and add them to the attribute
-        `grad` of each weight.
+        """Compute the postponed gradients in the order of the backward passes, and add them to the
+        attribute `grad` of each weight.
 
-        weights: the weights by the names that are used by `work`.
+        weights: the weights, under the names that are used in `add`.
         hooks: if True, behave like a single backward pass: sum the gradients of each weight, and
         then pass the sum through the hooks of the weight.
         """
@@ -330,12 +331,12 @@ class LaterGrads:
 
 @dataclass(frozen=True)
 class RowWeightGrads:
-    """The weight gradients of one call. Each method returns values for autograd.
+    """The weight gradients of one call. Each method returns gradients for autograd.
 
     Attributes:
-        precision: precision of matmuls of unrounded operands; see `kernels.expert_matmul`.
-        rounded: the format used for the other matmuls. The format may define a separate method for
-            computing weight gradients. The value None stands for no format.
+        precision: precision of matmuls with unrounded operands; see `kernels.expert_matmul`.
+        rounded: number format of the matmuls with rounded operands, or None if no operand is
+            rounded. The format may define its own method for computing weight gradients.
         groups, main_grad_weights, sums: see `FFNParameters` and `GradSums`.
     """
 
@@ -349,8 +350,8 @@ class RowWeightGrads:
               g_gate: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
         """Return the gradients of the weights w_in and w_gate.
 
-        A single operation computes both gradients if both are needed, and if either both or neither
-        are added to existing memory.
+        If both gradients are needed, a single operation computes them. A single operation can be
+        used only if both gradients or neither of them are added to existing memory.
         """
         if g_h is None or g_gate is None:
             return (None if g_h is None else self.one("w_in_LDF", x, g_h, token_R, None),
@@ -368,7 +369,7 @@ class RowWeightGrads:
 
     def one(self, name: str, x: Tensor, grad: Tensor, x_token_R: Tensor | None,
             grad_token_R: Tensor | None) -> Tensor | None:
-        """Return the gradient of one weight."""
+        """Return the gradient of a single weight."""
         rounded = self._rounded(x, (grad,), x_token_R, grad_token_R)
         if rounded is not None:
             return self._added(name, rounded[0])

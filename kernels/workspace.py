@@ -1,16 +1,16 @@
-"""Reusable memory for large CPU tensors, which avoids page faults in every step.
+"""Reusable memory for large CPU tensors. Reusing memory avoids page faults in every step.
 
-glibc maps memory anew for every large tensor, and the system clears each page when it is first
-accessed. Clearing the pages takes about 60 us per MiB, more time than writing the values. A
-`Workspace` retains the memory of large tensors and reuses it as soon as there is no reference to
-the memory. No calls are needed to release memory, because the number of references is read from the
-storage. Memory is therefore not reused if it contains a saved activation, a gradient that the user
-retains, or a tensor that is used a second time in the same graph. The next request then gets
-different memory.
+glibc maps new memory for every large tensor, and the operating system clears each page on first
+access. Clearing the pages takes about 60 us per MiB, which is longer than writing the values. A
+`Workspace` retains the memory of large tensors and reuses it as soon as no tensor refers to it.
+Callers do not have to release memory, because the reference count of each storage is read. Memory
+is therefore never reused while it contains a saved activation, a gradient that the user retains, or
+a tensor that is used a second time in the same graph. If memory cannot be reused, the next request
+receives different memory.
 
-All modules of a process share one `MemoryPool`, so memory that one layer no longer needs is used by
-the next layer. Together, the layers of a model retain only as much memory as they use at the same
-time, instead of the sum of each layer's maximum.
+All modules of a process share one `MemoryPool`, so the memory that one layer no longer needs can be
+used by the next layer. The layers of a model therefore retain only as much memory as they use at
+the same time, and not the sum of each layer's maximum.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ class _Kept:
     """The memory for one purpose and one data type.
 
     Attributes:
-        storages: all storages, including those in use and those that are free.
-        seen: for each storage, the index of the last request at which it was in use.
+        storages: all storages, both free and in use.
+        seen: for each storage, the number of the last request during which the storage was in use.
         requests: number of requests made so far.
-        swept: number of requests that had been made at the last sweep.
+        swept: value of `requests` at the last sweep.
     """
 
     storages: list[torch.UntypedStorage] = field(default_factory=list)
@@ -54,10 +54,10 @@ class _Kept:
     def take(self, size: int) -> torch.UntypedStorage:
         """Return the smallest free storage of at least `size` bytes, or a new storage.
 
-        A new storage replaces free storage that is slightly too small. The number of storages of a
-        size therefore never exceeds the number that are in use at the same time. A storage is
-        released if it was not needed in at least `PATIENCE` requests, and in twice as many requests
-        as there are storages.
+        A new storage replaces a free storage that is slightly too small. For each size, the number
+        of storages therefore never exceeds the number of storages in use at the same time. A
+        storage is released if it was not used during the last `PATIENCE` requests, and during twice
+        as many requests as there are storages.
         """
         self.requests += 1
         free = self._free()
@@ -76,9 +76,9 @@ class _Kept:
         return self.storages[-1]
 
     def _free(self) -> list[int]:
-        """Return the indices of storages that are free.
+        """Return the indices of the free storages.
 
-        Storages that were free for too long, or that are shared with other processes, are dropped.
+        Storages that were free for too long, or that are shared with other processes, are removed.
         """
         free, old = [], set()
         patience = max(PATIENCE, 2 * len(self.storages))
@@ -98,8 +98,8 @@ class _Kept:
         return free
 
     def sweep(self) -> bool:
-        """Release storages that have been free since the last sweep, and return true if any storage
-        is left.
+        """Release storages that have been free since the last sweep. Return true if any storage
+        remains.
         """
         unused = self.requests == self.swept
         self.swept = self.requests
@@ -113,15 +113,18 @@ class _Kept:
 
 
 class MemoryPool:
-    """A pool of reusable CPU memory by purpose. Concurrent and re-entrant calls are supported."""
+    """A pool of reusable CPU memory. Memory is reused only for the same purpose. Concurrent and
+    re-entrant calls are supported.
+    """
 
     def __init__(self) -> None:
         self.begin()
 
     def begin(self) -> None:
-        """Reset this object to a state without memory and with a new lock.
+        """Reset this object: remove all memory and create a new lock.
 
-        This is necessary in a forked process, because a different thread may have held the lock.
+        A forked process must call this method, because a thread of the parent process may have held
+        the lock.
         """
         self._lock = threading.Lock()
         self._kept: dict[tuple[str, torch.dtype], _Kept] = {}
@@ -144,7 +147,7 @@ class MemoryPool:
             self._kept = {}
 
     def kept_bytes(self) -> dict[str, int]:
-        """Return the number of bytes of the retained memory, in use or free, by purpose."""
+        """Return the number of bytes of the retained memory by purpose, including memory in use."""
         sizes: dict[str, int] = {}
         with self._lock:
             for (purpose, _), kept in self._kept.items():
@@ -170,7 +173,7 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 def shared_pool() -> MemoryPool:
-    """Return the pool of this process."""
+    """Return the memory pool of this process."""
     with _POOLS_LOCK:
         pool = _POOLS.get("cpu")
         if pool is None:
@@ -179,13 +182,13 @@ def shared_pool() -> MemoryPool:
 
 
 class Workspace:
-    """Data that a module retains between calls: reusable CPU memory by purpose, and state by type.
+    """Data that a module retains between calls: reusable CPU memory and state objects.
 
-    Copies (made by pickle or deepcopy) start without any data. Concurrent and re-entrant calls are
-    supported.
+    A copy of a workspace (made by pickle or deepcopy) starts empty. Concurrent and re-entrant calls
+    are supported.
 
     Args:
-        pool: pool from which the memory is taken. By default all modules share the pool of the
+        pool: memory pool that the workspace uses. By default, all modules share the pool of the
             process.
     """
 
@@ -195,8 +198,8 @@ class Workspace:
         self._states: dict[type, Any] = {}
 
     def state(self, kind: type[T]) -> T:
-        """Return the module's object of this type, which is created without arguments on first
-        use.
+        """Return the module's state object of this type. On first use, the object is created
+        without arguments.
         """
         with self._lock:
             if kind not in self._states:
@@ -206,7 +209,7 @@ class Workspace:
     def empty(self, purpose: str, shape: tuple[int, ...], like: Tensor) -> Tensor:
         """Return an uninitialized tensor of a given shape, with the dtype and device of `like`.
 
-        Free memory that was used for the same `purpose` before is reused.
+        If memory for the same `purpose` is free, it is reused.
         """
         size = math.prod(shape) * like.element_size()
         reusable = like.device.type == "cpu" and size >= SMALL_BYTES and _use_count is not None
@@ -215,7 +218,7 @@ class Workspace:
         return self.pool.empty(purpose, shape, like)
 
     def clear(self) -> None:
-        """Discard all states, and release all free memory, including free memory of other
+        """Discard all state objects, and release all free memory, including free memory of other
         modules.
         """
         self.pool.clear()
@@ -223,7 +226,7 @@ class Workspace:
             self._states = {}
 
     def kept_bytes(self) -> int:
-        """Return the number of bytes of the pool's memory, in use or free."""
+        """Return the number of bytes of the pool's memory, including memory in use."""
         return sum(self.pool.kept_bytes().values())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Workspace:
@@ -235,10 +238,10 @@ class Workspace:
 
 def scratch(purpose: str, shape: tuple[int, ...], like: Tensor,
             dtype: torch.dtype | None = None) -> Tensor:
-    """Return an uninitialized CPU tensor from the pool of the process, for the duration of one
-    operation.
+    """Return an uninitialized CPU tensor from the pool of the process. The tensor may be used only
+    during one operation.
 
-    Use this function in operations that do not belong to a module. The tensor `like` determines the
+    Use this function in operations that are not part of a module. The tensor `like` determines the
     device, and also the dtype if `dtype` is None.
     """
     like = like if dtype is None else like.new_empty(0, dtype=dtype)

@@ -1,18 +1,20 @@
-"""Blocks of experts that share the CPU's cache, views of the rows of these experts, and padding.
+"""Blocks of experts whose rows fit into the CPU's cache, views of these rows, and padding.
 
-The views of all rows are created before the first matmul. A matmul evicts Python's data from the
-caches. A line of Python code between two matmuls therefore takes several times as long as in a
-separate loop. In addition, the views of all rows can be created with only one call.
+The views of all rows are created before the first matmul. A matmul evicts the data of the Python
+interpreter from the CPU's caches. Python code between two matmuls therefore runs several times
+slower than the same code in a separate loop. In addition, a single call can create the views of all
+rows.
 
-Experts that are multiplied together are padded to the number of rows of the longest expert. The
-padding consists of copies of the expert's last row, whose gradient is zero. The copies add nothing
-to the weight gradients, and a NaN in one expert does not affect any other expert.
+If several experts are multiplied in one batched matmul, their rows are padded to the number of rows
+of the longest expert. The padding consists of copies of the expert's last row. The gradient of a
+copy is zero. The copies therefore add nothing to the weight gradients, and a NaN in one expert does
+not affect other experts.
 
 Notation: R is the number of rows (ordered by expert), P the number of rows with padding, N the
 number of rows of one block, B the number of experts of one unit, M the number of rows of each of
 these experts, C the number of rows that the unit's matmuls compute (M or a few more, see
 `Unit.computed`), W the width, T the number of tokens and K the number of choices. Experts that are
-multiplied together share a view with a leading axis of experts.
+multiplied in one batched matmul share a view with a leading axis of experts.
 """
 
 from __future__ import annotations
@@ -28,17 +30,17 @@ from moe_plugin.kernels.rows import bags, sum_bags
 
 
 class Unit(NamedTuple):
-    """Consecutive experts that are multiplied together in one matmul.
+    """Consecutive experts that are computed by one matmul.
 
     Attributes:
         first: index of the first expert.
-        experts: number B of experts in the unit.
-        rows: number M of rows of each expert in memory. If there are several experts, all are
-            padded to the number of rows of the longest expert (see `Padding`).
-        computed: number of rows on which the matmul is computed. The number includes all rows in
-            memory and, for a single expert, a few of the following rows if this takes less time
-            (`RowRule.fast`). The results of the next unit overwrite the additional results, so
-            units must be computed in order.
+        experts: number of experts in the unit, B.
+        rows: number of rows that each expert occupies in memory, M. If there are several experts,
+            all are padded to the number of rows of the longest expert (see `Padding`).
+        computed: number of rows that the matmul computes. The number includes all rows in memory.
+            For a single expert, it also includes a few of the next rows if a matmul with more rows
+            is faster (`RowRule.fast`). The additional output rows are overwritten when the next
+            unit is computed, so units must be computed in order.
     """
 
     first: int
@@ -48,21 +50,21 @@ class Unit(NamedTuple):
 
     @property
     def index(self) -> int | slice:  # type: ignore[override]  # not the method of tuples
-        """The index with which the unit's part of a tensor [L, ...] is selected."""
+        """The index that selects the unit's experts in a tensor [L, ...]."""
         return self.first if self.experts == 1 else slice(self.first, self.first + self.experts)
 
 
 @dataclass
 class UnitBlock:
-    """A group of units that pass through all operations together.
+    """A group of units. All operations are applied to one block before the next block starts.
 
     Attributes:
-        rows: range of the block's rows among all rows.
-        size: number N of rows in the block.
-        reach: number of rows from the first row of the block to its last computed row. The number
-            is at least N.
+        rows: slice that selects the block's rows among all rows.
+        size: number of rows in the block, N.
+        reach: number of rows from the first row of the block to the last row that its matmuls
+            compute. `reach` is at least N.
         exact: whether each unit computes only its own rows.
-        single: whether every unit consists of one expert.
+        single: whether every unit consists of a single expert.
     """
 
     rows: slice
@@ -91,8 +93,8 @@ class UnitBlock:
         """Split x [N, W] into one view per unit: [M, W], or [B, M, W] if the unit has several
         experts.
 
-        All views are created at the same time, because creating single views would take as long as
-        the operations of a small expert.
+        All views are created in one call. Creating a single view takes as long as an operation of a
+        small expert.
         """
         parts = (x,) if len(self.units) == 1 else x.split_with_sizes(self._sizes)
         return parts if self.single else tuple(
@@ -100,17 +102,18 @@ class UnitBlock:
             for unit, part in zip(self.units, parts, strict=True))
 
     def columns(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Return one transposed view of the rows per unit: [W, M], or [B, W, M]."""
+        """Return one transposed view per unit, with shape [W, M] or [B, W, M]."""
         if self.single and len(self.units) > 1:
             return x.t().split_with_sizes(self._sizes, 1)
         return tuple(part.transpose(-2, -1) for part in self.split(x))
 
     def cover(self, x: Tensor, first: int, own: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Return views of the computed rows of each unit. The views may overlap.
+        """For each unit, return a view of the rows that its matmuls compute. The views may overlap.
 
         Args:
             x: rows of one block or of all blocks.
-            first: index in `x` of the block's first row, from which at least `reach` rows follow.
+            first: index in `x` of the block's first row. x must contain at least `reach` rows from
+                this index on.
             own: views that were returned by `split`.
         """
         return tuple([part if unit.computed == size else x.narrow(0, first + start, unit.computed)
@@ -118,7 +121,7 @@ class UnitBlock:
                                                          strict=True)])
 
     def clipped(self, end: int) -> UnitBlock:
-        """Return the block, in which the computed rows end at `end`."""
+        """Return a copy of the block whose matmuls compute no rows at or after row `end`."""
         left = end - self.rows.start
         return UnitBlock(self.rows, [
             unit._replace(computed=min(unit.computed, left - start))
@@ -126,7 +129,8 @@ class UnitBlock:
 
 
 def units_of(counts: list[int], limit: int, rule: RowRule) -> list[Unit]:
-    """Return units for the experts that have rows, joining experts of up to `limit` rows if faster.
+    """Create units for all experts that have rows. Experts are joined into units of up to `limit`
+    rows where a joint matmul is faster.
     """
     # Joining saves time only for 16-bit products, see `RowRule`.
     if not rule.narrow:
@@ -154,8 +158,8 @@ def _unit(first: int, experts: int, most: int, rule: RowRule) -> Unit:
 
 
 def blocks_of(counts: list[int], limit: int, rule: RowRule) -> list[UnitBlock]:
-    """Group experts into blocks of at most `limit` rows. An expert with more rows becomes a
-    separate block.
+    """Group experts into blocks of at most `limit` rows. An expert with more than `limit` rows
+    forms a block of its own.
 
     counts: number of rows of each expert. Experts without rows are skipped.
     """
@@ -178,22 +182,22 @@ def blocks_of(counts: list[int], limit: int, rule: RowRule) -> list[UnitBlock]:
 
 
 def clipped(blocks: list[UnitBlock]) -> list[UnitBlock]:
-    """Return the blocks without computed rows beyond the last row.
+    """Return copies of the blocks whose matmuls compute no rows after the last row.
 
-    This is necessary if the rows are in memory that this package does not own.
+    This is necessary if this package does not own the memory of the rows.
     """
     return [block if block.exact else block.clipped(blocks[-1].rows.stop) for block in blocks]
 
 
 @dataclass(frozen=True)
 class Padding:
-    """The mapping between rows without padding and rows with padding.
+    """A mapping between unpadded rows and padded rows.
 
     Attributes:
-        row_P: int64 [P], the index of the row that each padded row contains.
-        real_P: bool [P], False for rows that are copies.
-        padded_R: int64 [R + 1], the position of each row after padding is added. The last element
-            is -1, so that index -1 maps to -1.
+        row_P: int64 [P], the index of the unpadded row that each padded row contains.
+        real_P: bool [P], False for padding.
+        padded_R: int64 [R + 1], the position of each unpadded row among the padded rows. The last
+            element is -1, so that an index of -1 is mapped to -1.
     """
 
     row_P: Tensor
@@ -201,15 +205,15 @@ class Padding:
     padded_R: Tensor
 
     def positions(self, position: Tensor) -> Tensor:
-        """Return the positions of rows after padding is added (int64 of any shape; -1 means no
-        row).
+        """Convert positions of unpadded rows to positions of padded rows (int64 of any shape; -1
+        means no row).
         """
         return self.padded_R[position]
 
 
 def padding_of(counts: list[int], blocks: list[UnitBlock]) -> Padding:
-    """Return the padding of blocks in which some units have several experts. counts: number of rows
-    of each expert.
+    """Create the padding for blocks in which some units consist of several experts. counts: number
+    of rows of each expert.
     """
     units = [unit for block in blocks for unit in block.units]
     own = [rows for rows in counts if rows]
@@ -232,8 +236,8 @@ class UnitRows(NamedTuple):
     """Views of the rows of each unit in a block.
 
     Attributes:
-        own: views of the unit's own rows [M, W].
-        computed: views of those rows [C, W] that matmuls compute row by row.
+        own: for each unit, a view of its own rows [M, W].
+        computed: for each unit, a view of the rows [C, W] that row-wise matmuls compute.
     """
 
     own: tuple[Tensor, ...]
@@ -241,11 +245,11 @@ class UnitRows(NamedTuple):
 
 
 class BlockRows:
-    """Rows of all blocks, or memory for the rows of one block that is overwritten by each block.
+    """The rows of all blocks, or a buffer for the rows of one block, which each block overwrites.
 
     Attributes:
         memory: tensor [R, W] if `whole` is true, otherwise [N of the largest block, W].
-        of_block: view of the rows [N, W] of each block.
+        of_block: for each block, a view of its rows [N, W].
         of_units: for each block, views of the rows of its units.
     """
 
@@ -255,11 +259,12 @@ class BlockRows:
 
         Args:
             blocks: the blocks.
-            memory: tensor that may have additional rows, for results computed beyond the rows of
-                the last expert.
-            whole: whether the memory contains the rows of all blocks.
-            by_row: whether matmuls that compute row by row read or write the memory. If `by_row` is
-                False, `of_units` is empty.
+            memory: tensor with the rows. The tensor may end with additional rows, to which matmuls
+                write the results that they compute beyond the last expert's rows.
+            whole: True if the memory contains the rows of all blocks, False if each block
+                overwrites the memory.
+            by_row: whether row-wise matmuls read or write the memory. If `by_row` is False,
+                `of_units` is empty.
         """
         self._blocks = blocks
         self.of_block: list[Tensor] = []
@@ -277,17 +282,17 @@ class BlockRows:
         self.memory = memory if end == memory.shape[0] else memory[:end]
 
     def take(self, block: int) -> UnitRows:
-        """Return the rows of one block."""
+        """Return views of the rows of one block."""
         return self.of_units[block]
 
     def columns(self) -> list[tuple[Tensor, ...]]:
-        """Return, for each block, the transposed rows [W, M] of each of its units."""
+        """For each block, return the transposed rows [W, M] of each of its units."""
         return [block.columns(x) for block, x in zip(self._blocks, self.of_block, strict=True)]
 
 
 class GatheredRows:
-    """Rows of tokens, which are gathered for one block at a time. This class has the interface of
-    `BlockRows`.
+    """The rows of tokens, gathered into a buffer one block at a time. This class has the interface
+    of `BlockRows`.
 
     Args:
         blocks: the blocks.
@@ -301,7 +306,7 @@ class GatheredRows:
         self.x_TW, self.tokens, self.rows = x_TW, by_block(blocks, token_R), rows
 
     def take(self, block: int) -> UnitRows:
-        """Return the rows of one block, which are valid until the next block is requested."""
+        """Gather the rows of one block. The returned views are valid until the next call."""
         torch.index_select(self.x_TW, 0, self.tokens[block], out=self.rows.of_block[block])
         return self.rows.take(block)
 
@@ -311,7 +316,8 @@ class GatheredRows:
 
 
 class WeightedRows:
-    """Rows of tokens that are multiplied by a factor per row and computed for one block at a time.
+    """The rows of tokens, multiplied by one factor per row. The rows are computed one block at a
+    time.
 
     Args:
         blocks: the blocks.
@@ -331,16 +337,16 @@ class WeightedRows:
                      for part in bags(token_R[:, None], scale_R[:, None], x_TW.dtype)]
 
     def take(self, block: int) -> UnitRows:
-        """Return the rows of one block."""
+        """Return views of the rows of one block."""
         index, scale = (parts[block] for parts in self.bags)
         rows = sum_bags(self.x_TW, index, scale)
         return BlockRows([self._blocks[block]], rows, False).of_units[0]
 
 
 def by_block(blocks: list[UnitBlock], x: Tensor, computed: bool = False) -> list[Tensor]:
-    """Return each block's part of a tensor whose axis 0 has size R.
+    """Split a tensor whose axis 0 has size R into one tensor per block.
 
-    computed: whether to include the following rows that the block also computes.
+    computed: whether to include the additional rows that the block's matmuls compute.
     """
     if computed and not all(block.exact for block in blocks):
         return [x[block.rows.start:block.rows.start + block.reach] for block in blocks]

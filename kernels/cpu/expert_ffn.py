@@ -1,19 +1,21 @@
-"""The strategy `fused`: gather, matmuls, activation and combine as one autograd function for CPUs.
+"""The strategy `fused` for CPUs, which implements gather, matmuls, activation and combine as one
+autograd function.
 
-All operations are applied to one block of experts at a time, while the rows of the block are in the
-cache (see `blocks`). The rows of a block are gathered into a buffer, and matmuls write directly to
-their destination. For backward, the module's `Workspace` stores the value before the activation.
-The `Workspace` also stores the value after the activation if recomputing it costs more than reading
-it and `FFNParameters.recompute` is off, and each output row for the gradient of the gates. If
-`native.passes` is available, it performs all operations between two matmuls in one pass. Output
-rows are then stored only for experts with an output bias (see `FFNCall.late`), and the values of
-gated experts after the activation are recomputed.
+All operations are applied to one block of experts before the next block starts, so that the rows of
+the block stay in the cache (see `blocks`). The rows of a block are gathered into a buffer, and each
+matmul writes directly to its destination. For backward, the module's `Workspace` stores the input
+of the activation function. The `Workspace` also stores the output of the activation function if
+reading it is cheaper than recomputing it and `FFNParameters.recompute` is off. The output rows are
+stored if the gradient of the gates needs them. If `native.passes` is available, the compiled code
+performs all operations between two matmuls in one pass. In this case, output rows are stored only
+for experts with an output bias (see `FFNCall.late`), and gated experts recompute the output of the
+activation function.
 
-In float32 each expert of a block is computed by one thread, and several experts run at the same
-time (`products.SideBySide`). Otherwise experts run one after another, each on all threads. In 16
-bits, consecutive experts with few rows are padded and multiplied in one matmul
-(`products.RowRule`), which reduces the time of the layer to 0.55 to 0.99 of its value (AMD Zen 5;
-64 experts of 128 rows, widths 256 and 512: from 34.3 to 29.9 ms).
+In float32, each expert of a block is computed by one thread, and several experts run in parallel
+(`products.SideBySide`). In 16-bit dtypes, the experts run one after another, and each expert uses
+all threads. In 16-bit dtypes, consecutive experts with few rows are also padded and multiplied in
+one matmul (`products.RowRule`), which multiplies the time of the layer by 0.55 to 0.99 (AMD Zen 5).
+With 64 experts of 128 rows and widths 256 and 512, the time decreases from 34.3 to 29.9 ms.
 """
 
 from __future__ import annotations
@@ -53,7 +55,7 @@ W_IN, W_GATE, W_OUT = WEIGHTS
 def fused(x: Tensor, rows: RowCounts | RowPlan, parameters: FFNParameters) -> Tensor:
     """A strategy for CPUs that computes all operations of the experts in one autograd function.
 
-    x: rows [R, D] or tokens [T, D]. The result has the same shape and dtype; see `Strategy`.
+    x: rows [R, D] or tokens [T, D]. The output has the same shape and dtype as `x`; see `Strategy`.
     """
     p, plan = parameters, rows if isinstance(rows, RowPlan) else None
     # `gather_rows` zeroes empty slots. On a device the check would make the host wait.
@@ -126,7 +128,7 @@ class _FusedFFN(torch.autograd.Function):
 
 
 class _Forward:
-    """The memory of one forward pass, and the operations on one block."""
+    """The memory of one forward pass, and the operations that are applied to each block."""
 
     def __init__(self, call: FFNCall, x: Tensor, w_in: Tensor, b_in: Tensor | None,
                  w_gate: Tensor | None, b_gate: Tensor | None, w_out: Tensor,
@@ -157,7 +159,9 @@ class _Forward:
         return self.rows.memory
 
     def kept(self) -> tuple[Tensor | None, ...]:
-        """Return the values before and after the activation, and `up`. Unneeded values are None."""
+        """Return the tensors that backward needs: the input and the output of the activation
+        function, and `up`. Tensors that backward does not need are None.
+        """
         keep, keep_after = self.call.keep, self.call.keep_after
         return (self.before.memory if keep else None, self.after.memory if keep_after else None,
                 self.up.memory if keep and self.up is not None else None)
@@ -176,7 +180,9 @@ class _Forward:
 
 
 class _Backward:
-    """The memory of one backward pass, its gradients, and the operations on one block."""
+    """The memory and the gradients of one backward pass, and the operations that are applied to
+    each block.
+    """
 
     def __init__(self, ctx: Any, grad_y: Tensor) -> None:
         self.call = call = ctx.call
@@ -242,7 +248,7 @@ class _Backward:
             self.columns[W_IN] = self.columns[W_GATE] = gathered.columns()
 
     def _left_weights(self) -> dict[str, Tensor | None]:
-        """Return the weight gradients that `run` has postponed."""
+        """Compute and return the weight gradients that `run` has postponed."""
         self.bias_into = {}
         self._begin_weights(self.call.wanted)
         for block in range(len(self.call.blocks)):
@@ -254,7 +260,9 @@ class _Backward:
         return {name: g.result() for name, g in self.grads.items()}
 
     def run(self) -> tuple[Tensor | None, ...]:
-        """Return the gradients of x, gates and all parameters, with None for unneeded gradients."""
+        """Return the gradients of x, of the gates and of all parameters. Gradients that are not
+        needed are None.
+        """
         for block in range(len(self.call.blocks)):
             self._block(block)
         if self.call.later is not None:
@@ -273,7 +281,9 @@ class _Backward:
         self._input_side(block)
 
     def _native(self, block: int, grad_NF: Tensor, h_NF: Tensor, up_NF: Tensor | None) -> None:
-        """Compute the gradients before the activation, and `inner` for the last weight gradient."""
+        """Compute the gradient of the activation function's input, and `inner` for the weight
+        gradient of the last matmul.
+        """
         up_grad_NF = None if self.up_grad is None else self.up_grad.of_block[block]
         scale_N = self.scales[block]
         self.call.native.backward(grad_NF, h_NF, up_NF, self.inner.of_block[block], up_grad_NF,
@@ -287,7 +297,7 @@ class _Backward:
             self.call.native.scale(self.grad_output.rows.of_block[block], self.scales[block])
 
     def _by_torch(self, block: int, grad_NF: Tensor, h_NF: Tensor, up_NF: Tensor | None) -> None:
-        """Compute the same results as `_native` with torch's operations."""
+        """Compute the same gradients as `_native`, but with torch operations."""
         a_NF = self.after.of_block[block]
         if self.recompute:
             self.call.act.into(h_NF, a_NF)
@@ -312,20 +322,22 @@ class _Backward:
         return scale_R
 
     def _by_block(self, x_R: Tensor | None) -> list[Tensor] | list[None]:
-        """Split the per-row values into one piece per block for `_native`. If there are no values,
-        return one None per block.
+        """Split a tensor with one value per row into one tensor per block for `_native`. If the
+        tensor is None, return a list with one None per block.
         """
         blocks = self.call.blocks
         return [None] * len(blocks) if x_R is None else by_block(blocks, x_R)
 
     def _read_grad(self) -> BlockRows | GatheredRows | WeightedRows:
-        """Return the gradient of the output rows. If `late` is true, the gates are not applied."""
+        """Return the gradient of the output rows. If `late` is true, this gradient is not
+        multiplied by the gates.
+        """
         if self.scale_R is None or self.call.late:
             return self.call.gathered(self.grad_y, "gathered grad")
         return WeightedRows(self.call.blocks, self.grad_y, self.call.maps.token_R, self.scale_R)
 
     def _add_weight_grads(self, name: str, block: int, grads: Sequence[Tensor]) -> None:
-        """Add the gradients of one matrix and its bias if they are needed."""
+        """Add the gradients of one matrix and of its bias, if these gradients are needed."""
         if name in self.bias_into:
             for into, grad in zip(self.bias_into[name][block], grads, strict=True):
                 torch.sum(grad, -2, out=into)
@@ -334,7 +346,8 @@ class _Backward:
                                          self.columns[name][block], grads)
 
     def _input_side(self, block: int, rows: bool = True) -> None:
-        """Compute the gradients of the weights and biases of the first matmuls, and of the rows."""
+        """Compute the weight and bias gradients of the first matmuls, and the gradient of the rows.
+        """
         grads = {W_IN: self.activation_grad} if self.up is None else {
             W_IN: self.up_grad, W_GATE: self.activation_grad}
         if self.input is not None:

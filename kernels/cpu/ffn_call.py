@@ -1,5 +1,5 @@
-"""The values that the passes of one call of the strategy `fused` share (`FFNCall`), and the matmuls
-with the weights of each expert (`Linear`).
+"""Data shared by the forward and backward pass of one call of the strategy `fused` (`FFNCall`), and
+the matmuls with each expert's weights (`Linear`).
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from moe_plugin.records import RowPlan
 
 @dataclass(frozen=True)
 class Maps:
-    """The mapping of rows to the tensors from which they are read and to which they are written.
+    """For each row, the indices of the tensors from which it is read and to which it is written.
 
     Attributes:
         token_R, source_R, position_TK, complete: see `kernels.rows`, which also describes the
-            padding of batches. All of them are None if `x` contains rows without padding. If there
-            is padding, each row is treated as a token with one choice and `source_R` is None.
+            padding of batches. All of them are None if `x` contains rows without padding. With
+            padding, each row is treated as a token with a single choice, and `source_R` is None.
         real_R: bool [R], False for padding rows. None without padding.
     """
 
@@ -37,7 +37,9 @@ class Maps:
 
     @classmethod
     def of(cls, plan: RowPlan | None, padding: Padding | None) -> Maps:
-        """Create the mapping for a call with tokens, or for a call with rows (`plan` is None)."""
+        """Create the mapping for a call. If `plan` is None, the input of the call contains rows,
+        otherwise tokens.
+        """
         if padding is None:
             return cls() if plan is None else cls(plan.token_R, plan.source_R, plan.position_TK,
                                                   plan.complete)
@@ -49,17 +51,19 @@ class Maps:
 
 @dataclass(frozen=True)
 class FFNCall:
-    """The arguments of one call that autograd does not differentiate.
+    """The arguments of a call for which autograd does not compute gradients.
 
     Attributes:
         counts: number of rows of each expert.
         products: object that multiplies rows by the experts' matrices.
         native: the compiled passes, or None if torch's operations are used.
-        keep: whether a backward pass will follow.
-        keep_after: whether to store the value after the activation. If `native` is used, the
-            derivative of the activation then replaces the value before it.
-        late: True if `native` applies the gates to the gradients of the inner values instead of to
-            the output's gradient. In this case, `native` also computes the gradient of the gates.
+        keep: whether to save tensors for a backward pass.
+        keep_after: whether to save the output of the activation function. If `native` is used and
+            this output is saved, the derivative of the activation function overwrites the input of
+            the activation function.
+        late: True if `native` applies the gates to the gradients of the inner values rather than to
+            the gradient of the output. In this case, `native` also computes the gradient of the
+            gates.
         main_grad_weights, sums: see `FFNParameters`.
         later, wanted: see `FFNParameters.leaving` and `LaterGrads.cut_off`.
     """
@@ -80,7 +84,9 @@ class FFNCall:
     wanted: tuple[bool, ...]
 
     def make(self, purpose: str, width: int, like: Tensor, whole: bool = False) -> BlockRows:
-        """Allocate memory for the rows of all blocks if `whole` is true, otherwise of one block."""
+        """Allocate memory for the rows of all blocks if `whole` is true, otherwise for the largest
+        block.
+        """
         end = 0
         for block in self.blocks:
             end = max(end, block.reach + (block.rows.start if whole else 0))
@@ -89,14 +95,17 @@ class FFNCall:
         return BlockRows(self.blocks, memory, whole)
 
     def gathered(self, x: Tensor, purpose: str) -> BlockRows | GatheredRows:
-        """Return the rows of tokens x [T, W], or `x` itself if it contains rows [R, W]."""
+        """Return the gathered rows of the tokens x [T, W]. If `x` already contains rows [R, W],
+        return `x`.
+        """
         if self.maps.token_R is None:
             return BlockRows(self.blocks, x, True)
         return GatheredRows(self.blocks, x, self.maps.token_R, self.make(purpose, x.shape[1], x))
 
 
 def by_unit(x_L: Tensor, blocks: list[UnitBlock]) -> list[list[Tensor]]:
-    """Return, for each block, the parts of a tensor [L, ...] that belong to the block's units."""
+    """For each block, return the slices of a tensor [L, ...] that belong to the units of the block.
+    """
     one_by_one = x_L.unbind(0)  # one operation, where indexing would take one per view
     parts: list[list[Tensor]] = []
     for block in blocks:
@@ -110,7 +119,9 @@ def by_unit(x_L: Tensor, blocks: list[UnitBlock]) -> list[list[Tensor]]:
 
 
 class Linear:
-    """The operation `x @ w + b` for each expert. All views are created at the same time."""
+    """The operation `x @ w + b` for each expert. The views for all experts are created in a single
+    operation.
+    """
 
     def __init__(self, call: FFNCall, w_LIO: Tensor, b_LO: Tensor | None = None) -> None:
         self.w = by_unit(w_LIO, call.blocks)
@@ -119,11 +130,12 @@ class Linear:
         self.products = call.products
 
     def into(self, block: int, rows: UnitRows, out: BlockRows, add: bool = False) -> Tensor:
-        """Multiply the rows of one block by the matrices of their experts, and return the
-        corresponding rows [N, O] of `out`.
+        """Multiply the rows of one block by their experts' matrices. Write the products to `out`,
+        and return the rows [N, O] of this block in `out`.
 
-        add: whether to add the result to the values of `out`. In this case no bias is added, and
-        only an expert's own rows are computed, because the next expert adds to its own rows.
+        add: whether to add the products to the existing values of `out`. With `add`, no bias is
+        added, and the matmul computes only an expert's own rows, because the next expert also adds
+        to its own rows.
         """
         into = out.of_units[block]
         xs, ys = (rows.own, into.own) if add else (rows.computed, into.computed)

@@ -1,12 +1,13 @@
-"""Matmuls of the experts on a CPU, chosen by the instructions of the processor.
+"""Matmuls of the experts on a CPU. The implementation depends on the instructions of the processor.
 
-16-bit matmuls use the processor's own instructions, or are computed in float32. Several float32
-matmuls run at the same time.
+16-bit matmuls use 16-bit instructions of the processor, or are computed in float32. Several float32
+matmuls run in parallel.
 
 Without AVX-512 (x86) or bf16 instructions (Arm), torch multiplies 16-bit matrices one element at a
-time. This takes up to a hundred times as long as the same matmul in float32. In that case the
-operands are converted to float32, multiplied, and rounded once. The result is at least as accurate,
-because 16-bit matmuls also use 32-bit sums.
+time. Such a matmul takes up to a hundred times as long as the same matmul in float32. On processors
+without such instructions, the operands are converted to float32 and multiplied, and the product is
+rounded once. The product is at least as accurate as with 16-bit instructions, which also accumulate
+in float32.
 
 In float32 each matmul is computed by one thread (`SideBySide`, `native/products.c`). With 64
 experts of 128 rows and widths 256 and 352, three matmuls take 30.7 ms instead of 44.4 ms, and with
@@ -37,8 +38,8 @@ PARTS = 4  # every piece except the last can be cut into this number of equal pa
 
 
 def widened(x_ND: Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
-    """Yield (span, x[span] in `dtype`) for each piece of a CPU tensor, one after another, using
-    the same memory for all pieces.
+    """Convert a CPU tensor piece by piece. Yield (span, x[span] in `dtype`) for each piece. All
+    pieces share the same memory.
 
     x_ND: tensor [N, D] that is converted.
     """
@@ -62,10 +63,10 @@ _NATIVE = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkld
 class Products(Protocol):
     """A function that computes several matmuls, `a @ b` (+ base), and writes the results to `out`.
 
-    Each matmul has `a_NI` [N, I], `b_IO` [I, O] and `out_NO` [N, O]. The base is [N, O] (possibly
-    `out_NO` itself), [O] or None. All tensors have the same dtype. Alternatively all tensors have a
-    leading axis of experts. All matmuls are passed in one call, because Python code between two
-    matmuls would cause cache misses.
+    Each matmul has `a_NI` [N, I], `b_IO` [I, O] and `out_NO` [N, O]. The base, which is added to
+    each product, is [N, O] (possibly `out_NO` itself), [O] or None. All tensors have the same
+    dtype. Alternatively, all tensors have a leading axis of experts. All matmuls are passed in one
+    call, because Python code between two matmuls would cause cache misses.
     """
 
     def __call__(self, a_s: Sequence[Tensor], b_s: Sequence[Tensor], outs: Sequence[Tensor],
@@ -80,10 +81,9 @@ def in_float32(dtype: torch.dtype) -> bool:
 
 
 def products_of(like: Tensor, in_order: bool = False) -> Products:
-    """Return the function that multiplies matrices with the dtype of `like` on the device of
-    `like`.
+    """Return the function that multiplies matrices with the dtype and device of `like`.
 
-    in_order: True if matmuls must run one after another, because a matmul may write to rows that
+    in_order: whether matmuls must run one after another, because a matmul may write to rows that
         the next matmul overwrites.
     """
     if like.device.type == "cpu" and in_float32(like.dtype):
@@ -101,15 +101,15 @@ def multiply(a_NI: Tensor, b_IO: Tensor, out_NO: Tensor, base: Tensor | None = N
 
 @dataclass(frozen=True)
 class RowRule:
-    """A rule for the number of rows for which a matmul on a CPU takes the least time.
+    """Rules that choose the fastest number of rows for a matmul on a CPU.
 
     Attributes:
-        narrow: whether matmuls are in 16 bits with the processor's own instructions. Float32
-            matmuls take the same time per row for any number of rows, and several run at the same
+        narrow: True if the matmuls are computed with 16-bit instructions of the processor. The time
+            per row of float32 matmuls does not depend on the number of rows, and several float32
+            matmuls run in parallel.
+        work: number of multiplications per row.
+        least: minimum number of matmuls that joining experts must save, because padding also takes
             time.
-        work: cost of one row, as a number of multiplications.
-        least: minimum number of matmuls that must be saved before experts are joined, because
-            padding also requires some operations.
     """
 
     narrow: bool = False
@@ -117,31 +117,35 @@ class RowRule:
     least: int = 4
 
     def fast(self, rows: int) -> int:
-        """Return the given number of rows, or a number that is larger by up to `MOST_ADDED` if that
-        is faster.
+        """Return `rows`, or a number that is larger by up to `MOST_ADDED` if a matmul with more
+        rows is faster.
 
-        From 256 rows on, oneDNN splits the rows of a 16-bit matmul into pieces of equal size, and
-        chooses the number of pieces among the divisors of the number of rows. 989 rows of width 512
-        took 1.5 times as long as 996 rows (inner width 2048, AMD Zen 5). The average time of the
-        four matmuls with rows was reduced to 0.94 to 0.97 of its value (960 to 1,100 rows), 0.97
-        (740 to 810 rows) and 0.98 (256 to 400 rows). Among the steps from 2 to 32, the chosen steps
-        were the fastest. Below 256 rows, no step reduces the time.
+        For 256 rows or more, oneDNN splits the rows of a 16-bit matmul into pieces of equal size.
+        The number of pieces is a divisor of the number of rows. For example, 989 rows of width 512
+        took 1.5 times as long as 996 rows (inner width 2048, AMD Zen 5). Rounding the number of
+        rows up multiplies the average time of the four row-wise matmuls by 0.94 to 0.97 (960 to
+        1,100 rows), 0.97 (740 to 810 rows) and 0.98 (256 to 400 rows). The number of rows is
+        rounded up to a multiple of a step that depends on the number of rows. Among the steps from
+        2 to 32, the chosen steps were the fastest. Below 256 rows, rounding up does not reduce the
+        time.
         """
         step = 1 if rows < 256 or not self.narrow else 4 if rows < 512 else MOST_ADDED + 1
         return -(-rows // step) * step
 
     def joins(self, experts: int, most: int, own: int, rows: int) -> bool:
-        """Return true if it is faster for an expert to join the matmul of the experts before it.
+        """Return true if it is faster to compute an expert in the same matmul as the experts before
+        it.
 
         All joined experts are padded to the number of rows of the longest expert. If the longest
         expert has more than `FEW` rows, the number of padded rows must be at most twice the number
-        of real rows. Starting a matmul takes time to allocate memory, to plan the matmul, and for
-        two threads to wait for each other. 64 experts with 100 to 153 rows took 18.1 ms in groups
-        of 16, 19.4 ms in groups of 4, and 23.9 ms one by one (six matmuls of widths 256 and 512,
-        AMD Zen 5).
+        of real rows. Starting a matmul costs time, because memory is allocated, the matmul is
+        planned, and threads wait for each other. 64 experts with 100 to 153 rows took 18.1 ms in
+        groups of 16, 19.4 ms in groups of 4, and 23.9 ms without groups (six matmuls of widths 256
+        and 512, AMD Zen 5).
 
-        experts, most, own: the number of experts before this one, the largest number of rows of one
-        of them, and their total number of rows.
+        experts: number of experts that were joined before this expert.
+        most: largest number of rows of one of the joined experts.
+        own: total number of rows of the joined experts.
         rows: number of rows of the expert.
         """
         if not self.narrow:
@@ -153,8 +157,8 @@ class RowRule:
 
 
 def row_rule(like: Tensor, width: int, inner: int) -> RowRule:
-    """Return the rule for matmuls with the dtype and device of `like` in experts of these
-    widths.
+    """Return the rules for experts of these widths, for matmuls with the dtype and device of
+    `like`.
     """
     narrow = like.device.type == "cpu" and like.dtype in _NATIVE and not in_float32(like.dtype)
     return RowRule(narrow, width * inner + ELEMENT * (width + inner))
@@ -162,7 +166,7 @@ def row_rule(like: Tensor, width: int, inner: int) -> RowRule:
 
 def one_by_one(a_s: Sequence[Tensor], b_s: Sequence[Tensor], outs: Sequence[Tensor],
                bases: Sequence[Tensor | None]) -> None:
-    """Compute the matmuls with torch, each on all threads."""
+    """Compute the matmuls with torch. Each matmul uses all threads."""
     for a, b, out, base in zip(a_s, b_s, outs, bases, strict=True):
         if a.dim() == 3:
             _batched(a, b, out, base)
@@ -173,7 +177,7 @@ def one_by_one(a_s: Sequence[Tensor], b_s: Sequence[Tensor], outs: Sequence[Tens
 
 
 def _batched(a_EIN: Tensor, b_ENO: Tensor, out_EIO: Tensor, base: Tensor | None) -> None:
-    """Multiply the matrices of several experts in one call of torch."""
+    """Multiply the matrices of several experts in one call of a torch function."""
     if base is not None and base.dim() == 2:
         base = base[:, None]
     if out_EIO.element_size() == 2 and out_EIO.stride(2) != 1:
@@ -194,12 +198,12 @@ def _batched(a_EIN: Tensor, b_ENO: Tensor, out_EIO: Tensor, base: Tensor | None)
 
 
 class SideBySide:
-    """Several matmuls that run at the same time, each computed by one thread.
+    """Computes several matmuls in parallel, with one thread per matmul.
 
-    The matmuls run one by one if there is only one, or if the matrices have different strides or
-    gaps.
+    The matmuls run one after another if there is only one matmul, if the matrices have different
+    strides, or if a matrix is not stored densely.
 
-    gemm: address of MKL's function sgemm.
+    gemm: address of the MKL function sgemm.
     """
 
     def __init__(self, functions: ctypes.CDLL, gemm: int) -> None:
@@ -229,14 +233,16 @@ class SideBySide:
 
 @functools.cache
 def side_by_side() -> SideBySide | None:
-    """Return the compiled functions, which are created once, or None; see `why_one_by_one`."""
+    """Return the compiled functions, or None; see `why_one_by_one`. The compiled functions are
+    loaded only once.
+    """
     library, gemm = build.library("products.c"), _gemm_of_torch()
     return None if isinstance(library, str) or gemm is None else SideBySide(library, gemm)
 
 
 def _gemm_of_torch() -> int | None:
-    """Return the address of the function sgemm in torch's MKL, or None if torch uses a different
-    library.
+    """Return the address of the function sgemm in the MKL library that torch uses, or None if torch
+    uses another library.
     """
     path = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
     try:
@@ -248,7 +254,7 @@ def _gemm_of_torch() -> int | None:
 
 def why_one_by_one() -> str | None:
     """Return the reason why this machine multiplies float32 experts one after another, or None if
-    it does not.
+    they are multiplied in parallel.
     """
     return build.why_not("products.c") or (
         None if side_by_side() else "torch multiplies by another library than MKL")

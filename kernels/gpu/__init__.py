@@ -1,5 +1,5 @@
-"""Implementations for GPUs: Triton kernels, and the expert strategy that uses them.
+"""Implementations for GPUs: Triton kernels, and the expert strategy that calls them.
 
-Modules that need Triton are imported when one of their operations first runs, so the package works
-without Triton.
+A module that needs Triton is imported when one of its operations first runs, so the package also
+works without Triton.
 """

@@ -1,5 +1,5 @@
-"""Functions that the Triton kernels share: activations, tile sizes, and a check for the
-interpreter.
+"""Functions shared by the Triton kernels: activations, tile sizes, and a check whether Triton's
+interpreter is used.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ ROW_ELEMENTS = 1 << 17 if INTERPRETED else 1 << 12
 
 
 def row_tile(width: int) -> tuple[int, int]:
-    """Return (rows, columns) of a tile for kernels that move rows of `width` values.
+    """Return the tile size (rows, columns) for kernels that copy rows of `width` values.
 
-    With these sizes each thread makes several 16-byte accesses at the same time.
+    With these tile sizes, each thread has several 16-byte memory accesses in flight.
     """
     columns = min(triton.next_power_of_2(max(1, width)), 1024)
     return max(1, min(128, ROW_ELEMENTS // columns)), columns
@@ -38,31 +38,31 @@ def row_tile(width: int) -> tuple[int, int]:
 def needs_upcast(dtype: torch.dtype) -> bool:
     """Return true if operands must be converted to float32 before a matmul.
 
-    The interpreter multiplies 16-bit matrices incorrectly (bfloat16 in versions 3.6 to 3.9).
+    Triton's interpreter multiplies 16-bit matrices incorrectly (bfloat16 in versions 3.6 to 3.9).
     """
     return INTERPRETED and dtype in (torch.bfloat16, torch.float16)
 
 
 def bounded_registers(most: int, chip: Chip | None = None) -> dict[str, int]:
-    """Return launch options that limit the number of registers per thread of a kernel on NVIDIA
-    GPUs.
+    """Return launch options that limit the registers per thread of a kernel on NVIDIA GPUs.
 
-    If `chip` is given, there is no limit on Hopper GPUs. Without a limit, NVIDIA's assembler may
-    spill a few bytes so that more programs can run at once.
+    If `chip` is given, kernels on Hopper GPUs are not limited. Without a limit, NVIDIA's assembler
+    may spill a few bytes to memory so that more programs can run at once.
     """
     free = torch.version.hip is not None or (chip is not None and chip.kind == "hopper")
     return {} if free else {"maxnreg": most}
 
 
 def pointer(tensor: Tensor | None, stand_in: Tensor) -> Tensor:
-    """Return a contiguous tensor. If `tensor` is None, it is a placeholder for the unused pointer
-    argument."""
+    """Return the tensor as a contiguous tensor. If `tensor` is None, return a placeholder tensor
+    for the unused pointer argument.
+    """
     return stand_in if tensor is None else tensor.contiguous()
 
 
 @triton.jit
 def activate(x, ACT: tl.constexpr):
-    """Compute `act(x)` in float32; NaN stays NaN, as in torch."""
+    """Compute `act(x)` in float32. NaN stays NaN, as in torch."""
     if ACT == "gelu":
         y = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
     elif ACT == "gelu_tanh":
@@ -80,8 +80,8 @@ def activate(x, ACT: tl.constexpr):
 
 @triton.jit
 def activation_grad(x, ACT: tl.constexpr):
-    """Compute `act'(x)` in float32. For NaN the result is the same as in torch: 1 for relu, and NaN
-    for the other activations.
+    """Compute `act'(x)` in float32. For NaN, the derivative is the same as in torch: 1 for relu,
+    and NaN for the other activation functions.
     """
     if ACT == "gelu":
         y = 0.5 * (1.0 + tl.erf(x * 0.7071067811865476)) + x * 0.3989422804014327 * tl.exp(

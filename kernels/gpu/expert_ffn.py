@@ -1,11 +1,11 @@
 # ruff: noqa: UP006, UP035, UP045  (torch.library reads List and Optional)
-"""The strategy `kernels`: grouped matmul kernels for GPUs, which gather rows while loading them.
+"""The strategy `kernels` for GPUs: grouped matmul kernels that gather rows while loading them.
 
-Forward computes `h = x[token] @ w_in` and `a = act(h)` in one kernel, then `rows = a @ w_out`, and
-finally y as the weighted sum of rows. Forward saves x and h (and the gate of gated experts) for
-backward. In the backward pass, one kernel propagates the output gradient through w_out^T and the
-activation and recomputes `a`. The kernel computes the gate gradients as row-wise dot products, so
-the output rows need not be saved.
+Forward computes `h = x[token] @ w_in` and `a = act(h)` in one kernel, and `rows = a @ w_out` in the
+next kernel. The output y is the weighted sum of each token's rows. Forward saves x and h (and
+`gate` for gated experts) for backward. In backward, one kernel multiplies the output gradient by
+w_out^T, propagates it through the activation, and recomputes `a`. The same kernel computes the gate
+gradients as row-wise dot products, so the output rows need not be saved.
 """
 
 from __future__ import annotations
@@ -38,10 +38,11 @@ from moe_plugin.records import DeviceCounts, RowCounts, RowPlan
 
 @strategies.register("kernels")
 def kernel_ffn(x: Tensor, rows: RowCounts | RowPlan, parameters: FFNParameters) -> Tensor:
-    """A strategy for GPUs: grouped kernels with gather, activation and gate gradient.
+    """A strategy whose GPU kernels also gather rows, apply the activation and compute gate
+    gradients.
 
-    x: rows [R, D] or tokens [T, D]. The result has the same shape and dtype; see `Strategy`. On
-    other devices the torch references of the kernels run.
+    x: rows [R, D] or tokens [T, D]. The output has the same shape and dtype as `x`; see `Strategy`.
+    On other devices, the kernels' torch references are used.
     """
     p, plan = parameters, rows if isinstance(rows, RowPlan) else None
     counts = rows.counts if isinstance(rows, RowPlan) else rows
@@ -82,17 +83,16 @@ def kernel_ffn(x: Tensor, rows: RowCounts | RowPlan, parameters: FFNParameters) 
 
 
 def _traced(x: Tensor) -> bool:
-    """Return true if only shapes are needed: for torch.compile, and for fake or meta tensors."""
+    """Return true if the call is only traced: under torch.compile, and for fake or meta tensors."""
     return torch.compiler.is_compiling() or x.is_meta or type(x) not in (Tensor, nn.Parameter)
 
 
 @dataclass(frozen=True)
 class _Call:
-    """The data, apart from tensors, that the passes of a call share; see `FFNParameters`.
+    """Data shared by the forward and backward pass of a call, except tensors; see `FFNParameters`.
 
-    groups: groups of the rows, with the tables of tiles, which forward computes and backward
-    reuses. later: object that receives postponed gradients, or None if this call cannot postpone
-    them. wanted: see `LaterGrads.cut_off`.
+      later: object that collects postponed weight gradients, or None if they
+    cannot be postponed. wanted: see `LaterGrads.cut_off`.
     """
 
     groups: RowGroups
@@ -112,16 +112,16 @@ def _expert_ffn(x: Tensor, gates_TK: Optional[Tensor], source_R: Optional[Tensor
                 w_gate: Optional[Tensor], b_gate: Optional[Tensor], w_out: Tensor,
                 b_out: Optional[Tensor], counts: Optional[Sequence[int]],
                 lengths_L: Optional[Tensor], activation: str, precision: str) -> List[Tensor]:
-    """Compute [y, h, gate] of feed-forward experts, with support for autograd.
+    """Compute feed-forward experts and return [y, h, gate]. The operation supports autograd.
 
     Args:
         x: tokens [T, D], or rows [R, D] if `source_R` and `position_TK` are None.
-        gates_TK: weights of the choices in float32 or float64, or None if all weights are 1.
-        w_in, w_gate, b_in, b_gate: weights [L, D, F] and biases [L, F], in the dtype of x.
-        w_out, b_out: weight [L, F, D] and bias [L, D], in the dtype of x.
-        counts: number of rows of each expert, or None if only the device knows the numbers.
-        lengths_L: number of rows of each expert, int64 [L], which is used if `counts` is None.
-    Returns: y in the shape of x; h and gate [R, F] for backward (gate is empty for plain experts).
+        gates_TK: gate weights of the choices in float32 or float64, or None if all weights are 1.
+        w_in, w_gate, w_out: weights [L, D, F], [L, D, F] and [L, F, D], in the dtype of x.
+        b_in, b_gate, b_out: biases [L, F], [L, F] and [L, D], in the dtype of x.
+        counts: number of rows of each expert, or None if known only on the device.
+        lengths_L: number of rows of each expert, int64 [L]. Ignored if `counts` is given.
+    Returns: y with the shape of x; h and gate [R, F] for backward (an empty gate without gating).
     """
     return _forward(_groups(counts, lengths_L, x, source_R), x, gates_TK, source_R, position_TK,
                     w_in, b_in, w_gate, b_gate, w_out, b_out, activation, precision)
@@ -155,7 +155,8 @@ def _forward(groups: RowGroups, x: Tensor, gates_TK: Tensor | None, source_R: Te
 
 
 def _factors(rounded: RoundedCall | None, *weights: Tensor | None) -> tuple[Any, ...]:
-    """Return the operands that are used in place of w_in, w_gate and w_out in matmuls."""
+    """Return the matmul operands that replace w_in, w_gate and w_out, for example rounded weights.
+    """
     if rounded is None:
         return weights
     return tuple(rounded.weights.get(name) for name in WEIGHTS)
@@ -181,8 +182,9 @@ def _expert_ffn_backward(grad_y: Tensor, x: Tensor, gates_TK: Optional[Tensor],
     """Compute the gradients of x, gates, w_in, b_in, w_gate, b_gate, w_out and b_out.
 
     Args:
-        grad_y: gradient of the output y. For the other arguments see `expert_ffn`.
-        needs: for each of the eight gradients, whether it is needed. Unneeded gradients are empty.
+        grad_y: gradient with respect to the output y. For the other arguments, see `expert_ffn`.
+        needs: eight booleans that state which of these gradients are needed. Gradients that are not
+            needed are returned as empty tensors.
     """
     made = _gradients(_groups(counts, lengths_L, x, source_R), grad_y, x, gates_TK, source_R,
                       position_TK, h_RF, gate_RF, w_in, w_gate, w_out, b_out, activation, precision,
@@ -197,10 +199,11 @@ def _gradients(groups: RowGroups, grad_y: Tensor, x: Tensor, gates_TK: Tensor | 
                main_grad_weights: Mapping[str, Tensor], sums: GradSums,
                rounded: RoundedCall | None = None,
                later: LaterGrads | None = None) -> list[Tensor | None]:
-    """Compute the gradients like `expert_ffn_backward`, but return None for unneeded gradients.
+    """Compute the gradients like `expert_ffn_backward`, but with None for unneeded gradients.
 
-    Some gradients are added to `main_grad`. Of the calls that share `sums`, only the last returns
-    weight gradients. later: object that receives all weight gradients.
+    Gradients of parameters with a `main_grad` are added to `main_grad`. If several calls share
+    `sums`, only the last call returns weight gradients. later: object that collects weight
+    gradients, or None.
     """
     w_in, w_gate, w_out = _factors(rounded, w_in, w_gate, w_out)
     token_R = tokens_of_rows(source_R, position_TK)
@@ -261,7 +264,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
 
 
 def _kept(operands: Sequence[Tensor | None], output: list[Tensor]) -> tuple[Tensor | None, ...]:
-    """Return the tensors that are saved for backward; see `_gradients`."""
+    """Return the tensors that forward saves for backward; see `_gradients`."""
     x, gates_TK, source_R, position_TK, w_in, _, w_gate, _, w_out, b_out = operands
     return (x, gates_TK, source_R, position_TK, output[1], output[2], w_in, w_gate, w_out, b_out)
 
@@ -298,9 +301,9 @@ expert_ffn_uneven = _operation("_uneven", **_not_captured())
 
 
 class _Direct(torch.autograd.Function):
-    """The computation of `expert_ffn` for real tensors.
+    """An autograd function that computes `expert_ffn` for real tensors.
 
-    This is not a torch operation, because its backward may change buffers such as `main_grad`.
+    Not a torch operation, because its backward may write to buffers such as `main_grad`.
     """
 
     @staticmethod
@@ -328,7 +331,8 @@ class _Direct(torch.autograd.Function):
 
 
 class _Saved:
-    """A replacement for an autograd context, with the values that `_Direct` saves and reads."""
+    """A replacement for an autograd context. This object contains the tensors that `_Direct` saves.
+    """
 
     call: _Call
     saved_tensors: tuple[Any, ...] = ()
@@ -339,7 +343,7 @@ class _Saved:
 
 
 class _Stashed(torch.autograd.Function):
-    """The computation of `_Direct` with rows that are stored by `keep`."""
+    """The same computation as `_Direct`, for rows that are stored with `keep`."""
 
     @staticmethod
     def forward(ctx: Any, keep: Callable[[Tensor], KeptRows], call: _Call,
@@ -386,7 +390,7 @@ def _grad_x(groups: RowGroups, g_h: Tensor, g_gate: Tensor | None, w_in: Tensor,
 
 def _grad_gates(groups: RowGroups, dots_CR: Tensor, grad_y: Tensor, b_out: Tensor | None,
                 token_R: Tensor | None, position_TK: Tensor | None) -> Tensor:
-    """Return `<gradient of y, output row>` of each choice: `<u, a>` plus the bias's part."""
+    """Return the gradient of each choice's gate: `<u, a>` plus the contribution of the bias."""
     assert token_R is not None and position_TK is not None
     if b_out is not None and grad_y.shape[0] and dots_CR.numel():
         share_TL = grad_y.to(dots_CR.dtype) @ b_out.to(dots_CR.dtype).t()

@@ -1,5 +1,5 @@
-"""Launches of the grouped matmul kernels, with the signatures of
-`moe_plugin.kernels.expert_matmul`.
+"""Launch functions of the grouped matmul kernels. The launch functions have the same signatures as
+the operations in `moe_plugin.kernels.expert_matmul`.
 """
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ def _odd(x: Tensor, *widths: int) -> bool:
 
 
 class _Product:
-    """A matmul over grouped rows: its tile, its table of tiles, and the descriptors of its
-    operands.
+    """A matmul over grouped rows. The object contains the tile size, the table of tiles, and the
+    TMA descriptors of the operands.
     """
 
     def __init__(self, x: Tensor, groups: RowGroups, w: Tensor, token: Tensor | None,
@@ -97,14 +97,16 @@ class _Product:
         return weight_tiles(w, self.tiling.depth, self.tiling.columns)
 
     def rows(self, x: Tensor) -> Any:
-        """Return the descriptor of rows that need no gathering, or None."""
+        """Return a TMA descriptor of the rows, or None if the rows must be gathered or the GPU has
+        no TMA.
+        """
         if not self.copies or self.token is not None:
             return None
         return row_tiles(x, (self.tiling.rows, self.tiling.depth))
 
     @property
     def constants(self) -> dict[str, Any]:
-        """Compile-time values and launch options that all kernels share."""
+        """Compile-time constants and launch options shared by all kernels."""
         t = self.tiling
         return {
             "K": self.w.shape[1], "GATHER": self.token is not None, "TRANSPOSED": self.transposed,
@@ -122,7 +124,8 @@ class _Product:
 
     @property
     def grid(self) -> tuple[int]:
-        """The number of programs: those that run at the same time, or one per tile if that is less.
+        """The number of programs to launch. As many programs are launched as can run at the same
+        time, or one per tile if there are fewer tiles.
         """
         work = self.table[0].numel() * triton.cdiv(self.w.shape[2], self.tiling.columns)
         return (programs(self.chip, self.tiling, work, self.groups),)
@@ -130,7 +133,7 @@ class _Product:
     def run(self, out: Tensor, pair: str = "none", act: str = "none", bias: Tensor | None = None,
             after: Tensor | None = None, v: Tensor | None = None, y: Tensor | None = None,
             v_bias: Tensor | None = None, gate: Tensor | None = None) -> None:
-        """Launch `product_kernel` with the arguments of this kernel."""
+        """Launch `product_kernel`, with the same arguments as the kernel."""
         if not self.groups.total:
             return
         x, w = self.x, self.w
@@ -155,12 +158,12 @@ class _Product:
 
 
 def programs(chip: Chip, tiling: Tiling, work: int, groups: RowGroups) -> int:
-    """Return the number of programs for `work` tiles: those that run at once, or fewer for few
-    tiles.
+    """Return the number of programs for `work` tiles. As many programs are used as can run at the
+    same time, or fewer if there are few tiles.
 
-    If other kernels run at the same time, each tile is computed by a separate program. Otherwise
-    persistent programs would wait for their own tiles while a different kernel occupies a
-    multiprocessor, and that kernel would wait for all tiles of these programs.
+    If other kernels run at the same time, one program per tile is launched. Otherwise, a persistent
+    program could not compute its tiles while another kernel occupies its multiprocessor, and the
+    other kernel could not start until a persistent program has computed all of its tiles.
     """
     if groups.beside:
         return max(1, work)
@@ -230,7 +233,8 @@ def expert_weight_grad_pair(x: Tensor, grad_RO: Tensor, also_RO: Tensor, groups:
 def _weight_grads(x: Tensor, grads: Sequence[Tensor], groups: RowGroups, x_token_R: Tensor | None,
                   grad_token_R: Tensor | None, precision: str, outs: Sequence[Tensor],
                   add: bool) -> None:
-    """Compute one or two gradients for the same rows. The rows are loaded only once for each tile.
+    """Compute one or two weight gradients for the same rows. The rows of each tile are loaded only
+    once.
     """
     x, grads, chip = x.contiguous(), [g.contiguous() for g in grads], chip_of(x.device)
     pair, inner, outer = len(grads) > 1, x.shape[1], grads[0].shape[1]

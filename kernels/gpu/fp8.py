@@ -1,6 +1,6 @@
 """Block-scaled fp8 in Triton: quantization of rows and weights, and matmuls with fp8 operands.
 
-One pass over each block of a row finds its largest value and converts all values.
+Each block of a row is processed in one pass, which finds the largest value and converts all values.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ ROWS = 64 if INTERPRETED else 16
 
 @triton.jit
 def to_e4m3(value, finite, codes, LARGEST: tl.constexpr, ROUND: tl.constexpr):
-    """Convert `value` to the dtype to which `codes` points, with NaN where it is not finite."""
+    """Convert `value` to the dtype of the pointer `codes`. Infinities and NaN become NaN."""
     code = tl.minimum(tl.maximum(value, -LARGEST), LARGEST)
     # The interpreter's conversion loses the carry into the exponent, so values are first rounded
     # here to three mantissa bits, ties to even.
@@ -49,10 +49,10 @@ def to_e4m3(value, finite, codes, LARGEST: tl.constexpr, ROUND: tl.constexpr):
 def quantize_kernel(x, codes, scales, rows, width, blocks, LARGEST: tl.constexpr,
                     SMALLEST: tl.constexpr, ROUND: tl.constexpr, BR: tl.constexpr,
                     BLOCK: tl.constexpr):
-    """Compute `codes = x / scale`, where the scale is the largest finite |x| in the block divided
-    by LARGEST (1 for a block of zeros).
+    """Compute `codes = x / scale`. The scale is the largest finite |x| in the block divided by
+    LARGEST, or 1 for a block of zeros.
 
-    Values that are not finite become NaN.
+    Infinities and NaN become NaN.
     """
     r = tl.program_id(0) * BR + tl.arange(0, BR)
     b = tl.program_id(1)
@@ -115,7 +115,7 @@ def quantize_weights_kernel(w, codes, scales, inner, outer, high, wide, stride_g
                             ROUND: tl.constexpr, BLOCK: tl.constexpr):
     """Quantize one block of one group.
 
-    The scale and the codes of the block are computed, and the codes are stored transposed.
+    The kernel computes the scale and the codes of one block, and stores the codes transposed.
     """
     group = tl.program_id(1)
     row, column = tl.program_id(0) // wide, tl.program_id(0) % wide
@@ -139,7 +139,7 @@ def fp8_tile(t, x, x_tiles, scales, token, w, w_tiles, w_scales, bias, out, tile
              tiles, ends, wide, stride_group, stride_k, stride_n, K: tl.constexpr,
              GATHER: tl.constexpr, BIAS: tl.constexpr, UPCAST: tl.constexpr, BM: tl.constexpr,
              BLOCK: tl.constexpr):
-    """Compute the tile with index t of `fp8_product_kernel`."""
+    """Compute tile t of `fp8_product_kernel`."""
     pm, pn = tile_at(t, tl.cdiv(wide, BLOCK), tiles, 8)
     group, first, r, inside, at, live = rows_at(pm, token, tile_group, tile_row, ends, GATHER, BM)
     column = pn * BLOCK

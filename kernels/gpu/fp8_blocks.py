@@ -1,8 +1,9 @@
-"""The operation `expert_matmul_blocks` with blocks of 128, computed by the Triton matmul with fp8
-operands.
+"""The operation `expert_matmul_blocks` for blocks of 128 values, computed by the Triton matmul for
+fp8 operands.
 
-A power of two is a valid float32 scale, so the codes can be passed to `kernels.fp8` without
-changes. This is possible for rows and weights in e4m3, but not for gradients in e5m2.
+The scales are powers of two, which are valid float32 scales. The codes can therefore be passed to
+`kernels.fp8` unchanged. This implementation supports rows and weights in e4m3, but not gradients in
+e5m2.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from moe_plugin.kernels.groups import RowGroups
 
 def why_not(x_blocks: Blocks, groups: RowGroups, w_blocks: Blocks, b_LO: Tensor | None,
             token_R: Tensor | None, dtype: torch.dtype) -> str | None:
-    """Return the reason why this implementation does not support these arguments, or None if it
-    does.
+    """Return the reason why this implementation does not support these arguments, or None if they
+    are supported.
     """
     if {x_blocks.block, w_blocks.block} != {BLOCK}:
         return f"blocks of {x_blocks.block}, but only {BLOCK} are supported"
@@ -41,6 +42,6 @@ def expert_matmul_blocks(x_blocks: Blocks, groups: RowGroups, w_blocks: Blocks,
 
 
 def _codes(blocks: Blocks) -> Tensor:
-    """Return the codes without the padding of the last block."""
+    """Remove the padding of the last block from the codes."""
     codes = blocks.codes.view(torch.uint8)[..., :blocks.width]  # torch lacks most fp8 operations
     return codes.contiguous().view(blocks.codes.dtype)

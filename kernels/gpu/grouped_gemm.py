@@ -1,11 +1,11 @@
 """Grouped matmuls over rows in Triton, fused with the gathering of rows and the activation.
 
-Rows are gathered while they are loaded, and the activation is applied before the result is stored.
-A tile consists of BM rows of one group and BN columns. A table that is computed on the device
-(`tile_table`) contains the group and the first row of each tile. A launch has as many programs as
-can run at once, and these programs process the flat list of tiles. If the GPU supports TMA,
-weights, and rows that need no gathering, are copied tile by tile. Sums are computed in float32 in a
-fixed order, so the result is always the same.
+Rows are gathered while they are loaded, and the activation is applied before the output is stored.
+A tile consists of BM rows of one group and BN columns. `tile_table` computes a table on the device,
+which contains the group and the first row of each tile. A launch starts as many programs as can run
+at once. These programs together process the tiles of all groups. On GPUs with TMA, weights are
+copied tile by tile, and so are rows that need no gathering. Sums are computed in float32 in a fixed
+order, so repeated runs give the same output.
 """
 
 from __future__ import annotations
@@ -28,15 +28,16 @@ except ImportError:  # before Triton 3.4
 
 
 def row_tiles(x_RI: Tensor, tile: Sequence[int]) -> Any:
-    """Return a descriptor of rows [R, I] with tiles of the shape `tile`, or None if impossible."""
+    """Return a TMA descriptor for rows [R, I] with tiles of shape `tile`, or None if unsupported.
+    """
     return _made(x_RI, tile)
 
 
 def weight_tiles(w_LIO: Tensor, depth: int, columns: int) -> tuple[Any, bool]:
-    """Return (descriptor or None, whether the memory is transposed) for weights [L, I, O].
+    """Return (TMA descriptor or None, whether the memory is transposed) for weights [L, I, O].
 
-    The tiles are [1, depth, columns]. For a transposed view whose memory is [L, O, I], the tiles
-    are [1, columns, depth].
+    The tiles are [1, depth, columns]. If the weights are a transposed view of memory [L, O, I], the
+    tiles are [1, columns, depth].
     """
     if w_LIO.stride(2) == 1:
         return _made(w_LIO, (1, depth, columns)), False
@@ -44,7 +45,7 @@ def weight_tiles(w_LIO: Tensor, depth: int, columns: int) -> tuple[Any, bool]:
 
 
 def _made(x: Tensor, tile: Sequence[int]) -> Any:
-    """Return a TMA descriptor, or None if it is not possible. TMA requires 16-byte alignment of
+    """Return a TMA descriptor, or None if TMA cannot be used. TMA requires 16-byte alignment of
     addresses and strides, and a contiguous last axis.
     """
     step = 16 // x.element_size()
@@ -56,15 +57,15 @@ def _made(x: Tensor, tile: Sequence[int]) -> Any:
 
 
 def copies_tiles(tensor: Tensor, chip_copies: bool) -> bool:
-    """Return true if descriptors are useful: the GPU has TMA, and values have 2 or 4 bytes."""
+    """Return true if TMA descriptors can be used: the GPU has TMA, and values have 2 or 4 bytes."""
     return chip_copies and tensor.dtype in (torch.bfloat16, torch.float16, torch.float32)
 
 
 @triton.jit
 def tile_at(t, columns, rows_of_tiles, GROUP: tl.constexpr):
-    """Return (row tile, column tile) for the tile with index t.
+    """Return (row tile, column tile) for tile t.
 
-    GROUP row tiles process the columns together, so that weights stay in the L2 cache.
+    Consecutive tiles share a column tile in up to GROUP row tiles, so weights stay in the L2 cache.
     """
     # Without groups, each row tile would read all weights from memory again.
     width = GROUP * columns
@@ -75,10 +76,10 @@ def tile_at(t, columns, rows_of_tiles, GROUP: tl.constexpr):
 
 @triton.jit
 def rows_at(pm, token, tile_group, tile_row, ends, GATHER: tl.constexpr, BM: tl.constexpr):
-    """Return (group, first row, rows r, inside, at, live) for row tile pm.
+    """Return (group, first row, rows r, inside, at, live) for the row tile pm.
 
-    inside: mask of the rows r that belong to the group. at: indices of the rows of x that are read
-    for the rows r. live: mask of these rows of x that exist.
+    inside: mask of those rows r that belong to the group.
+    at, live: for each row r, index of the row of x that is read, and whether this row exists.
     """
     group = tl.load(tile_group + pm)
     first = tl.load(tile_row + pm)
@@ -94,10 +95,10 @@ def rows_at(pm, token, tile_group, tile_row, ends, GATHER: tl.constexpr, BM: tl.
 
 @triton.jit
 def load_rows(x, x_tiles, first, at, live, start, K: tl.constexpr, BK: tl.constexpr):
-    """Load a tile [BM, BK] of x [., K] from column `start` on.
+    """Load a tile [BM, BK] of x [., K], starting at column `start`.
 
-    Tiles that are copied may contain rows of the next group. Rows of the next group affect only
-    rows of the result that are not stored.
+    Tiles that are copied with TMA may contain rows of the next group. The rows of the next group
+    affect only output rows that are not stored.
     """
     if x_tiles is None:
         k = start + tl.arange(0, BK)
@@ -111,7 +112,8 @@ def load_rows(x, x_tiles, first, at, live, start, K: tl.constexpr, BK: tl.conste
 @triton.jit
 def load_weights(w, w_tiles, group, start, column, wide, stride_group, stride_k, stride_n,
                  K: tl.constexpr, TRANSPOSED: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
-    """Load a tile [BK, BN] of w [L, K, wide] for one group, with zeros outside of w."""
+    """Load a tile [BK, BN] of one group's weights w [L, K, wide]. Elements outside of w are zero.
+    """
     if w_tiles is None:
         k = start + tl.arange(0, BK)
         n = column + tl.arange(0, BN)
@@ -141,7 +143,7 @@ def multiply(a, b, total, UPCAST: tl.constexpr, PRECISION: tl.constexpr):
 def accumulate(total, x, x_tiles, first, at, live, w, w_tiles, group, column, wide, stride_group,
                stride_k, stride_n, K: tl.constexpr, TRANSPOSED: tl.constexpr, UPCAST: tl.constexpr,
                PRECISION: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
-    """Return `total + rows @ w`, float32 [BM, BN]. Rows that are not live are treated as zero."""
+    """Return `total + rows @ w`, float32 [BM, BN]. Rows outside the mask `live` count as zero."""
     for start in range(0, K, BK):
         a = load_rows(x, x_tiles, first, at, live, start, K, BK)
         b = load_weights(w, w_tiles, group, start, column, wide, stride_group, stride_k, stride_n,
@@ -155,7 +157,7 @@ def accumulate_two(total, second, x, x_tiles, first, at, live, w, w_tiles, v, v_
                    column, wide, stride_group, stride_k, stride_n, K: tl.constexpr,
                    TRANSPOSED: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
                    BN: tl.constexpr, BK: tl.constexpr):
-    """Return `(total + x @ w, second + x @ v)`, where the rows of x are loaded only once."""
+    """Return `(total + x @ w, second + x @ v)`. The rows of x are loaded only once."""
     for start in range(0, K, BK):
         a = load_rows(x, x_tiles, first, at, live, start, K, BK)
         b = load_weights(w, w_tiles, group, start, column, wide, stride_group, stride_k, stride_n,
@@ -169,7 +171,7 @@ def accumulate_two(total, second, x, x_tiles, first, at, live, w, w_tiles, v, v_
 
 @triton.jit
 def with_bias(total, bias, group, n, wide, BIAS: tl.constexpr):
-    """Return the total plus the bias of the group."""
+    """Add the bias of the group to `total`."""
     if BIAS:
         total += tl.load(bias + group * wide + n, mask=n < wide, other=0.0).to(tl.float32)[None, :]
     return total
@@ -185,7 +187,7 @@ def halves(x, BM: tl.constexpr, BN: tl.constexpr):
 def finish(total, second, column, bias, v_bias, out, gate, after, group, tile, inside, wide,
            BIAS: tl.constexpr, PAIR: tl.constexpr, ACT: tl.constexpr, BM: tl.constexpr,
            BC: tl.constexpr):
-    """Store BC columns of a matmul, and of the values that are computed from it."""
+    """Store BC columns of a matmul's output, and of the outputs that are derived from it."""
     n = column + tl.arange(0, BC)
     # Offsets inside the tile use 32 bits; 64-bit offsets would spill registers.
     where = tl.arange(0, BM)[:, None] * wide + n[None, :]
@@ -207,7 +209,7 @@ def finish(total, second, column, bias, v_bias, out, gate, after, group, tile, i
 def finish_parts(total, second, column, bias, v_bias, out, gate, after, group, tile, inside, wide,
                  BIAS: tl.constexpr, PAIR: tl.constexpr, ACT: tl.constexpr, BM: tl.constexpr,
                  BC: tl.constexpr, SPLIT: tl.constexpr):
-    """Call `finish` for BC columns in 1 or 2 parts, one after another."""
+    """Call `finish` for BC columns, either at once or in two halves."""
     if SPLIT == 2:
         total, right = halves(total, BM, BC)
         second, second_right = halves(second, BM, BC)
@@ -227,7 +229,7 @@ def product_tile(t, x, x_tiles, y, y_tiles, token, w, w_tiles, v, v_tiles, bias,
                  ACT: tl.constexpr, TRANSPOSED: tl.constexpr, UPCAST: tl.constexpr,
                  PRECISION: tl.constexpr, SPLIT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
                  BK: tl.constexpr):
-    """Compute the tile with index t of `product_kernel`."""
+    """Compute tile t of `product_kernel`."""
     pm, pn = tile_at(t, tl.cdiv(wide, BN), tiles, 8)
     group, first, r, inside, at, live = rows_at(pm, token, tile_group, tile_row, ends, GATHER, BM)
     column = pn * BN
@@ -268,13 +270,13 @@ def product_kernel(x, x_tiles, y, y_tiles, token, w, w_tiles, v, v_tiles, bias, 
                    PRECISION: tl.constexpr, SPLIT: tl.constexpr, WHILE: tl.constexpr,
                    FLATTEN: tl.constexpr, SPECIALIZE: tl.constexpr, BM: tl.constexpr,
                    BN: tl.constexpr, BK: tl.constexpr):
-    """Compute `out = x[token] @ w + bias` and, depending on PAIR and ACT, further results.
+    """Compute `out = x[token] @ w + bias`. PAIR and ACT select further outputs.
 
-    "none": if ACT is given, also compute `after = act(out)`. "gate": compute `gate = x[token] @ v +
-    v_bias` and `after = act(gate) * out`. "sum": compute `out += y @ v`. The tensors w and v are
-    [L, K, wide] and have equal strides. The arguments whose names contain `tiles` are descriptors
-    of the same tensors, or None. For FLATTEN, see `tilings.Tiling`; for SPLIT and SPECIALIZE, see
-    `kernels.groups`.
+    "none": if ACT is set, also compute `after = act(out)`. "gate": compute
+    `gate = x[token] @ v + v_bias` and `after = act(gate) * out`. "sum": compute `out += y @ v`. The
+    tensors w and v are [L, K, wide] and have equal strides. The arguments with `tiles` in their
+    names are TMA descriptors of these tensors, or None. For FLATTEN, see `tilings.Tiling`; for
+    SPLIT and SPECIALIZE, see `kernels.groups`.
     """
     tiles = tl.load(used)
     number = tiles * tl.cdiv(wide, BN)
@@ -305,10 +307,10 @@ def product_kernel(x, x_tiles, y, y_tiles, token, w, w_tiles, v, v_tiles, bias, 
 @triton.jit
 def finish_backward(u, column, scale_r, h, gate, grad_h, grad_gate, after, tile, inside, wide,
                     ACT: tl.constexpr, GATED: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr):
-    """Store BC columns of the gradients and of the scaled recomputed value, and return row dots.
+    """Store BC columns of the gradients and of the scaled activation, and return row-wise products.
 
-    The gradient of the last weight reads only the scaled value. The row dots are the dot products
-    of u and the unscaled value.
+    The gradient of the output weight needs only the scaled activation. The row-wise dot products
+    are computed from u and the unscaled activation.
     """
     n = column + tl.arange(0, BC)
     # Offsets inside the tile use 32 bits; 64-bit offsets would spill registers.
@@ -343,7 +345,7 @@ def act_backward_tile(t, grad, grad_tiles, token, scale, w, w_tiles, h, gate, gr
                       SCALED: tl.constexpr, ACT: tl.constexpr, GATED: tl.constexpr,
                       TRANSPOSED: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
                       BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
-    """Compute the tile with index t of `act_backward_kernel`."""
+    """Compute tile t of `act_backward_kernel`."""
     pm, pn = tile_at(t, tl.cdiv(wide, BN), tiles, 8)
     group, first, r, inside, at, live = rows_at(pm, token, tile_group, tile_row, ends, GATHER, BM)
     column = pn * BN

@@ -1,7 +1,9 @@
-"""The operations write_pages and read_pages in Triton. Both access only runs that have a slot.
+"""The operations `write_pages` and `read_pages` in Triton. Both operations access only those runs
+that have a slot.
 
-The pages in host memory are pinned, and the kernels access them over the bus. The device decides
-which runs of values are stored on the host, and the host does not wait.
+The pages in host memory are pinned, and the kernels access them over the PCIe bus or a similar
+link. The device decides which runs of values are stored on the host. The host does not wait for
+this decision.
 """
 
 from __future__ import annotations
@@ -32,8 +34,8 @@ def write_kernel(x, record, pages, host, length, size, slots, BLOCK: tl.constexp
 
 @triton.jit
 def read_kernel(out, record, pages, host, enough, length, size, slots, BLOCK: tl.constexpr):
-    """Copy block j of run i from its slot to `out`. If the run has no slot, leave `out` unchanged.
-    If `enough` is false, write NaN.
+    """Copy block j of run i from its slot to `out`. If the run has no slot, `out` is not changed.
+    If `enough` is false, the kernel writes NaN.
     """
     # Runs and blocks share one grid axis, because the other axes are limited to 65,535.
     blocks = tl.cdiv(size, BLOCK)

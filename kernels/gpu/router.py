@@ -1,7 +1,7 @@
-"""The operation route_top_k and its gradient in Triton.
+"""The operation `route_top_k` and its gradient in Triton.
 
-A tile of tokens with the logits of all experts stays in registers, and k argmax passes are made
-over it.
+For each tile of tokens, the logits of all experts are kept in registers, and k argmax passes select
+the experts.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from moe_plugin.kernels.scores import ADDED
 
 @triton.jit
 def divisor(total, ADD: tl.constexpr, LEAST: tl.constexpr):
-    """Return `max(total + ADD, LEAST)`; NaN stays NaN, as in torch.clamp."""
+    """Return `max(total + ADD, LEAST)`. NaN stays NaN, as in torch.clamp."""
     raised = total + ADD
     return tl.where(raised < LEAST, LEAST, raised)
 
@@ -32,7 +32,7 @@ def divisor(total, ADD: tl.constexpr, LEAST: tl.constexpr):
 @triton.jit
 def in_best_groups(left, e, experts, GROUPS: tl.constexpr, TAKE: tl.constexpr, BEST: tl.constexpr,
                    BT: tl.constexpr, BE: tl.constexpr, BG: tl.constexpr):
-    """Return the scores of the experts in each token's best groups, and -inf for all other
+    """For each token, return the scores of the experts in its best groups, and -inf for all other
     experts.
     """
     size = experts // GROUPS
@@ -67,11 +67,11 @@ def top_k_kernel(logits, mask, chosen, bias, ids, weights, lse_out, sums, tokens
                  GROUPS: tl.constexpr, TAKE: tl.constexpr, BEST: tl.constexpr, ADD: tl.constexpr,
                  LEAST: tl.constexpr, SHARE: tl.constexpr,
                  BT: tl.constexpr, BE: tl.constexpr, BG: tl.constexpr):
-    """Compute `route_top_k` for a tile of tokens.
+    """Compute `route_top_k` for one tile of tokens.
 
-    sums: tensor [programs, E + 2] with partial sums of importance, z and p log p, which the caller
-    adds in a fixed order. BEST: number of scores whose sum is the score of a group; 0 means all
-    scores.
+    sums: tensor [programs, E + 2] with partial sums of importance, z and p log p. The caller adds
+    the partial sums in a fixed order. BEST: number of scores that are summed to obtain the score of
+    a group; 0 means all scores.
     """
     t = tl.program_id(0) * BT + tl.arange(0, BT)
     e = tl.arange(0, BE)
@@ -141,7 +141,7 @@ def top_k_backward_kernel(logits, mask, ids, weights, lse_in, grad_weights, grad
                           OF_Z: tl.constexpr, NORMALIZE: tl.constexpr, SIGMOID: tl.constexpr,
                           ADD: tl.constexpr, LEAST: tl.constexpr, SHARE: tl.constexpr,
                           BT: tl.constexpr, BE: tl.constexpr):
-    """Compute `route_top_k_backward` for a tile of tokens."""
+    """Compute `route_top_k_backward` for one tile of tokens."""
     t = tl.program_id(0) * BT + tl.arange(0, BT)
     e = tl.arange(0, BE)
     inside = ((t < tokens)[:, None] & (e < experts)[None, :]) != 0
@@ -243,7 +243,7 @@ def route_top_k_backward(logits_TE: Tensor, mask_T: Tensor | None, ids_TK: Tenso
 
 
 def _pointer(tensor: Tensor | None, stand_in: Tensor) -> Tensor:
-    """Return `tensor` as a contiguous tensor, or a placeholder if it is None, because unused
-    pointer arguments also need a tensor.
+    """Return `tensor` as a contiguous tensor. If `tensor` is None, return a placeholder, because
+    unused pointer arguments also need a tensor.
     """
     return stand_in if tensor is None else tensor.reshape(-1).contiguous()

@@ -1,6 +1,8 @@
-"""The operations take_rows, sum_rows, dot_rows, take_values and transpose_chunks in Triton.
+"""The operations `take_rows`, `sum_rows`, `dot_rows`, `take_values` and `transpose_chunks` in
+Triton.
 
-Each kernel reads every needed row once, writes each result once, and sums in the order of choices.
+Each kernel reads every needed row once and writes each output once. Sums are computed in the order
+of choices.
 """
 
 from __future__ import annotations
@@ -59,10 +61,10 @@ def take_kernel(x, source, weights, out, rows, width, K: tl.constexpr, WEIGHTED:
 @triton.jit
 def sum_kernel(rows_ptr, position, weights, out, tokens, width, K: tl.constexpr,
                WEIGHTED: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr):
-    """Compute `out[t] = sum_j weights[t, j] * rows[position[t, j]]`, with float32 sums in the order
-    of j.
+    """Compute `out[t] = sum_j weights[t, j] * rows[position[t, j]]`. The sum is computed in
+    float32, in the order of j.
 
-    Choices without a row are skipped.
+    Choices that have no row are skipped.
     """
     t = tl.program_id(0) * BT + tl.arange(0, BT)
     d = tl.program_id(1) * BD + tl.arange(0, BD)
@@ -103,7 +105,7 @@ def dot_kernel(grad, rows_ptr, position, out, tokens, WIDTH: tl.constexpr, K: tl
 @triton.jit
 def value_kernel(values, index, out, number, length, PARTS: tl.constexpr, BLOCK: tl.constexpr):
     """Compute `out[m] = sum_c values[c, index[m]]`, or 0 if the index is -1. number: number of
-    values in each part.
+    elements in each row `values[c]`.
     """
     m = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     at = tl.load(index + m, mask=m < length, other=-1)
@@ -156,7 +158,7 @@ def take_values(values_CN: Tensor, index: Tensor) -> Tensor:
 
 def dot_rows(grad_TD: Tensor, rows_RD: Tensor, position_TK: Tensor,
              complete: bool = False) -> Tensor:
-    """Compute row dots in Triton; see `moe_plugin.kernels.rows.dot_rows`."""
+    """Compute row-wise dot products in Triton; see `moe_plugin.kernels.rows.dot_rows`."""
     (tokens, k), width = position_TK.shape, rows_RD.shape[1]
     out_TK = torch.empty(tokens, k, dtype=torch.float32, device=rows_RD.device)
     if rows_RD.shape[0] == 0 or tokens == 0:

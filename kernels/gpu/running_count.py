@@ -1,8 +1,8 @@
-"""The operations running_count, sorted_choices and choice_load in Triton, as passes over blocks of
-choices.
+"""The operations `running_count`, `sorted_choices` and `choice_load` in Triton. The kernels process
+the choices in blocks.
 
-No tensor of size [N, E] is needed, because each choice is compared only with the earlier choices in
-its block.
+Each choice is compared only with the earlier choices in its block, so no tensor of size [N, E] is
+needed.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ STEP = 32  # number of choices with which a block is compared at once
 
 @triton.jit
 def expert_of(ids, n, number, experts):
-    """Return `ids[n]`, or -1 beyond the last choice.
+    """Return `ids[n]`, or -1 if n is beyond the last choice.
 
-    An id that is not an expert is treated as -1, so kernels never write outside the results. The
-    caller must check that the ids are valid.
+    Ids that are not valid experts are treated as -1, so that the kernels never write outside the
+    output tensors. The caller must check that the ids are valid.
     """
     mine = tl.load(ids + n, mask=n < number, other=-1)
     return tl.where(mine < experts, mine, -1).to(tl.int32)
@@ -29,8 +29,7 @@ def expert_of(ids, n, number, experts):
 
 @triton.jit
 def histogram_kernel(ids, counts, number, experts, BLOCK: tl.constexpr):
-    """Count how often each expert e occurs in the block, and store the counts in `counts[e,
-    block]`.
+    """For each expert e, count the choices in this block and store the count in `counts[e, block]`.
 
     Atomic additions of integers give the same result in any order.
     """
@@ -42,11 +41,12 @@ def histogram_kernel(ids, counts, number, experts, BLOCK: tl.constexpr):
 @triton.jit
 def rank_kernel(ids, counts, through, ranks, source, count_out, number, EXPERTS: tl.constexpr,
                 SORTED: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr):
-    """Compute `ranks[n]`, the number of earlier choices with the same id, or -1 if the id is -1.
+    """Compute `ranks[n]`, the number of choices before choice n that have the same id, or -1 if the
+    id is -1.
 
     If SORTED is true, `ranks[n]` is the row of choice n, and `source[row] = n`, or -1 beyond the
     last row.
-    through: tensor [e, block] with the counts up to and including each block.
+    through: tensor [E, blocks] with cumulative counts up to and including each block.
     """
     block = tl.program_id(0)
     first = block * BLOCK

@@ -1,10 +1,9 @@
 """The operations `expert_matmul_blocks` and `expert_weight_grad_blocks`, computed with torch's
 `scaled_grouped_mm`.
 
-The calls follow the interface published in torch 2.10 to 2.13
-(`aten/src/ATen/native/cuda/GroupedBlas.cpp`, `test/test_scaled_matmul_cuda.py`): operands are e4m3
-or packed e2m1, scales are in cuBLAS's tiles of 128 x 4, and results are bfloat16. This code has
-never run on a GPU.
+The calls use the interface of torch 2.10 to 2.13 (`aten/src/ATen/native/cuda/GroupedBlas.cpp`,
+`test/test_scaled_matmul_cuda.py`): operands are e4m3 or packed e2m1, scales are stored in cuBLAS's
+tiles of 128 x 4, and outputs are bfloat16. The code in this module has never run on a GPU.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ TILE_ROWS, TILE_COLUMNS = 128, 4
 
 @functools.cache
 def no_scaled_grouped_mm(device: torch.device) -> str | None:
-    """Return the reason why torch has no block-scaled grouped matmul on a device, or None if it has
-    one.
+    """Return the reason why torch has no block-scaled grouped matmul on this device, or None if it
+    has such a matmul.
     """
     if device.type != "cuda":
         return "not on a GPU"
@@ -119,7 +118,7 @@ def _call(a: Blocks, b: Blocks, a_scales: Tensor, b_scales: Tensor, groups: RowG
 
 
 def _to_tiles(scales: Tensor) -> Tensor:
-    """Pad scales [..., M, B] with zeros to complete tiles."""
+    """Pad scales [..., M, B] with zeros until all tiles are complete."""
     rows, columns = scales.shape[-2:]
     filled = F.pad(scales.view(torch.uint8),
                    (0, -columns % TILE_COLUMNS, 0, -rows % TILE_ROWS))
@@ -127,7 +126,8 @@ def _to_tiles(scales: Tensor) -> Tensor:
 
 
 def _tiles(scales: Tensor) -> Tensor:
-    """Return the complete tiles one after another, [..., M / 128, B / 4, 512].
+    """Divide padded scales into tiles, and return the tiles one after another, [..., M / 128, B /
+    4, 512].
 
     Inside a tile, the scale (r, c) is at position `16 (r % 32) + 4 (r // 32) + c` (cuBLAS, 1D block
     scaling factors layout).
@@ -141,9 +141,7 @@ def _tiles(scales: Tensor) -> Tensor:
 
 
 def _tiled_rows(scales_RB: Tensor, groups: RowGroups) -> Tensor:
-    """Return scales [R', B'] in tiles, where the rows of each group begin at the first row of a
-    tile.
-    """
+    """Return the scales [R', B'] in tiles. The rows of each group start at a tile boundary."""
     rows, lengths_L = scales_RB.shape[0], groups.lengths_L
     tiled_L = torch.div(lengths_L + (TILE_ROWS - 1), TILE_ROWS, rounding_mode="floor") * TILE_ROWS
     shift_L = (tiled_L.cumsum(0) - tiled_L) - (lengths_L.cumsum(0) - lengths_L)
@@ -156,8 +154,8 @@ def _tiled_rows(scales_RB: Tensor, groups: RowGroups) -> Tensor:
 
 
 def _tiled_columns(scales_MB: Tensor, block: int, groups: RowGroups) -> Tensor:
-    """Return scales [M', B'] in tiles, group after group, where each group begins at the first
-    column of a tile.
+    """Return the scales [M', B'] in tiles, group after group. The columns of each group start at a
+    tile boundary.
     """
     columns, device = scales_MB.shape[1], scales_MB.device
     # Columns after the last group are treated as an additional group.

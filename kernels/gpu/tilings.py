@@ -1,9 +1,9 @@
-"""A rule that chooses the tile sizes of the grouped matmuls and of the router.
+"""Rules that choose the tile sizes of the grouped matmuls and of the router.
 
-On one model of GPU, the same load always gives bitwise equal results. On a different model, tile
-sizes may differ, and the sums of weight gradients may be split into a different number of parts
-(`rows_of_a_part`). No times are measured, because measurements differ between runs and the tiles
-determine the order of summation.
+On the same GPU model, the same numbers of rows per expert always give bitwise equal outputs. On
+another GPU model, the tile sizes may be different, and the sums of weight gradients may be split
+into a different number of parts (`rows_of_a_part`). Tile sizes are not chosen by measured times,
+because measurements differ between runs and the tiles determine the order of summation.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ ELEMENTS = 4096  # comparisons per program, few enough for their tile to stay in
 @triton.jit
 def tile_kernel(lengths, group_out, row_out, used_out, groups, number, height, least,
                 BT: tl.constexpr, BL: tl.constexpr):
-    """Compute `tile_table`. Every program counts the tiles of all groups, and then computes BT
-    entries of the table.
+    """Compute `tile_table`. Fill the table of tiles. Every program counts the tiles of all groups,
+    and then computes BT entries of the table.
     """
     l = tl.arange(0, BL)
     length = tl.load(lengths + l, mask=l < groups, other=0).to(tl.int32)
@@ -71,17 +71,17 @@ WEIGHT_REGISTERS, FP8_REGISTERS = 255, 240
 
 @dataclass(frozen=True)
 class Tiling:
-    """The size of a tile and the way in which it is computed.
+    """The size of a tile, and options for computing the tile.
 
     Attributes:
-        rows, columns: size of the tile of the result.
-        depth: number of elements of the summed dimension in one step.
+        rows, columns: size of the output tile.
+        depth: number of elements along the summed dimension that one step processes.
         warps: number of warps per program.
-        stages: number of stages of the pipeline that loads operands.
+        stages: number of stages of the software pipeline that loads operands.
         programs: number of programs that run on one multiprocessor at the same time.
-        flat: True if all steps of all tiles run in a single loop. This applies only if tiles of
-            both operands are copied. If so, the first operands of a tile are loaded while the
-            previous tile is stored.
+        flat: whether all steps of all tiles run in a single flat loop. A flat loop is used only if
+            the tiles of both operands are copied with TMA. In a flat loop, the first operands of a
+            tile are loaded while the previous tile is stored.
     """
 
     rows: int
@@ -108,13 +108,13 @@ class Chip:
 
     @property
     def copies_tiles(self) -> bool:
-        """True if a single instruction copies a tile into shared memory (TMA)."""
+        """True if a single instruction can copy a tile into shared memory (TMA)."""
         return self.kind in ("hopper", "blackwell")
 
 
 def chip_of(device: torch.device) -> Chip:
-    """Return the properties of the GPU of a device. In the interpreter, which runs on a CPU, the
-    returned GPU has few processors.
+    """Return the properties of the GPU that `device` refers to. In Triton's interpreter, which runs
+    on a CPU, the properties describe a GPU with few processors.
     """
     if device.type != "cuda":
         return Chip("hopper", 2)
@@ -136,16 +136,18 @@ FP8_TILING = Tiling(128, 128, 128, 8, 3)
 def product_tiling(chip: Chip, dtype: torch.dtype, rows_each: float, results: int,
                    extra: bool = False, precision: str = "ieee", gathers: bool = True,
                    odd: bool = False) -> Tiling:
-    """Return the tile of a matmul over rows.
+    """Return the tile size for a matmul over rows.
 
     Args:
         chip: properties of the GPU.
         dtype: dtype of the operands.
-        rows_each: average number of rows per expert. If there are few rows, a tile with many rows
-            would be mostly unused.
-        results: number of sums that a program accumulates at the same time (2 for gate and up).
-        extra: whether the epilogue reads additional tiles.
-        precision: see `experts.precision`. Float32 matmuls on the matrix units use larger tiles.
+        rows_each: average number of rows per expert. If experts have few rows, a tile with many
+            rows would be mostly empty.
+        results: number of sums that a program accumulates at the same time (2 for the gate and up
+            matrices).
+        extra: whether the epilogue of the kernel reads additional tiles.
+        precision: see `experts.precision`. Float32 matmuls that use the matrix units
+            have larger tiles.
         gathers: whether the rows are gathered. A flat loop is 2 to 13 % faster for rows in order
             and 5 to 40 % slower for gathered rows (measured on an H100).
         odd: True if a width is not a multiple of 16 bytes.
@@ -170,23 +172,24 @@ def product_tiling(chip: Chip, dtype: torch.dtype, rows_each: float, results: in
 
 
 def router_tokens(columns: int, values: int) -> int:
-    """Return the number of tokens in a tile of the router's kernels. A tile has `values` values,
-    and `columns` values per token."""
+    """Return the number of tokens in one tile of the router's kernels. A tile has `values` values,
+    and `columns` values per token.
+    """
     return max(1, min(128, values // columns))
 
 
 def weight_tiling(chip: Chip, dtype: torch.dtype, gathers: bool, precision: str = "ieee",
                   results: int = 1, odd: bool = False) -> Tiling:
-    """Return the tile for a weight-gradient matmul, whose reduction dimension runs over rows.
+    """Return the tile size for a weight-gradient matmul, which sums over rows.
 
     Args:
         chip: properties of the GPU.
         dtype: dtype of the operands.
-        gathers: whether the rows of an operand are gathered. The row indices are loaded one stage
-            before the rows. Triton then combines two stages into one buffer, so both pipelines have
-            4 buffers (2 before Hopper).
+        gathers: whether the rows of either operand are gathered. For gathered rows, the row indices
+            are loaded one stage before the rows. With gathered rows, Triton merges two stages into
+            one buffer, so both pipelines have 4 buffers (2 on GPUs before Hopper).
         precision: see `experts.precision`.
-        results: number of gradients for the same rows that a program sums at the same time.
+        results: number of weight gradients for the same rows that a program sums at the same time.
         odd: True if a width is not a multiple of 16 bytes.
     """
     if odd and dtype != torch.float32:
@@ -203,19 +206,21 @@ def weight_tiling(chip: Chip, dtype: torch.dtype, gathers: bool, precision: str 
 
 def rows_of_a_part(chip: Chip, tiling: Tiling, tiles: int, rows: int,
                    least: int = LEAST_PART) -> int | None:
-    """Return the number of rows after which the sum of a weight gradient is split, or None if no
-    sum is split.
+    """Return the number of rows per part if the sums of weight gradients are split into parts, or
+    None if they are not split.
 
-    About `PROGRAMS_OF_A_WAVE` parts are created for each program that runs at once, regardless of
-    the experts to which the rows belong. As a result, a single expert with most of the rows
-    occupies the whole GPU. If a matrix has more tiles than this number, its sum is never split.
+     For each program that the GPU can run at the
+    same time, about `PROGRAMS_OF_A_WAVE` parts are created, no matter how the rows are distributed
+    over the experts. As a result, the whole GPU is used even if most of the rows belong to a single
+    expert. Sums are never split if the matrix of one expert has more tiles than the number of
+    parts.
 
     Args:
         chip: properties of the GPU.
-        tiling: tile of the weight gradient, as returned by this module.
+        tiling: tile size of the weight gradient, as returned by `weight_tiling`.
         tiles: number of tiles in the matrix of one expert.
         rows: total number of rows of all experts.
-        least: smallest number of rows in a part.
+        least: minimum number of rows in a part.
     """
     wanted = PROGRAMS_OF_A_WAVE * chip.processors * tiling.programs
     part = -(-rows * tiles // wanted)

@@ -1,9 +1,10 @@
 """Weight and bias gradients of grouped rows in Triton, computed as `rows^T @ grad_rows` for each
 group.
 
-The tiles of the matrices of all groups form one list, which is processed by the programs that run
-at once. If one group has most of the rows, its sum is split into parts for several programs. A
-second kernel adds the parts in a fixed order, so the result is always the same.
+The tiles of all matrices form one list. A launch starts as many programs as can run at once, and
+these programs process the list of all tiles. If most of the rows belong to one group, the sum of
+this group is split into parts, which several programs compute. A second kernel adds the parts in a
+fixed order, so repeated runs give the same gradients.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from moe_plugin.kernels.gpu.grouped_gemm import halves, tile_at
 @triton.jit
 def operand(x, x_tiles, token, r, end, first, start, c, WIDTH: tl.constexpr, GATHER: tl.constexpr,
             MASKED: tl.constexpr):
-    """Load [BR, BC] values of x in the rows r and columns c, with zeros outside of x."""
+    """Load [BR, BC] values of x at the rows r and columns c. Elements outside of x are zero."""
     if x_tiles is None or MASKED:
         inside = r < end
         at = r.to(tl.int64)
@@ -40,8 +41,8 @@ def add_rows(total, second, x, x_tiles, grad, grad_tiles, also, also_tiles, x_to
              X_GATHER: tl.constexpr, G_GATHER: tl.constexpr, PAIR: tl.constexpr,
              UPCAST: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr, BI: tl.constexpr,
              BO: tl.constexpr, BR: tl.constexpr):
-    """Add `x[rows]^T @ grad[rows]` to `total` for BR rows from `first` on. With PAIR, also add the
-    second gradient of the same rows to `second`.
+    """Add `x[rows]^T @ grad[rows]` to `total` for BR rows, starting at row `first`. With PAIR, also
+    add the second gradient of the same rows to `second`.
     """
     r = first + tl.arange(0, BR)
     a = operand(x, x_tiles, x_token, r, end, first, column_i, column_i + tl.arange(0, BI), I,
@@ -63,7 +64,7 @@ def add_rows(total, second, x, x_tiles, grad, grad_tiles, also, also_tiles, x_to
 def store_sum(total, out, parts, i, column_o, group, slot, direct, I: tl.constexpr,
               O: tl.constexpr, ADD: tl.constexpr, CUT: tl.constexpr, BI: tl.constexpr,
               BC: tl.constexpr):
-    """Store BC columns (at most 256) of a tile of one matrix, or of one part of its sum."""
+    """Store BC columns (at most 256) of an output tile, or of a tile of a partial sum."""
     # Stored in halves, because the values that a whole tile is added to would spill registers. Two
     # functions, because recursion is not supported before Triton 3.3.
     if ADD and BC > 128:
@@ -115,7 +116,7 @@ def weight_tile(t, x, x_tiles, grad, grad_tiles, also, also_tiles, x_token, grad
                 PAIR: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
                 ADD: tl.constexpr, CUT: tl.constexpr, WHILE: tl.constexpr, BI: tl.constexpr,
                 BO: tl.constexpr, BR: tl.constexpr):
-    """Compute the tile with index t of `weight_kernel`."""
+    """Compute tile t of `weight_kernel`."""
     tiles_o: tl.constexpr = (O + BO - 1) // BO
     tiles: tl.constexpr = ((I + BI - 1) // BI) * tiles_o
     part = t // tiles
@@ -174,13 +175,13 @@ def weight_kernel(x, x_tiles, grad, grad_tiles, also, also_tiles, x_token, grad_
                   WHILE: tl.constexpr, BI: tl.constexpr, BO: tl.constexpr, BR: tl.constexpr):
     """Compute `out[group] = rows^T @ grad_rows` or, with ADD, `out[group] += rows^T @ grad_rows`.
 
-    With PAIR, `also_out` is computed from `also`, and the rows are loaded only once.
+    With PAIR, also compute `also_out` from `also`. The rows are loaded only once.
 
-    With CUT, a group of more than `height` rows is split into parts by the table (part_group,
-    part_row). The sums of the parts are stored in `parts[slot]`, float32 [slots, I, O]. The slot is
-    `2 * (first row // height)`, plus 1 for the last part of a group. No two parts share a slot,
-    because all parts except the last one of a group have `height` rows, and the first rows of last
-    parts are further apart.
+    With CUT, a group of more than `height` rows is split into the parts that the table (part_group,
+    part_row) lists. The sums of the parts are stored in `parts[slot]`, float32 [slots, I, O]. The
+    slot is `2 * (first row // height)`, plus 1 for the last part of a group. No two parts share a
+    slot: all parts except the last part of a group have `height` rows, and the first rows of any
+    two last parts are at least `height` rows apart.
     """
     tiles: tl.constexpr = ((I + BI - 1) // BI) * ((O + BO - 1) // BO)
     number = groups * tiles
@@ -202,7 +203,7 @@ def weight_kernel(x, x_tiles, grad, grad_tiles, also, also_tiles, x_token, grad_
 
 @triton.jit
 def join_block(parts, out, at, group, end, length, height, size, ADD: tl.constexpr):
-    """Sum the parts of some values `at` of one group's matrix in a fixed order."""
+    """Add the partial sums of the values `at` of one group's matrix, in a fixed order."""
     first = end - length
     total = (at * 0).to(tl.float32)
     while first < end:
@@ -219,11 +220,11 @@ def join_block(parts, out, at, group, end, length, height, size, ADD: tl.constex
 @triton.jit
 def join_kernel(parts, also_parts, out, also_out, ends, lengths, height, size, groups,
                 PAIR: tl.constexpr, ADD: tl.constexpr, BLOCK: tl.constexpr, BL: tl.constexpr):
-    """Compute `out[group]` as the sum of its parts in a fixed order. With ADD, add this sum to
-    `out[group]`; see `weight_kernel`.
+    """Compute `out[group]` as the sum of its parts in a fixed order. With ADD, add the sum of the
+    parts to `out[group]`; see `weight_kernel`.
 
-    The programs share the blocks of the groups whose sums are split, because there are few such
-    groups. size: number of values in one matrix, I * O.
+    Only few groups are split, so the programs divide the blocks of these groups among themselves.
+    size: number of values in one matrix, I * O.
     """
     # Every program reads the lengths of all groups to find those that are cut, because only the
     # device knows the lengths.

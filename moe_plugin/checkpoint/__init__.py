@@ -1,7 +1,7 @@
 """Checkpoints of expert-parallel models.
 
-Shards are stored by global expert index, so a checkpoint written by any number of ranks can be
-loaded by a different number of ranks.
+Experts are stored by global expert index, so any number of ranks can load a checkpoint that was
+written by a different number of ranks.
 """
 
 from moe_plugin.checkpoint.reshard import merge, split

@@ -1,7 +1,7 @@
 """Conversion of a checkpoint to another format or layout.
 
-A conversion processes the tensors block by block and can be resumed after an interruption. The
-result is moved into place only when it is complete.
+A conversion processes one block of a tensor at a time. An interrupted conversion can be resumed.
+The converted checkpoint is moved to its final path only when it is complete.
 """
 
 from __future__ import annotations
@@ -46,18 +46,18 @@ PLAN = "conversion.json"  # stored in the written folder
 
 @dataclass
 class Conversion:
-    """The conversion of a checkpoint to another format or layout.
+    """A conversion of one checkpoint to another format or layout.
 
     Attributes:
         source: the open checkpoint to convert.
-        target: folder in which the converted checkpoint is written.
+        target: folder of the converted checkpoint.
         to: name of the format of the converted checkpoint.
         layout: parallel sizes and data type of the converted checkpoint.
         model_only: whether to leave out the optimizer state.
-        force: whether to replace a folder at `target` that is not the result of this conversion.
-        advance: function that several threads call with the number of bytes that were verified,
-            reused or written.
-        kept: names of the files that were completed by an interrupted conversion and are reused.
+        force: whether to replace an existing folder at `target` that this conversion did not write.
+        advance: function that is called with the number of bytes that were verified, reused or
+            written. Several threads call this function.
+        kept: names of the files that an interrupted conversion completed and that this run reuses.
     """
 
     source: Source
@@ -77,11 +77,11 @@ class Conversion:
     def run(self) -> bool:
         """Convert the checkpoint.
 
-        Returns: True if files were written, or False if the converted checkpoint already exists.
+        Returns: True if files were written, or False if the converted checkpoint already existed.
 
         Raises:
             CheckpointError: If a file of the source is damaged, the format cannot represent a
-                value, the disk is full, or a different folder exists at the target.
+                value, the disk is full, or `target` contains a different folder.
             ValueError: If the format does not support the layout.
         """
         check_pair(self.source.format, self.to)
@@ -106,8 +106,8 @@ class Conversion:
         return True
 
     def _plan(self) -> dict[str, Any]:
-        """Return the values that identify a conversion: the files of the source and the requested
-        format and layout.
+        """Return the values that identify a conversion: the files of the source, the format and the
+        layout.
         """
         files = {str(path.absolute()): [path.stat().st_size, path.stat().st_mtime_ns]
                  for path in self.source.files()}
@@ -166,7 +166,7 @@ def _one_thread() -> Iterator[None]:
 
 
 class _Progress(WriteProgress):
-    """Write progress that records the finished files in a JSON file in the same folder."""
+    """Write progress that is saved in a JSON file, in the same folder as the written files."""
 
     def __init__(self, conversion: Conversion, plan: Mapping[str, Any]) -> None:
         self._conversion, self._folder = conversion, conversion.scratch
@@ -178,7 +178,7 @@ class _Progress(WriteProgress):
         self._lock = Lock()
 
     def keeps(self, name: str) -> bool:
-        """See `WriteProgress`. Files whose size and checksum are unchanged are reused."""
+        """See `WriteProgress`. A file is reused if its size and checksum are unchanged."""
         path = self._folder / name
         size, crc = self.finished.get(name, (-1, 0))
         if not path.is_file() or path.stat().st_size != size or not _is_as_written(path, crc):
@@ -221,7 +221,7 @@ def _read_plan(folder: Path) -> dict[str, Any]:
 
 
 def without_optimizer(source: Source) -> Source:
-    """Return a view of the source without optimizer state."""
+    """Return a view of the source that contains no optimizer state."""
     keys = [key for key in source.entries if key[0] in WEIGHTS]
     columns = {field: column for field, column in source.values.get(COLUMNS, {}).items()
                if field in WEIGHTS}

@@ -1,5 +1,4 @@
-"""Loading of `torch.distributed.checkpoint` folders that were written with former parameter names.
-"""
+"""Load `torch.distributed.checkpoint` folders that contain former parameter names."""
 
 from __future__ import annotations
 
@@ -11,7 +10,8 @@ from moe_plugin.experts.base import current_name
 
 
 class FormerNamesPlanner(DefaultLoadPlanner):
-    """A load planner that finds the experts' biases under their current or former names.
+    """A load planner that finds the experts' biases under either their current names or their
+    former names.
 
     Example: `dcp.load(state, checkpoint_id=folder, planner=FormerNamesPlanner())`.
     """

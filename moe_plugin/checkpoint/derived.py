@@ -1,4 +1,6 @@
-"""Tensors of a checkpoint that are derived from other tensors, and read them only when needed."""
+"""Lazy tensors that are computed from other tensors of a checkpoint. Values are read only when they
+are needed.
+"""
 
 from __future__ import annotations
 
@@ -21,13 +23,13 @@ from moe_plugin.checkpoint.source import (
 
 
 def filled(key: Key, shape: Sequence[int], dtype: torch.dtype, value: float = 0.0) -> Derived:
-    """Return a tensor whose elements all have the same value."""
+    """Create a tensor whose elements all have the same value."""
     return Derived(key, TensorEntry(tuple(shape), dtype),
                    lambda window: torch.full(window_shape(window), value, dtype=dtype))
 
 
 def in_memory(key: Key, tensor: Tensor) -> Derived:
-    """Wrap a tensor that is in memory as a `Derived` tensor."""
+    """Wrap a tensor in memory as a `Derived` tensor."""
     values = tensor.detach()
     return Derived(key, TensorEntry(tuple(values.shape), values.dtype),
                    lambda window: values[window])
@@ -45,7 +47,7 @@ def transposed(tensor: Derived, order: Sequence[int]) -> Derived:
 
 
 def part_of(tensor: Derived, window: Window) -> Derived:
-    """Return a window of the tensor as a separate tensor."""
+    """Return the values in a window of the tensor, as a separate tensor."""
     outer = check_window(window, tensor.entry.shape)
 
     def read(inner: Window) -> Tensor:
@@ -56,7 +58,9 @@ def part_of(tensor: Derived, window: Window) -> Derived:
 
 
 def pieces_of(tensor: Derived, count: int, axis: int = 0) -> list[Derived]:
-    """Split the tensor along an axis into `count` pieces of equal size, without a remainder."""
+    """Split the tensor along an axis into `count` pieces of equal size. `count` must divide the
+    size of the axis.
+    """
     size, before = tensor.entry.shape[axis] // count, (slice(None),) * axis
     return [part_of(tensor, (*before, slice(at * size, (at + 1) * size))) for at in range(count)]
 
@@ -73,8 +77,8 @@ def joined(parts: Sequence[Derived], axis: int) -> Derived:
         if shapes[0] != shapes[1] or one.entry.dtype != first.entry.dtype:
             raise CheckpointError(
                 f"{one.key[1]!r} ({one.entry.dtype}, shape {one.entry.shape}) cannot be joined "
-                f"with {first.key[1]!r} ({first.entry.dtype}, shape {first.entry.shape}) "
-                f"along axis {axis}; data types and other axes must be equal")
+                f"with {first.key[1]!r} ({first.entry.dtype}, shape {first.entry.shape}) along "
+                f"axis {axis}; their data types and all other axes must be equal")
         starts.append(start)
         start += one.entry.shape[axis]
     shape = (*first.entry.shape[:axis], start, *first.entry.shape[axis + 1:])
@@ -94,7 +98,9 @@ def joined(parts: Sequence[Derived], axis: int) -> Derived:
 
 
 def every(tensor: Derived, first: int, step: int, axis: int) -> Derived:
-    """Return every `step`-th element along an axis from `first` on, without a remainder."""
+    """Return every `step`-th element along an axis, starting at `first`. `step` must divide the
+    size of the axis.
+    """
     before, size = (slice(None),) * axis, tensor.entry.shape[axis] // step
     shape = (*tensor.entry.shape[:axis], size, *tensor.entry.shape[axis + 1:])
 
@@ -108,7 +114,8 @@ def every(tensor: Derived, first: int, step: int, axis: int) -> Derived:
 
 
 def interleaved(parts: Sequence[Derived], axis: int) -> Derived:
-    """Interleave tensors of one shape along an axis. The result has the first tensor's key."""
+    """Interleave tensors of equal shape along an axis. The result has the key of the first tensor.
+    """
     whole, count, before = joined(parts, axis), len(parts), (slice(None),) * axis
 
     def read(window: Window) -> Tensor:
@@ -123,8 +130,8 @@ def interleaved(parts: Sequence[Derived], axis: int) -> Derived:
 
 
 def stacked(parts: Sequence[Derived]) -> Derived:
-    """Stack tensors of one shape on a new axis 0, as `torch.stack` does. The result has the key of
-    the first tensor.
+    """Stack tensors of equal shape along a new axis 0, as `torch.stack` does. The result has the
+    key of the first tensor.
     """
     return joined([_with_axis(tensor) for tensor in parts], 0)
 
@@ -140,14 +147,15 @@ def _with_axis(tensor: Derived) -> Derived:
 
 
 def item_of(tensor: Derived, index: int) -> Derived:
-    """Return element `index` of axis 0 as a tensor without that axis."""
+    """Return the element `index` along axis 0, without that axis."""
     shape = tensor.entry.shape[1:]
     return Derived(tensor.key, replace(tensor.entry, shape=shape),
                    lambda window: tensor.read((slice(index, index + 1), *window))[0])
 
 
 def cast(one: Derived, dtype: torch.dtype) -> Derived:
-    """Return the tensor in a different data type, at least float32 if `keeps_float32` is set.
+    """Convert the tensor to a different data type. If `keeps_float32` is set, the data type is at
+    least float32.
 
     Raises:
         CheckpointError: If the tensor contains quantization codes, which cannot be cast.

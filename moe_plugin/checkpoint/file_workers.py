@@ -1,8 +1,8 @@
-"""Threads that write several files at a time. The first failure stops all of these threads.
+"""Threads that write several files in parallel. If one thread fails, all of them stop.
 
-One thread reads data, computes its checksum and writes it about as fast as one core copies memory.
-Two threads suffice to use the bandwidth of a fast disk. More than two threads would wait for memory
-or for the disk.
+A single thread can read data, compute its checksum and write it about as fast as one core can copy
+memory. Two threads are therefore enough for the bandwidth of a fast disk. Additional threads would
+only wait for memory or for the disk.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ GAP = 1 << 16  # a gap of more bytes is slower to read than to skip with a secon
 
 def read_strided(file: int, start: int, shape: Sequence[int], stride: Sequence[int],
                  dtype: torch.dtype) -> Tensor:
-    """Read a tensor from a file into newly allocated memory. The order of the axes in memory is the
-    same as in the file.
+    """Read a strided tensor from a file into new memory. In memory, the axes have the same order as
+    in the file.
 
     Args:
-        file: descriptor of an open file.
-        start: file offset of the first element, in bytes.
+        file: file descriptor of the open file.
+        start: position of the first element in the file, in bytes.
         shape, stride: shape and strides of the tensor, in elements. Strides must not be negative.
         dtype: data type of the elements.
     Raises:
-        EOFError: If the file ends before the tensor does.
+        EOFError: If the file ends before the end of the tensor.
         OSError: If the file cannot be read.
     """
     if 0 in shape:
@@ -60,8 +60,7 @@ def read_strided(file: int, start: int, shape: Sequence[int], stride: Sequence[i
 
 
 def _in_order(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Return an uninitialized dense tensor whose axes have the same order in memory as in the file.
-    """
+    """Allocate a dense tensor whose axes have the same order in memory as in the file."""
     order = sorted(range(len(shape)), key=lambda at: -stride[at])
     made = torch.empty([shape[at] for at in order], dtype=dtype)
     return made.permute([order.index(at) for at in range(len(shape))])
@@ -82,8 +81,8 @@ AT_ONCE = 2
 
 
 class Stopped(Exception):
-    """Raised in a worker thread whose file is no longer needed because writing another file failed,
-    or because the caller failed.
+    """Raised in a worker thread if its file is no longer needed, because another worker or the
+    caller has failed.
     """
 
 
@@ -95,14 +94,14 @@ def usable_cores() -> int:
 
 
 class FileWorkers:
-    """A context manager that writes several files at a time in threads.
+    """A context manager that writes several files in parallel, in threads.
 
-    The contents of up to `at_once` files are produced at a time, while one more file may be waiting
-    for the disk. All files are complete when the context ends.
+    The contents of up to `at_once` files are produced at the same time. In addition, one file may
+    be waiting for the disk. All files are complete when the context ends.
 
     Args:
-        at_once: number of files whose contents are produced at the same time. The default is two
-            files, or one file if the process may use only one core.
+        at_once: number of files whose contents are produced at the same time. Defaults to two, or
+            to one if the process may use only one core.
     """
 
     def __init__(self, at_once: int | None = None) -> None:
@@ -113,16 +112,16 @@ class FileWorkers:
         self._error: BaseException | None = None
 
     def start(self, make: Callable[[], Iterator[None]]) -> None:
-        """Start writing a file as soon as a worker is free.
+        """Write a file in a worker thread. If all workers are busy, wait until one is free.
 
         Args:
-            make: function that writes the file and is called in another thread. The iterator that
-                it returns must yield exactly once, after the file is written and before it is
-                flushed to the disk. `make` must call `check` regularly, and must close its file if
-                `check` raises.
+            make: function that writes the file. `make` is called in a worker thread. `make` must
+                return an iterator that yields exactly once, after the file has been written and
+                before the file is flushed to disk. `make` must call `check` regularly, and must
+                close its file if `check` raises.
         Raises:
-            BaseException: If the `make` function of another file failed. The first such error is
-                raised.
+            BaseException: If the `make` function of another file failed. If several files failed,
+                the first error is raised.
         """
         self._room.acquire()
         try:
@@ -133,7 +132,9 @@ class FileWorkers:
             raise
 
     def check(self) -> None:
-        """Raise `Stopped` if the files are no longer needed."""
+        """Raise `Stopped` if the files are no longer needed, because a worker or the caller has
+        failed.
+        """
         if self.stopping.is_set():
             raise Stopped
 

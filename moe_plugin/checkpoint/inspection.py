@@ -1,4 +1,4 @@
-"""A summary of a checkpoint as JSON values. The values of tensors are not read."""
+"""Summarize a checkpoint as JSON values. Tensor values are not read."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def summary(source: Source) -> dict[str, Any]:
 
 
 def _settings(values: Mapping[str, Any]) -> Any:
-    """Return the settings of the model or of the run that are stored in a checkpoint. A plain
-    checkpoint stores settings in `extra`.
+    """Return the settings of the model or of the run that a checkpoint contains. In a plain
+    checkpoint, `extra` contains the settings.
     """
     extra = values.get("extra")
     candidates = [values.get(name) for name in ("settings", "model", "config")]
@@ -68,8 +68,8 @@ def _name(dtype: Any) -> str:
 
 
 def plain(value: Any) -> Any:
-    """Convert settings to JSON values. Namespaces are converted to mappings, and objects that JSON
-    cannot represent are converted to strings.
+    """Convert settings to JSON values. Namespaces become mappings. Objects that cannot be
+    represented in JSON become strings.
     """
     if isinstance(value, argparse.Namespace):
         value = vars(value)

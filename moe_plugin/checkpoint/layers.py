@@ -1,5 +1,5 @@
-"""Settings, names and weights of `MoELayer`s that are built from the MoE layers of a neutral
-source.
+"""Build the settings, names and weights of `MoELayer`s from the MoE layers of a
+framework-independent source.
 """
 
 from __future__ import annotations
@@ -30,14 +30,15 @@ from moe_plugin.utils.regular_files import check_output, half_of, write_remedy
 
 def write_experts(source: Source, path: str | os.PathLike[str],
                   advance: Callable[[int], None] = lambda _: None) -> None:
-    """Write the experts of all layers to a safetensors file, block by block.
+    """Write the experts of all layers to a safetensors file. Only one block of a tensor is in
+    memory at a time.
 
     The file is written under a temporary name and renamed to `path` when it is complete.
 
     Args:
         source: an open checkpoint of any format. See `formats.open_source`.
-        path: path of the file to write. It must end in `.safetensors`.
-        advance: function that is called after each write with the number of bytes written.
+        path: path of the file. The path must end with `.safetensors`.
+        advance: function that is called after each write, with the number of bytes written.
     Raises:
         CheckpointError: If the checkpoint has no feed-forward experts, or if the file cannot be
             written.
@@ -77,17 +78,17 @@ NEUTRAL_NAMES = {ours: theirs for theirs, ours in LAYER_NAMES.items()}
 
 
 def layer_settings(source: Source, prefix: str) -> dict[str, Any]:
-    """Return the settings of an `MoELayer` that computes the same function as an MoE layer of a
-    neutral source.
+    """Return the settings with which an `MoELayer` computes the same function as an MoE layer of a
+    framework-independent source.
 
     Args:
-        source: a neutral source.
-        prefix: prefix `layers.N.moe.` of the tensor names of the layer, which is a key of
+        source: a source with framework-independent names.
+        prefix: prefix `layers.N.moe.` of the layer's tensor names. The prefix must be a key of
             `source.layers`.
-    Returns: settings for `moe_plugin.config.from_dict`. They contain no balance losses.
+    Returns: settings for `moe_plugin.config.from_dict`. The settings contain no balance losses.
     Raises:
-        CheckpointError: If `MoELayer` cannot compute the same function. The message names the
-            setting that is not supported.
+        CheckpointError: If an `MoELayer` cannot compute the same function. The error message names
+            the setting that is not supported.
     """
     s = DecoderSettings.from_dict(source.values["model"])
     shapes = {name.removeprefix(prefix): entry.shape for (field, name), entry
@@ -100,7 +101,7 @@ def layer_settings(source: Source, prefix: str) -> dict[str, Any]:
     shared = shapes.get("shared.w_in.weight", (0,))[0]
     for other in ("shared.w_in", "latent.down"):
         if f"{other}.weight" in shapes and bias != (f"{other}.bias" in shapes):
-            raise CheckpointError(f"of {prefix}{other} and the experts, only one has biases; "
+            raise CheckpointError(f"only {prefix}{other} or only the experts have biases, but "
                                   "MoELayer needs biases in both or in neither")
     return {
         "model_dim": shapes["router.weight"][1], "num_experts": experts, "losses": {},
@@ -134,11 +135,12 @@ def _router(s: DecoderSettings, biased: bool) -> dict[str, Any]:
 
 
 def local_window(name: str, shape: tuple[int, ...], place: Placement) -> tuple[slice, ...]:
-    """Return the part (window) of a whole expert tensor that a rank stores.
+    """Return the window of an expert tensor that a rank stores.
 
     Args:
-        name: name of the tensor after the prefix `experts.`. It must be a key of `PART_AXIS`.
-        shape: shape of the whole tensor.
+        name: name of the tensor without the prefix `experts.`. The name must be a key of
+            `PART_AXIS`.
+        shape: shape of the tensor with all experts.
         place: placement that determines which experts each rank stores.
     """
     return window_of_rank(shape, place.comm.rank, place.local, place.shards, PART_AXIS[name])
@@ -146,13 +148,13 @@ def local_window(name: str, shape: tuple[int, ...], place: Placement) -> tuple[s
 
 @torch.no_grad()
 def load_layer(layer: MoELayer, source: Source, prefix: str) -> None:
-    """Copy the weights of an MoE layer of a neutral source into an `MoELayer`. Each rank reads only
-    its own experts.
+    """Copy the weights of an MoE layer in a framework-independent source into an `MoELayer`. Each
+    rank reads only its own experts.
 
     Adapters are not changed.
 
     Raises:
-        CheckpointError: If the names or the shapes of the tensors differ.
+        CheckpointError: If the names or shapes of the tensors do not match.
     """
     theirs = {name.removeprefix(prefix): entry for (field, name), entry in source.entries.items()
               if field == MODEL and name.startswith(prefix)}
@@ -163,8 +165,9 @@ def load_layer(layer: MoELayer, source: Source, prefix: str) -> None:
     on_disk, stored = stored_names(layer), {}
     wanted = {LAYER_NAMES[name]: name for name in theirs}
     if odd := sorted(set(wanted) ^ set(state)):
-        raise CheckpointError(f"layer {prefix}: tensor {odd[0]!r} is in only one of the source and "
-                              "the layer; build the layer with the settings from layer_settings()")
+        raise CheckpointError(f"layer {prefix}: tensor {odd[0]!r} is missing in either the source "
+                              "or the layer; build the layer with the settings from "
+                              "layer_settings()")
     for ours, name in wanted.items():
         window = None
         if name.startswith("experts."):
@@ -187,15 +190,15 @@ def load_layer(layer: MoELayer, source: Source, prefix: str) -> None:
 
 
 def full_state(layer: MoELayer, below: str | tuple[str, ...] = "") -> Mapping[str, Tensor]:
-    """Return the state dict of a layer with all experts, which equals the state dict of the layer
-    on a single rank.
+    """Return the state dict of a layer with the experts of all ranks. The state dict equals the
+    state dict of the same layer on a single rank.
 
-    All ranks must call this function if the experts are spread over several ranks.
+    If the experts are distributed over several ranks, all ranks must call this function.
 
     Args:
         layer: the layer.
-        below: prefix, or tuple of prefixes, that the names of the returned tensors must have. By
-            default all tensors are returned.
+        below: prefix or tuple of prefixes. Only tensors whose names start with one of these
+            prefixes are returned. By default, all tensors are returned.
     """
     state = {name: value.detach() for name, value in layer.state_dict().items()
              if isinstance(value, torch.Tensor) and name.startswith(below)}

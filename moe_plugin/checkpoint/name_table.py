@@ -1,7 +1,8 @@
-"""Rules that map the tensor names of a format to neutral names and back.
+"""Rules that convert the tensor names of a format to framework-independent ("neutral") names and
+back.
 
-In the names of a rule, {n} stands for the index of a layer and {e} for the index of an expert. If a
-format stores each expert in a separate tensor, the neutral tensor contains all experts along axis
+In the names of a rule, {n} stands for a layer index and {e} for an expert index. If a format stores
+each expert in a separate tensor, the framework-independent tensor contains all experts along axis
 0.
 """
 
@@ -45,7 +46,8 @@ Layers = Mapping[str, Mapping[str, Any]]
 
 
 def marked(derived: Iterable[Derived], layers: Layers) -> list[Derived]:
-    """Return the tensors with `TensorEntry.keeps_float32` set for those that must stay in float32.
+    """Set `TensorEntry.keeps_float32` for the tensors that must stay in float32, and return all
+    tensors.
     """
     tensors = list(derived)
     widest = _bytes_of_experts(tensors, layers)
@@ -69,7 +71,8 @@ def _keeps_float32(key: Key, entry: TensorEntry, layers: Layers, widest: Mapping
 
 
 def _bytes_of_experts(tensors: Iterable[Derived], layers: Layers) -> dict[str, int]:
-    """Return the size in bytes of the widest floating-point type among each layer's experts."""
+    """For each layer, return the size in bytes of the widest floating-point type among its experts.
+    """
     widest: dict[str, int] = {}
     for tensor in tensors:
         (field, name), dtype = tensor.key, tensor.entry.dtype
@@ -87,21 +90,23 @@ Others = Callable[[Derived], Derived]
 
 @dataclass(frozen=True)
 class NameRule:
-    """A rule that maps a tensor of a format to the neutral tensors that this tensor contains.
+    """A rule that maps one tensor of a format to the framework-independent tensors that it
+    contains.
 
     Attributes:
         theirs: name of the tensor in the format.
-        ours: names of the neutral tensors, in the order in which they are joined in the format's
-            tensor.
-        swap: whether the last two axes of the format's tensor are exchanged compared with the
-            neutral tensors.
-        axis: axis of the format's tensor along which the neutral tensors are joined.
-        shares: relative sizes of the neutral tensors along `axis`, or an empty tuple if the sizes
-            are equal.
-        groups: number of consecutive groups along `axis`. Each group contains a piece of every
-            neutral tensor.
-        in_turn: whether the elements of the neutral tensors alternate along `axis`.
-        row: whether the format stores the neutral vector as a matrix with a single row.
+        ours: names of the framework-independent tensors, in the order in which the format's tensor
+            contains them.
+        swap: whether the last two axes of the format's tensor are swapped, compared with the
+            framework-independent tensors.
+        axis: axis of the format's tensor along which the framework-independent tensors are
+            concatenated.
+        shares: relative sizes of the framework-independent tensors along `axis`, or an empty tuple
+            if all sizes are equal.
+        groups: number of consecutive groups along `axis`. Each group contains a slice of every
+            framework-independent tensor.
+        in_turn: whether the elements of the framework-independent tensors alternate along `axis`.
+        row: whether the format stores the vector as a matrix with a single row.
     """
 
     theirs: str
@@ -114,7 +119,7 @@ class NameRule:
     row: bool = False
 
     def split(self, tensor: Derived) -> list[Derived]:
-        """Split a tensor of the format into its neutral tensors."""
+        """Split a tensor of the format into its framework-independent tensors."""
         if len(self.ours) == 1:
             return [item_of(tensor, 0) if self.row else self._swapped(tensor)]
         if self.in_turn:
@@ -132,7 +137,8 @@ class NameRule:
         return [self._swapped(_joined(pieces, self.axis)) for pieces in pieces_by_tensor]
 
     def join(self, parts: Iterable[Derived]) -> Derived:
-        """Join neutral tensors into a tensor of the format. This method is the inverse of `split`.
+        """Join framework-independent tensors into a tensor of the format. This method is the
+        inverse of `split`.
         """
         if self.row:
             return stacked(list(parts))
@@ -164,7 +170,9 @@ class _Index:
             alike.append((re.compile(pattern), rule))
 
     def find(self, name: str) -> list[tuple[NameRule, dict[str, str]]]:
-        """Return the rules that match a name, each with the values of the rule's placeholders."""
+        """Return all rules that match a name. Each rule is returned together with the numbers that
+        its placeholders match.
+        """
         return [(rule, match.groupdict())
                 for pattern, rule in self._alike.get(_NUMBER.sub("0", name), ())
                 if (match := pattern.fullmatch(name))]
@@ -173,8 +181,8 @@ class _Index:
 class NameTable:
     """All name rules of a format.
 
-    If several rules match a tensor of the format, the first rule is used. A neutral tensor is
-    written under the names of all matching rules.
+    If several rules match a tensor name of the format, the first of these rules is used. A
+    framework-independent tensor is written under the name of every rule that matches it.
     """
 
     def __init__(self, rules: Iterable[NameRule]) -> None:
@@ -183,14 +191,15 @@ class NameTable:
         self._ours = _Index((name, rule) for rule in self._order for name in rule.ours)
 
     def neutral_name(self, name: str) -> str:
-        """Return the first neutral name that the first matching rule gives for a tensor name of
-        this format, or `name` itself if no rule matches.
+        """Return the framework-independent name for a tensor name of this format. If the first
+        matching rule lists several names, return the first of them. If no rule matches, return
+        `name`.
         """
         return next((rule.ours[0].format(**at) for rule, at in self._theirs.find(name)), name)
 
     def their_names(self, name: str, experts: int) -> list[str]:
-        """Return the names under which the format stores a neutral tensor of `experts` experts. If
-        no rule matches, return only `name`.
+        """Return the names under which the format stores a framework-independent tensor with
+        `experts` experts. If no rule matches, return only `name`.
         """
         names = [rule.theirs.format(**{"e": expert, **at}) for rule, at in self._ours.find(name)
                  for expert in range(experts if "{e}" in rule.theirs else 1)]
@@ -198,15 +207,16 @@ class NameTable:
 
     def neutral(self, tensors: Iterable[Derived], others: Others,
                 experts: int = 0) -> Iterator[Derived]:
-        """Convert tensors of the format to neutral tensors and yield them.
+        """Convert tensors of the format to framework-independent tensors and yield them.
 
         Args:
             tensors: tensors of the format.
-            others: function that converts a tensor whose name matches no rule, or raises an error.
-            experts: number of experts in a layer, or 0 to infer this number from the tensors.
+            others: function that is called for each tensor whose name matches no rule. `others`
+                converts the tensor or raises an error.
+            experts: number of experts in a layer, or 0 to determine this number from the tensors.
         Raises:
-            CheckpointError: If an expert is missing, or if the tensor of an expert has a wrong
-                number of axes.
+            CheckpointError: If an expert is missing, or if an expert's tensor has a wrong number of
+                axes.
         """
         single: dict[Key, tuple[NameRule, dict[int, Derived]]] = {}
         for one in tensors:
@@ -224,18 +234,19 @@ class NameTable:
             if lost := sorted(set(range(count)) - set(each)):
                 raise CheckpointError(
                     f"{name!r} in {field!r} has {count} experts, but expert {lost[0]} is missing: "
-                    "a file is missing, damaged or of another checkpoint")
+                    "a file is missing, is damaged or belongs to another checkpoint")
             [whole] = rule.split(stacked([each[expert] for expert in range(count)]))
             yield _checked(whole, name)
 
     def theirs(self, source: Source, others: Others) -> Iterator[Derived]:
-        """Convert the neutral tensors of a source to tensors of the format and yield them.
+        """Convert the framework-independent tensors of a source to tensors of the format and yield
+        them.
 
-        Tensors of single experts are yielded at the end, one expert after the other.
+        Tensors that contain a single expert are yielded last, expert by expert.
 
         Raises:
-            CheckpointError: If a tensor of the format cannot be built because a neutral tensor is
-                missing.
+            CheckpointError: If a tensor of the format cannot be built because one of its
+                framework-independent tensors is missing.
         """
         single: dict[Key, list[tuple[NameRule, dict[str, str], Derived]]] = {}
         for key in source.entries:
@@ -259,7 +270,8 @@ class NameTable:
 
 
 def _checked(one: Derived, name: str) -> Derived:
-    """Rename a tensor. The tensor of an expert must have as many axes as its neutral name implies.
+    """Rename a tensor. Raise `CheckpointError` unless the tensor of an expert has the number of
+    axes that its framework-independent name implies.
     """
     layer, experts, last = name.rpartition("experts.")
     if experts and one.key[0] == MODEL and len(last.rpartition("_")[2]) != len(one.entry.shape):
@@ -279,13 +291,14 @@ def same_parts(theirs: str, ours: str, names: Any) -> Iterator[NameRule]:
     """Yield rules for tensors that differ only in their names.
 
     Args:
-        theirs, ours: prefixes that are added to all names of the format and to all neutral names.
-        names: mapping from the names of the format to neutral names, without the prefixes.
+        theirs, ours: prefixes of all names of the format, and of all framework-independent names.
+        names: mapping from the names of the format to framework-independent names, both without
+            prefixes.
     """
     return (NameRule(theirs + name, (ours + neutral,)) for name, neutral in names.items())
 
 
 def both_kinds(names: Any) -> dict[str, str]:
-    """Expand the names of linear layers or norms to the names of their weights and biases."""
+    """Expand the names of linear layers or norms to the names of their weights and their biases."""
     return {f"{name}.{kind}": f"{neutral}.{kind}" for name, neutral in names.items()
             for kind in KINDS}

@@ -1,10 +1,11 @@
-"""Names, shapes and settings of a decoder model that are independent of any framework.
+"""Framework-independent names, shapes and settings of decoder models. In the code, they are called
+"neutral".
 
-Each format only needs a conversion to these names and a conversion from them. The letters in shapes
-have the following meanings: D is the width of the model, V the size of the vocabulary, A the number
-of query heads, K the number of key and value heads, H the width of a head, P the number of
-positions, E the number of experts, F the inner width of an expert or MLP, G the inner width of the
-shared expert, and L the latent width.
+For each format, one conversion to these names and one conversion from these names are enough to
+convert between all formats. Letters in shapes: D is the width of the model, V the size of the
+vocabulary, A the number of query heads, K the number of key and value heads, H the width of a head,
+P the number of positions, E the number of experts, F the inner width of an expert or MLP, G the
+inner width of the shared expert, and L the latent width.
 
     embed.weight                         [V, D]
     position.weight                      [P, D]         learned positions only
@@ -33,11 +34,11 @@ shared expert, and L the latent width.
     output.weight                        [V, D]         absent if it equals the embedding
 
 For rotary positions, element `i` of a head is paired with element `i + H/2`, as in Hugging Face and
-Megatron. The tensors of an optimizer's state have the same names and shapes as the parameters. The
-keys of a source's `layers` are the prefixes `layers.N.moe.`. In a neutral source, `values["model"]`
-is the result of `DecoderSettings.to_dict()`, and `values["step"]` is the number of optimizer steps.
-If the source has optimizer state, `values["optimizer"]` contains the entries named in
-`OPTIMIZER_VALUES`.
+Megatron. The tensors of the optimizer state have the same names and shapes as the parameters. The
+keys of `Source.layers` are the prefixes `layers.N.moe.`. In a source with framework-independent
+names, `values["model"]` contains the dict that `DecoderSettings.to_dict()` returns, and
+`values["step"]` is the number of optimizer steps. If the source contains optimizer state,
+`values["optimizer"]` contains the entries that are listed in `OPTIMIZER_VALUES`.
 """
 
 from __future__ import annotations
@@ -84,35 +85,38 @@ class DecoderSettings:
     """Settings of a decoder model that cannot be derived from the shapes of its tensors.
 
     Attributes:
-        heads, kv_heads: number of query heads of the attention, and number of key and value heads.
+        heads: number of query heads of attention.
+        kv_heads: number of key and value heads of attention.
         norm: type of the norms, "layernorm" or "rmsnorm". Both use `norm_eps`.
-        pre_norm: whether norms are applied before attention and MLP rather than after the residual
-            addition.
-        activation: activation of MLPs and experts, named as in the setting `experts.activation`.
+        pre_norm: whether norms are applied before attention and MLP (True) or after the residual
+            addition (False).
+        activation: activation function of MLPs and experts; a value of the setting
+            `experts.activation`.
         gated: whether MLPs and experts compute `act(x @ w_gate) * (x @ w_in)`.
-        gate_clamp, linear_offset: same as the settings `experts.clamp` and `experts.linear_offset`
-            of this package.
-        weights_first: whether routing weights are multiplied with the experts' inputs rather than
-            with the outputs.
+        gate_clamp, linear_offset: see the settings `experts.clamp` and `experts.linear_offset`.
+        weights_first: whether routing weights multiply the inputs of the experts (True) or their
+            outputs (False).
         positions: type of the position encoding: "rotary" (with `rotary_base`), "learned",
             "sinusoidal" or "none".
-        rotary_part: fraction of a head's width that is rotated. The rotated part comes first.
+        rotary_part: fraction of each head's width that is rotated. The rotated dimensions are the
+            first dimensions of each head.
         tied: whether the embedding matrix is also used as the output matrix.
-        embed_scale: factor that token embeddings, but not position embeddings, are multiplied by.
+        embed_scale: factor by which token embeddings are multiplied. Position embeddings are not
+            multiplied.
         top_k: number of experts per token, or 0 if the model has no MoE layers.
-        router: how scores are computed: "softmax", "sigmoid" or "sparsemixer". The last one uses
-            `mixer_eps`, as the setting of this package with that name. If `normalize_top_k` is set,
-            the chosen scores are divided by `max(sum + normalize_add, normalize_min)`. They are
-            then multiplied by `router_scale`.
-        groups, group_top_k, group_scores: same as the settings `router.groups`,
-            `router.group_top_k` and `router.group_scores` of this package. If the number of groups
-            is 0, routing is not limited to groups.
+        router: score function of the router: "softmax", "sigmoid" or "sparsemixer". The router
+            "sparsemixer" uses `mixer_eps`, which is also a setting of this package. If
+            `normalize_top_k` is True, the scores of the chosen experts are divided by
+            `max(sum + normalize_add, normalize_min)`. After normalization, the chosen scores are
+            multiplied by `router_scale`.
+        groups, group_top_k, group_scores: see the settings `router.groups`, `router.group_top_k`
+            and `router.group_scores`. If `groups` is 0, routing is not limited to groups.
         rotary_scaling: scaling of rotary positions, in the form of Hugging Face's `rope_scaling`
-            with the key "rope_type". The mapping is empty if positions are not scaled.
-        window: number of previous tokens that each token can attend to, or 0 for all tokens.
-        latent: settings of latent attention, with the names in `LATENT` as keys.
-        extra: settings that are not in this list, by their names in the format. Formats that do not
-            support such a setting raise an error that names the setting.
+            with its key "rope_type". If positions are not scaled, `rotary_scaling` is empty.
+        window: number of previous tokens to which each token can attend, or 0 for all tokens.
+        latent: settings of latent attention. The keys of `latent` are listed in `LATENT`.
+        extra: all other settings, under their names in the checkpoint's format. If a format does
+            not support a setting in `extra`, it raises an error that names the setting.
     """
 
     heads: int
@@ -152,8 +156,8 @@ class DecoderSettings:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> DecoderSettings:
-        """Build settings from the result of `to_dict`, or raise `CheckpointError` if entries are
-        missing or unknown.
+        """Build settings from a dict that `to_dict` returned. Raise `CheckpointError` if entries
+        are missing or unknown.
         """
         known = {setting.name for setting in fields(cls)}
         if unknown := sorted(set(values) - known):
@@ -166,21 +170,24 @@ class DecoderSettings:
 
 
 class NeutralModel:
-    """A summary of a neutral source that is derived from the settings and the shapes of the
+    """A summary of a framework-independent source, computed from its settings and the shapes of its
     tensors.
 
     Attributes:
-        width, vocabulary: width of the model (D) and size of the vocabulary (V).
+        width: width of the model (D).
+        vocabulary: size of the vocabulary (V).
         head_dim: width of an attention head (H).
-        dense, moe: indices of the layers with an MLP, and indices of the layers with experts.
+        dense: indices of the layers with an MLP.
+        moe: indices of the layers with experts.
         layers: total number of layers.
-        experts, expert_width, shared_width, dense_width: number of experts (E), inner width of an
-            expert (F), of the shared expert (G) and of an MLP (F). A value is 0 if the model has no
-            such part.
-        biases: which linear layers of the attention have biases: "none", "qkv" or "all".
-        qk_norm: what queries and keys are normalized over: "none", each "head" or "all" heads.
+        experts: number of experts (E), or 0 if the model has no experts.
+        expert_width, shared_width, dense_width: inner widths of each expert (F), of the shared
+            expert (G), and of a dense MLP (F). A width is 0 if the model has no such layer.
+        biases: which linear layers of attention have biases: "none", "qkv" or "all".
+        qk_norm: normalization of queries and keys: "none", "head" for each head separately, or
+            "all" for all heads together.
         shared: type of the shared expert: "none", "plain" or "gated".
-        dtype: data type of the embedding.
+        dtype: data type of the embedding matrix.
     Raises:
         CheckpointError: If the source is not a complete model.
     """
@@ -220,8 +227,8 @@ class NeutralModel:
 
     @property
     def group_scores(self) -> int | None:
-        """Return the number of expert scores that are added to get the score of a group, or None if
-        there are no groups.
+        """Return the number of expert scores that are summed to obtain the score of a group, or
+        None if there are no groups.
         """
         s = self.settings
         return None if not s.groups else s.group_scores or max(1, s.top_k // s.group_top_k)
@@ -229,14 +236,15 @@ class NeutralModel:
 
 def unfit(model: DecoderSettings, checks: Iterable[tuple[str, bool, str]], held: Container[str],
           extra: Container[str]) -> list[str]:
-    """Return the settings of a model that a format does not support, each with the allowed values.
+    """Return the settings of a model that a format does not support, together with the allowed
+    values.
 
     Args:
         model: settings of the model.
-        checks: tuples with the name of a setting, whether its value is allowed, and a description
-            of the allowed values.
-        held: names of the settings that the format can store. All other settings must have their
-            default values.
+        checks: one tuple for each checked setting: its name, whether its value is allowed, and a
+            description of the allowed values.
+        held: names of the settings that the format can represent. All settings that are not in
+            `held` must have their default values.
         extra: keys of `model.extra` that the format supports.
     """
     values = vars(model)
@@ -250,26 +258,27 @@ def unfit(model: DecoderSettings, checks: Iterable[tuple[str, bool, str]], held:
 
 
 def check_names(names: Any) -> None:
-    """Raise `CheckpointError` for the first name that is not a neutral name."""
+    """Raise `CheckpointError` for the first name that is not a framework-independent name."""
     for name in names:
         if not NAMES.fullmatch(name):
-            raise CheckpointError(f"tensor {name!r} has no neutral name, so it cannot be converted "
-                                  "to another format; convert to the checkpoint's own format")
+            raise CheckpointError(f"tensor {name!r} has no framework-independent name, so the "
+                                  "checkpoint cannot be converted to another format; use the "
+                                  "checkpoint's own format as the target")
 
 
 def zeros(like: Derived, name: str) -> Derived:
-    """Return a bias of zeros with one element for each row of a matrix."""
+    """Return a zero bias with one element for each row of a matrix."""
     return filled((like.key[0], name), like.entry.shape[:1], like.entry.dtype)
 
 
 def is_zero(source: Source, name: str) -> bool:
-    """Return whether a small tensor has only zeros in every field that contains the tensor."""
+    """Return true if a small tensor contains only zeros in every field."""
     return not any(bool(source.read(key).any()) for key in source.entries if key[1] == name)
 
 
 def masters(source: Source) -> list[Derived]:
-    """Return float32 copies of all 16-bit parameters that have optimizer state. If the source
-    already has such copies, return an empty list.
+    """Return float32 master copies of all 16-bit parameters that have optimizer state. If the
+    source already contains master copies, return an empty list.
     """
     trained = {name for field, name in source.entries if field != MODEL}
     if any(field == "master" for field, _ in source.entries):

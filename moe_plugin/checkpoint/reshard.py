@@ -1,10 +1,10 @@
-"""Conversion between the state dicts of several ranks and one full state dict.
+"""Convert between the state dicts of several ranks and one full state dict.
 
-The state dict of a rank contains only the experts that this rank stores. A *full* state dict
-contains all experts, as on a single rank. Axis 0 of an expert tensor then has the size E. `merge`
-and `split` are inverse to each other for every number of ranks that the experts can be divided
-among. Both functions also accept tensors that have not been read from disk yet (`source.Derived`),
-and then return such tensors.
+The state dict of a rank contains only those experts that this rank stores. A *full* state dict
+contains all experts, like the state dict of a single rank. In a full state dict, axis 0 of an
+expert tensor therefore has the size E. For every number of ranks among which the experts can be
+divided, `merge` and `split` are inverses of each other. Both functions also accept lazy tensors
+(`source.Derived`), and then return lazy tensors.
 """
 
 from __future__ import annotations
@@ -35,8 +35,7 @@ GROUPS = "optimizer_groups"  # key in `Source.values`
 
 
 def moe_layers(state: State) -> dict[str, dict[str, int]]:
-    """Return a mapping from the prefix of every MoE layer in a state dict to the layer's extra
-    state.
+    """Return the extra state of every MoE layer in a state dict, by the prefix of the layer.
 
     See `MoELayer.get_extra_state`.
     """
@@ -48,18 +47,18 @@ def moe_layers(state: State) -> dict[str, dict[str, int]]:
 
 def merge(states: Sequence[State],
           layers: Mapping[str, Mapping[str, int]] | None = None) -> dict[str, Any]:
-    """Merge the state dicts of all ranks of one expert-parallel group into the full state dict.
+    """Merge the state dicts of all ranks in one expert-parallel group into a full state dict.
 
-    Entries that do not belong to experts are copied from rank 0.
+    All entries that do not belong to experts are copied from rank 0.
 
     Args:
-        states: one state dict per rank, in rank order. All of them must have the same keys.
-        layers: extra states of the MoE layers, by the prefix of each layer. Defaults to the layers
-            in the state dict of rank 0. This argument is needed if the state dicts do not contain
-            the extra states, as is the case for optimizer states.
+        states: one state dict per rank, in rank order. All state dicts must have the same keys.
+        layers: extra states of the MoE layers, by the prefix of each layer. Defaults to the extra
+            states in the state dict of rank 0. Needed if the state dicts contain no extra states,
+            as is the case for optimizer states.
     Raises:
-        ValueError: If the number of state dicts differs from the group size, or if they are not in
-            rank order.
+        ValueError: If the number of state dicts is not the size of the group, or if the state dicts
+            are not in rank order.
     """
     layers = moe_layers(states[0]) if layers is None else layers
     for rank, state in enumerate(states):
@@ -86,17 +85,17 @@ def merge(states: Sequence[State],
 
 def split(whole: State, rank: int, size: int, layers: Mapping[str, Mapping[str, int]] | None = None,
           shards: Mapping[str, int] | None = None) -> dict[str, Any]:
-    """Return the part of a full state dict that one rank of an expert-parallel group stores.
+    """Return those entries of a full state dict that one rank of an expert-parallel group stores.
 
     Args:
         whole: the full state dict.
-        rank, size: rank in the expert-parallel group, and size of this group.
+        rank, size: rank in the expert-parallel group, and number of ranks in this group.
         layers: see `merge`.
-        shards: number of ranks that each expert is split over, by layer prefix, if
-            `parallel.shards` sets this number. Optional.
+        shards: number of ranks among which each expert is split, by layer prefix. Required only for
+            layers that set `parallel.shards`. Optional.
     Raises:
-        ValueError: If the experts cannot be divided among this number of ranks, or if the rank does
-            not exist.
+        ValueError: If the experts cannot be divided among `size` ranks, or if the rank does not
+            exist.
     """
     if not 0 <= rank < size:
         raise ValueError(f"rank {rank} of {size} ranks does not exist: the rank must be >= 0 and < "
@@ -118,8 +117,8 @@ def split(whole: State, rank: int, size: int, layers: Mapping[str, Mapping[str, 
 
 
 def _layer_of(key: str, layers: Mapping[str, Mapping[str, int]]) -> str | None:
-    """Return the prefix of the MoE layer that `key` belongs to, or None for entries that all ranks
-    share.
+    """Return the prefix of the MoE layer to which the expert parameter `key` belongs, or None if
+    all ranks share this entry.
     """
     for prefix in layers:
         if key.startswith(prefix) and (key.startswith(prefix + "experts.")
@@ -181,8 +180,8 @@ def _split_key(key: str, value: Any, prefix: str, experts: int, rank: int, size:
     shards = shards or max(1, size // experts)
     axis = _axis(key, name) if shards > 1 else 0
     if shards > 1 and shape[axis] % shards:
-        raise ValueError(f"{key!r} of shape {shape} cannot be split into {shards} shards: "
-                         f"the size of axis {axis} must be a multiple of the shards; choose "
+        raise ValueError(f"{key!r} of shape {shape} cannot be split into {shards} shards: the size "
+                         f"of axis {axis} must be a multiple of the number of shards; choose "
                          "another number of ranks")
     window = window_of_rank(shape, rank, experts * shards // size, shards, axis)
     if isinstance(value, Derived):
@@ -191,15 +190,14 @@ def _split_key(key: str, value: Any, prefix: str, experts: int, rank: int, size:
 
 
 def window_of_rank(shape: Sequence[int], rank: int, local: int, shards: int, axis: int) -> Window:
-    """Return the window that a rank of an expert-parallel group stores of a tensor with all
-    experts.
+    """Return the window of an expert tensor that one rank of an expert-parallel group stores.
 
     Args:
         shape: shape of the tensor with all experts.
         rank: rank in the expert-parallel group.
-        local: number of experts that a rank stores, completely or in part.
-        shards: number of consecutive ranks that each store a part of the same experts.
-        axis: axis along which experts are split into these parts.
+        local: number of experts that a rank stores, either as a whole or as shards.
+        shards: number of consecutive ranks that store shards of the same experts.
+        axis: axis along which experts are split into shards.
     """
     run, shard = divmod(rank, shards)
     window = [slice(0, size) for size in shape]
@@ -211,8 +209,8 @@ def window_of_rank(shape: Sequence[int], rank: int, local: int, shards: int, axi
 
 
 def _shape(value: Any) -> tuple[int, ...]:
-    """Return the shape of a value. It is empty for numbers, scalar tensors and other objects
-    without axes.
+    """Return the shape of a value. For numbers, scalar tensors and other objects without axes, the
+    shape is empty.
     """
     if isinstance(value, Derived):
         return value.entry.shape
@@ -236,12 +234,15 @@ def _axis(key: str, name: str) -> int:
 def column_source(format: str, columns: Columns, layers: Mapping[str, Mapping[str, int]],
                   values: Mapping[str, Any], description: Mapping[str, Any],
                   paths: Sequence[Path]) -> DerivedSource:
-    """Build a source from columns. Values that are not tensors are stored in `values[COLUMNS]`.
+    """Build a source from columns. A column contains the values of one field, by name. Values that
+    are not tensors are stored in `values[COLUMNS]`.
 
     Args:
         format, layers, values: attributes of the new source, as described in `Source`.
-        columns: mapping from field and name to whole tensors on disk and other values.
-        description, paths: results of `Source.describe` and `Source.files` for the new source.
+        columns: dicts of values by name, for each field. The values are tensors on disk, which
+            contain all experts, or other objects.
+        description, paths: return values of `Source.describe` and `Source.files` for the new
+            source.
     """
     rest = {field: {name: value for name, value in column.items()
                     if not isinstance(value, Derived)} for field, column in columns.items()}
@@ -253,13 +254,14 @@ def column_source(format: str, columns: Columns, layers: Mapping[str, Mapping[st
 
 def ranked_source(format: str, ranks: Sequence[Columns], values: Mapping[str, Any],
                   description: Mapping[str, Any], paths: Sequence[Path]) -> DerivedSource:
-    """Build a source of whole tensors from the columns that the ranks of one expert-parallel group
-    store.
+    """Build a source whose tensors contain all experts, from the columns that the ranks of one
+    expert-parallel group store.
 
     Args:
         format, values: attributes of the new source, as described in `Source`.
         ranks: columns of each rank, in rank order.
-        description, paths: results of `Source.describe` and `Source.files` for the new source.
+        description, paths: return values of `Source.describe` and `Source.files` for the new
+            source.
     """
     ranks = [{field: with_current_names(column) for field, column in rank.items()}
              for rank in ranks]
@@ -269,7 +271,9 @@ def ranked_source(format: str, ranks: Sequence[Columns], values: Mapping[str, An
 
 
 def columns_of(source: Source) -> dict[str, dict[str, Any]]:
-    """Return all tensors and other values of a source as columns."""
+    """Return all tensors and other values of a source as columns: a dict of values by name, for
+    each field.
+    """
     whole: dict[str, dict[str, Any]] = {MODEL: {}}
     for field, name in source.entries:
         whole.setdefault(field, {})[name] = source.tensor((field, name))
@@ -280,13 +284,13 @@ def columns_of(source: Source) -> dict[str, dict[str, Any]]:
 
 def columns_of_rank(source: Source, rank: int, size: int,
                     shards: int | Mapping[str, int] | None = None) -> dict[str, dict[str, Any]]:
-    """Return the columns of a source that one rank of an expert-parallel group stores.
+    """Return the columns that one rank of an expert-parallel group stores.
 
     Args:
         source: the source.
-        rank, size: rank in the expert-parallel group, and size of this group.
-        shards: number of ranks that each expert is split over, for all layers or by layer prefix.
-            Optional.
+        rank, size: rank in the expert-parallel group, and number of ranks in this group.
+        shards: number of ranks among which each expert is split, either one number for all layers
+            or a mapping by layer prefix. Optional.
     """
     if isinstance(shards, int):
         shards = dict.fromkeys(source.layers, shards)
@@ -301,7 +305,7 @@ def columns_of_rank(source: Source, rank: int, size: int,
 
 
 def sizes_of(layers: Mapping[str, Mapping[str, int]]) -> dict[str, Any]:
-    """Return the expert-parallel size and the number of shards of the layers."""
+    """Return the expert-parallel size and the number of shards that the layers were saved with."""
     sizes = {}
     for name, key in (("ep", "ep_size"), ("shards", "shards")):
         given = sorted({origin[key] for origin in layers.values() if key in origin})
@@ -312,7 +316,7 @@ def sizes_of(layers: Mapping[str, Mapping[str, int]]) -> dict[str, Any]:
 
 def bytes_of_ranks(source: Source, world: int, ep: int) -> int:
     """Return the total size in bytes of the tensors that `world` ranks write. Each rank writes the
-    experts that it stores and all other tensors.
+    experts that it stores, and all tensors that do not belong to experts.
     """
     ahead, total = tuple(prefix + "experts." for prefix in source.layers), 0
     for (_, name), entry in source.entries.items():

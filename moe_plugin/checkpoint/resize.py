@@ -1,9 +1,10 @@
-"""Change of the number of expert-parallel ranks between two training steps, without a checkpoint.
+"""Change the number of expert-parallel ranks between two training steps without saving a
+checkpoint.
 
-Experts and their optimizer state are sent point to point from the ranks that store them to the
-ranks that will store them. `planner.resharding` plans these transfers. No rank gathers all experts,
-and data that stays on a rank is not sent. If several ranks store the same experts, each of them
-sends a part.
+Experts and their optimizer state are sent point to point, from the ranks that currently store them
+to the ranks that will store them. `planner.resharding` plans these transfers. No rank gathers all
+experts. Data that stays on the same rank is not sent. If several ranks store the same experts, each
+of these ranks sends a share of the data.
 """
 
 from __future__ import annotations
@@ -36,35 +37,38 @@ def change_expert_parallel(model: nn.Module, optimizer: torch.optim.Optimizer | 
                            world: Comm | None = None,
                            copies: MutableMapping[Tensor, Tensor] | None = None
                            ) -> dict[Tensor, nn.Parameter]:
-    """Redistribute the experts of all `MoELayer`s of a model over another expert-parallel group.
+    """Redistribute the experts of all `MoELayer`s in a model over a different expert-parallel
+    group.
 
-    Call this function between `optimizer.step()` and the next forward pass, because gradients of
-    experts are dropped. Layers remain the same objects, and so do all parameters except those of
-    the experts. The optimizer receives the new expert parameters with their state. Any setup that
-    used the old parameters must be repeated for the new parameters. For example, call
-    `gradients.sync.reduce_experts` again if it was called before, or pass the new groups to
-    `sync_gradients`. The measurements of a layout tuner are lost. The call is collective over
-    `world`. During the call, memory must hold two copies of one layer's experts.
+    Call this function between `optimizer.step()` and the next forward pass, because it discards the
+    gradients of experts. The layers remain the same objects. The parameters also remain the same
+    objects, except the parameters of experts. The optimizer state of the old expert parameters is
+    transferred to the new expert parameters. If other objects refer to the old expert parameters,
+    set up these objects again with the new parameters. For example, if
+    `gradients.sync.reduce_experts` was called before, call it again, or pass the new groups to
+    `sync_gradients`. A layout tuner loses its measurements. All ranks of `world` must call this
+    function. During the call, a rank needs enough memory for two copies of one layer's experts.
 
     Args:
-        model: model of a plain training loop, with or without a wrapper.
-        optimizer: optimizer of all trainable expert parameters. Every tensor in the optimizer's
-            state of a parameter must have the parameter's shape or one element. This is the case
-            for all optimizers of torch except Adafactor. If moving averages of the weights are
-            stored outside the optimizer, they need a separate call without an optimizer. Optional.
-        comm: the new expert-parallel group of this rank. The group may have any size that the
-            experts can be divided among. In a group of size 1 every rank has all experts.
-        world: all data-parallel ranks. Defaults to the ranks of the default process group.
-        copies: mapping from parameters to the tensors that the optimizer updates in their place,
-            such as float32 copies of 16-bit weights. In this mapping, copies of expert parameters
-            are replaced. Optional.
-    Returns: a mapping from the experts' old parameters to their new parameters.
+        model: model of a plain PyTorch training loop, with or without a wrapper.
+        optimizer: optimizer of all expert parameters that are trained. In the optimizer's state,
+            every tensor that belongs to a parameter must have either the shape of the parameter or
+            a single element. All optimizers of torch except Adafactor satisfy this condition. If
+            moving averages of the weights are stored outside of the optimizer, call this function
+            for them separately, without an optimizer. Optional.
+        comm: the new expert-parallel group of this rank. The experts must be divisible among the
+            ranks of the new group. If the group has size 1, every rank stores all experts.
+        world: group of all data-parallel ranks. Defaults to the ranks of the default process group.
+        copies: mapping from parameters to the tensors that the optimizer updates instead, such as
+            float32 copies of 16-bit weights. The copies of expert parameters are replaced in this
+            mapping. Optional.
+    Returns: a mapping from the old expert parameters to the new expert parameters.
     Raises:
         ValueError: If the model, the optimizer or the groups do not support the change. Possible
-            reasons are custom experts, ranks with the same tokens, experts that cannot be divided
-            among the ranks, groups of different sizes, parameters that are sharded or missing in
-            the optimizer, and optimizer states that have unsupported shapes or differ between
-            ranks. The error is raised before any data is moved.
+            reasons are custom experts, ranks that have the same tokens, experts that cannot be
+            divided among the ranks, groups of different sizes, parameters that are sharded or
+            missing in the optimizer, and optimizer states that have unsupported shapes or differ
+            between ranks. The error is raised before any data is moved.
     """
     world = default_comm() if world is None else world
     layers = named_layers_in(model)
@@ -82,14 +86,16 @@ def change_expert_parallel(model: nn.Module, optimizer: torch.optim.Optimizer | 
 
 
 def check_sizes(model: nn.Module, sizes: Mapping[int, int], world: int) -> None:
-    """Raise `ValueError` if an expert-parallel group of one of these sizes is not possible.
+    """Raise `ValueError` if the experts cannot be divided among an expert-parallel group of one of
+    these sizes.
 
-    The message names the setting, the value, the bound and a remedy. See `change_expert_parallel`.
+    The error message names the setting, its value, the allowed values and a remedy. See
+    `change_expert_parallel`.
 
     Args:
         model: the model.
-        sizes: mapping from training steps to the size of the expert-parallel group from that step
-            on.
+        sizes: mapping from a training step to the size of the expert-parallel group that is used
+            from this step on.
         world: number of data-parallel ranks.
     """
     for step, size in sizes.items():
@@ -114,11 +120,12 @@ def _check_movable(name: str, layer: MoELayer) -> None:
                          "number of ranks")
     if not layer.experts.supports_gather:
         raise ValueError(f"layer {name!r} has custom experts, whose parameters cannot be split by "
-                         "expert: use experts of a registered kind, or a checkpoint")
+                         "expert: use registered experts, or save a checkpoint and restart with "
+                         "the new number of ranks")
     if layer.routed_experts.experts.adapters is not None:
-        raise ValueError(f"layer {name!r} has adapters, whose settings a rebuilt layer would lose: "
-                         "merge them with merge_lora(model), or save a checkpoint and use "
-                         "moe-plugin reshard")
+        raise ValueError(f"layer {name!r} has adapters, whose settings would be lost when the "
+                         "layer is rebuilt: merge the adapters with merge_lora(model), or save a "
+                         "checkpoint and use moe-plugin reshard")
     for key, parameter in layer.named_parameters():
         if is_sharded(parameter) and key.startswith(("router.", "experts.")):
             raise ValueError(
@@ -150,9 +157,9 @@ def _experts_of(layers: Mapping[str, MoELayer]) -> dict[str, Tensor]:
 
 def _check_states(tensors: Mapping[str, Tensor], optimizer: torch.optim.Optimizer | None,
                   world: Comm) -> None:
-    """Check that the same tensors with the same optimizer state will be moved on all ranks.
+    """Check that all ranks will move the same tensors with the same optimizer state.
 
-    tensors: parameters and buffers that will be moved.
+    tensors: parameters and buffers to be moved.
     """
     groups = [] if optimizer is None else optimizer.param_groups
     updated = {parameter for group in groups for parameter in group["params"]}
@@ -167,16 +174,16 @@ def _check_states(tensors: Mapping[str, Tensor], optimizer: torch.optim.Optimize
     for name, tensor in tensors.items():
         if name in missing:
             raise ValueError(
-                f"parameter {name!r} is trained but is not a parameter of optimizer {kind}, so "
-                "state stored elsewhere would not move; pass the optimizer of all MoE layers' "
+                f"parameter {name!r} is trained but is not a parameter of optimizer {kind}, so its "
+                "optimizer state would not be moved; pass the optimizer of all MoE layers' "
                 "parameters, or save a checkpoint and use moe-plugin reshard")
         for field, value in sorted(_state(optimizer, tensor).items()):
             if _stays_behind(value, tensor):
                 raise ValueError(
                     f"optimizer {kind} has state {field!r} of shape {tuple(value.shape)} for "
-                    f"{name!r} of shape {tuple(tensor.shape)}: only state of the parameter's shape "
-                    "or of one "
-                    "element can move; use another optimizer, such as AdamW")
+                    f"{name!r} of shape {tuple(tensor.shape)}: only state with the shape of the "
+                    "parameter or with one element can be moved; use another optimizer, such as "
+                    "AdamW")
 
 
 def _stays_behind(value: Any, parameter: Tensor) -> bool:
@@ -192,9 +199,9 @@ def _moves(value: Any, parameter: Tensor) -> bool:
 
 
 def _positions(name: str, comm: Comm, world: Comm) -> Positions:
-    """Return the rank in the expert-parallel group for each global rank.
+    """Return each global rank's position in its expert-parallel group.
 
-    name: description of the groups that is used in the error message.
+    name: description of the groups for the error message.
 
     Raises: ValueError: If an expert-parallel group is incomplete.
     """
@@ -243,16 +250,16 @@ def _moved(move: Resharding, value: Tensor) -> Tensor:
 
 
 def _wrapped_like(old: Tensor, value: Tensor) -> Tensor:
-    """Return the value as a parameter with the same `requires_grad` if `old` is a parameter.
-    Otherwise return the value unchanged.
+    """If `old` is a parameter, return `value` as a parameter with the same `requires_grad`.
+    Otherwise, return `value` unchanged.
     """
     new = nn.Parameter(value) if isinstance(old, nn.Parameter) else value
     return new.requires_grad_(old.requires_grad)
 
 
 def _rebuilt(layer: MoELayer, comm: Comm) -> MoELayer:
-    """Build a layer like the given layer for a different group. The new layer has the same router
-    and uninitialized experts.
+    """Build a copy of a layer for a different expert-parallel group. The copy has the router of the
+    old layer, and its experts are uninitialized.
     """
     probe: Any = layer.experts.anchor
     cards = [probe.device] if probe.device.type == "cuda" else []
@@ -272,7 +279,7 @@ def _rebuilt(layer: MoELayer, comm: Comm) -> MoELayer:
 
 
 def _keep_hooks(old: nn.Module, new: nn.Module) -> None:
-    """Copy hooks from the old router to the new router, so that observers continue to work."""
+    """Copy the hooks of the old router to the new router, so that observers are still called."""
     for key, hook in list(old._forward_hooks.items()):
         if hook not in new._forward_hooks.values():
             new._forward_hooks[key] = hook
@@ -281,7 +288,7 @@ def _keep_hooks(old: nn.Module, new: nn.Module) -> None:
 
 
 def _layout(place: Placement, name: str, local: Tensor, positions: Positions) -> TensorLayout:
-    """Describe which part of an expert parameter each global rank stores."""
+    """Describe which window of an expert parameter each global rank stores."""
     axis, shards = SHARD_AXIS[name], place.shards
     shape = [place.experts, *local.shape[1:]]
     shape[axis] *= shards
@@ -293,7 +300,7 @@ def _layout(place: Placement, name: str, local: Tensor, positions: Positions) ->
 
 def _replace(optimizer: torch.optim.Optimizer, old: Tensor, new: Tensor,
              state: Mapping[str, Any]) -> None:
-    """Make the optimizer update the parameter `new` instead of the parameter `old`."""
+    """Replace the parameter `old` by the parameter `new` in the optimizer."""
     if isinstance(new, nn.Parameter):
         mark_expert(new)
     for group in optimizer.param_groups:

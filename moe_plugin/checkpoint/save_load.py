@@ -1,6 +1,6 @@
-"""Atomically written checkpoints of plain PyTorch training. Any number of ranks can load them.
+"""Atomic checkpoints of plain PyTorch training. Any number of ranks can load a checkpoint.
 
-See `formats.plain` for the files. Loading verifies the checksums of the files first.
+See `formats.plain` for the files. Checksums are verified before loading.
 """
 
 from __future__ import annotations
@@ -47,18 +47,18 @@ def save(directory: str | os.PathLike[str], model: nn.Module,
          extra: Mapping[str, Any] | None = None, keep_old: bool = False) -> None:
     """Write a checkpoint. All ranks of `comm` must call this function.
 
-    Files are moved into place at the end, so a killed run leaves a whole old or new checkpoint.
+    Files are moved into place at the end, so a killed run leaves the old or new checkpoint intact.
 
     Args:
-        model: model of a plain training loop, which may use FSDP2, but without the DDP wrapper.
+        model: model of a plain training loop, without a DDP wrapper. FSDP2 is supported.
         optimizer: optimizer to save. Optional.
         comm: expert-parallel group. Defaults to the group of the model's `MoELayer`s.
-        extra: JSON values such as the step, equal on all ranks. They are checked before writing.
+        extra: JSON values, such as the step, that are equal on all ranks.
         keep_old: whether to keep the old checkpoint as `DIRECTORY.old`, a backup for `load`.
     Raises:
-        CheckpointError: If a rank could not write or `extra` is not JSON. All ranks raise it.
-        ValueError: If layers use several groups and `comm` is missing, or if experts with adapters
-            are spread over ranks.
+        CheckpointError: If a rank could not write or `extra` is not JSON. Raised on all ranks.
+        ValueError: If the layers use several groups and `comm` is not given, or if experts with
+            adapters are on several ranks.
     """
     comm = comm or _group_of(model)
     _refuse_adapters(model, comm)
@@ -105,7 +105,7 @@ def _check_extra(extra: Mapping[str, Any]) -> None:
 
 
 def _group_of(model: nn.Module) -> Comm:
-    """Return the communication group of the model's layers, whose ranks write different files."""
+    """Return the group of the model's layers. Each of its ranks writes its own file."""
     from moe_plugin.layer import layers_in  # slow to import, so only imported if there is a model
 
     groups = {layer.comm.name: layer.comm for layer in layers_in(model)}
@@ -117,7 +117,7 @@ def _group_of(model: nn.Module) -> Comm:
 
 
 def _refuse_adapters(model: nn.Module, comm: Comm) -> None:
-    """Raise `ValueError` if adapters of experts are on several ranks, as they cannot be joined."""
+    """Raise `ValueError` if experts with adapters are on several ranks and cannot be joined."""
     from moe_plugin.layer import named_layers_in
 
     for name, layer in named_layers_in(model).items():
@@ -131,18 +131,19 @@ def _refuse_adapters(model: nn.Module, comm: Comm) -> None:
 
 
 def _check_group(state: Mapping[str, Any], comm: Comm) -> None:
-    """Raise `ValueError` if the writing ranks are not the ranks that share the experts."""
+    """Raise `ValueError` if the ranks that write are not the ranks that share the experts."""
     for prefix, origin in moe_layers(state).items():
         if origin["ep_size"] != comm.size:
             raise ValueError(
                 f"the experts of layer {prefix!r} are spread over {origin['ep_size']} ranks, but "
-                f"{comm.size} ranks write the checkpoint; pass the layers' group as `comm` "
-                "(in FSDP2: with expert groups of all its ranks; in ddp_model any group works)")
+                f"{comm.size} ranks write the checkpoint; pass the layers' group as `comm` (with "
+                "FSDP2, an expert group must contain all of its ranks; with ddp_model, any group "
+                "works)")
 
 
 @contextmanager
 def _on_all_ranks(comm: Comm, target: Path) -> Iterator[None]:
-    """Run a block that fails on all ranks if it fails on one. Errors name the failed ranks."""
+    """Run a block that fails on all ranks if it fails on one. The error names the failed ranks."""
     error: Exception | None = None
     try:
         yield
@@ -168,18 +169,18 @@ def _on_all_ranks(comm: Comm, target: Path) -> Iterator[None]:
 def load(directory: str | os.PathLike[str], model: nn.Module,
          optimizer: torch.optim.Optimizer | None = None, comm: Comm | None = None,
          leave: Leave | None = None) -> dict[str, Any]:
-    """Load a checkpoint into this rank's model and optimizer. No tensor changes if reading fails.
+    """Load a checkpoint into this rank's model and optimizer. If reading fails, no tensor changes.
 
     Any number of ranks may have written the checkpoint. All ranks of `comm` (see `save`) must call
     this function. Each rank verifies some of the files and reads only the tensors that it stores.
 
     Args:
-        leave: function that returns the names of model tensors that are not loaded, such as those
-            of a new head. It cannot be combined with an optimizer. By default all are loaded.
+        leave: function that returns the names of model tensors that are not loaded. Not supported
+            with an optimizer. Optional.
     Returns: the values that were passed to `save` as `extra`.
     Raises:
-        CheckpointError: If the checkpoint is missing, truncated or from a different model.
-        ValueError: If both an optimizer and `leave` are passed, or if `save` would raise it.
+        CheckpointError: If the checkpoint is missing, truncated, or of another model.
+        ValueError: If `optimizer` and `leave` are both given, or if `save` would raise it.
     """
     if leave is not None and optimizer is not None:
         raise ValueError("leave cannot be combined with an optimizer, because the saved optimizer "
@@ -214,7 +215,7 @@ def load(directory: str | os.PathLike[str], model: nn.Module,
 
 @contextmanager
 def _refuse_other_values(source: Path) -> Iterator[None]:
-    """Raise `CheckpointError` for errors caused by types or shapes that `save` never writes."""
+    """Raise `CheckpointError` for errors due to types or shapes that `save` never writes."""
     try:
         yield
     except CheckpointError:
@@ -228,7 +229,7 @@ def _refuse_other_values(source: Path) -> Iterator[None]:
 
 
 def _whole_folder(target: Path, comm: Comm) -> tuple[Path, dict[str, Any]]:
-    """Return the folder and the index of the checkpoint, which are the same on all ranks.
+    """Return the folder and the index of the checkpoint that all ranks load.
 
     If the checkpoint is missing or damaged, the older checkpoint in `DIRECTORY.old` is used.
     """
@@ -247,7 +248,7 @@ def _whole_folder(target: Path, comm: Comm) -> tuple[Path, dict[str, Any]]:
 
 
 def _verify(source: Path, comm: Comm) -> dict[str, Any]:
-    """Divide the files among the ranks, verify them and return the index, or fail on all ranks."""
+    """Verify the files, divided among the ranks. Return the index, or fail on all ranks."""
     error, sealed = None, True
     try:
         index, sealed = read_index(source)
@@ -274,7 +275,7 @@ def _check_layers(theirs: Mapping[str, Mapping[str, int]],
         if theirs[prefix]["num_experts"] != origin["num_experts"]:
             raise ValueError(
                 f"the checkpoint has num_experts={theirs[prefix]['num_experts']} in layer "
-                f"{prefix!r}, the model has {origin['num_experts']}; build the model with the "
+                f"{prefix!r}, but the model has {origin['num_experts']}; build the model with the "
                 "checkpoint's number")
 
 
@@ -325,7 +326,7 @@ def _check_optimizer(state: dict[str, Any] | None, model: nn.Module,
     if state is None:
         raise ValueError("the checkpoint has no optimizer state; load it without an optimizer")
     if len(state["groups"]) != len(optimizer.param_groups):
-        raise ValueError(f"the checkpoint has {len(state['groups'])} optimizer groups, this "
+        raise ValueError(f"the checkpoint has {len(state['groups'])} optimizer groups, but this "
                          f"optimizer has {len(optimizer.param_groups)}; build the optimizer that "
                          "was saved")
     _check_kind(state, optimizer)
@@ -335,10 +336,10 @@ def _check_optimizer(state: dict[str, Any] | None, model: nn.Module,
 
 
 def _check_kind(state: dict[str, Any], optimizer: torch.optim.Optimizer) -> None:
-    """Raise `ValueError` if the state belongs to a different optimizer class.
+    """Raise `ValueError` if the optimizer state belongs to a different optimizer class.
 
-    Newer versions of torch add flags to optimizers, and schedulers add settings. So two classes are
-    different only if each has a setting (not a flag) that the other lacks.
+    Newer versions of torch add flags to optimizers, and schedulers add settings. Two classes are
+    therefore different only if each has a setting (not a flag) that the other lacks.
     """
     numbers = {name for name, value in optimizer.defaults.items()
                if value is not None and not isinstance(value, bool)}
@@ -349,11 +350,10 @@ def _check_kind(state: dict[str, Any], optimizer: torch.optim.Optimizer) -> None
             held = sorted({key for values in state["by_name"].values() for key in values})
             own = sorted({key for values in optimizer.state.values() for key in values})
             raise ValueError(
-                f"the checkpoint is of another optimizer: it has {', '.join(theirs)} with the "
-                f"state {', '.join(held) or '(empty)'}, and this "
-                f"{type(optimizer).__name__} has {', '.join(ours)}"
-                f"{' with the state ' + ', '.join(own) if own else ''}; build the optimizer that "
-                "was saved, or load the model without an optimizer")
+                f"the checkpoint belongs to another optimizer: it has {', '.join(theirs)} with the "
+                f"state {', '.join(held) or '(empty)'}, and this {type(optimizer).__name__} has "
+                f"{', '.join(ours)}{' with the state ' + ', '.join(own) if own else ''}; build the "
+                "optimizer that was saved, or load the model without an optimizer")
 
 
 def _load_optimizer(state: dict[str, Any], model: nn.Module,
@@ -372,13 +372,13 @@ def _load_optimizer(state: dict[str, Any], model: nn.Module,
 
 
 def whole(state: Any, comm: Comm) -> Any:
-    """Return a state dict with whole tensors. The ranks that share them must all call this.
+    """Gather the sharded tensors in a state dict to whole tensors. Collective over their ranks.
 
     Args:
         state: nested mappings. Sharded tensors must have the same order on all ranks.
         comm: the ranks that write the checkpoint.
     Raises:
-        ValueError: If a tensor is sharded over ranks that differ from the ranks of `comm`.
+        ValueError: If a tensor is sharded over other ranks than those of `comm`.
     """
     if isinstance(state, Mapping):
         return {key: whole(value, comm) for key, value in state.items()}

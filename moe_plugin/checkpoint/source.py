@@ -1,8 +1,8 @@
-"""Checkpoints as lazy sources of tensors.
+"""Checkpoints as lazily read tensors.
 
-Every reader of a checkpoint is a `Source`, which provides the names, shapes and data types of all
-tensors and can read any slice of a tensor. Every conversion is a `View` of another source, and
-every writer accepts a source. A conversion therefore needs memory for a single slice at a time.
+Every reader of a checkpoint is a `Source`. A source provides the name, shape and data type of each
+tensor, and can read any slice of a tensor. A conversion is a `View` of another source. Every writer
+accepts a source. Therefore, a conversion needs memory for only one slice at a time.
 """
 
 from __future__ import annotations
@@ -40,14 +40,16 @@ UNREADABLE = (RuntimeError, OSError, pickle.UnpicklingError, EOFError, ValueErro
 
 
 class CheckpointError(ValueError):
-    """A missing, damaged or unsuitable checkpoint. The message names the file and a remedy."""
+    """The error for a checkpoint that is missing, damaged or unsuitable. The message names the file
+    and states a remedy.
+    """
 
 
 @contextmanager
 def refused_if_unreadable(what: str, remedy: str) -> Iterator[None]:
-    """Convert errors that occur while untrusted or damaged files are read to `CheckpointError`.
+    """A context that converts errors from reading untrusted or damaged files to `CheckpointError`.
 
-    what: start of the error message, which names the file and the problem.
+    what: start of the error message, with the file and the problem.
     """
     try:
         yield
@@ -59,7 +61,8 @@ def refused_if_unreadable(what: str, remedy: str) -> Iterator[None]:
 
 
 def refuse_damaged(paths: Iterable[Path]) -> None:
-    """Raise `CheckpointError` if a file does not match its checksum. Skip files without a checksum.
+    """Raise `CheckpointError` if a file does not match its checksum. Files without a checksum are
+    skipped.
     """
     for path in filter(Path.is_file, paths):
         with refused_if_unreadable(f"checkpoint file {str(path)!r} is damaged",
@@ -72,9 +75,9 @@ class TensorEntry:
     """Shape and data type of a tensor.
 
     Attributes:
-        shape: shape of the whole tensor. Axis 0 of an expert tensor has the size E (all experts).
+        shape: shape of the tensor with all experts. For expert tensors, axis 0 has the size E.
         dtype: data type in the checkpoint.
-        keeps_float32: whether `cast` keeps the tensor in float32 or wider. See `name_table`.
+        keeps_float32: whether `cast` converts the tensor to at least float32. See `name_table`.
     """
 
     shape: tuple[int, ...]
@@ -93,7 +96,9 @@ class TensorEntry:
 
 
 def is_code(dtype: torch.dtype) -> bool:
-    """Return whether a data type stores quantization codes (one-byte floats that need scales)."""
+    """Return true if a data type represents quantization codes (one-byte floats that require
+    scales).
+    """
     return dtype.is_floating_point and dtype.itemsize == 1
 
 
@@ -103,10 +108,12 @@ def full_window(shape: Sequence[int]) -> Window:
 
 
 def check_window(window: Window | None, shape: Sequence[int]) -> Window:
-    """Complete a window so that every axis has a start and a stop. Missing axes are selected whole.
+    """Complete a window so that every axis has a start and a stop. Axes that are missing in the
+    window are selected completely.
 
     Raises:
-        ValueError: If the window has more axes than the tensor, has a step or exceeds the tensor.
+        ValueError: If the window has more axes than the tensor, has a step other than 1, or exceeds
+            the tensor.
     """
     given = window or ()
     if len(given) > len(shape):
@@ -125,7 +132,9 @@ def check_window(window: Window | None, shape: Sequence[int]) -> Window:
 
 
 def blocks(entry: TensorEntry, limit: int) -> Iterator[Window]:
-    """Yield windows of at most `limit` bytes each that cover a tensor in memory order."""
+    """Yield windows that together cover a tensor, in memory order. Each window has at most `limit`
+    bytes.
+    """
     row, axis = entry.dtype.itemsize, len(entry.shape)
     while axis > 0 and row * entry.shape[axis - 1] <= limit:
         axis -= 1
@@ -142,20 +151,22 @@ def blocks(entry: TensorEntry, limit: int) -> Iterator[Window]:
 
 
 def window_shape(window: Window) -> tuple[int, ...]:
-    """Return the shape of the part of a tensor that a complete window selects."""
+    """Return the shape of the values that a complete window selects."""
     return tuple(part.stop - part.start for part in window)
 
 
 class Source(ABC):
-    """A checkpoint that is open for reading. Several threads may read from it.
+    """A checkpoint that is open for reading. Several threads may read from a source at the same
+    time.
 
     Attributes:
         format: name of the format, as registered in `moe_plugin.checkpoint.formats.base`.
-        entries: shapes and data types of all tensors, by key (field and name).
+        entries: shape and data type of each tensor. Each key consists of a field and a name.
         values: all values that are not tensors, such as "step", "settings", schedules, random
             states and parameter groups.
-        layers: properties of each MoE layer, such as `{"num_experts": E}`, by name prefix. The
-            names of expert tensors start with the prefix and "experts.".
+        layers: properties of each MoE layer, such as `{"num_experts": E}`, by the name prefix of
+            the layer. The names of the expert tensors in a layer start with this prefix, followed
+            by "experts.".
     """
 
     format: str
@@ -164,12 +175,12 @@ class Source(ABC):
     layers: Mapping[str, Mapping[str, int]]
 
     def read(self, key: Key, window: tuple[slice, ...] | None = None) -> Tensor:
-        """Read a tensor or a window of a tensor, and nothing else, from the files.
+        """Read a tensor or a window of a tensor. No other values are read from the files.
 
         Args:
             key: field and name of the tensor.
-            window: one slice per axis. Axes without a slice at the end are read whole. Defaults to
-                the whole tensor.
+            window: one slice per axis. Trailing axes without a slice are read completely. Defaults
+                to the whole tensor.
         Raises:
             CheckpointError: If the tensor does not exist, or if a file is damaged.
             ValueError: If the window is not valid for the tensor.
@@ -190,34 +201,41 @@ class Source(ABC):
 
     @abstractmethod
     def _read(self, key: Key, window: Window) -> Tensor:
-        """Read a checked window of an existing tensor. See `read`."""
+        """Read the values of a window. The caller has checked that the tensor exists and that the
+        window is valid. See `read`.
+        """
 
     def tensor(self, key: Key) -> Derived:
-        """Return a tensor whose values are not read yet."""
+        """Return a lazy tensor, whose values are read later."""
         return Derived(key, self.entries[key], lambda window: self.read(key, window))
 
     def decoded(self, dtype: torch.dtype) -> Source:
-        """Return this source with dequantized weights in a given data type.
+        """Return a view of this source in which quantized weights are dequantized.
 
-        Weights of quantized files are dequantized directly to `dtype` when they are read. All other
-        tensors are unchanged.
+        When a quantized weight is read, it is converted directly to `dtype`. All other tensors are
+        unchanged.
         """
         return self
 
     def describe(self) -> Mapping[str, Any]:
-        """Return the parallel sizes, step and settings that `moe-plugin inspect` shows."""
+        """Return the parallel sizes, the step and the settings that `moe-plugin inspect` displays.
+        """
         return {}
 
     def files(self) -> Sequence[Path]:
-        """Return the files that contain tensors. A conversion verifies those with checksums."""
+        """Return the files that contain tensors. A conversion verifies all of these files that have
+        checksums.
+        """
         return ()
 
     def unsealed(self) -> Sequence[Path]:
-        """Return the files of tensors without a checksum. Damage in these files is not detected."""
+        """Return the files that contain tensors but have no checksum. Damage in files without a
+        checksum is not detected.
+        """
         return [path for path in self.files() if checksums.seal_of(path) is None]
 
     def close(self) -> None:
-        """Close the files that a reader keeps open."""
+        """Close all files that are open."""
 
     def __enter__(self) -> Source:
         return self
@@ -228,10 +246,12 @@ class Source(ABC):
 
 @dataclass(frozen=True)
 class Derived:
-    """A tensor with a key, a shape, a data type and a function that reads any window.
+    """A lazy tensor. A lazy tensor has a key, a shape, a data type, and a function that reads any
+    window of the tensor.
 
     Attributes:
-        read: function that returns the values of a window with a start and a stop on every axis.
+        read: function that returns the values of a window. The window must have a start and a stop
+            for every axis.
     """
 
     key: Key
@@ -239,17 +259,18 @@ class Derived:
     read: Callable[[Window], Tensor]
 
     def renamed(self, name: str) -> Derived:
-        """Return the same tensor under another name in the same field."""
+        """Return the same tensor with a different name in the same field."""
         return replace(self, key=(self.key[0], name))
 
 
 class DerivedSource(Source):
-    """A source that consists of independently readable tensors.
+    """A source that consists of independent lazy tensors.
 
     Args:
         derived: all tensors of the source.
         format, values, layers: attributes of the source, as described in `Source`.
-        description, paths, unsealed: results of the methods `describe`, `files` and `unsealed`.
+        description, paths, unsealed: return values of the methods `describe`, `files` and
+            `unsealed`.
     Raises:
         CheckpointError: If two tensors have the same key.
     """
@@ -285,12 +306,14 @@ class DerivedSource(Source):
 
 
 class View(DerivedSource):
-    """A source derived from another source. Only the required parts of the other source are read.
+    """A source whose tensors are derived from those of another source. Only the required values of
+    the other source are read.
 
     Args:
-        origin: the source to read from. It is closed together with the view.
+        origin: the source from which values are read. Closing the view also closes `origin`.
         derived: all tensors of the view.
-        format, values, layers: attributes that differ from those of `origin`. Optional.
+        format, values, layers: attributes of the view. Each of these attributes defaults to the
+            attribute of `origin`. Optional.
     """
 
     def __init__(self, origin: Source, derived: Iterable[Derived], *, format: str | None = None,

@@ -1,6 +1,6 @@
 """Reading and writing `torch.save` files tensor by tensor.
 
-The structure of a file is read without the values of tensors and written before these values.
+When a file is read or written, its structure comes before the values of its tensors.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ FLUSH = 1 << 26  # after this many bytes the disk starts to write, while the nex
 
 
 class StoredTensor:
-    """The position of a tensor in a file.
+    """The location of a tensor in a file.
 
     Args:
         path: path of the file.
-        start: file offset of the tensor's first element, in bytes.
+        start: position of the tensor's first element in the file, in bytes.
         shape, stride: shape and strides of the tensor, in elements. Strides must not be negative.
         dtype: data type of the elements.
         check: function that is called before each read. See `checksums.FirstRead`.
@@ -56,11 +56,11 @@ class StoredTensor:
         self.entry = TensorEntry(tuple(shape), dtype)
 
     def read(self, window: Window) -> Tensor:
-        """Read the values of a window of the tensor into newly allocated memory.
+        """Read the values of a window of the tensor into new memory.
 
         Raises:
-            CheckpointError: If the file cannot be read, is damaged, or was truncated after it was
-                opened.
+            CheckpointError: If the file cannot be read, is damaged, or was truncated while it was
+                open.
         """
         first = self.start + self.entry.dtype.itemsize * sum(
             part.start * step for part, step in zip(window, self.stride, strict=True))
@@ -76,15 +76,18 @@ class StoredTensor:
 
 def _stored_tensor(path: Path, tensor: Tensor, part: tuple[int, int],
                    check: Callable[[], None]) -> StoredTensor:
-    """Return the position in a file of a tensor that `_structure` returned.
+    """Return the location in the file of a tensor that was returned by `_structure`.
 
     Args:
-        part: start and end of the data that `torch.save` wrote, as file offsets in bytes.
+        part: start and end of the data that `torch.save` wrote, in bytes from the start of the
+            file.
     Raises:
-        ValueError: If the tensor is not dense, or if it exceeds this part of the file.
+        ValueError: If the tensor is not dense, or if it is not completely inside the range `part`
+            of the file.
     """
     if tensor.layout is not torch.strided or tensor.is_quantized:
-        raise ValueError(f"it contains a tensor of layout {tensor.layout}, which is not dense")
+        raise ValueError(f"it contains a tensor with the layout {tensor.layout}, which is not "
+                         "dense")
     storage: Any = tensor.untyped_storage()
     item = tensor.dtype.itemsize
     ahead = int(tensor.storage_offset()) * item
@@ -102,7 +105,9 @@ def _stored_tensor(path: Path, tensor: Tensor, part: tuple[int, int],
 
 
 def _structure(load: Callable[..., Any]) -> Any:
-    """Return the result of `load`, in which tensors have file offsets instead of values."""
+    """Call `load` and return its result. The tensors of the result contain file positions instead
+    of values.
+    """
     if TorchVersion(torch.__version__) >= "2.13":
         return load(map_location="meta")
     from torch._subclasses.fake_tensor import FakeTensorMode  # slow to import
@@ -113,19 +118,21 @@ def _structure(load: Callable[..., Any]) -> Any:
 
 def open_lazily(path: Path, allowed: Iterable[Any], what: str, trusted: bool = False,
                 stream: Any = None, part: tuple[int, int] | None = None) -> Any:
-    """Load a `torch.save` file with a `Derived` in place of every tensor.
+    """Load a `torch.save` file without reading the values of its tensors. Each tensor is replaced
+    by a `Derived`.
 
-    Tensors that share a storage and have the same shape are read by the same function.
+    Tensors with the same storage and shape share one read function.
 
     Args:
         path: path of the file.
         allowed: classes that the file may contain. See `trust.load`.
-        what: description of the file that is used in error messages.
-        trusted: whether to unpickle classes of any kind.
-        stream, part: stream of the bytes of a file that is stored inside a different file, and the
-            start and the end of these bytes in the outer file.
+        what: description of the file for error messages.
+        trusted: whether to unpickle all classes.
+        stream, part: for a file that is stored inside another file: a stream of its bytes, and the
+            start and end of these bytes in the outer file.
     Raises:
-        ValueError: If the file has tensors that are not dense or that exceed the file.
+        ValueError: If the file contains tensors that are not dense, or that extend beyond the end
+            of the file.
         UntrustedFile: If the file contains classes that are not in `allowed` (see `trust.load`).
     """
     def load(**options: Any) -> Any:
@@ -145,11 +152,11 @@ def open_mapping(path: Path, remedy: str, allowed: Iterable[Any] = (), trusted: 
 
     Args:
         path: path of the file.
-        remedy: advice that the error message gives for a damaged file.
-        allowed, trusted: arguments of `open_lazily`.
-        check: function that raises `ValueError` if the mapping is not valid for the format.
+        remedy: advice for the error message about a damaged file.
+        allowed, trusted: see `open_lazily`.
+        check: function that raises `ValueError` if the format does not allow this mapping.
     Raises:
-        CheckpointError: If the file is truncated, is damaged or contains no valid mapping.
+        CheckpointError: If the file is truncated, is damaged, or contains no valid mapping.
     """
     what = f"checkpoint file {str(path)!r}"
     with refused_if_unreadable(f"{what} cannot be read, it is truncated or damaged", remedy):
@@ -173,7 +180,7 @@ def _with_stored_tensors(path: Path, state: Any, part: tuple[int, int],
 
 
 def read_all(value: Any) -> Any:
-    """Copy nested mappings, lists and tuples, and read `Derived` tensors into new memory."""
+    """Copy nested mappings, lists and tuples. `Derived` tensors are read into new memory."""
     def read(tensor: Derived) -> Tensor:
         return tensor.read(full_window(tensor.entry.shape)).contiguous()
 
@@ -181,7 +188,9 @@ def read_all(value: Any) -> Any:
 
 
 def _map_values(value: Any, type_: type, change: Callable[[Any], Any]) -> Any:
-    """Copy nested mappings, lists and tuples, and apply `change` to all values of type `type_`."""
+    """Copy nested mappings, lists and tuples. Copy nested mappings, lists and tuples, and apply
+    `change` to all values of type `type_`.
+    """
     if isinstance(value, type_):
         return change(value)
     if isinstance(value, Mapping):
@@ -192,17 +201,18 @@ def _map_values(value: Any, type_: type, change: Callable[[Any], Any]) -> Any:
 
 
 class SealedWriter:
-    """A writer of `torch.save` files with checksums, which reads `Derived` tensors block by block.
+    """A writer of `torch.save` files with checksums. `Derived` tensors are read one block at a
+    time.
 
-    Two files are written at a time if two cores are available. Data is flushed to the disk in the
-    background. All files are on the disk when the context ends. Tensors that are read by the same
-    function are stored only once in a file.
+    Two files are written in parallel if two cores are available. Data is flushed to disk in the
+    background. When the context ends, all files have been flushed to disk. If several tensors share
+    one read function, their values are stored only once in a file.
 
     Args:
-        advance: function that several threads call with the number of tensor bytes that were
-            written.
-        at_once: number of files that are written at a time. By default `FileWorkers` chooses this
-            number.
+        advance: function that is called with the number of tensor bytes that were written. Several
+            threads call this function.
+        at_once: number of files that are written in parallel. By default, `FileWorkers` chooses
+            this number.
     """
 
     def __init__(self, advance: Callable[[int], None] = lambda _: None,
@@ -217,7 +227,7 @@ class SealedWriter:
             path: path of the file.
             state: nested mappings, lists and tuples with tensors, `Derived` tensors and other
                 values.
-            done: function that a different thread calls when the file is on the disk.
+            done: function that another thread calls after the file has been flushed to disk.
         Raises:
             OSError: If this file or an earlier file could not be written, for example because the
                 disk is full.
@@ -243,13 +253,14 @@ class SealedWriter:
 
     def fill(self, path: Path, order: Sequence[tuple[int, Derived]],
              done: Callable[[], None] = lambda: None) -> None:
-        """Start writing tensors into an existing file. `checksums.seal` then completes the file.
+        """Start writing tensors into an existing file. `checksums.seal` must be called afterwards
+        to complete the file.
 
         Args:
             path: path of the file.
-            order: pairs of a file offset in bytes and the tensor to write there, in ascending order
-                of offsets.
-            done: function that a different thread calls when the file is on the disk.
+            order: pairs of a position in bytes and the tensor to be written at this position,
+                sorted by position.
+            done: function that another thread calls after the file has been flushed to disk.
         """
         self._workers.start(partial(self._make, path, order, done))
 
@@ -264,7 +275,7 @@ class SealedWriter:
 
     def _fill(self, file: io.FileIO, pieces: Iterator[tuple[int | None, memoryview]],
               disk: Executor) -> int:
-        """Write pieces of data into a file and return the checksum of the whole file."""
+        """Write blocks of data into a file. Return the checksum of the whole file."""
         size, at, crc, begun = os.path.getsize(file.name), 0, 0, 0
         for start, data in pieces:
             self._workers.check()
@@ -289,10 +300,10 @@ class SealedWriter:
 
 def _blocks(order: Iterable[tuple[int, Derived]],
             reader: Executor) -> Iterator[tuple[int | None, memoryview]]:
-    """Yield the bytes of all tensors block by block. The first block of a tensor has the file
-    offset of the tensor.
+    """Yield the bytes of all tensors, one block at a time. The first block of each tensor is
+    yielded with the tensor's position in the file, and all other blocks with None.
 
-    A different thread reads the next block while the caller processes the current block.
+    Another thread reads the next block while the caller processes the current block.
     """
     ahead: tuple[int | None, Future[memoryview]] | None = None
     for offset, tensor in order:
@@ -307,8 +318,8 @@ def _blocks(order: Iterable[tuple[int, Derived]],
 
 
 def _in_memory() -> Callable[[Tensor], Derived]:
-    """Return a function that wraps tensors in memory. It returns the same `Derived` for the same
-    tensor.
+    """Return a function that converts tensors in memory to `Derived` tensors. For the same tensor,
+    the function always returns the same `Derived`.
     """
     known: dict[int, Derived] = {}
 
@@ -331,7 +342,9 @@ def _bytes_of(tensor: Derived, window: Window) -> memoryview:
 
 
 def _sum_existing(file: io.FileIO, at: int, until: int, crc: int) -> tuple[int, int]:
-    """Add existing bytes between tensors to the checksum. Return the new position and checksum."""
+    """Include the existing bytes between tensors in the checksum. Return the new position and the
+    new checksum.
+    """
     while at < until:
         file.seek(at)
         data = file.read(min(until - at, BLOCK))
@@ -340,7 +353,9 @@ def _sum_existing(file: io.FileIO, at: int, until: int, crc: int) -> tuple[int, 
 
 
 def _offsets_by_id(written: Any, skeleton: Any) -> dict[int, int]:
-    """Return the file offset of each tensor of a skeleton, by the `id()` of the tensor."""
+    """Return the position in the file of each tensor in a skeleton. The keys are the `id()`s of the
+    tensors.
+    """
     pairs: Any = zip(_tensors(written), _tensors(skeleton), strict=True)
     return {id(fake): stored.untyped_storage()._checkpoint_offset for stored, fake in pairs}
 

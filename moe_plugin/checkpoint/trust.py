@@ -1,6 +1,6 @@
-"""Loading of files from untrusted sources.
+"""Load files from untrusted sources.
 
-Only plain values and listed classes are unpickled, so no code in the files is executed.
+Only plain values and allowed classes are unpickled, so code in the files is never executed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ _LEGACY = 4  # number of pickles ahead of the tensors in a `torch.save` file tha
 
 
 class UntrustedFile(ValueError):
-    """A file needs classes that are not listed, so loading the file could run code."""
+    """Raised if a file contains classes that are not allowed. Loading a file with other classes
+    could run code that the file contains.
+    """
 
     def __init__(self, what: str, classes: Iterable[str]) -> None:
         super().__init__(
@@ -40,13 +42,13 @@ def load(file: Any, allowed: Iterable[Any], what: str, **options: Any) -> Any:
 
     Args:
         file: path of the file, or an open stream.
-        allowed: classes and functions that the pickle may reference.
+        allowed: classes and functions to which the pickle may refer.
         what: description of the file for error messages.
-        options: further keyword arguments of `torch.load`.
+        options: additional keyword arguments of `torch.load`.
     Raises:
-        UntrustedFile: If the pickle references classes that are not in `allowed`. RuntimeError,
-            pickle.UnpicklingError: If the file is damaged and `torch.load` cannot read it.
-        ValueError: If loading the file would need more memory than the size of the file.
+        UntrustedFile: If the pickle refers to classes that are not in `allowed`. RuntimeError,
+            pickle.UnpicklingError: If the file is damaged, so that `torch.load` cannot read it.
+        ValueError: If loading the file would require more memory than the size of the file.
     """
     check_sizes(file, what)
     known = {*get_safe_globals()}
@@ -63,16 +65,15 @@ def load(file: Any, allowed: Iterable[Any], what: str, **options: Any) -> Any:
 
 
 def check(file: Any, what: str, cause: BaseException | None = None) -> None:
-    """Raise `UntrustedFile` if a file written by `torch.save` references classes that are not
-    listed.
+    """Raise `UntrustedFile` if a `torch.save` file refers to classes that are not allowed.
 
-    The listed classes are those in `torch.serialization.safe_globals`. No code in the file is
+    The allowed classes are those in `torch.serialization.safe_globals`. No code in the file is
     executed.
 
     Args:
         file: path of the file, or an open stream.
         what: description of the file for error messages.
-        cause: error from which `UntrustedFile` is raised. Optional.
+        cause: original error, to which the `UntrustedFile` error is chained. Optional.
     """
     check_sizes(file, what)
     listed = {*of_torch._get_allowed_globals(), *of_torch._get_user_allowed_globals()}
@@ -83,10 +84,11 @@ def check(file: Any, what: str, cause: BaseException | None = None) -> None:
 
 
 def check_sizes(file: Any, what: str) -> None:
-    """Raise `ValueError` if a zip file of `torch.save` is compressed or has members that exceed its
-    size.
+    """Raise `ValueError` if the zip file that `torch.save` wrote is compressed, or if its members
+    are larger than the file.
 
-    Reading such a file could exhaust the memory. `torch.save` does not write such files.
+    Reading a compressed file, or a file with such members, could exhaust the memory. `torch.save`
+    never writes such files.
     """
     with _opened(file) as stream, contextlib.suppress(zipfile.BadZipFile):
         members = zipfile.ZipFile(stream).infolist()
@@ -101,8 +103,8 @@ def check_sizes(file: Any, what: str) -> None:
 
 @contextlib.contextmanager
 def _opened(file: Any) -> Iterator[Any]:
-    """Yield a stream of a file's bytes. For a stream, reading starts at the current position, which
-    is restored at the end.
+    """Yield a stream of the bytes of a file. If `file` is a stream, reading starts at its current
+    position, and this position is restored at the end.
     """
     if isinstance(file, str | os.PathLike):
         with open(file, "rb") as stream:
@@ -116,9 +118,9 @@ def _opened(file: Any) -> Iterator[Any]:
 
 
 class _FromStart(io.RawIOBase):
-    """A stream that supports seeking only relative to the start.
+    """A stream that supports seeking only from the start of the stream.
 
-    This class is needed because torch's views of a part of a file use the wrong sign for an offset
+    This class is a workaround: torch's views of a range of a file use the wrong sign for offsets
     from the end.
     """
 
@@ -135,7 +137,7 @@ class _FromStart(io.RawIOBase):
 
 
 def _pickles(stream: Any) -> Iterator[Any]:
-    """Yield all pickles that a `torch.save` file contains."""
+    """Yield every pickle in a `torch.save` file."""
     start = stream.tell()
     with contextlib.suppress(zipfile.BadZipFile):
         archive = zipfile.ZipFile(stream)
@@ -150,7 +152,7 @@ def _pickles(stream: Any) -> Iterator[Any]:
 
 
 def _referenced_classes(stream: Any) -> set[str]:
-    """Return the classes and functions that the next pickle of a stream references."""
+    """Return the classes and functions to which the next pickle in a stream refers."""
     classes, texts = set[str](), ["", ""]
     # a damaged pickle yields the names ahead of the damage
     with contextlib.suppress(ValueError, EOFError):
@@ -165,14 +167,14 @@ def _referenced_classes(stream: Any) -> set[str]:
 
 
 class Unpickler(pickle.Unpickler):
-    """An unpickler that accepts only listed classes, and members of listed enums.
+    """An unpickler that accepts only allowed classes, and members of allowed enums.
 
     Args:
         stream: the pickle.
-        allowed: names of the accepted classes, in the form `module.name`.
+        allowed: names of the allowed classes, in the form `module.name`.
         what: description of the file for error messages.
     Raises:
-        UntrustedFile: If the pickle references a class that is not listed. The method `load` raises
+        UntrustedFile: If the pickle refers to a class that is not allowed. The method `load` raises
             this error.
     """
 
@@ -181,7 +183,8 @@ class Unpickler(pickle.Unpickler):
         self._allowed, self._what = frozenset(allowed), what
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return a listed class or a data type of torch. Raise `UntrustedFile` for all other names.
+        """Return an allowed class, or a data type of torch. Raise `UntrustedFile` for all other
+        names.
         """
         if f"{module}.{name}" in self._allowed:
             return super().find_class(module, name)

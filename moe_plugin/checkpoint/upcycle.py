@@ -1,19 +1,20 @@
 """Upcycling: conversion of a dense model to a Mixture of Experts that initially computes the same
 function.
 
-Copies: every expert is a copy of the layer's MLP, and routers are random. The weights of the chosen
-experts sum to 1, so the layer has the same output as the MLP for any choice of experts. Source:
-Komatsuzaki and others 2023, Sparse Upcycling.
+Copies: every expert is a copy of the layer's MLP, and the routers are initialized randomly. The
+weights of the chosen experts sum to 1. The layer therefore has the same output as the MLP, no
+matter which experts are chosen. Source: Komatsuzaki and others 2023, Sparse Upcycling.
 
-Granular experts: the MLP is split along the inner width into `G` pieces, and the experts are `E /
-G` copies of these pieces. Expert `c * G + g` contains piece `g` of copy `c`. The output equals the
-MLP's output only if every piece is chosen equally often with equal weights. Therefore the router is
-initialized with one random row per copy, which is used for all `G` experts of the copy (a virtual
-group). These `G` experts have equal scores, so the router always chooses whole groups if `top_k` is
-a multiple of `G`. The weights of each piece then sum to `1 / G`, which is compensated by a factor
-of `G` on the output matrices. Source: He and others 2024, Upcycling Large Language Models into
-Mixture of Experts, section "virtual group initialization". In this implementation the factor is
-applied only to the output matrix, where it is exact for every activation.
+Granular experts: the MLP is split into `G` slices along the inner width. For each slice, the layer
+has `E / G` experts that are copies of this slice. Expert `c * G + g` is slice `g` of copy `c`. The
+layer has the same output as the MLP only if all slices are chosen equally often and with equal
+weights. Therefore, the router is initialized with one random row per copy. All `G` experts of a
+copy (a virtual group) have this row. Because the `G` experts of a copy have equal scores, the
+router always chooses whole groups if `top_k` is a multiple of `G`. The weights of each slice sum to
+`1 / G`. To compensate, the output of the layer is multiplied by `G`. Source: He and others 2024,
+Upcycling Large Language Models into Mixture of Experts, section "virtual group initialization".
+This implementation applies the factor `G` only to the output matrices, which is exact for every
+activation function.
 """
 
 from __future__ import annotations
@@ -48,21 +49,24 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Upcycling:
-    """Settings of the conversion of a dense model.
+    """Settings for converting a dense model to a Mixture of Experts.
 
     Attributes:
-        experts: number of experts of each MoE layer (E).
+        experts: number of experts per MoE layer (E).
         top_k: number of experts per token.
-        granularity: number of pieces into which an MLP is split (G), or 1 for whole copies.
+        granularity: number of slices into which each MLP is split (G), or 1 if experts are copies
+            of the whole MLP.
         shared: fraction (0 <= x < 1) of the MLP's output that a shared expert contributes. The
-            shared expert is a copy of the MLP, and the routed experts contribute the rest.
-        shared_gate: whether to add the gate of Qwen2-MoE to the shared expert.
-        every: distance between MoE layers. The last of every `every` consecutive layers is
-            converted to an MoE layer, and 1 converts all layers.
-        encoder_every, decoder_every: same as `every` for the encoder or decoder of a translation
-            model. The value 0 converts none of these layers. Defaults to `every`.
-        router_std: standard deviation of the routers' random rows.
-        seed: seed of the routers' random rows.
+            shared expert is a copy of the MLP, and the routed experts contribute the rest of the
+            output.
+        shared_gate: whether the shared expert has the gate that Qwen2-MoE uses.
+        every: distance between MoE layers. Among every `every` consecutive layers, the last layer
+            is converted to an MoE layer. If `every` is 1, all layers are converted.
+        encoder_every, decoder_every: like `every`, but for the encoder or the decoder of a
+            translation model. If this distance is 0, no layer of the encoder or decoder is
+            converted. Defaults to `every`.
+        router_std: standard deviation of the random rows of the routers.
+        seed: random seed for the rows of the routers.
     """
 
     experts: int
@@ -98,25 +102,28 @@ class Upcycling:
 
 
 def upcycle(source: Source, plan: Upcycling) -> View:
-    """Return a lazy view of a neutral dense model as a neutral Mixture of Experts.
+    """Return a lazy view of a framework-independent dense model as a framework-independent Mixture
+    of Experts.
 
-    Optimizer state cannot be used for the new model, so it is left out, and this is logged.
+    The new model cannot use the optimizer state of the dense model. The optimizer state is
+    therefore left out, and a message is logged.
 
     Raises:
-        CheckpointError: If the model already has MoE layers, or if no MLP can be converted to
-            experts.
+        CheckpointError: If the model already has MoE layers, or if no layer has an MLP that can be
+            converted to experts.
     """
     settings = DecoderSettings.from_dict(source.values["model"])
     refuse_experts(source, settings.top_k)
     if (plan.encoder_every, plan.decoder_every) != (None, None):
         raise CheckpointError("the model has no encoder, but encoder_every and decoder_every apply "
-                              "only to translation models of fairseq; use every")
+                              "only to fairseq's translation models; set every instead")
     mlps = _mlps(source)
     last = max(mlps, default=-1)
     chosen = {layer for layer in mlps if (layer + 1) % plan.every == 0}
     if not chosen:
-        raise CheckpointError(f"no layer becomes an MoE layer with every={plan.every}, because the "
-                              f"model has MLPs only in layers up to {last}; use a smaller --every")
+        raise CheckpointError(f"no layer would become an MoE layer with every={plan.every}, "
+                              f"because the model has MLPs only in layers up to {last}; use a "
+                              "smaller --every")
     tell_left_out(source)
     values = {**source.values, "model": replace(
         settings, top_k=plan.top_k, router="softmax", normalize_top_k=True,
@@ -133,14 +140,14 @@ def refuse_experts(source: Source, top_k: int = 0) -> None:
 
 
 def tell_left_out(source: Source) -> None:
-    """Log the parts of a checkpoint that the new checkpoint does not contain."""
+    """Log which data of a checkpoint the new checkpoint does not contain."""
     if left_out := sorted({field for field, _ in source.entries if field != MODEL}):
         logger.info("left out the optimizer state %s, which starts from zero in a model of experts",
                     ", ".join(left_out))
 
 
 def _mlps(source: Source) -> dict[int, dict[str, Derived]]:
-    """Return the tensors of each layer's MLP, by layer index and by name within the MLP."""
+    """Return the tensors of each layer's MLP, by the layer index and the name within the MLP."""
     mlps: dict[int, dict[str, Derived]] = {}
     for key in source.entries:
         parts = key[1].split(".")
@@ -164,15 +171,16 @@ def _tensors(source: Source, plan: Upcycling, mlps: Mapping[int, Mapping[str, De
 
 def moe_tensors(mlp: Mapping[str, Derived], plan: Upcycling, layer: int,
                 prefix: str) -> Iterator[Derived]:
-    """Yield the tensors, with neutral names, of the MoE layer that replaces an MLP.
+    """Yield the tensors of an MoE layer that replaces an MLP, under framework-independent names.
 
     Args:
-        mlp: tensors of the MLP, by their neutral names within the MLP.
+        mlp: tensors of the MLP, by their framework-independent names within the MLP.
         plan: settings of the conversion.
-        layer: number that is unique among MoE layers and is used in the seed of the router.
-        prefix: prefix of the names of the new tensors.
+        layer: number of the MoE layer, which must be unique. The layer number is part of the
+            router's random seed.
+        prefix: prefix for the names of the new tensors.
     Raises:
-        CheckpointError: If the MLP cannot be split into `plan.granularity` pieces.
+        CheckpointError: If the MLP cannot be split into `plan.granularity` slices.
     """
     inner = mlp["w_in.weight"].entry.shape[0]
     if inner % plan.granularity:
@@ -222,8 +230,8 @@ def _scaled(one: Derived, factor: float) -> Derived:
 
 
 def _router(like: Derived, plan: Upcycling, layer: int) -> Derived:
-    """Return router weights with one random row per copy, which is repeated for all experts of the
-    copy.
+    """Return router weights with one random row per copy. The row is repeated for all experts of
+    the copy.
     """
     entry = TensorEntry((plan.experts, like.entry.shape[1]), like.entry.dtype)
 
@@ -237,12 +245,12 @@ def _router(like: Derived, plan: Upcycling, layer: int) -> Derived:
 
 
 def write_new(source: Source, to: Format, target: Path) -> None:
-    """Write a source whose names are those of a format as a new checkpoint. Partial files are
-    removed if writing fails.
+    """Write a source as a new checkpoint. The names in the source must be those of the target
+    format. If writing fails, incomplete files are removed.
 
     Raises:
-        CheckpointError: If the target exists, if the format cannot store the source, or if the disk
-            is full.
+        CheckpointError: If the target already exists, if the format cannot store the source, or if
+            the disk is full.
     """
     if target.exists():
         raise CheckpointError(f"{str(target)!r} already exists; choose another folder")

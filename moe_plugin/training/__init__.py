@@ -1,2 +1,3 @@
-"""Code that runs around a training step: runs, features, gradients, fault tolerance and ensembles.
+"""Code that runs around each training step: runs, features, gradients, fault tolerance and
+ensembles.
 """

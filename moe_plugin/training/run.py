@@ -1,7 +1,8 @@
-"""A training run of any host, and the features that are called around its steps.
+"""A training run in any host framework, and the features that are called before, during and after
+its steps.
 
-A feature is a `RunFeature` and does not depend on the host. Each host creates one `Run` with the
-enabled features, and calls it around each step:
+A feature is a `RunFeature`. A feature does not depend on the host framework. Each host framework
+creates one `Run` with the enabled features, and calls it at several points of each step:
 
     with run.around_step(StepInput(number)):
         loss = run.compute(passes)               # repeated if a feature requests it
@@ -23,7 +24,7 @@ Result = TypeVar("Result")
 
 
 def _of_each(name: str) -> Any:
-    """Return a method of `Run` that calls the method with this `name` on all features, in order."""
+    """Return a method of `Run` that calls the method `name` of every feature, in order."""
 
     def call(run: Run, *facts: Any) -> None:
         for feature in run.features:
@@ -36,12 +37,12 @@ class Run(RunFeature):
     """The enabled features of a run, in the order in which they are called.
 
     Args:
-        features: features of the run. Entries that are None are ignored.
+        features: features of the run. None entries are ignored. None entries are ignored.
 
     Attributes:
         number: index of the current or last step, counted from 1.
-        left_out: reason why the step does not change parameters, or None if the step is not
-            skipped.
+        left_out: reason why the current step does not change the parameters, or None if the step is
+            not skipped.
     """
 
     after_passes = _of_each("after_passes")
@@ -64,7 +65,7 @@ class Run(RunFeature):
         return any(feature.replaced for feature in self.features)
 
     def find(self, kind: type[Feature]) -> Feature | None:
-        """Return the enabled feature of the given class, or None."""
+        """Return the enabled feature of this class, or None if there is no such feature."""
         return next((feature for feature in self.features if isinstance(feature, kind)), None)
 
     @contextmanager
@@ -96,13 +97,14 @@ class Run(RunFeature):
 
     def compute(self, passes: Callable[[], Result],
                 undo: Callable[[], None] = lambda: None) -> Result:
-        """Return the result of `passes()`, which is repeated whenever it raises `StepRepeat`.
+        """Return the result of `passes()`. As long as `passes` raises `StepRepeat`, the function is
+        called again.
 
         Args:
-            passes: function that runs all forward and backward passes of a step, after clearing the
-                gradients, or all forward passes of an evaluation. The function then calls
-                `after_passes`.
-            undo: function that is called before `passes` is repeated.
+            passes: function that clears the gradients and runs all forward and backward passes of a
+                step, or that runs all forward passes of an evaluation. After these passes, the
+                function must call `after_passes`.
+            undo: function that is called before `passes` is called again.
         """
         reset = self.before_passes()
         while True:

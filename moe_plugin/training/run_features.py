@@ -1,8 +1,8 @@
-"""The list of all features of a run, which is the same for all hosts.
+"""The list of all features of a run. All host frameworks use the same list.
 
-To add a feature, add an entry to `FEATURES` with the setting that enables it and a function that
-creates it from the host's information (`HostSeams`). Features that a host does not support are
-listed in `moe_plugin.config.lacks`, with the reason.
+To add a feature, add a row to `FEATURES` with the setting that enables the feature and a function
+that creates the feature from `HostSeams`. If a host framework does not support a feature,
+`moe_plugin.config.lacks` lists this feature with the reason.
 """
 
 from __future__ import annotations
@@ -37,36 +37,35 @@ Made = TypeVar("Made", bound=Callable[..., Any])
 
 @dataclass(frozen=True, kw_only=True)
 class HostSeams:
-    """Information about a run that only the host can provide.
+    """Information about a run that only the host framework has.
 
     Attributes:
-        host: key of the host in `config.lacks.HOSTS`.
-        models: this rank's parts of the model, without wrappers.
-        world: all ranks that share the models.
+        host: key of the host framework in `config.lacks.HOSTS`.
+        models: the parts of the model on this rank, without wrappers.
+        world: group of all ranks that share the models.
         data: data-parallel ranks. Defaults to `world`.
-        layers: mapping from names in records to MoE layers; see `observe.features.listen`.
-        records: group of ranks whose statistics belong together, or None if this rank has no
-            layers.
-        rank: rank of this process, which is used for timelines and traces. Defaults to the index of
-            this rank in `records`.
+        layers: the MoE layers, by the names that are used in records; see
+            `observe.features.listen`.
+        records: group of ranks whose statistics are combined, or None if this rank has no layers.
+        rank: rank of this process in timelines and traces. Defaults to this rank's index in
+            `records`.
         has_log: see `LayerRecords`.
-        training: optional. A function that is additionally called with the statistics of training
-            passes.
+        training: optional. Function that is also called with the statistics of training passes.
         speaks: whether this rank logs warnings about dropped choices.
         start: see `TwinCheck`.
         kept: see `TwinCheck`.
-        skips_steps: whether the host's loss scaler skips steps that are not finite.
-        streamed: trainer with streamed weights, which updates a model block by block. Without
-            streamed weights, the value is None.
-        replicas: position of this run among several replicas, or None if there is only one run.
-        resize: function that creates the feature for `resize` settings, or None if the host does
-            not support it.
-        activations: function that creates the feature for `offload.activations`. It is None if the
-            host does not support it.
-        votes: function that creates the feature for `guard.votes`. It is None if the host does not
-            support it.
-        more: additional features of this run. These features are called before the check for finite
-            steps (`FiniteSteps`), so they may change gradients.
+        skips_steps: whether the loss scaler of the host framework skips steps that are not finite.
+        streamed: trainer for streamed weights, which updates a model block by block. `streamed` is
+            None if weights are not streamed.
+        replicas: position of this run among several replicas, or None if there is only one replica.
+        resize: function that creates the feature for `resize` settings, or `activations` is None if
+            the host framework does not support this feature.
+        activations: function that creates the feature for `offload.activations`. None if the host
+            framework does not support this feature.
+        votes: function that creates the feature for `guard.votes`. None if the host framework does
+            not support this feature.
+        more: additional features of this run. The additional features are called before
+            `FiniteSteps` checks whether gradients are finite, so they may change gradients.
     """
 
     host: str
@@ -91,14 +90,14 @@ class HostSeams:
 
 
 class FeatureRow(NamedTuple):
-    """An entry in the list of features.
+    """A row in the list of features.
 
     Attributes:
-        setting: name of the setting, or of the section of settings, that enables the feature; empty
-            string if every run has the feature.
-        kinds: classes of which the created feature can be an instance.
-        make: function that creates the feature from settings and host information. The result is
-            None if the feature is disabled. Collective.
+        setting: name of the setting or section of settings that enables the feature. An empty
+            string means that every run has the feature.
+        kinds: classes that the created feature can have.
+        make: function that creates the feature from the settings and the information of the host
+            framework. If the feature is disabled, `make` returns None. Collective.
     """
 
     setting: str
@@ -177,11 +176,11 @@ FEATURES = (
 
 
 def make_run(settings: RunConfig, host: HostSeams) -> Run:
-    """Create the run of a host, with the features that the settings enable. Collective.
+    """Create the run of a host framework, with the features that the settings enable. Collective.
 
     Raises:
-        ValueError: If the host does not support a feature, or if the settings of a feature are
-            invalid.
+        ValueError: If the host framework does not support a feature, or if the settings of a
+            feature are not valid.
     """
     refuse_lacking(settings, host.host)
     made: list[RunFeature | None] = []

@@ -1,9 +1,9 @@
-"""Experts that their owners lend to other ranks for one forward call (`planner.spill`).
+"""Experts that their owner ranks lend to other ranks for one forward call (`planner.spill`).
 
-The weights are sent by background all-to-alls, so autograd sends the gradients back to the owner by
-the reverse all-to-alls. If h ranks borrow an expert, the owner sends each of them one of h parts of
-the weights, and the borrowers exchange the parts. In the backward pass, the borrowers sum the
-gradients of the parts, and the owner receives each part of the sum once.
+All-to-alls in the background send the weights, so autograd sends the gradients back to the owners
+with the reverse all-to-alls. If h ranks borrow an expert, the owner divides the weights into h
+parts and sends one part to each borrower. The borrowers then exchange their parts. In backward, the
+borrowers sum the gradients of each part, and the owner receives each sum once.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from moe_plugin.records import ExpertRows, RowCounts
 
 
 class BorrowedExperts:
-    """Experts that a rank borrows in one forward call.
+    """The experts that a rank borrows for one forward call.
 
-    Weights are transferred while rows are sent and while the stored experts compute. The operations
-    are collective in both the forward and the backward pass.
+    The weights are transferred while rows are sent and while the rank's own experts are computed.
+    All ranks must start and wait for these transfers, both in forward and in backward.
 
     Args:
         experts: experts of the layer.
-        place: placement, which defines the ranks that store the experts.
-        spill: plan that assigns the rows of experts to ranks.
+        place: placement, which states which ranks store which experts.
+        spill: plan that states which ranks compute the rows of each expert.
 
     Attributes:
-        stored: number L of experts that this rank stores.
-        numbers: indices of the borrowed experts in ascending order.
-        travel: transfer of the weights, or None once the weights have arrived.
+        stored: number of experts that this rank stores, L.
+        numbers: indices of the borrowed experts, in ascending order.
+        travel: transfer of the weights, or None after the weights have arrived.
     """
 
     def __init__(self, experts: Experts, place: Placement, spill: SpillPlan) -> None:
@@ -61,11 +61,11 @@ class BorrowedExperts:
         self._parameters: FFNParameters | None = None
 
     def split(self, work: ExpertRows) -> Iterator[ExpertRows]:
-        """Yield the rows of the stored experts, followed by the rows of the borrowed experts, if
+        """Yield the rows of the rank's own experts and then the rows of the borrowed experts, if
         any.
 
-        If nothing is borrowed, the rows of the stored experts make the backward pass run the weight
-        exchanges.
+        If this rank borrows nothing, the rows of its own experts are linked to the weight exchanges
+        in the autograd graph, so that backward runs these exchanges.
         """
         assert isinstance(work.rows, RowCounts)
         if self.travel is not None:
@@ -84,7 +84,7 @@ class BorrowedExperts:
         yield ExpertRows(guest_RD, guests, self.parameters(), work.strategy)
 
     def parameters(self) -> FFNParameters:
-        """Wait for the parameters of the borrowed experts, and return them."""
+        """Wait until the parameters of the borrowed experts have arrived, and return them."""
         if self._parameters is None:
             assert self.travel is not None
             guests = _as_parameters(self.travel.arrived(), self.local, self.numbers, self.place)
@@ -94,9 +94,9 @@ class BorrowedExperts:
 
 
 class _SentWithGuests(Sent):
-    """Sent rows, of which some are computed by borrowed experts.
+    """Rows that were sent to this rank. Borrowed experts compute some of these rows.
 
-    sent: rows of all experts of this rank, in pieces.
+    sent: rows of all experts that this rank computes, in pieces.
     """
 
     def __init__(self, sent: Sent, borrowed: BorrowedExperts) -> None:
@@ -112,8 +112,8 @@ class _SentWithGuests(Sent):
 
 
 class BorrowingDispatcher(WrappedDispatcher):
-    """A dispatcher that sends rows with an inner dispatcher, and lends weights if the plan has
-    loans.
+    """A dispatcher that sends rows with an inner dispatcher and, if the plan contains loans, lends
+    weights.
 
     Args:
         inner: dispatcher that creates a `SpillingPlan` or an `OncePlan`.
@@ -125,7 +125,7 @@ class BorrowingDispatcher(WrappedDispatcher):
         self.experts = experts
 
     def dispatch(self, x_TD: Tensor, plan: SpillingPlan | OncePlan, anchor: Tensor | None) -> Sent:
-        """See `Dispatcher`. The transfer of weights starts before rows are sent."""
+        """See `Dispatcher`. The transfer of weights starts before the rows are sent."""
         if plan.spill is None:
             return self.inner.dispatch(x_TD, plan, anchor)
         borrowed = BorrowedExperts(self.experts, self.placement, plan.spill)
@@ -136,12 +136,11 @@ class BorrowingDispatcher(WrappedDispatcher):
 
 
 class _Tie(torch.autograd.Function):
-    """An identity function that makes the backward pass reverse the weight exchanges on this rank,
-    too.
+    """An identity function that makes backward reverse the weight exchanges on this rank.
 
-    A rank that borrows nothing uses none of the weights that have arrived. Without this function,
-    the backward pass on this rank would skip the exchanges, and the owners would wait for this
-    rank.
+    A rank that borrows nothing does not use any of the weights that have arrived. Without this
+    function, backward on this rank would skip the exchanges, and the owners would wait for this
+    rank forever.
     """
 
     @staticmethod
@@ -155,13 +154,13 @@ class _Tie(torch.autograd.Function):
 
 
 class _WeightTransfer:
-    """Transfer of weights from owners to borrowers, and among borrowers.
+    """The transfer of weights from owners to borrowers, and between borrowers.
 
     Args:
-        local: parameters of the stored experts.
-        place: placement, which defines the ranks that store the experts.
-        spill: plan that assigns the rows of experts to ranks.
-        anchor: tensor that adds the exchanges to the autograd graph; see `comm.functional`.
+        local: parameters of the experts that this rank stores.
+        place: placement, which states which ranks store which experts.
+        spill: plan that states which ranks compute the rows of each expert.
+        anchor: tensor that links the exchanges to the autograd graph; see `comm.functional`.
     """
 
     def __init__(self, local: Mapping[str, Tensor], place: Placement, spill: SpillPlan,
@@ -174,8 +173,9 @@ class _WeightTransfer:
         self._others: Callable[[], Tensor] | None = None
 
     def pass_on(self) -> None:
-        """Send the parts of borrowed experts that this rank has received to the other borrowers,
-        once."""
+        """Send the parts that this rank has received from the owners to the other borrowers. Only
+        the first call sends.
+        """
         if not self.shared or self._others is not None:
             return
         rank, ranks = self.place.comm.rank, range(self.place.comm.size)
@@ -194,11 +194,11 @@ class _WeightTransfer:
                                [sum(n) for n in self.lengths])
 
     def arrived(self) -> Tensor:
-        """Wait for the weights of this rank's borrowed experts, and return them.
+        """Wait until the weights of the borrowed experts have arrived, and return them.
 
-        The result has shape [G * P] and contains P elements for each of G experts, one expert after
-        another. Even if nothing is borrowed, the result depends on all exchanges, so that the
-        backward pass reverses them on every rank.
+        The returned tensor has the shape [G * P]. The returned tensor contains the P elements of
+        each of the G borrowed experts, expert by expert. Even if this rank borrows nothing, the
+        result depends on all exchanges, so that backward reverses the exchanges on every rank.
         """
         self.pass_on()
         if self._others is None:
@@ -217,10 +217,10 @@ class _WeightTransfer:
 
 def _post(place: Placement, anchor: Tensor | None, rows_N: Tensor, send: list[int],
           recv: list[int]) -> Callable[[], Tensor]:
-    """Start a background exchange, and return a function that returns the received elements.
+    """Start an exchange in the background. Return a function that waits for the received elements
+    and returns them.
 
-    Elements are sent exactly as they are in memory, independently of the format in which rows are
-    sent.
+    Weights are always sent exactly as they are in memory, no matter in which format rows are sent.
     """
     exact = dataclasses.replace(place, algorithm=algorithms.get("linear"))
     piece = Piece(send, recv, RowCounts([sum(recv)]))
@@ -231,10 +231,11 @@ def _post(place: Placement, anchor: Tensor | None, rows_N: Tensor, send: list[in
 
 def _from_owner(local: Mapping[str, Tensor], place: Placement, spill: SpillPlan,
                 size: int) -> tuple[Tensor, list[int], list[int]]:
-    """Return the elements that this rank lends, and the numbers of elements sent to and received
-    from each rank.
+    """Return the elements that this rank lends, the number of elements sent to each rank, and the
+    number of elements received from each rank.
 
-    A borrower receives one part of each expert that it borrows, one expert after another.
+    From each expert that it borrows, a borrower receives one part. The received parts are in the
+    order of the experts.
     """
     rank, ranks = place.comm.rank, range(place.comm.size)
     # one vector per expert, so that parts have nearly equal lengths and may span parameters
@@ -256,8 +257,7 @@ def _from_owner(local: Mapping[str, Tensor], place: Placement, spill: SpillPlan,
 
 
 def _bounds(loan: Loan, helper: int, size: int) -> tuple[int, int]:
-    """Return the range of elements of an expert's weights that a borrower receives from the
-    owner."""
+    """Return the range of an expert's elements that a borrower receives from the owner."""
     index, parts = loan.helpers.index(helper), len(loan.helpers)
     return size * index // parts, size * (index + 1) // parts
 
@@ -273,10 +273,10 @@ def _cut(x_N: Tensor, lengths: list[int]) -> Sequence[Tensor]:
 
 def _as_parameters(flat_N: Tensor, local: Mapping[str, Tensor], numbers: list[int],
                    place: Placement) -> dict[str, Tensor]:
-    """Convert [G * P] elements to parameters [G, ...] by name for the given experts or shards.
+    """Convert [G * P] elements to the parameters [G, ...] of the given experts or shards, by name.
 
-    Output biases of a shard are padded to the whole width, in which each shard has its own
-    position.
+    The output bias of a shard is padded to the whole width. Each shard has its own position within
+    the whole width.
     """
     sizes = [value[0].numel() for value in local.values()]
     parts = flat_N.view(len(numbers), -1).split(sizes, dim=1)

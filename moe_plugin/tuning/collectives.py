@@ -1,5 +1,6 @@
-"""Selection of the collectives that a group uses (`comm.collectives`), including the choice
-`auto`."""
+"""Selection of the collectives that a group uses (`comm.collectives`). The setting `auto` is
+included.
+"""
 
 from __future__ import annotations
 
@@ -28,23 +29,23 @@ GAIN = 0.97  # forest is used if its predicted time is below this share of nativ
 
 
 class WrongNetwork(ValueError):
-    """Error that is raised if `comm.network` cannot be read or has the wrong number of ranks."""
+    """Raised if `comm.network` cannot be read or has a wrong number of ranks."""
 
 
 def with_collectives(comm: Comm, config: CommConfig, measures: bool = True) -> Comm:
-    """Return a prepared group that uses the collectives defined by the settings.
+    """Return a prepared group that uses the collectives selected by the settings.
 
-    If the group already has these collectives, the group itself is returned. The call is
-    collective, because the first rank plans the trees.
+    If the group already uses these collectives, the group itself is returned. All ranks must call
+    this function, because the first rank plans the trees.
 
     Args:
-        comm: the prepared group.
+        comm: a prepared group.
         config: communication settings.
-        measures: whether `auto` may measure times. If False, `auto` predicts times even without a
-            cluster file.
+        measures: whether `auto` may measure times. If `measures` is False, `auto` uses predicted
+            times even if there is no cluster file.
 
     Raises:
-        ValueError: If the network file cannot be read, or if the network has the wrong number of
+        ValueError: If the network file cannot be read, or if the network has a wrong number of
             ranks.
     """
     kind = collective_kinds.get(config.collectives)
@@ -60,7 +61,8 @@ def with_collectives(comm: Comm, config: CommConfig, measures: bool = True) -> C
 
 
 def prepare_replicas(comm: Comm, config: CommConfig, measures: bool = True) -> Comm:
-    """Prepare a new group of ranks that store the same experts, with the configured collectives.
+    """Prepare a new group of ranks that store the same experts. The group uses the configured
+    collectives.
 
     See `with_collectives`. With native collectives, no messages are sent.
     """
@@ -72,16 +74,16 @@ def prepare_replicas(comm: Comm, config: CommConfig, measures: bool = True) -> C
 
 
 def network_of(comm: Comm, config: CommConfig) -> tuple[Network, str]:
-    """Return the network between the ranks of a prepared group, and a description of where it comes
-    from.
+    """Return the network between the ranks of a prepared group, and a description of the source of
+    this information.
 
-    The network that `comm.network` names (see `find_network`) must have as many ranks as the group
-    or as the job. If a file describes one node, the node is repeated for each node of the group.
-    Without `comm.network`, the network has the nodes of the topology, and the links of the cluster
-    file or typical links.
+    If `comm.network` is set (see `find_network`), the network must have as many ranks as the group
+    or as the whole job. If the network file describes a single node, this node is repeated for each
+    node of the group. If `comm.network` is not set, the nodes are those of the topology. Without
+    `comm.network`, the links are those of the cluster file, or typical links.
 
     Raises:
-        ValueError: If the network cannot be read, or if it has the wrong number of ranks.
+        ValueError: If the network cannot be read, or if it has a wrong number of ranks.
     """
     if config.network is not None:
         where = f"comm.network={short(config.network)}"
@@ -122,7 +124,8 @@ def _of_group(network: Network, comm: Comm, where: str) -> Network:
 def _of_some_cost(cluster: Cluster) -> Cluster:
     """Return a copy of the cluster in which all links have a finite bandwidth.
 
-    A calibration may find links with almost no cost, such as links inside emulated nodes.
+    A calibrated cluster may contain links with almost no cost, for example links inside emulated
+    nodes.
     """
     intra, inter = (replace(link, beta_s=max(link.beta_s, LEAST_BETA_S))
                     for link in (cluster.intra, cluster.inter))
@@ -137,11 +140,12 @@ def _cluster(comm: Comm) -> Cluster:
 @collective_kinds.register("auto")
 @dataclass(frozen=True)
 class AutoCollectives(Collectives):
-    """Collectives that use, for each kind and size, the faster of native and forest collectives.
+    """Collectives that use the native or the forest implementation, depending on which is faster
+    for each collective and size.
 
-    Trials run in the same way as for the all-to-all (`tuning.exchange_tuner`).
+    Trials run in the same way as those of all-to-all algorithms (`tuning.exchange_tuner`).
 
-    cluster: cluster from which times are predicted. None means that times are measured.
+    cluster: cluster for predicting times. If `cluster` is None, times are measured.
     """
 
     forest: Forest
@@ -150,10 +154,11 @@ class AutoCollectives(Collectives):
 
     @classmethod
     def make(cls, comm: Comm, network: FindNetwork, cluster: Cluster | None) -> Collectives:
-        """Create the collectives. Native collectives are returned if no trees can be planned.
+        """Create the collectives. If no trees can be planned, native collectives are returned.
 
         Raises:
-            WrongNetwork: If the configured network is invalid, because this must not be ignored.
+            WrongNetwork: If the configured network is not valid. Invalid networks must not be
+                ignored.
         """
         try:
             forest = Forest(*network())
@@ -175,7 +180,9 @@ class AutoCollectives(Collectives):
         return self._run(comm, "all_reduce", x, x.nbytes)
 
     def start_all_reduce(self, comm: Comm, x: Tensor) -> Callable[[], Tensor]:
-        """See `Collectives`. If the call is a trial, it has finished when this method returns."""
+        """See `Collectives`. If the call is a trial, the reduction is already complete when this
+        method returns.
+        """
         name, trial_of = self._turn(comm, "all_reduce", x, x.nbytes)
         if trial_of is None:
             return self._named(name).start_all_reduce(comm, x)
@@ -193,18 +200,19 @@ class AutoCollectives(Collectives):
         return f"auto: native or {self.forest.describe(comm)}; {', '.join(settled) or how}"
 
     def seconds(self, comm: Comm, kind: str, size: int) -> float:
-        """Return the predicted time in seconds of the faster collective. See `Collectives`."""
+        """Return the predicted time of the faster collective, in seconds. See `Collectives`."""
         return min(self.predicted(comm, kind, size).values())
 
     def active(self, comm: Comm) -> str:
-        """Return the names of the collectives that were chosen so far. See `Collectives`."""
+        """Return the names of the collectives that have been chosen so far. See `Collectives`."""
         predicted = set(Predictions.of(comm).known.values())
         tuner = Choices.of(comm).tuner
         measured = {entry.settled for entry in tuner.entries.values() if entry.known}
         return f"auto: {', '.join(sorted(predicted | measured))}".rstrip(": ")
 
     def chosen(self, comm: Comm, kind: str, size: int) -> Collectives | None:
-        """Return the collective chosen for a total of `size` bytes, or None if trials are pending.
+        """Return the collective that was chosen for a total of `size` bytes, or None if trials are
+        pending.
         """
         if self.cluster is not None:
             known, key = Predictions.of(comm).known, (self.forest.key, self.cluster, kind, size)
@@ -216,8 +224,9 @@ class AutoCollectives(Collectives):
         return self._named(tuner.latest(bucket).choice) if tuner.known(bucket) else None
 
     def predicted(self, comm: Comm, kind: str, size: int) -> dict[str, float]:
-        """Return the predicted times in seconds of `native` and `forest` for a total of `size`
-        bytes."""
+        """Return the predicted times of `native` and `forest` for a total of `size` bytes, in
+        seconds.
+        """
         group, piece = GroupShape(comm.size), size / comm.size
         native = {"all_gather": all_gather_s, "reduce_scatter": reduce_scatter_s,
                   "all_reduce": all_reduce_s}[kind]
@@ -226,8 +235,7 @@ class AutoCollectives(Collectives):
                 "forest": self.forest.seconds(comm, kind, size)}
 
     def measured(self, comm: Comm, kind: str, size: int) -> dict[str, float]:
-        """Return the median measured times in seconds of `native` and `forest` on the slowest
-        rank."""
+        """Return the median times of `native` and `forest` on the slowest rank, in seconds."""
         return dict(Choices.of(comm).tuner.entries[kind, bucket_of(size)].measured)
 
     def _named(self, name: str) -> Collectives:
@@ -235,8 +243,8 @@ class AutoCollectives(Collectives):
 
     def _turn(self, comm: Comm, kind: str, x: Tensor,
               size: int) -> tuple[str, tuple[str, int] | None]:
-        """Return the name of the collective to run, and the bucket of its trial or None if it is no
-        trial.
+        """Return the name of the collective to run, and the bucket of its trial. The bucket is None
+        if the call is not a trial.
         """
         if self.cluster is not None:
             chosen = self.chosen(comm, kind, size)
@@ -262,22 +270,23 @@ class AutoCollectives(Collectives):
 
 @dataclass
 class Predictions:
-    """Predicted choices of `auto`, keyed by network, cluster, collective and total bytes.
+    """Predicted choices of `auto`, by network, cluster, collective and total number of bytes.
 
-    A model uses only a few different sizes, so there are few entries. The object is stored with the
-    group.
+    There are few predictions, because a model uses only a few different sizes. The object is stored
+    in the state of the group.
     """
 
     known: dict[tuple[str, Cluster, str, int], str] = field(default_factory=dict)
 
     @classmethod
     def of(cls, comm: Comm) -> Predictions:
-        """Return the predictions of a group, which are created on first use."""
+        """Return the predictions of a group. The predictions are created on first use."""
         return comm.state.get(cls)
 
 
 class Choices:
-    """Trials of the collectives of one group. The object is stored with the group."""
+    """The trials of the collectives in one group. The object is stored in the state of the group.
+    """
 
     def __init__(self, rules: TunerSettings = RULES) -> None:
         self.tuner: Tuner[tuple[str, int], str] = Tuner(
@@ -285,5 +294,5 @@ class Choices:
 
     @classmethod
     def of(cls, comm: Comm) -> Choices:
-        """Return the trials of a group, which are created on first use."""
+        """Return the trials of a group. The trials are created on first use."""
         return comm.state.get(cls)

@@ -1,8 +1,8 @@
-"""Measured choices of expert compute, which are shared within a process and stored in the user's
-cache.
+"""Measured choices of the strategy that computes experts. The choices are shared within a process
+and stored in the user's cache.
 
-The host does not wait for a device to measure times. Later runs load the stored choices and check
-them.
+Measuring times does not make the host wait for the device. Later runs load the stored choices, and
+check them occasionally.
 """
 
 from __future__ import annotations
@@ -44,19 +44,20 @@ Runs = Mapping[str, Callable[[], object]]
 
 @dataclass(frozen=True)
 class ComputeChoice:
-    """Name of a strategy of expert compute, and the reason why it was chosen."""
+    """The name of a strategy that computes experts, and the reason why this strategy was chosen."""
 
     name: str
     why: str
 
 
 class MeasuredChoices:
-    """Choices of expert compute by key, stored in memory and in files.
+    """Choices of the strategy that computes experts, by key. The choices are stored in memory and
+    in files.
 
     Args:
-        folder: folder in which the files are stored. The default is the user's cache. If the folder
-            is not writable, choices are kept only as long as this object exists.
-        clock: function that returns the current time of a monotonic clock in seconds.
+        folder: folder for the files. Defaults to a folder in the user's cache. If the folder is not
+            writable, choices are kept only while this object exists.
+        clock: function that returns the time of a monotonic clock, in seconds.
     """
 
     def __init__(self, folder: Path | None = None,
@@ -68,23 +69,25 @@ class MeasuredChoices:
         self.unlock()
 
     def unlock(self) -> None:
-        """Create a new lock. A forked process also needs one, because a thread of the parent
-        process may have held the old lock."""
+        """Create a new lock. A forked process must also call this method, because a thread of the
+        parent process may have held the old lock.
+        """
         self._lock = threading.Lock()
 
     def choose(self, text: str, names: Sequence[str], device: torch.device,
                start: Callable[[int], Runs] | None) -> ComputeChoice:
-        """Return which of the candidates in `names` is used for the key `text`.
+        """Return the candidate in `names` to use for the key `text`.
 
-        The first name is returned as long as no choice is known. In a call that includes
-        measurements, each candidate runs at most once with all rows.
+        Until a choice is known, the first name is returned. If this call runs measurements, each
+        candidate runs at most once with all rows.
 
         Args:
-            text: description of the load, which is used as the key.
-            names: names of the candidates, with the preferred candidate first.
+            text: description of the load, which is the key of the choice.
+            names: names of the candidates. The preferred candidate must be first.
             device: device on which the candidates run.
-            start: function that returns a run of each candidate for `1 / part` of the rows, given
-                `part`. None means that nothing may be measured in this call.
+            start: function that is called with `part` and returns, for each candidate, a function
+                that runs it with `1 / part` of the rows. If `start` is None, this call must not run
+                measurements.
         """
         key = text, tuple(names)
         if self._lock.acquire(blocking=False):  # otherwise another thread measures
@@ -105,7 +108,8 @@ class MeasuredChoices:
         return ComputeChoice(entry.settled, entry.latest.why)
 
     def _measure(self, key: Key, start: Callable[[int], Runs], device: torch.device) -> None:
-        """If a round is due, run its trials, preceded by the trials of warm-up rounds."""
+        """If a round is due, run all trials of warm-up rounds, and then the trials of this round.
+        """
         begun, calls, runs = self.clock(), self._calls.pop(key), dict[int, Runs]()
         while True:
             name, calls = self.tuner.choose(key, calls), 0
@@ -160,7 +164,7 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 class SharedChoices:
-    """Reference that a module holds to the choices shared by all modules of the process."""
+    """A reference from a module to the choices that all modules of the process share."""
 
     def __init__(self) -> None:
         shared = _SHARED.get("choices")
@@ -170,9 +174,9 @@ class SharedChoices:
 
 
 def timed(run: Callable[[], object], device: torch.device) -> Callable[[], float | None]:
-    """Start a run, and return a function that returns the run's time in seconds.
+    """Start a run. Return a function that returns the time of the run in seconds.
 
-    On a GPU, the run is only launched, and the function returns None while the GPU is still
+    On a GPU, the run is only launched. The returned function returns None while the GPU is still
     computing.
     """
     if device.type != "cuda":
@@ -187,11 +191,11 @@ def timed(run: Callable[[], object], device: torch.device) -> Callable[[], float
 
 
 class ChoiceFiles:
-    """Storage of choices in one small file per key, so that processes do not overwrite each other's
+    """Stores each choice in a separate small file, so that processes do not overwrite each other's
     choices.
 
     Args:
-        folder: path of the folder in which the files are stored. The default is the user's cache.
+        folder: folder for the files. Defaults to the user's cache.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
@@ -206,8 +210,8 @@ class ChoiceFiles:
                           self._folder) / "expert-compute"
 
     def get(self, key: Key) -> KeptDecision | None:
-        """Return the decision stored for a key, or None if the file is missing or cannot be
-        read."""
+        """Return the stored decision for a key, or None if the file is missing or cannot be read.
+        """
         try:
             loaded = _load(self._path(key))
         except (OSError, ValueError):
@@ -215,7 +219,7 @@ class ChoiceFiles:
         return loaded[1] if loaded and loaded[0] == key[0] else None
 
     def put(self, key: Key, kept: KeptDecision) -> None:
-        """Write the file of a key. If this fails, the failure is logged."""
+        """Write the file for a key. If writing fails, a warning is logged."""
         try:
             path = self._path(key)
             path.parent.mkdir(exist_ok=True)
@@ -234,12 +238,12 @@ class ChoiceFiles:
                         error)
 
     def forget(self, key: Key) -> None:
-        """Remove the file of a key."""
+        """Remove the file for a key."""
         with contextlib.suppress(OSError, ValueError):
             self._path(key).unlink()
 
     def forget_all(self) -> int:
-        """Remove all files, including files that cannot be read, and return the number of removed
+        """Remove all files, including files that cannot be read. Return the number of removed
         files.
 
         Raises: OSError, ValueError: If the files cannot be removed.
@@ -250,7 +254,7 @@ class ChoiceFiles:
         return len(paths)
 
     def listed(self) -> list[tuple[str, KeptDecision]]:
-        """Return the key and the decision stored in each file."""
+        """Return the key and the decision from each file."""
         try:
             records = [_load(path) for path in sorted(self.place().glob("*.json"))]
         except (OSError, ValueError):
@@ -262,8 +266,9 @@ class ChoiceFiles:
 
 
 def _load(path: Path) -> tuple[str, KeptDecision] | None:
-    """Return the key and the decision in a file, or None if it is missing, outdated or
-    unreadable."""
+    """Return the key and the decision from a file, or None if the file is missing, outdated or
+    unreadable.
+    """
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
         if record.get("version") != FILE_VERSION:  # earlier versions lack the spread

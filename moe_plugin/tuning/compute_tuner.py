@@ -1,19 +1,20 @@
-"""Automatic choice of the strategy of expert compute for a device and a load (`compute: auto`).
+"""Automatic choice of the strategy that computes experts, for a device and a load
+(`compute: auto`).
 
-The forward and backward passes of candidates are timed on random rows that represent the bucket's
-load, with the layer's own weights. The trials do not affect the call that starts them. They are not
-part of its autograd graph, do not use its autocast or its hooks on saved tensors, and draw no
-numbers from torch's random generators.
+The forward and backward passes of each candidate are timed. The trials use the layer's own weights
+and random rows that represent the load of the bucket. The trials do not affect the call that starts
+them. The trials are not part of the call's autograd graph. The trials do not use the call's
+autocast or its hooks on saved tensors, and they draw no numbers from torch's random generators.
 
-The candidates for a load are determined by pure functions without timing. On a GPU, the strategy
-`kernels` is split into several candidates, such as "kernels split", one for each schedule of the
-matmuls that Triton supports on this GPU (`kernels.groups.SCHEDULES`). The results of all schedules
-are bitwise identical.
+Pure functions determine the candidates for a load without timing. On a GPU, the strategy `kernels`
+is split into several candidates, such as "kernels split". There is one candidate for each matmul
+schedule that Triton supports on this GPU (`kernels.groups.SCHEDULES`). All schedules compute
+bitwise identical outputs.
 
-The rule is that of EPS-MoE (Qian et al., 2024), which uses one grouped GEMM for few rows per
-expert, one GEMM per expert for many rows, and otherwise the faster of the two. All candidates that
-the rule allows are timed. Because the choice affects neither shapes nor collectives, ranks may make
-different choices.
+Candidates are selected by the rule of EPS-MoE (Qian et al., 2024): one grouped GEMM for few rows
+per expert, one GEMM per expert for many rows, and otherwise the faster of the two. All candidates
+that the rule allows are timed. Ranks may make different choices, because the choice affects neither
+shapes nor collectives.
 """
 
 from __future__ import annotations
@@ -47,18 +48,18 @@ SMALL_LAYER = 1 << 30
 
 @dataclass(frozen=True)
 class ComputeLoad:
-    """Properties of a forward call on which the choice depends.
+    """The properties of a forward call on which the choice depends.
 
     Attributes:
-        device: type of the device, such as "cuda".
+        device: device type, such as "cuda".
         dtype: dtype of the matmuls.
         experts: number of experts.
         width, inner: width of the rows, and inner width of the experts.
-        gated: whether experts have a gate weight matrix.
+        gated: whether the experts have gate matrices.
         rows: total number of rows of all experts.
         even: whether all experts have the same number of rows.
-        planned: whether rows are gathered from this rank's own tokens; see `RowPlan`.
-        top_k: number of rows per token if `planned` is True.
+        planned: whether the rows are gathered from this rank's own tokens; see `RowPlan`.
+        top_k: number of rows per token, if `planned` is True.
     """
 
     device: str
@@ -74,18 +75,19 @@ class ComputeLoad:
 
     @property
     def rows_each(self) -> float:
-        """Mean number of rows per expert."""
+        """The mean number of rows per expert."""
         return self.rows / max(1, self.experts)
 
     @property
     def bucket(self) -> int:
-        """Rounded base-2 logarithm of the number of rows per expert. Loads in the same bucket share
-        a choice."""
+        """The base-2 logarithm of the number of rows per expert, rounded. All loads in the same
+        bucket share a choice.
+        """
         return round(math.log2(max(1.0, self.rows_each)))
 
     @property
     def label(self) -> str:
-        """Description of the load for keys and logs."""
+        """A description of the load for keys and log lines."""
         kind = ("gated " if self.gated else "") + ("even " if self.even else "") + (
             f"own tokens k{self.top_k}" if self.planned else "rows")
         return (f"{str(self.dtype).removeprefix('torch.')} D{self.width} F{self.inner} "
@@ -93,15 +95,16 @@ class ComputeLoad:
 
 
 def candidates(load: ComputeLoad, usable: Collection[str]) -> list[str]:
-    """Return the names of candidate strategies. The first candidate is used if nothing is measured.
+    """Return the names of candidate strategies. If nothing is measured, the first candidate is
+    used.
 
     On a CPU, the candidates are `fused`, which runs one GEMM per expert, and for few rows also
-    `grouped` and (for even loads) `batched`. On a GPU, the candidates are the grouped kernels of
-    this package and of torch and, for at least `FEW_ROWS` rows, one GEMM per expert. On an H100, a
-    training step of `transformers` takes 0.95 to 1.04 times as long with torch's grouped kernels as
-    with this package's kernels, with the shortest time at 4,096 rows per expert. This package's
-    kernels come first, because torch's kernels store more tensors for the backward pass and are
-    used only if they are faster.
+    `grouped` and (if all experts have the same number of rows) `batched`. On a GPU, the candidates
+    are this package's grouped kernels, torch's grouped GEMM and, for at least `FEW_ROWS` rows per
+    expert, one GEMM per expert. On an H100, a training step of `transformers` with torch's grouped
+    GEMM takes 0.95 to 1.04 times as long as with this package's kernels. This ratio is lowest at
+    4,096 rows per expert. This package's kernels are the first candidate, because torch's kernels
+    store more tensors for backward. torch's kernels are used only if they are faster.
 
     Args:
         load: load of the call.
@@ -119,8 +122,8 @@ def candidates(load: ComputeLoad, usable: Collection[str]) -> list[str]:
 
 
 def why_unmeasured(load: ComputeLoad, names: Sequence[str], setting: str) -> str | None:
-    """Return the reason why the first candidate is used without measuring, or None if measuring is
-    needed.
+    """Return the reason why the first candidate can be used without measuring, or None if
+    candidates must be measured.
 
     Args:
         load: load of the call.
@@ -137,10 +140,10 @@ def why_unmeasured(load: ComputeLoad, names: Sequence[str], setting: str) -> str
 
 @strategies.register("auto")
 def auto(x: Tensor, rows: RowCounts | RowPlan, parameters: FFNParameters) -> Tensor:
-    """Compute experts with the fastest strategy for the device and the load.
+    """Compute the experts with the fastest strategy for this device and load.
 
-    The strategy is chosen by a rule. If the rule allows several strategies, the fastest measured
-    strategy is used (see `experts.compute_selection`).
+    A rule selects the candidates. If there are several candidates, the candidate with the shortest
+    measured time is used (see `experts.compute_selection`).
     """
     counts = rows.counts if isinstance(rows, RowPlan) else rows
     _, width, inner = parameters.w_in_LDF.shape
@@ -153,7 +156,7 @@ def auto(x: Tensor, rows: RowCounts | RowPlan, parameters: FFNParameters) -> Ten
 
 
 def computed(name: str, x: Tensor, rows: RowCounts | RowPlan, parameters: FFNParameters) -> Tensor:
-    """Compute the rows with a candidate, and return the result. See `Strategy`."""
+    """Compute the rows with a candidate and return the output. See `Strategy`."""
     strategy, _, schedule = name.partition(" ")
     if schedule:
         parameters = dataclasses.replace(parameters, schedule=schedule)
@@ -161,7 +164,8 @@ def computed(name: str, x: Tensor, rows: RowCounts | RowPlan, parameters: FFNPar
 
 
 def choose(x: Tensor, rows: RowCounts | RowPlan, parameters: FFNParameters) -> ComputeChoice:
-    """Return the strategy that `auto` uses for these rows. Modules share measurements."""
+    """Return the name of the strategy that `auto` uses for these rows. Modules share measurements.
+    """
     counts = rows.counts if isinstance(rows, RowPlan) else rows
     if torch.compiler.is_compiling():
         return ComputeChoice(_compiled(x, counts), "under torch.compile")
@@ -187,7 +191,7 @@ def choose(x: Tensor, rows: RowCounts | RowPlan, parameters: FFNParameters) -> C
 
 
 def load_of(x: Tensor, rows: RowCounts | RowPlan, p: FFNParameters) -> ComputeLoad:
-    """Return the load of a forward call."""
+    """Describe the load of a forward call."""
     if isinstance(rows, RowPlan):
         counts, planned, choices = rows.counts, True, rows.position_TK.shape[1]
     else:
@@ -199,10 +203,10 @@ def load_of(x: Tensor, rows: RowCounts | RowPlan, p: FFNParameters) -> ComputeLo
 
 def trial(load: ComputeLoad, names: list[str], device: torch.device, parameters: FFNParameters,
           part: int = 1) -> Runs:
-    """Return, for each candidate, a function that runs forward and backward passes with a bucket's
-    load.
+    """For each candidate, return a function that runs its forward and backward passes with the load
+    of a bucket.
 
-    part: the runs use `1 / part` of the bucket's rows. By default, they use all rows.
+    part: the functions use `1 / part` of the bucket's rows. By default, all rows are used.
     """
     tensors = {f.name: getattr(parameters, f.name) for f in dataclasses.fields(parameters)}
     with _clean(device):
@@ -227,10 +231,10 @@ def trial(load: ComputeLoad, names: list[str], device: torch.device, parameters:
 
 def sample_load(load: ComputeLoad, device: torch.device,
                 part: int = 1) -> tuple[Tensor, RowCounts | RowPlan]:
-    """Return rows, or tokens with a row plan, that represent a bucket's load. They are assigned to
-    experts in a round-robin order.
+    """Return rows, or tokens with a row plan, that represent the load of a bucket. The rows are
+    assigned to the experts in turn.
 
-    part: the result contains `1 / part` of the bucket's rows. By default, it contains all rows.
+    part: `1 / part` of the bucket's rows are created. By default, all rows are created.
     """
     total = -(-load.experts * 2**load.bucket // part) // load.top_k * load.top_k
     counts = RowCounts([len(range(expert, total, load.experts)) for expert in range(load.experts)])
@@ -250,10 +254,10 @@ def sample_load(load: ComputeLoad, device: torch.device,
 
 @contextlib.contextmanager
 def _clean(device: torch.device) -> Iterator[None]:
-    """Run the block with torch's thread-local state as in a new thread.
+    """Run a block of code with torch's default thread-local state, as in a new thread.
 
-    Hooks on saved tensors are set that disable all outer hooks, because only the innermost hooks
-    run.
+    Only the innermost hooks on saved tensors run. Therefore, this context sets hooks that disable
+    all outer hooks.
     """
     hooks = torch.autograd.graph.saved_tensors_hooks(Tensor.detach, Tensor.detach)
     with torch.inference_mode(False), torch.enable_grad(), hooks, torch.autocast(
@@ -271,10 +275,11 @@ def _compiled(x: Tensor, counts: RowCounts) -> str:
 
 
 def usable_ways(x: Tensor, p: FFNParameters, counts: RowCounts) -> set[str]:
-    """Return the names of the strategies that can compute the rows on this device without a
-    fallback.
+    """Return the names of the strategies that can compute these rows on this device without falling
+    back to another strategy.
 
-    Strategies that make the host wait for row counts on the device are excluded.
+    If only the device knows the row counts, strategies that read the row counts on the host are
+    excluded.
     """
     if x.device.type == "cpu" and in_float32(_dtype(x)):
         return {"fused"}  # the other strategies take up to a hundred times as long
@@ -295,19 +300,19 @@ def usable_ways(x: Tensor, p: FFNParameters, counts: RowCounts) -> set[str]:
 
 
 def takes_counts_of_device(name: str) -> bool:
-    """Return True if a strategy can compute rows whose counts are known only on the device.
+    """Return true if a strategy can compute rows whose counts are known only on the device.
 
     With such a strategy, the host does not wait for the device. All other strategies read the
-    counts on the host, and `grouped` reads the counts of rows that it passes to `loop`.
+    counts on the host. `grouped` also reads the counts on the host if it passes the rows to `loop`.
     """
     return name == "grouped" or (name in ("auto", "kernels") and INSTALLED)
 
 
 def _may_measure(device: torch.device) -> bool:
-    """Return True if trials are allowed in the current call.
+    """Return true if trials are allowed during the current call.
 
-    Trials are not allowed without gradients (there may be no memory for gradients), while a CUDA
-    graph is captured, or under a mode that intercepts operations.
+    Trials are not allowed if gradients are disabled (there may be no memory for gradients), while a
+    CUDA graph is captured, or under a mode that intercepts operations.
     """
     intercepted = torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack()
     return torch.is_grad_enabled() and not intercepted and not capturing(device)

@@ -1,4 +1,4 @@
-"""Inputs and outputs of the trial engine, which are settings, decisions, and stored decisions."""
+"""Data types of the trial engine: settings, decisions, and stored decisions."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ class TunerSettings:
     """Settings that control the trials of a tuner.
 
     Attributes:
-        tries: number of candidates that are timed in a new bucket, starting with the best predicted
-            one. None means all.
-        within: a candidate is not tried if its predicted time exceeds the best one by more than
-            this factor.
-        contest: rules for distinguishing candidates.
-        drift: relative change of the watched time that is considered drift.
-        patience: number of consecutive times that must have drifted before candidates are timed
-            again.
-        watch: in a settled bucket, one of this number of calls is timed.
-        allowance, budget: at most `max(allowance, budget * calls)` calls may be trials.
-        each: whether allowance and budget apply to each bucket instead of all buckets together.
+        tries: number of candidates that are timed for a new load bucket. Candidates with the best
+            predicted times are timed first. None means all.
+        within: candidates are not timed if their predicted time exceeds the best predicted time by
+            more than this factor.
+        contest: rules that determine when two candidates are distinguished.
+        drift: relative change of the chosen candidate's time that is treated as drift.
+        patience: number of consecutive calls with drift after which candidates are timed again.
+        watch: after a choice is made, one of every `watch` calls is timed.
+        allowance, budget: the number of trials is limited to `max(allowance, budget * calls)`.
+        each: whether the limit on trials applies to each bucket separately (True) or to all buckets
+            together (False).
     """
 
     tries: int | None = 4
@@ -45,16 +45,16 @@ class TunerSettings:
 
 @dataclass(frozen=True)
 class TunerDecision:
-    """A decision, with the call and bucket for which it was made and the reason.
+    """A decision, the call and load bucket for which it was made, and the reason.
 
     Attributes:
-        call: number of calls up to the time of the decision.
-        bucket: bucket of the load for which the decision was made.
-        choice: candidate that was chosen.
-        event: kind of the decision: predict, explore, settle, keep or restore.
-        why: reason for the decision.
-        predicted_s, measured_s: predicted and measured times of the choice in seconds, or None if
-            unknown.
+        call: number of calls made before the decision.
+        bucket: load bucket for which the decision was made.
+        choice: the candidate that was chosen.
+        event: type of the decision: predict, explore, settle, keep or restore.
+        why: the reason for the decision.
+        predicted_s, measured_s: predicted time and measured time of the chosen candidate in
+            seconds, or None if unknown.
     """
 
     call: int
@@ -66,20 +66,20 @@ class TunerDecision:
     measured_s: float | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        """Convert the decision to plain values for JSON lines and reports."""
+        """Convert the decision to JSON values for log files and reports."""
         return {**asdict(self), "choice": str(self.choice), "bucket": plain(self.bucket)}
 
 
 @dataclass(frozen=True)
 class KeptDecision:
-    """A decision that is stored for later processes.
+    """A decision that is stored for later runs.
 
     Attributes:
-        name: name of the chosen candidate.
-        why: reason for the decision.
-        spread: spread of the times on which the decision is based; see `Contest.spread`.
-        seconds: measured time in seconds of each candidate, by name.
-        behind: for each candidate that was excluded as much slower, its time relative to the
+        name: name of the candidate that was chosen.
+        why: the reason for the decision.
+        spread: spread of the measured times; see `Contest.spread`.
+        seconds: measured time of each candidate in seconds, by name.
+        behind: times of candidates that were excluded because they are much slower, relative to the
             fastest candidate, by name.
         made: time of the decision in seconds since 1970.
     """
@@ -93,10 +93,10 @@ class KeptDecision:
 
 
 class Memory(Protocol[Stored]):
-    """Storage of decisions by bucket for later processes."""
+    """Stores the decision for each load bucket for later runs."""
 
     def get(self, bucket: Stored) -> KeptDecision | None:
-        """Return the decision for a bucket, or None if there is none."""
+        """Return the decision for a bucket, or None if no decision is stored."""
 
     def put(self, bucket: Stored, kept: KeptDecision) -> None:
         """Store a decision."""
@@ -107,7 +107,7 @@ class Memory(Protocol[Stored]):
 
 def listed_times(choices: Iterable[Hashable], seconds: Mapping[Any, float],
                  failed: Collection[Hashable]) -> str:
-    """Return a string for logs and reports that lists the candidates and their measured times."""
+    """List the candidates and their measured times in a string for logs and reports."""
     listed = []
     for choice in choices:
         name = getattr(choice, "words", choice)
@@ -119,7 +119,8 @@ def listed_times(choices: Iterable[Hashable], seconds: Mapping[Any, float],
 
 def new_fields(saved: Any, choices: Iterable[Any]) -> dict[str, Any]:
     """Return the fields that a saved choice lacks and that have a default, with their default
-    values."""
+    values.
+    """
     kind = next(iter(choices), None)
     if not is_dataclass(kind) or not isinstance(saved, Mapping):
         return {}
@@ -128,7 +129,7 @@ def new_fields(saved: Any, choices: Iterable[Any]) -> dict[str, Any]:
 
 
 def filled(saved: Any, new: Mapping[str, Any]) -> Any:
-    """Return a copy of a saved choice to which missing fields are added."""
+    """Return a copy of a saved choice with the missing fields added."""
     return {**new, **saved} if isinstance(saved, Mapping) else saved
 
 
@@ -140,7 +141,7 @@ def plain(value: Any) -> Any:
 
 
 def text_of(value: Any) -> str:
-    """Convert plain values to a string that is the same for equal values."""
+    """Convert plain values to a string. Equal values give equal strings."""
     return json.dumps(value, sort_keys=True)
 
 
@@ -149,17 +150,19 @@ Choice = TypeVar("Choice", bound=Hashable)
 
 @dataclass
 class Trials(Generic[Choice]):
-    """State of the trials of one bucket.
+    """The state of the trials for one load bucket.
 
     Attributes:
         known: whether a decision has been made.
-        contest: trials of the bucket, or None if there were no trials.
-        open: whether more rounds are needed to distinguish candidates.
-        checking: whether the running round checks the decision. `seen` is the preceding round.
-        sure, spread: whether the decision is certain, and spread of its times.
-        calls, explored: number of calls and number of trials so far.
+        contest: comparison of the candidates in this bucket, or None if there have been no trials.
+        open: whether more rounds are needed to find the fastest candidate.
+        checking: whether the current round checks an earlier decision. `seen` is the round before
+            the current round.
+        sure, spread: whether the decision is certain, and the spread of the times on which it is
+            based.
+        calls, explored: number of calls so far, and number of trials so far.
         untimed: number of calls since the last timed call.
-        timed: whether the call that was chosen last is timed.
+        timed: whether the call that `choose` was called for most recently is timed.
     """
 
     predicted: dict[Choice, float | None]

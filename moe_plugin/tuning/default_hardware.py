@@ -1,7 +1,7 @@
-"""Descriptions of a layer, of links and of processors for the planner.
+"""Descriptions of layers, links and processors for the planner.
 
-Links and processors come from the files named in the settings. Without such files, typical values
-are used.
+The settings may name files with descriptions of links and processors. If the settings name no
+files, typical values are used.
 """
 
 from __future__ import annotations
@@ -43,18 +43,19 @@ _CPU = Device(name="default", flops=5e10, half_rows=16, memory_bytes_s=8e9, laun
 
 @dataclass
 class Calibration:
-    """Calibrated cluster that `prepare_group.prepare` stores with a group.
+    """The calibrated cluster that `prepare_group.prepare` stores in the state of a group.
 
-    cluster: cluster from the file that the settings name, or None if the settings name no file.
+    cluster: cluster from the file that the settings name, or None if they name no file.
     """
 
     cluster: Cluster | None = None
 
 
 def default_cluster(comm: Comm, device: torch.device) -> Cluster:
-    """Return the calibrated cluster, or a cluster with typical links, in the shape of the group.
+    """Return the calibrated cluster of a group, or a cluster with typical links, with the nodes of
+    the group.
 
-    The group must be prepared, because its topology defines the shape.
+    The group must be prepared, because its topology determines the nodes.
     """
     sizes = list(map(len, comm.topology.nodes)) if comm.size > 1 else [1]
     known = comm.state.get(Calibration).cluster
@@ -69,18 +70,18 @@ def default_cluster(comm: Comm, device: torch.device) -> Cluster:
 
 
 def default_device(config: MoEConfig, device: torch.device) -> Device:
-    """Return the device from the file that the settings name, or a typical device of the given
-    type."""
+    """Return the device from the file that the settings name, or a typical device of this type."""
     if config.tuner.device:
         return load_device(config.tuner.device)
     return _GPU if device.type == "cuda" else _CPU
 
 
 def count_visits(routing: Routing, place: Placement, copies: Sequence[int]) -> list[float]:
-    """Return how many ranks and nodes this rank's tokens visit per selected expert.
+    """Return the number of ranks and of nodes that this rank's tokens are sent to, per selected
+    expert.
 
-    For each r in `copies`, the list contains the number of ranks, followed by the number of nodes.
-    All numbers are 0 if no token has selected an expert. The host waits for the device.
+    For each r in `copies`, the result contains the number of ranks and then the number of nodes. If
+    no token has selected an expert, all numbers are 0. The host waits for the device.
     """
     if not copies:
         return []
@@ -95,9 +96,10 @@ def count_visits(routing: Routing, place: Placement, copies: Sequence[int]) -> l
 
 
 def as_visits(by_choice: Sequence[float], copies: Sequence[int], choices: int) -> Visits | None:
-    """Return the visits of a token that selects `choices` experts, or None if no visit was counted.
+    """Return the visits of a token that selects `choices` experts, or None if no visits were
+    counted.
 
-    by_choice: numbers of ranks and nodes per selected expert; see `count_visits`.
+    by_choice: numbers of ranks and of nodes per selected expert; see `count_visits`.
     """
     rows = zip(copies, by_choice[::2], by_choice[1::2], strict=True)
     return {r: OnceRows(ranks * choices, nodes * choices, r * choices)
@@ -106,15 +108,17 @@ def as_visits(by_choice: Sequence[float], copies: Sequence[int], choices: int) -
 
 def layer_shape(config: MoEConfig, place: Placement, probe: Tensor, tokens: int,
                 skew: float = 1.0, visits: Visits | None = None) -> LayerShape:
-    """Return the planner's description of a layer under a given load.
+    """Describe a layer under a given load for the planner.
 
     Args:
         config: settings of the layer.
-        place: placement, which defines where the layer's parameters are stored.
-        probe: parameter of the layer, from which the element size is taken.
+        place: placement, which states which ranks store the layer's parameters.
+        probe: a parameter of the layer. The dtype of this parameter determines the element size.
         tokens: number of tokens on the rank with the most tokens.
-        skew: number of rows of the fullest rank divided by the mean over all ranks. Defaults to 1.
-        visits: destinations of tokens that were measured in a run. Defaults to unknown.
+        skew: number of rows on the rank with the most rows, divided by the mean over all ranks.
+            Defaults to 1.
+        visits: numbers of ranks and nodes per token that were measured during the run. Defaults to
+            unknown.
     """
     return LayerShape(tokens=max(1, tokens), model_dim=config.model_dim,
                       latent_dim=config.experts.latent_dim, hidden_dim=config.hidden_dim,

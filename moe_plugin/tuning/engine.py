@@ -1,12 +1,14 @@
-"""The trial engine, which times candidates and selects the fastest one for each load bucket.
+"""The trial engine times candidates and selects the fastest candidate for each load bucket.
 
-The engine is a pure state machine without torch, ranks or clocks. It is used for layouts,
-all-to-all algorithms, collectives and expert compute. A new bucket starts with the best predicted
-or the first candidate. Candidates are tried in rounds until they can be distinguished
-(`planner.trials`). The fastest candidate is then used, watched for drift, and checked occasionally.
+The engine is a pure state machine. The engine does not use torch, ranks or clocks. The engine
+selects layouts, all-to-all algorithms, collectives and expert implementations. A new bucket starts
+with the candidate that has the best predicted time, or with the first candidate. Candidates are
+timed in rounds until the fastest candidate is known (`planner.trials`). After a decision, the
+fastest candidate is used. The time of the fastest candidate is watched for drift, and the other
+candidates are checked occasionally.
 
-All ranks make the same choices, because all rules are deterministic and times are reduced over
-ranks before they are passed to the engine.
+All ranks make the same choices, because all rules are deterministic and because times are reduced
+over ranks before the engine receives them.
 """
 
 from __future__ import annotations
@@ -42,14 +44,16 @@ RETRIED = 0.01  # share of a bucket's calls that retries of candidates far behin
 
 
 class Tuner(Generic[Bucket, Choice]):
-    """Tuner. Call `choose` before a call, and `record` when the time of the call is known.
+    """Tuner. Call `choose` before each call, and `record` when the time of the call is known.
 
     Args:
-        candidates: function that returns the candidates of a bucket, the preferred one first, with
-            their predicted times in seconds or None. All ranks need the same candidates.
+        candidates: function that returns the candidates for a bucket. Each candidate is mapped to
+            its predicted time in seconds, or to None if the time is unknown. The preferred
+            candidate must be first. All ranks must have the same candidates.
         settings: settings that control the trials.
-        memory: storage for decisions of earlier processes; see `known`.
-        always: function that returns candidates that are timed independently of predictions.
+        memory: storage for decisions of earlier runs; see `known`.
+        always: function that returns candidates that are timed no matter what their predicted times
+            are.
     """
 
     def __init__(self, candidates: Callable[[Bucket], Mapping[Choice, float | None]],
@@ -65,7 +69,9 @@ class Tuner(Generic[Bucket, Choice]):
         self._unread: deque[TunerDecision] = deque(maxlen=LOG_LENGTH)
 
     def choose(self, bucket: Bucket, calls: int = 1) -> Choice:
-        """Return the choice for this call. calls: calls since the last choice, and this one."""
+        """Return the candidate to use in this call. calls: number of calls since `choose` was last
+        called, including this call.
+        """
         entry = self._entry(bucket)
         self.calls, entry.calls = self.calls + calls, entry.calls + calls
         entry.checks.calls, entry.untimed = entry.checks.calls + calls, entry.untimed + calls
@@ -87,7 +93,9 @@ class Tuner(Generic[Bucket, Choice]):
         return choice
 
     def known(self, bucket: Bucket) -> bool:
-        """Return True if a choice was decided by trials, was stored, or is the only one."""
+        """Return true if the choice was decided by trials, was stored by an earlier run, or is the
+        only candidate.
+        """
         entry = self._entry(bucket)
         if self.memory is not None and not entry.known and not entry.asked:
             entry.asked = True
@@ -101,32 +109,36 @@ class Tuner(Generic[Bucket, Choice]):
         return entry.known
 
     def latest(self, bucket: Bucket) -> TunerDecision:
-        """Return a bucket's latest decision, which contains the current choice and the reason."""
+        """Return the latest decision for a bucket, which contains the current choice and the
+        reason.
+        """
         latest = self._entry(bucket).latest
         assert latest is not None  # every entry begins with a decision
         return latest
 
     def exploring(self, bucket: Bucket) -> bool:
-        """Return True if trials of the bucket or their times are pending."""
+        """Return true if trials of the bucket, or their times, are pending."""
         entry = self.entries.get(bucket)
         return entry is not None and (entry.running or self._goes_on(entry))
 
     def wants_time(self, bucket: Bucket) -> bool:
-        """Return True if the call that was chosen last must be timed."""
+        """Return true if the call for which `choose` was last called must be timed."""
         return self.entries[bucket].timed
 
     def tries(self, bucket: Bucket) -> bool:
-        """Return True if the running round has trials that have not been started."""
+        """Return true if the current round has trials that have not started."""
         contest = self.entries[bucket].contest
         return contest is not None and contest.trying
 
     def warms_up(self, bucket: Bucket) -> bool:
-        """Return True if the times of the current or next round are ignored."""
+        """Return true if the current or next round is a warm-up round, whose times are ignored."""
         contest = self.entries[bucket].contest
         return contest is not None and contest.warm_ups > 0
 
     def record(self, bucket: Bucket, choice: Choice, seconds: float) -> None:
-        """Record the time of a call, the same on all ranks. Infinity means that the run failed."""
+        """Record the time of a call. All ranks must pass the same time. Infinity means that the
+        call failed.
+        """
         entry = self.entries.get(bucket)
         if entry is None:
             return
@@ -138,13 +150,15 @@ class Tuner(Generic[Bucket, Choice]):
             self._watch(bucket, entry, seconds)
 
     def repeat(self, bucket: Bucket, choice: Choice) -> None:
-        """Schedule a trial again instead of recording its time, which is not meaningful."""
+        """Schedule a trial again. Called instead of `record` if the time of a trial is not
+        meaningful.
+        """
         entry = self.entries.get(bucket)
         if entry is not None and entry.contest is not None and entry.running:
             entry.contest.repeat(choice)
 
     def pop_decisions(self) -> tuple[TunerDecision, ...]:
-        """Return the decisions made since the last call of this method."""
+        """Return the decisions made since this method was last called."""
         fresh = tuple(self._unread)
         self._unread.clear()
         return fresh
@@ -162,9 +176,11 @@ class Tuner(Generic[Bucket, Choice]):
 
     def _calibrated(self, bucket: Bucket,
                     predicted: dict[Choice, float | None]) -> dict[Choice, float | None]:
-        """Return predictions, corrected by the error of predictions in the nearest explored bucket.
+        """Correct predicted times by the prediction error in the nearest bucket that was explored.
 
-        The error is that of the same choice or the median error. Buckets are tuples of integers."""
+        The prediction error is that of the same candidate if it is known, otherwise the median
+        error. Buckets are tuples of integers.
+        """
         explored: list[Any] = [b for b, e in self.entries.items() if e.measured]
         wanted: Any = bucket
         if None in predicted.values() or not explored:
@@ -184,16 +200,19 @@ class Tuner(Generic[Bucket, Choice]):
                 for c, seconds in predicted.items()}
 
     def _affords(self, entry: Trials[Choice], trials: int) -> bool:
-        """Return True if the budget allows this number of trials. A first round is always allowed.
+        """Return true if the budget allows this number of trials. The first round is always
+        allowed.
         """
         rules, spent = self.settings, entry if self.settings.each else self
         left = max(rules.allowance, rules.budget * spent.calls) - spent.explored
         return left >= trials or (left > 0 and not spent.explored)
 
     def _goes_on(self, entry: Trials[Choice]) -> bool:
-        """Return True if the next round of an exploration is due.
+        """Return true if the next round of an exploration is due.
 
-        After a few inconclusive rounds, waits become longer, because the machine may be busy."""
+        After several inconclusive rounds, the waiting time between rounds becomes longer, because
+        the machine may be busy.
+        """
         contest = entry.contest
         if not entry.open or contest is None:
             return False
@@ -202,7 +221,7 @@ class Tuner(Generic[Bucket, Choice]):
             entry, len(contest.contenders()))
 
     def _begin(self, bucket: Bucket, entry: Trials[Choice]) -> None:
-        """Begin a round if one is due and the budget allows it."""
+        """If a round is due and the budget allows it, begin the round."""
         contest = entry.contest
         if entry.open and contest is not None:
             if self._goes_on(entry):
@@ -231,7 +250,8 @@ class Tuner(Generic[Bucket, Choice]):
         return tried + [c for c in self.always() if c in expected and c not in tried]
 
     def _contest(self, entry: Trials[Choice], tried: Sequence[Choice]) -> Contest[Choice]:
-        """Return a new contest that excludes the candidates that were much slower before."""
+        """Create a new contest. Candidates that were much slower in earlier contests are excluded.
+        """
         cold = () if self.settings.contest.warm_up else set(tried) - self._used
         contest = Contest(tried, entry.settled, self.settings.contest, cold)
         before = entry.contest
@@ -252,7 +272,7 @@ class Tuner(Generic[Bucket, Choice]):
                    f"{why}: timing {len(tried)} of {len(entry.predicted)} candidates")
 
     def _conclude(self, bucket: Bucket, entry: Trials[Choice]) -> None:
-        """Make a decision after a round, or continue with more rounds."""
+        """After a round, either make a decision or continue with more rounds."""
         contest, entry.checks.calls = entry.contest, 0
         assert contest is not None
         if entry.checking:
@@ -327,7 +347,9 @@ class Tuner(Generic[Bucket, Choice]):
         self._unread.append(entry.latest)
 
     def state(self) -> dict[str, Any]:
-        """Return plain values for a checkpoint. A bucket with few trials will be explored again."""
+        """Return the state as JSON values for a checkpoint. Buckets with few trials will be
+        explored again.
+        """
         buckets = [{
             "bucket": plain(bucket), "settled": plain(entry.settled),
             "known": entry.known,
@@ -339,11 +361,11 @@ class Tuner(Generic[Bucket, Choice]):
         }
 
     def load_state(self, state: Mapping[str, Any]) -> list[str]:
-        """Load a saved state, and return the reason for each bucket that is measured again.
+        """Load a saved state. For each bucket that must be measured again, return the reason.
 
-        Choices that are no longer candidates, for example on a different number of ranks, are
-        omitted. New fields of choices have their default values, and are measured if candidates
-        differ in them.
+        Saved choices that are no longer candidates, for example because the number of ranks has
+        changed, are left out. New fields of choices get their default values. If candidates have
+        different values in a new field, the bucket is measured again.
         """
         if state.get("version") != STATE_VERSION:
             raise ValueError(

@@ -1,7 +1,8 @@
-"""Choice of the fastest all-to-all algorithm (`all_to_all: auto`), and trial runs of exchanges.
+"""Choice of the fastest all-to-all algorithm (`all_to_all: auto`), and exchanges that are run as
+trials.
 
-The algorithm is predicted by a calibrated model or measured. All ranks use the same algorithm. The
-result of a trial is used like that of any other exchange.
+The fastest algorithm is either predicted by a calibrated model or measured. All ranks use the same
+algorithm. The output of a trial is used in the same way as the output of any other exchange.
 """
 
 from __future__ import annotations
@@ -32,14 +33,14 @@ RULES = TunerSettings(tries=None, watch=math.inf, each=True,
 
 
 def bucket_of(size: float) -> int:
-    """Return the base-2 logarithm, rounded up, of a size in bytes."""
+    """Return the base-2 logarithm of a size in bytes, rounded up."""
     return max(int(size) - 1, 0).bit_length()
 
 
 def turn(tuner: Tuner[Any, str], bucket: Any, x: Tensor) -> tuple[str, bool]:
-    """Return the candidate to use in this call, and True if its time is needed.
+    """Return the candidate to use in this call, and whether the call must be timed.
 
-    All ranks return the same values. A call that is captured into a CUDA graph is never a trial.
+    All ranks return the same values. Calls that are captured into a CUDA graph are never trials.
     """
     if capturing(x.device):
         return tuner.latest(bucket).choice, False
@@ -49,11 +50,11 @@ def turn(tuner: Tuner[Any, str], bucket: Any, x: Tensor) -> tuple[str, bool]:
 
 def trial(tuner: Tuner[Any, str], bucket: Any, name: str, comm: Comm, x: Tensor,
           run: Callable[[str], Tensor], what: str) -> Tensor:
-    """Run a candidate as a trial, and return its result. The time of the slowest rank is recorded.
+    """Run a candidate as a trial, and return its output. The time of the slowest rank is recorded.
 
     Args:
         tuner: tuner that records the time.
-        bucket: bucket that contains the load.
+        bucket: load bucket of the call.
         name: name of the candidate; see `turn`.
         comm: the group.
         x: input tensor of the candidate.
@@ -77,10 +78,10 @@ AGREE_EVERY = 64
 
 
 class ExchangeTuner:
-    """Tuner that selects the algorithm for the exchanges of one group. The tuner is stored in the
-    state of the group.
+    """Selects the algorithm for the exchanges of one group. The tuner is stored in the state of the
+    group.
 
-    Each bucket contains the sizes per rank up to a power of two of bytes.
+    Each bucket covers the sizes between two consecutive powers of two, in bytes per rank.
     """
 
     def __init__(self, comm: Comm) -> None:
@@ -94,14 +95,14 @@ class ExchangeTuner:
 
     @classmethod
     def of(cls, comm: Comm) -> ExchangeTuner:
-        """Return the group's tuner, which is created on first use."""
+        """Return the tuner of a group. The tuner is created on first use."""
         return comm.state.get(cls, lambda: cls(comm))
 
     def size(self, comm: Comm, x: Tensor, even: bool) -> float:
-        """Return the number of bytes per rank. The result is the same on all ranks.
+        """Return the number of bytes per rank. The number is the same on all ranks.
 
-        For uneven exchanges, ranks agree on a size in the first call and then only occasionally,
-        because the choice does not need the exact size.
+        If ranks send different amounts, the ranks agree on a size in the first call, and later only
+        occasionally. The choice of an algorithm does not need the exact size.
         """
         own_bytes = float(x.numel() * x.element_size())
         if even:
@@ -119,8 +120,8 @@ class ExchangeTuner:
     def chosen(self, comm: Comm, size: float) -> str | None:
         """Return the algorithm for exchanges of `size` bytes per rank.
 
-        The algorithm is predicted if there is a cluster file, and otherwise measured. The result is
-        None if too few trials have been made.
+        With a cluster file, the algorithm is predicted. Without a cluster file, the algorithm is
+        measured. If there have been too few trials, None is returned.
         """
         if self.cluster is None:
             known = self.tuner.known(bucket_of(size))
@@ -132,11 +133,12 @@ class ExchangeTuner:
 
 
 class AutoAllToAll(Exchange):
-    """All-to-all that uses the fastest registered algorithm for each size.
+    """An all-to-all that uses the fastest registered algorithm for each size.
 
-    With a cluster file, the algorithm is predicted. Otherwise, algorithms are measured in the first
-    calls, and the choice is checked occasionally. Algorithms whose requirements the group does not
-    meet are excluded, and the log states the reason. All ranks always use the same algorithm.
+    With a cluster file, the algorithm is predicted. Without a cluster file, algorithms are measured
+    in the first calls. Later, the choice is checked occasionally. Algorithms are excluded if the
+    group does not meet their requirements. The reason for excluding an algorithm is logged. All
+    ranks use the same algorithm in every call.
     """
 
     def __call__(self, comm: Comm, x: Tensor, send: Sequence[int] | None = None,
@@ -147,8 +149,8 @@ class AutoAllToAll(Exchange):
                 recv: Sequence[int] | None) -> Exchange:
         """Return the exchange to run in this call.
 
-        The method is collective and must be called in program order. A measured trial must not run
-        in the background.
+        All ranks must call this method, in the order of the program. A trial must not run in the
+        background, because it is measured.
         """
         tuner = ExchangeTuner.of(comm)
         if tuner.cluster is None and len(tuner.names) == 1:

@@ -1,9 +1,11 @@
-"""Tuner of one layer's layout (`parallel: auto`) for the current load, on which all ranks agree.
+"""Tunes the layout of one layer for the current load (`parallel: auto`). All ranks agree on the
+current load.
 
-Ranks agree on the maximum of load, imbalance and latest measured time by one small all-reduce. As
-long as there are trials, this happens in every call. Afterwards, it happens at least in every
-`EVERY`-th call, and more often if this takes at most the fraction `SHARE` of the layer's time. In
-all calls in between, the last choice is used, and nothing is sent or measured.
+In one small all-reduce, the ranks agree on the maximum of the load, of the imbalance and of the
+latest measured time. While trials are pending, the ranks agree in every call. After the trials, the
+ranks agree at least in every `EVERY`-th call. The ranks agree more often if this takes at most the
+fraction `SHARE` of the layer's time. All other calls use the latest choice, and nothing is sent or
+measured.
 """
 
 from __future__ import annotations
@@ -60,8 +62,8 @@ Bucket = tuple[int, int]  # logarithms of rows and of imbalance
 
 @dataclass(frozen=True)
 class Dimension:
-    """A field of `LayoutChoice` whose value is tuned. values: function that returns the possible
-    values of the field.
+    """A field of `LayoutChoice` that is tuned. values: function that returns the possible values of
+    this field.
     """
 
     name: str
@@ -70,8 +72,7 @@ class Dimension:
 
 @dataclass(frozen=True)
 class _Run:
-    """A timed call. disturbances: number of trials of all-to-all algorithms that ran before the
-    call."""
+    """A timed call. disturbances: number of all-to-all trials before the call."""
 
     bucket: Bucket
     choice: LayoutChoice
@@ -80,18 +81,18 @@ class _Run:
 
 
 class LayoutTuner:
-    """Tuner that selects the layout of one layer's calls. All ranks must create one tuner per
-    layer.
+    """Selects the layout for each call of one layer. For each layer, all ranks must create one
+    tuner.
 
     Args:
         config: settings of the layer.
-        layouts: layouts of the layer, from which one is chosen.
-        probe: parameter of the layer, from which device and dtype are taken.
-        measure: function that creates the timer of a call. Tests replace it.
+        layouts: the layouts of the layer from which the tuner selects.
+        probe: a parameter of the layer, whose device and dtype are used.
+        measure: function that creates a timer for a call. Tests replace it.
 
     Attributes:
-        settled: whether no decision is needed. This is always False, because any call may need a
-            decision.
+        settled: whether no more decisions will be made. `settled` is always False, because any call
+            may need a decision.
     """
 
     settled = False
@@ -127,10 +128,11 @@ class LayoutTuner:
         self.timer: CallTimer | None = None
 
     def layout(self, routing: Routing, training: bool) -> tuple[LayerLayout, CallTimer | None]:
-        """Return the layout of this call, and a timer if its time is needed.
+        """Return the layout for this call, and a timer if the call must be timed.
 
-        In training, some calls are collective. All other calls return the latest choice. A
-        recomputed forward pass uses the same layout as the first one.
+        In training, some calls communicate, so all ranks must make these calls. All other calls
+        return the latest choice without communication. If a forward pass is recomputed, it uses the
+        same layout as the original forward pass.
         """
         self.timer, choice = None, self.current
         if training:
@@ -153,14 +155,14 @@ class LayoutTuner:
         return self.current
 
     def state(self) -> dict[str, Any]:
-        """Return the tuner's state and the number of ranks as plain values for a checkpoint."""
+        """Return the state of the tuner and the number of ranks as JSON values for a checkpoint."""
         return {"ranks": self.comm.size, **self.tuner.state()}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Load the state of an earlier run's tuner, which must be the same on all ranks.
+        """Load the tuner state of an earlier run. All ranks must load the same state.
 
-        A state for a different number of ranks is ignored. In the next call, ranks agree on the
-        load.
+        If the state belongs to a different number of ranks, the state is ignored. The ranks agree
+        on their load in the next call.
         """
         if "predicted" in state:  # a state of `parallel: predicted`, which contains no measurement
             return
@@ -177,8 +179,9 @@ class LayoutTuner:
         self.due = True
 
     def pop_decisions(self) -> tuple[TunerDecision, ...]:
-        """Return the decisions made since the last call of this method. Rank 0 also logs the
-        decisions."""
+        """Return the decisions made since this method was last called. Rank 0 also logs these
+        decisions.
+        """
         fresh = self.tuner.pop_decisions()
         for d in fresh if self.comm.rank == 0 else ():
             log.info("layout at call %d, load %s: %s %s (%s)", d.call, d.bucket, d.event,
@@ -186,8 +189,8 @@ class LayoutTuner:
         return fresh
 
     def agree(self, routing: Routing) -> Bucket:
-        """Return the bucket of the largest load of all ranks, and pass the latest time to the
-        tuner.
+        """Return the bucket of the largest load on any rank. Also pass the latest measured time to
+        the tuner.
         """
         begun = time.perf_counter()
         load_E = expert_load(routing.ids_TK, self.config.num_experts)
@@ -216,13 +219,16 @@ class LayoutTuner:
         return _nearest(size, self.bucket[0]), _nearest(imbalance, self.bucket[1])
 
     def _disturbances(self) -> int:
-        """Return the number of trials of all-to-all algorithms, which disturb layout times."""
+        """Return the number of all-to-all trials so far. Trials of all-to-all algorithms disturb
+        the times of layouts.
+        """
         tuned = self.comm.size > 1 and self.config.comm.all_to_all == "auto"
         return ExchangeTuner.of(self.comm).trials if tuned else 0
 
     def candidates(self, bucket: Bucket) -> dict[LayoutChoice, float]:
-        """Return the choices that fit into memory, fastest first, with predicted times in
-        seconds."""
+        """Return the layouts that fit into memory with their predicted times in seconds. The
+        layouts are sorted by time, with the fastest layout first.
+        """
         values = {d.name: d.values(self) for d in DIMENSIONS}
         if not bucket[1]:  # nothing spills, so the spill policies are the same layout
             values["spill"] = values["spill"][:1]
@@ -234,22 +240,24 @@ class LayoutTuner:
         return {c.choice: c.seconds for c in fitting or costs[:1]}
 
     def always_timed(self) -> list[LayoutChoice]:
-        """Return the layouts that are always timed, regardless of their predicted times."""
+        """Return the layouts that are always timed, no matter what their predicted times are."""
         return [*self.plain(), *self.gathered()]
 
     def plain(self) -> list[LayoutChoice]:
         """Return the configured layout with each possible value of `send`.
 
-        Predictions may wrongly exclude these layouts if processors are the bottleneck. Timing these
-        layouts ensures that the choice is not slower than the configured layout.
+        Predictions may wrongly exclude these layouts if processors, not links, are the bottleneck.
+        Timing these layouts ensures that the chosen layout is not slower than the configured
+        layout.
         """
         return [replace(self.layouts.fixed, send=send) for send in self.layouts.sends()]
 
     def gathered(self) -> list[LayoutChoice]:
-        """Return the layout that gathers tokens if there are few ranks.
+        """If there are few ranks, return the layouts that gather tokens.
 
-        With few ranks, gathering sends only slightly more data than an all-to-all. It uses a single
-        collective in each direction, whose predicted time is the least reliable of all.
+        With few ranks, gathering tokens sends only slightly more data than an all-to-all. Gathering
+        needs a single collective in each direction. The predicted time of this collective is the
+        least reliable of all predictions.
         """
         few = self.comm.size <= FEW_RANKS * self.config.router.experts_per_token
         if not few or not self.layouts.gathers_tokens:
@@ -260,7 +268,7 @@ class LayoutTuner:
                                  self.comm.size))
 
     def shape(self, bucket: Bucket) -> LayerShape:
-        """Return the planner's description of the layer under the load of a bucket."""
+        """Describe the layer under the load of a bucket for the planner."""
         c, place = self.config, self.layouts.place
         hot = 2.0 ** (bucket[1] + 1) if bucket[1] else 1.0
         tokens = round(c.tuner.bucket ** bucket[0] / c.router.experts_per_token)
@@ -268,7 +276,9 @@ class LayoutTuner:
         return layer_shape(c, place, self.probe, tokens, skew, self.visits)
 
     def algorithms(self) -> list[str]:
-        """Return the all-to-all algorithms to choose from, with the configured algorithm first."""
+        """Return the all-to-all algorithms that are candidates. The configured algorithm is first
+        in the list.
+        """
         name = self.config.comm.all_to_all
         assert name is not None  # set with the placement
         if name == "auto" or self.comm.size == 1 or algorithms.get(name).lacks(self.comm):
@@ -277,23 +287,24 @@ class LayoutTuner:
         return list(dict.fromkeys([name, *predicted]))
 
     def token_gathering(self) -> list[bool]:
-        """Return the values of `gather_tokens` to choose from."""
+        """Return the values of `gather_tokens` that are candidates."""
         return [False, True] if self.layouts.gathers_tokens else [False]
 
     def spills(self) -> list[str]:
-        """Return the policies to choose from for rows of overloaded experts."""
+        """Return the policies for rows of overloaded experts that are candidates."""
         named = self.config.parallel.spill
         open_ = ["never", "least_loaded"] if self.layouts.spills else ["never"]
         return open_ if named is None else [named]
 
     def degrees(self) -> list[int]:
-        """Return the overlap degrees to choose from, which are powers of two."""
+        """Return the overlap degrees that are candidates. All overlap degrees are powers of two."""
         most = self.config.tuner.max_d if self.layouts.traits.supports_pieces else 1
         return [2**i for i in range(most.bit_length())]
 
     def piece_axes(self) -> list[str]:
-        """Return the axes to choose from along which rows are divided into pieces. With one expert
-        per rank, the axis `experts` is the same as `rows`."""
+        """Return the axes that are candidates for dividing rows into pieces. With one expert per
+        rank, the axes `experts` and `rows` are equivalent, so only `rows` is returned.
+        """
         names = self.layouts.traits.piece_axes
         return [name for name in names if name != "experts" or self.layouts.place.local > 1]
 
@@ -312,11 +323,11 @@ DIMENSIONS = [
 
 
 def calls_between(cost: float, seconds: float) -> int:
-    """Return the number of calls from one agreement to the next.
+    """Return the number of calls between two agreements.
 
     Args:
-        cost: time of an agreement in seconds.
-        seconds: time of a call in seconds.
+        cost: time of one agreement in seconds.
+        seconds: time of one call in seconds.
     """
     if seconds <= 0 or cost > EVERY * SHARE * seconds:
         return EVERY
@@ -324,7 +335,7 @@ def calls_between(cost: float, seconds: float) -> int:
 
 
 def _nearest(value: float, last: int) -> int:
-    """Return the nearest integer, or `last` if the value is not much farther away from it.
+    """Round `value` to the nearest integer, but return `last` if `value` is still close to `last`.
 
     This hysteresis prevents oscillation between two buckets.
     """

@@ -1,7 +1,8 @@
-"""All layouts that one layer can use with its stored parameters.
+"""All layouts that one layer can use with the parameters that it stores.
 
-A change of the layout neither moves parameters nor changes results. With r = 0, all parameters are
-gathered and tokens stay on their rank. With r >= 1, each token is sent to r ranks. See
+Changing the layout neither moves parameters nor changes the output. With r = 0, all parameters are
+gathered, and tokens stay on their rank. With r >= 1, the row of a token is sent to r ranks for each
+chosen expert, and each of these ranks computes 1/r of the expert's inner width. See
 `records.Placement` and docs/adaptive.md.
 """
 
@@ -40,18 +41,18 @@ from moe_plugin.tuning.standing import LayerReplicas
 class Layouts:
     """The layouts that one layer can use. Each layout is created when it is first requested.
 
-    All ranks must request the same layouts, because creating a layout may be collective.
+    All ranks must request the same layouts, because creating a layout may require communication.
 
     Args:
         config: settings of the layer.
-        place: placement, which defines where the layer's parameters are stored.
+        place: placement, which states which ranks store the layer's parameters.
         experts: experts of the layer.
 
     Attributes:
-        limit: row limit of a dispatcher that bounds rows, otherwise None.
-        stash: pages for tensors that the backward pass needs; see `LayerLayout`.
-        spills: whether rows of an expert may be computed by ranks other than the owner.
-        replicas: replicas of experts if `parallel.spill` is `standing`, otherwise None.
+        limit: row limit of a dispatcher with bounded rows, or None.
+        stash: pages for tensors that backward needs; see `LayerLayout`.
+        spills: whether ranks other than the owner may compute rows of an expert.
+        replicas: replicas of experts if `parallel.spill` is `standing`, or None.
     """
 
     def __init__(self, config: MoEConfig, place: Placement, experts: Experts) -> None:
@@ -76,13 +77,13 @@ class Layouts:
         self.at(self.fixed)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore the state of a copy. The copy must request pages, too."""
+        """Restore the state of a copy. A copied object must request its own pages."""
         vars(self).update(state)
         if self.stash is not None:
             self.stash.ask(self, self.config.dispatch)
 
     def from_config(self) -> LayoutChoice:
-        """Return the layout choice that the settings define."""
+        """Return the layout that the settings specify."""
         parallel, place = self.config.parallel, self.place
         r, algorithm = parallel.r, self.config.comm.all_to_all
         assert algorithm is not None  # set with the placement
@@ -104,9 +105,11 @@ class Layouts:
         return legal if self.stash is None else [r for r in legal if r]
 
     def sends(self) -> list[str]:
-        """Return the possible values of `LayoutChoice.send`. The configured value comes first.
+        """Return the possible values of `LayoutChoice.send`. The configured value is first in the
+        list.
 
-        With bounded rows, there is a single value, because used and unused slots are sent."""
+        With bounded rows, there is only one value, because used and unused slots are sent.
+        """
         named, comm = self.config.dispatch.send, self.place.comm
         if named != "auto" and comm.size > 1:
             return [named]
@@ -115,17 +118,21 @@ class Layouts:
         return ["rows", "ranks", *["nodes"] * (comm.topology.why_flat() is None)]
 
     def visited_copies(self) -> list[int]:
-        """Return the values of r for which the ranks and nodes visited by tokens are counted."""
+        """Return the values of r for which the tuner counts the ranks and nodes that tokens are
+        sent to.
+        """
         return [r for r in self.legal() if r] if len(self.sends()) > 1 else []
 
     def piece_axes(self, send: str) -> tuple[str, ...]:
-        """Return the axes along which rows can be divided with the given value of `send`."""
+        """Return the axes along which rows can be divided for this value of `send`."""
         axes = self.traits.piece_axes
         return axes if send == "rows" else tuple(
             axis for axis in axes if axis in OnceDispatcher.traits.piece_axes)
 
     def at(self, choice: LayoutChoice) -> LayerLayout:
-        """Return the layout of a choice. Raises `ValueError` if the layer does not support it."""
+        """Return the layout for a choice. Raise `ValueError` if the layer does not support this
+        choice.
+        """
         if choice not in self._made:
             self._made[choice] = self._make(choice)
         return self._made[choice]
@@ -149,7 +156,9 @@ class Layouts:
                            None if configured else strategies.get(choice.kernel), **more)
 
     def _alone(self, choice: LayoutChoice, place: Placement) -> LayerLayout:
-        """Return a layout without an all-to-all. If there are several ranks, it gathers experts."""
+        """Create a layout without an all-to-all. If there are several ranks, this layout gathers
+        experts.
+        """
         context = DispatchContext(
             Placement(LocalComm(), place.experts, place.algorithm), configured=self.traits,
             counts_on_device=self.experts.supports_gather and takes_counts_of_device(choice.kernel))
@@ -157,7 +166,9 @@ class Layouts:
                             gather=place.comm if place.comm.size > 1 else None)
 
     def _exchanging(self, choice: LayoutChoice, place: Placement) -> LayerLayout:
-        """Return a layout that exchanges rows and that borrows experts if rows spill."""
+        """Create a layout that exchanges rows. If rows may spill to other ranks, the layout also
+        borrows experts.
+        """
         place = dataclasses.replace(place, copies=choice.r)
         overlap = Overlap(choice.d, choice.d_backward, self.config.experts.shared_overlap,
                           choice.piece_axis)
@@ -173,7 +184,9 @@ class Layouts:
                             first_shard=place.shard // shards * shards)
 
     def _sending(self, send: str) -> type[Dispatcher]:
-        """Return the dispatcher class. `nodes` requires several nodes with several ranks each."""
+        """Return the class of the dispatcher. The value `nodes` requires several nodes with several
+        ranks each.
+        """
         if send == "rows":
             return self.dispatcher
         flat = send == "ranks" or self.place.comm.topology.why_flat()
@@ -192,7 +205,8 @@ class Layouts:
             if not ok:
                 raise ValueError(
                     f"dispatch.stash_mib={self.config.dispatch.stash_mib} cannot be combined with "
-                    f"{what}, whose rows do not use pages. Use {instead}, or dispatch.stash_mib=0")
+                    f"{what}, whose rows are not stored in pages. Use {instead}, or "
+                    "dispatch.stash_mib=0")
 
     def _check(self, choice: LayoutChoice) -> None:
         place, size, legal = self.place, self.place.comm.size, self.legal()
@@ -254,7 +268,9 @@ class Layouts:
                              "parallel.spill='never'")
 
     def _spill_planner(self, policy: str) -> SpillPlanner:
-        """Return a planner that uses the loads of the call or, for `standing`, of earlier steps."""
+        """Return a planner that uses the loads of the current call or, for `standing`, the loads of
+        earlier steps.
+        """
         comm, probe = self.place.comm, self.experts.anchor
         assert probe is not None
         shape = layer_shape(self.config, self.place, probe, tokens=1)

@@ -1,6 +1,6 @@
-"""Placement of a layer's experts and tokens on a prepared group of ranks.
+"""Placement of a layer's experts and tokens on the ranks of a prepared group.
 
-If several ranks have the same tokens, a schedule of Parm divides the tokens among these ranks.
+If several ranks have the same tokens, a schedule of Parm divides these tokens among the ranks.
 """
 
 from __future__ import annotations
@@ -46,20 +46,20 @@ REFERENCE_TOKENS = 4096  # tokens per rank for the choice of a schedule if the h
 
 def agree_on_settings(config: MoEConfig, comm: Comm, agreed: Mapping[str, Any],
                       **more: Any) -> None:
-    """Check that all ranks create the same layer with the same versions.
+    """Check that all ranks create the same layer and use the same versions.
 
-    The call is collective; see `agree`. If a setting names a file, the contents of the file are
-    compared as well, because each node may have a different file.
+    All ranks must call this function; see `agree`. If a setting names a file, the contents of the
+    file are also compared, because each node may have a different file.
 
     Args:
         config: settings of the layer.
         comm: the group.
         agreed: settings of the host framework; see `HostContext`.
-        more: additional values by name that determine the shapes and dtypes that ranks exchange.
+        more: additional values, by name, that determine the shapes and dtypes of exchanged data.
 
     Raises:
-        ValueError: If anything differs. The error is raised on every rank and names the
-            differences.
+        ValueError: If any value is different on different ranks. All ranks raise this error, which
+            names the differences.
     """
     settings = {name: value for name, value in {**flatten(to_dict(config)), **agreed}.items()
                 if not name.startswith(OWN_SETTINGS)}
@@ -83,12 +83,12 @@ def place_experts(config: MoEConfig, comm: Comm, router: nn.Module | None = None
                   experts: Callable[[int], nn.Module] | None = None, *,
                   dtype: torch.dtype | None = None, device: Any = None,
                   host: HostContext = HostContext()) -> tuple[MoEConfig, Placement, Comm | None]:
-    """Return the settings, the placement, and the group of ranks that share tokens. The call is
-    collective.
+    """Return the settings, the placement, and the group of ranks that share tokens. All ranks must
+    call this function.
 
-    The third value is None if no tokens are shared before routing; see `with_schedule`. The
-    settings of all ranks are compared first (`agree_on_settings`). Finally, it is checked that the
-    weights fit into the memory.
+    The group is None if no tokens are shared before routing; see `with_schedule`. First, the
+    settings of all ranks are compared (`agree_on_settings`). Finally, this function checks that the
+    weights fit into memory.
 
     Args:
         config: settings of the layer.
@@ -96,8 +96,8 @@ def place_experts(config: MoEConfig, comm: Comm, router: nn.Module | None = None
         router, experts, dtype, device, host: arguments of the layer; see `MoELayer`.
 
     Raises:
-        ValueError: If settings and group are incompatible, if ranks differ, or if the memory is too
-            small.
+        ValueError: If the settings do not match the group, if ranks have different settings, or if
+            the memory is too small.
     """
     agree_on_settings(config, comm, host.agreed, dtype=dtype or torch.get_default_dtype(),
                       custom_router=router is not None, custom_experts=experts is not None)
@@ -113,21 +113,23 @@ def place_experts(config: MoEConfig, comm: Comm, router: nn.Module | None = None
 
 
 def may_measure(config: MoEConfig) -> bool:
-    """Return True if settings that are left open may be chosen by measurements during training.
+    """Return true if settings that the user has not set may be chosen by measurements during
+    training.
 
-    The result is False for bounded rows, because with these the host must never wait for the
-    device.
+    Return False for bounded rows, because the host must never wait for the device if rows are
+    bounded.
     """
     return not dispatchers.get(config.dispatch.name).traits.bounded
 
 
 def resolve_open_settings(config: MoEConfig, comm: Comm) -> MoEConfig:
-    """Return the settings for a prepared group, with a value for each setting that was left open.
+    """Choose values for all settings that the user has not set, for a prepared group. Return the
+    settings.
 
-    On several nodes, where the choice matters most, all-to-all and layout are chosen by
-    measurements during training. On one node, the layout is predicted once, so runs are
-    bitwise reproducible. The layout is fixed if the settings name a layout, if results must not
-    depend on measured times, or if the dispatcher has only one layout. See also `may_measure`.
+    On several nodes, where these choices matter most, the all-to-all algorithm and the layout are
+    chosen by measurements during training. On one node, the layout is predicted once, so that runs
+    are bitwise reproducible. The layout is fixed if the settings specify a layout, if results must
+    not depend on measured times, or if the dispatcher has only one layout. See also `may_measure`.
     """
     parallel, traits = config.parallel, dispatchers.get(config.dispatch.name).traits
     named = (parallel.r is not None or parallel.d > 1 or parallel.d_backward > 0
@@ -147,21 +149,21 @@ def resolve_open_settings(config: MoEConfig, comm: Comm) -> MoEConfig:
 def with_schedule(config: MoEConfig, place: Placement, tokens: int | None = None,
                   dtype: torch.dtype | None = None) -> tuple[MoEConfig, Placement, Comm | None]:
     """Return the settings and the placement for `parallel.replicas`, and the group that shares
-    tokens in S1.
+    tokens in schedule S1.
 
-    The third value is None if no tokens are shared before routing. This is the case for one
-    replica, for schedule S2 (whose ranks are in `Placement.replicas`), and for dispatchers with
-    which all ranks have the same tokens.
+    The group is None if no tokens are shared before routing. No tokens are shared with a single
+    replica, with schedule S2 (`Placement.replicas` contains its ranks), and with dispatchers that
+    require the same tokens on all ranks.
 
     Args:
         config: settings of the layer.
         place: placement of the layer's experts on the ranks.
-        tokens: number of tokens per call and rank, which is the same on all ranks. By default, it
-            is unknown.
-        dtype: dtype of the rows. The default is torch's default dtype.
+        tokens: number of tokens per call and rank. The number of tokens must be the same on all
+            ranks. By default, a typical number is assumed.
+        dtype: dtype of the rows. Defaults to torch's default dtype.
 
     Raises:
-        ValueError: If the number of ranks, the dispatcher and the schedule are incompatible.
+        ValueError: If the number of ranks, the dispatcher and the schedule cannot be combined.
     """
     size = config.parallel.replicas
     if size == 1 or dispatchers.get(config.dispatch.name).traits.shares_tokens:

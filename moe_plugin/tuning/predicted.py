@@ -1,15 +1,16 @@
-"""Predicted layouts (`parallel: predicted`), and division of evaluation calls into pieces
+"""Predicted layouts (`parallel: predicted`), and predicted numbers of pieces for evaluation calls
 (`parallel.prefill`).
 
-A predicted layout is computed once, from the number of tokens of the layer's first call. Nothing is
-measured, so runs are bitwise reproducible, and ranks do not have to agree again later.
+The layout is predicted once, for the number of tokens in the layer's first training call. Nothing
+is measured, so runs are bitwise reproducible. After the prediction, ranks do not have to agree
+again.
 
-The setting `parallel.prefill` divides the calls of an evaluation into pieces according to their
-load. The source is Qian et al., "EPS-MoE: Expert Pipeline Scheduler for Cost-Efficient MoE
-Inference", 2024. The time of the forward pass is predicted for all rows in one piece and for
-several pieces along rows or experts, including the host's work for each piece. The fastest choice
-is used, but if it saves less than 5 %, the rows stay in one piece. The kernel of each piece depends
-on the load of this piece (`experts.compute: auto`).
+With `parallel.prefill`, each evaluation call is divided into pieces depending on its load. Source:
+Qian et al., "EPS-MoE: Expert Pipeline Scheduler for Cost-Efficient MoE Inference", 2024. The time
+of the forward pass is predicted for a single piece, and for several pieces along rows or experts.
+The prediction includes the host's work for each piece. The fastest number of pieces is used. If the
+fastest number of pieces would save less than 5 %, a single piece is used. For each piece, the
+kernel is chosen by the load of this piece (`experts.compute: auto`).
 """
 
 from __future__ import annotations
@@ -54,22 +55,22 @@ MEMORY_SHARE = 0.02
 
 
 class PredictedLayout:
-    """The layout of one layer, which is the configured layout until the first training call and
-    then the predicted layout.
+    """The layout of one layer. The layout is the configured layout until the first training call,
+    and the predicted layout from then on.
 
-    All ranks must use this object in the same way. The first training call is collective, because
-    it runs one all-reduce.
+    All ranks must call this object in the same order. The first training call runs one all-reduce,
+    so all ranks must make this call.
 
     Args:
         config: settings of the layer.
-        layouts: layouts of the layer, from which one is chosen.
-        probe: parameter of the layer, from which device and dtype are taken.
+        layouts: the layouts of the layer from which a layout is selected.
+        probe: a parameter of the layer, whose device and dtype are used.
 
     Attributes:
-        current: layout that the next call uses.
-        settled: whether the layout was predicted or loaded from a checkpoint. If True, calls need
-            no further decision.
-        decisions: decisions that have not been read yet.
+        current: layout that the next call will use.
+        settled: whether the layout was predicted or was loaded from a checkpoint. If `settled` is
+            True, no more decisions are made.
+        decisions: decisions that `pop_decisions` has not returned yet.
     """
 
     exploring = False
@@ -81,25 +82,25 @@ class PredictedLayout:
         self.decisions: tuple[TunerDecision, ...] = ()
 
     def layout(self, routing: Routing, training: bool) -> tuple[LayerLayout, None]:
-        """Return the layout of this call, and None instead of a timer. Evaluation calls use the
+        """Return the layout for this call, and None instead of a timer. Evaluation calls use the
         current layout.
 
-        A graph that is being compiled cannot branch on a number from other ranks. Therefore, the
-        configured layout is used until a call is not compiled.
+        During compilation, the graph cannot depend on a number that other ranks send. Therefore,
+        the configured layout is used until the first call that is not compiled.
         """
         if training and not self.settled and not torch.compiler.is_compiling():
             self._settle(routing)
         return self.layouts.at(self.current), None
 
     def pop_decisions(self) -> tuple[TunerDecision, ...]:
-        """Return the decision if it has not been read yet."""
+        """Return the decision, if it was not returned before."""
         fresh, self.decisions = self.decisions, ()
         return fresh
 
     def state(self) -> dict[str, Any]:
-        """Return plain values for a checkpoint.
+        """Return JSON values for a checkpoint.
 
-        A resumed run uses the same layout, whatever its first batch is.
+        A resumed run uses the same layout, no matter how many tokens its first batch has.
         """
         return {"ranks": self.comm.size,
                 "predicted": self.current.as_dict() if self.settled else None}
@@ -107,8 +108,8 @@ class PredictedLayout:
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Load the layout of an earlier run.
 
-        The layout is predicted again if the earlier run had a different number of ranks, or if the
-        current settings do not allow its layout.
+        If the earlier run had a different number of ranks, or if the current settings do not allow
+        its layout, the layout is predicted again.
         """
         chosen = state.get("predicted")
         if chosen is None or state.get("ranks") != self.comm.size:
@@ -153,8 +154,9 @@ class PredictedLayout:
         log_once(self.comm, text, text)  # layers of the same shape share one line
 
     def _sent(self, choice: LayoutChoice, visits: Visits | None) -> str:
-        """Return a description of how often a token's row is sent, or "" if it is sent once per
-        expert."""
+        """Describe how often the row of a token is sent. Return "" if the row is sent once per
+        expert.
+        """
         if choice.send == "rows":
             return ""
         cluster = default_cluster(self.comm, self.probe.device)
@@ -166,8 +168,8 @@ class PredictedLayout:
                 f"saved by sending once: {100 * (1 - sent / rows.pairs):.0f} %")
 
     def _best(self, tokens: int, visits: Visits | None) -> tuple[LayoutChoice, float, float]:
-        """Return the best choice and the predicted times in seconds of this and of the configured
-        choice.
+        """Return the best layout, its predicted time, and the predicted time of the configured
+        layout, both in seconds.
         """
         fixed, layouts = self.layouts.fixed, self.layouts
         values: dict[str, Sequence[Any]] = {
@@ -188,14 +190,14 @@ class PredictedLayout:
 
 def worth_taking(costs: Sequence[LayerCost], fixed: LayoutChoice,
                  memory_bytes: float) -> tuple[LayerCost, LayerCost]:
-    """Return the costs of the configured layout and of the recommended layout.
+    """Return the cost of the configured layout and the cost of the recommended layout.
 
-    The recommended layout is the fastest layout that saves enough time and fits into the memory.
+    The recommended layout is the fastest layout that saves enough time and fits into memory.
 
     Args:
-        costs: costs of all layouts, with the fastest layout first.
-        fixed: layout that the settings define.
-        memory_bytes: memory of the device in bytes.
+        costs: costs of all layouts. The costs are sorted by time, with the fastest layout first.
+        fixed: layout that the settings specify.
+        memory_bytes: memory size of the device in bytes.
     """
     configured = next(cost for cost in costs if cost.choice == fixed)
     for cost in costs:
@@ -206,8 +208,9 @@ def worth_taking(costs: Sequence[LayerCost], fixed: LayoutChoice,
 
 
 def _with_sizes(kept: KeptRouting, sizes: SentSizes, dispatcher: Dispatcher) -> KeptRouting:
-    """Add known row counts to the routing, so that the dispatcher does not have to exchange them
-    again."""
+    """Add row counts that are already known to the routing, so that the dispatcher does not
+    exchange them again.
+    """
     while isinstance(dispatcher, WrappedDispatcher):
         dispatcher = dispatcher.inner
     routing = dataclasses.replace(kept.routing,
@@ -217,18 +220,18 @@ def _with_sizes(kept: KeptRouting, sizes: SentSizes, dispatcher: Dispatcher) -> 
 
 
 class PrefillPieces:
-    """Choice of the number of pieces for each evaluation call of a layer.
+    """Chooses the number of pieces for each evaluation call of a layer.
 
     Nothing is timed, so runs are bitwise reproducible.
 
     Args:
         config: settings of the layer.
-        layouts: layouts of the layer, from which one is chosen.
-        probe: parameter of the layer, from which device and dtype are taken.
+        layouts: the layouts of the layer from which a layout is selected.
+        probe: a parameter of the layer, whose device and dtype are used.
 
     Raises:
-        ValueError: If the dispatcher's rows cannot be divided, or if ranks other than the owner may
-            compute them.
+        ValueError: If the rows of the dispatcher cannot be divided, or if ranks other than the
+            owner may compute rows of an expert.
     """
 
     def __init__(self, config: MoEConfig, layouts: Layouts, probe: Tensor) -> None:
@@ -246,13 +249,14 @@ class PrefillPieces:
         self._chosen: dict[tuple[LayoutChoice, int], LayoutChoice] = {}
 
     def cut(self, layout: LayerLayout, kept: KeptRouting) -> tuple[LayerLayout, KeptRouting]:
-        """Return the layout with the best number of pieces for the load, and the routing.
+        """Return the layout with the best number of pieces for this load, and the routing.
 
-        All ranks return the same layout. If ranks exchanged row counts, the routing contains them.
-        The largest number of tokens on any rank is sent together with the row counts, which ranks
-        have to exchange anyway. With fixed slots or `dispatch.equal_tokens`, this number is known
-        without communication. Otherwise (with `dispatch.send`, or a capacity with exact rows), an
-        all-reduce is needed.
+        All ranks return the same layout. If the ranks have exchanged row counts, the returned
+        routing contains these counts. The largest number of tokens on any rank is sent together
+        with the row counts, which the ranks must exchange anyway. With fixed slots or
+        `dispatch.equal_tokens`, the largest number of tokens is known without communication. In all
+        other cases (with `dispatch.send`, or with a capacity and exact rows), an all-reduce is
+        needed.
         """
         if not layout.choice.exchanges or self.comm.size == 1 or layout.choice.spill != "never":
             return layout, kept
@@ -272,7 +276,8 @@ class PrefillPieces:
         return chosen, kept if sizes is None else _with_sizes(kept, sizes, chosen.dispatcher)
 
     def choice(self, layout: LayoutChoice, tokens: int) -> LayoutChoice:
-        """Return the layout with the best number of pieces for `tokens` tokens on the fullest rank.
+        """Return the layout with the best number of pieces for `tokens` tokens on the rank with the
+        most tokens.
         """
         if not layout.exchanges or self.comm.size == 1 or layout.spill != "never":
             return layout

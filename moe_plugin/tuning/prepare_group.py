@@ -1,5 +1,6 @@
-"""Preparation of a group according to its settings for topology, cluster model, watchdog and
-all-to-all."""
+"""Prepare a group according to its settings for the topology, the cluster model, the watchdog and
+the all-to-all.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ DEFAULT_WHEN_UNSET = {
 
 @dataclass
 class _Announced:
-    """Keys of the messages that were logged for a group."""
+    """The keys of all messages that were logged for a group."""
 
     names: set[str] = field(default_factory=set)
 
@@ -37,17 +38,18 @@ class _Announced:
 def prepare(comm: Comm, config: CommConfig, measures: bool = True) -> Exchange:
     """Prepare a group according to its settings, and return the configured all-to-all.
 
-    The call is collective, and all ranks need the same settings. This is the only place where ranks
-    agree on the topology.
+    All ranks must call this function with the same settings. Ranks agree on the topology only in
+    this function.
 
     Args:
         comm: the group.
         config: communication settings.
-        measures: whether settings that are left open may be measured; see `exchange_name`.
+        measures: whether settings that the user has not set may be chosen by measurements; see
+            `exchange_name`.
 
     Raises:
-        ValueError: If a name is unknown, if a file cannot be read, or if the ranks of the topology
-            are not those of the group.
+        ValueError: If a name is unknown, if a file cannot be read, or if the topology has other
+            ranks than the group.
     """
     if config.all_to_all is not None:
         algorithms.get(config.all_to_all)  # reject unknown names before anything is sent
@@ -66,8 +68,9 @@ def prepare(comm: Comm, config: CommConfig, measures: bool = True) -> Exchange:
 
 
 def spans_nodes(comm: Comm) -> bool:
-    """Return True if a prepared group consists of processes (not of simulated ranks) on several
-    nodes."""
+    """Return true if a prepared group spans several nodes. Groups of simulated ranks do not span
+    nodes.
+    """
     return comm.size > 1 and comm.separate and len(comm.topology.nodes) > 1
 
 
@@ -75,13 +78,13 @@ def exchange_name(comm: Comm, config: CommConfig, measures: bool = True) -> str:
     """Return the name of the all-to-all for a prepared group.
 
     If the settings do not name an algorithm, the name is `auto` for a group that spans several
-    nodes, and `linear` otherwise.
+    nodes, otherwise `linear`.
 
     Args:
-        comm: the prepared group.
+        comm: a prepared group.
         config: communication settings.
-        measures: whether settings that are left open may be measured during training. If False, the
-            algorithm `linear` is used instead of `auto`.
+        measures: whether settings that the user has not set may be chosen by measurements during
+            training. If `measures` is False, `linear` is used instead of `auto`.
     """
     unset = DEFAULT_WHEN_UNSET["comm.all_to_all"]
     return config.all_to_all or unset[measures and spans_nodes(comm)]
@@ -93,8 +96,9 @@ def _exchange(comm: Comm, config: CommConfig, measures: bool) -> Exchange:
 
 
 def _announce(comm: Comm, name: str) -> None:
-    """Log, once per group, the nodes of its ranks and the reason if an algorithm runs as
-    `linear`."""
+    """Log the nodes of a group's ranks, and the reason if an algorithm is run as `linear`. Each
+    message is logged once per group.
+    """
     topology = comm.topology
     reason = algorithms.get(name).lacks(comm)
     log_once(comm, name, f"all-to-all {name} over {comm.name}: {topology}"
@@ -102,8 +106,7 @@ def _announce(comm: Comm, name: str) -> None:
 
 
 def log_once(comm: Comm, name: str, text: str) -> None:
-    """Log a message once per group, on the group's first rank. name: key that identifies the
-    message."""
+    """Log a message on the first rank of a group, once per group. name: key of the message."""
     announced = comm.state.get(_Announced).names
     if comm.rank == 0 and name not in announced:
         announced.add(name)
@@ -111,16 +114,17 @@ def log_once(comm: Comm, name: str, text: str) -> None:
 
 
 def read_topology(text: str, size: int, nics: int = 1) -> Topology:
-    """Return the topology that `comm.topology` describes, for a group of `size` ranks.
+    """Return the topology that `comm.topology` specifies for a group of `size` ranks.
 
     Args:
-        text: number of ranks per node (in rank order), or path of a YAML file that lists the ranks
-            of each node, such as `nodes: [[0, 1], [2, 3]]`.
+        text: number of ranks per node (in rank order), or path of a YAML file with the ranks of
+            each node, such as `nodes: [[0, 1], [2, 3]]`.
         size: number of ranks.
         nics: number of network cards per node. Defaults to 1.
 
     Raises:
-        ValueError: If the file cannot be read, if it does not list nodes, or if ranks are missing.
+        ValueError: If the file cannot be read, if it contains no list of nodes, or if ranks are
+            missing.
     """
     if text.isdecimal() and len(text) < 10:
         return Topology.uniform(size, int(text), nics)

@@ -1,4 +1,4 @@
-"""Replicas of hot experts in a training layer that remain in place for several steps
+"""Replicas of hot experts in a training layer. The replicas stay in place for several steps
 (`planner.standing`).
 """
 
@@ -27,20 +27,20 @@ log = logging.getLogger(__name__)
 
 
 class LayerReplicas:
-    """A `dispatch.base.SpillPlanner` that changes its plans only between steps.
+    """A `dispatch.base.SpillPlanner` that changes its plan only between steps.
 
-    Therefore a recomputed forward pass uses the same plan as the first one.
+    A recomputed forward pass therefore uses the same plan as the original forward pass.
 
     Args:
         parallel: parallelism settings of the layer.
-        comm: group of the layer's ranks.
+        comm: group of ranks among which the layer's experts are distributed.
         experts: experts of the layer.
-        costs: modelled costs of a call; see `planner.spill.SpillCosts`.
+        costs: model of the costs of a call; see `planner.spill.SpillCosts`.
 
     Attributes:
-        standing: object that places the replicas.
+        standing: object that decides where replicas are placed.
         speeds: object that measures the speed of this rank, or None if speeds are configured or
-            equal.
+            assumed to be equal.
     """
 
     def __init__(self, parallel: ParallelConfig, comm: Comm, experts: Experts,
@@ -51,7 +51,9 @@ class LayerReplicas:
         self.standing = StandingReplicas(comm.size, costs, parallel.guests, parallel.replan)
 
     def __call__(self, counts_WV: Counts) -> SpillPlan | None:
-        """Return the plan of a call. In training, the call's load is added to the statistics."""
+        """Return the plan for a call. During training, the load of the call is added to the
+        statistics.
+        """
         if self._paused:
             return None
         if counts(self.experts.training):
@@ -60,7 +62,7 @@ class LayerReplicas:
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Inside the block, make no plans and ignore loads."""
+        """A context in which no plans are made and loads are ignored."""
         self._paused = True
         try:
             yield
@@ -70,7 +72,7 @@ class LayerReplicas:
     def finish_step(self) -> None:
         """Finish an optimizer step.
 
-        The call is collective if placement is due and speeds are measured.
+        If a placement is due and speeds are measured, all ranks must call this method.
         """
         if not self.standing.finish_step():
             return
@@ -83,13 +85,15 @@ class LayerReplicas:
 
 
 class MeasuredSpeeds:
-    """Measured speed of each rank's experts in rows per second, averaged like SWARM's throughput.
+    """The measured speed of each rank's experts in rows per second. The speed is averaged in the
+    same way as the throughput in SWARM.
 
-    Only forward passes of the experts are measured, because they do not wait for other ranks.
+    Only the forward passes of experts are measured, because these passes do not wait for other
+    ranks.
 
     Args:
         comm: the ranks.
-        experts: experts of the layer, for which hooks are registered.
+        experts: experts of the layer. Hooks are registered for these experts.
     """
 
     def __init__(self, comm: Comm, experts: Experts) -> None:
@@ -100,11 +104,11 @@ class MeasuredSpeeds:
         experts.register_forward_hook(self._after)
 
     def agreed(self) -> list[float] | None:
-        """Return the speeds of all ranks, or None if no rank has computed rows. The result is the
-        same on all ranks.
+        """Return the speeds of all ranks, or None if no rank has computed any rows. All ranks
+        return the same speeds.
 
-        A rank that has not computed rows is assumed to have the mean speed of the other ranks. The
-        call is collective and, on a GPU, waits for the device.
+        If a rank has not computed any rows, the mean speed of the other ranks is used. All ranks
+        must call this method. On a GPU, the host waits for the device.
         """
         seconds = sum(_between(start, end) for start, end in self._marks)
         if self._rows and seconds > 0:

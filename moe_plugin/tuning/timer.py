@@ -1,5 +1,4 @@
-"""Timing of the forward and backward passes of one call of a layer, without waiting for a
-device."""
+"""Time the forward and backward passes of one layer call without waiting for the device."""
 
 from __future__ import annotations
 
@@ -15,10 +14,10 @@ from moe_plugin.utils.machine import record_event
 
 
 class CallTimer:
-    """Timer for the forward and backward passes of one call.
+    """A timer for the forward and backward passes of one call.
 
-    The forward time is measured from `start` to `stopped(y)`. The backward time is measured from
-    the gradient of y to the gradient of the result of `started(x)`.
+    The forward time is the time from `start` to `stopped(y)`. The backward time is the time from
+    the gradient of y to the gradient of the tensor that `started(x)` returned.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -31,18 +30,20 @@ class CallTimer:
         self._mark("forward")
 
     def started(self, x: Tensor, anchor: Tensor | None) -> Tensor:
-        """Return x unchanged. The backward time ends when the gradient of x has been computed.
+        """Return x unchanged. The backward time ends when the gradient of this tensor has been
+        computed.
 
         Args:
-            x: input tensor of the part that is timed.
-            anchor: parameter that makes the backward pass reach this point even if x needs no
+            x: input tensor of the computation that is timed.
+            anchor: a parameter. The parameter makes backward reach this point even if x needs no
                 gradient.
         """
         return _Mark.apply(x, anchor, self, "backward_end")
 
     def stopped(self, y: Tensor) -> Tensor:
-        """Return y unchanged. The forward time ends at this point, and the backward time starts at
-        this point."""
+        """Return y unchanged. The forward time ends when this method is called, and the backward
+        time starts when the gradient of y is computed.
+        """
         self._mark("forward_end")
         self.wants_backward = torch.is_grad_enabled() and y.requires_grad
         return _Mark.apply(y, None, self, "backward")
@@ -54,8 +55,8 @@ class CallTimer:
                                                 or "backward_end" in self.marks)
 
     def seconds(self) -> float:
-        """Return the total time in seconds of the forward and backward passes, or 0 if they have
-        not ended.
+        """Return the sum of the forward and backward time in seconds, or 0 if the passes have not
+        ended.
 
         On a GPU, the host waits for the last recorded event.
         """
@@ -91,7 +92,7 @@ class _Mark(torch.autograd.Function):
 
 
 class Timed(WrappedDispatcher):
-    """A dispatcher that times plan, dispatch, experts and combine of one call."""
+    """A dispatcher that times the plan, dispatch, experts and combine steps of one call."""
 
     def __init__(self, inner: Dispatcher, timer: CallTimer) -> None:
         super().__init__(inner)

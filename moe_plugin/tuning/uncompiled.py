@@ -1,7 +1,7 @@
-"""Code that `torch.compile` does not trace.
+"""Run code that `torch.compile` does not trace.
 
-Import this module only where it is needed, if `torch.compiler.is_compiling()` is True, because the
-import loads the compiler.
+Importing this module loads the compiler. Therefore, import this module only where it is needed,
+when `torch.compiler.is_compiling()` is True.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 
 @torch.compiler.disable
 def uncompiled(call: Callable[..., Any], *args: Any) -> Any:
-    """Run `call(*args)` and everything that it calls outside of compiled graphs, and return the
-    result."""
+    """Call `call(*args)` outside of compiled graphs, and return its result. The functions that
+    `call` calls are also not compiled.
+    """
     return call(*args)

@@ -194,7 +194,8 @@ def test_other_version(tmp_path: Path) -> None:
 
 
 def test_other_expert_count(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="num_experts=4 in layer 'second.', the model has 8"):
+    with pytest.raises(CheckpointError,
+                       match="num_experts=4 in layer 'second.', but the model has 8"):
         load_here(saved(tmp_path), experts=8)
 
 

@@ -128,7 +128,7 @@ def test_the_trainer_of_a_swapped_model_saves_and_resumes(tmp_path: Path) -> Non
 def test_settings_that_transformers_ignores(tmp_path: Path) -> None:
     """Its sparsemixer chooses two experts, and other families than gpt-oss do not clamp."""
     with pytest.raises(ValueError, match="num_experts_per_tok=3 is not supported .*phimoe, which "
-                                         "computes with 2; use this value"):
+                                         "always uses 2; set this value"):
         swap_moe_blocks(tiny("phimoe", num_experts_per_tok=3))
     model = tiny("mixtral", swiglu_limit=0.3)
     want = logits(model, tokens(model))

@@ -67,7 +67,7 @@ def test_windows_and_names_that_do_not_fit_are_refused():
         View(source, [one, one])
     with pytest.raises(CheckpointError, match="cannot be joined"):
         joined([one, transposed(one, (1, 0))], 0)
-    with pytest.raises(CheckpointError, match="'a' has no neutral name"):
+    with pytest.raises(CheckpointError, match="'a' has no framework-independent name"):
         check_names(["embed.weight", "a"])
 
 

@@ -164,8 +164,9 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path: Path) -> None:
             saved(tmp_path / "two", {**state, PREFIX + "gates.1.wg.weight": torch.zeros(E, M)}, 1,
                   "a.pt"))
     refused("no MoE layer of Tutel", saved(tmp_path / "none", {NORM: state[NORM]}, 1, "a.pt"))
-    refused("does not fit 4 experts", saved(tmp_path / "one", state, 1, "a.pt"), "tutel", world=3)
-    refused("inner width 16 does not fit 32 ranks", tmp_path / "one", "tutel", world=128)
+    refused("is invalid for 4 experts", saved(tmp_path / "one", state, 1, "a.pt"), "tutel", world=3)
+    refused("inner width 16, which cannot be divided among 32 ranks", tmp_path / "one", "tutel",
+            world=128)
     several = saved(tmp_path / "several", state, 2, "a{rank}.pt")
     saved(several, state, 2, "b{rank}.pt")
     refused("several patterns.*select one", several)

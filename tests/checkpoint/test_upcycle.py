@@ -137,7 +137,7 @@ def test_models_that_cannot_be_upcycled_are_named(tmp_path: Path) -> None:
         upcycle(moe, Upcycling(experts=4, top_k=2))
     with pytest.raises(CheckpointError, match="inner width 48, which is not a multiple of gran"):
         upcycle(dense, Upcycling(experts=10, top_k=5, granularity=5))
-    with pytest.raises(CheckpointError, match="no layer becomes an MoE layer with every=4"):
+    with pytest.raises(CheckpointError, match="no layer would become an MoE layer with every=4"):
         upcycle(dense, Upcycling(experts=4, top_k=2, every=4))
     plain_shared = upcycle(dense, Upcycling(experts=4, top_k=2, shared=0.5))
     with pytest.raises(CheckpointError, match="mixtral: shared expert=plain .the family has none"):

@@ -1,4 +1,4 @@
-"""Passes over the experts' inner values.
+"""Elementwise passes over the inner values of experts, between two matmuls.
 
-The passes are written in C and compiled on the user's machine.
+The passes are implemented in C and compiled on the user's machine.
 """

@@ -1,7 +1,8 @@
-"""Compilation of the C code in this folder, once per machine and user, and loading of the result.
+"""Compile the C code in this folder and load the compiled library. The code is compiled once per
+machine and user.
 
-If this is not possible (because there is no compiler, or the processor is not supported), torch's
-operations are used, and `moe-plugin doctor` reports the reason.
+If there is no compiler, or the processor is not supported, torch's operations are used instead, and
+`moe-plugin doctor` reports the reason.
 """
 
 from __future__ import annotations
@@ -47,16 +48,17 @@ THREADS = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
 
 
 class Unavailable(Exception):
-    """Error that is raised if the functions cannot be compiled or run on this machine. The message
-    contains the reason.
+    """Raised if the functions cannot be compiled or cannot run on this machine. The message states
+    the reason.
     """
 
 
 @functools.cache
 def library(source: str, *defines: str) -> ctypes.CDLL | str:
-    """Return the functions of a source file in this folder, or the reason why they are unavailable.
+    """Return the compiled functions of a source file in this folder, or the reason why they are
+    unavailable.
 
-    A failure of the compiler is reported as a warning.
+    If the compiler fails, a warning is logged.
 
     defines: preprocessor definitions in the form `NAME=value`.
     """
@@ -74,21 +76,22 @@ def library(source: str, *defines: str) -> ctypes.CDLL | str:
 
 
 def why_not(source: str, *defines: str) -> str | None:
-    """Return the reason why `library` does not contain these functions, or None if it contains
-    them.
+    """Return the reason why the compiled functions of `library` are unavailable, or None if they
+    are available.
     """
     functions = library(source, *defines)
     return functions if isinstance(functions, str) else None
 
 
 def processor_options(machine: str, capability: str, flags: Collection[str]) -> list[str]:
-    """Return the compiler options for a processor.
+    """Return the compiler options for this type of processor.
 
     Args:
         machine: machine name that `platform.machine` reports.
-        capability: name of the CPU capability that torch reports.
-        flags: processor flags that Linux reports.
-    Raises: Unavailable: If the processor has not been tested or has no vector instructions.
+        capability: name of the CPU capability, as reported by torch.
+        flags: processor flags, as reported by Linux.
+    Raises: Unavailable: If this type of processor was not tested, or if the processor has no vector
+    instructions.
     """
     if sys.platform != "linux" or machine != "x86_64":
         raise Unavailable(f"it supports only Linux on x86_64, and this is {sys.platform} on "
@@ -100,8 +103,8 @@ def processor_options(machine: str, capability: str, flags: Collection[str]) -> 
 
 
 def compiler(environment: Mapping[str, str]) -> list[str]:
-    """Return the command of the C compiler, which is `CC` if it is set, otherwise the first
-    available entry of `COMPILERS`.
+    """Return the command of the C compiler. The command is `CC` if this environment variable is
+    set, otherwise the first available entry of `COMPILERS`.
 
     Raises: Unavailable: If no compiler was found.
     """
@@ -132,9 +135,9 @@ def _flags() -> set[str]:
 
 
 def _loaded(source: Path, command: list[str]) -> ctypes.CDLL:
-    """Load the library that a command compiles from a source file on this processor.
+    """Load the library that `command` builds from a source file on this processor.
 
-    The library is compiled unless there is a usable library in the cache.
+    The library is compiled only if the cache contains no usable library.
     """
     texts = [path.read_text() for path in (source, *sorted(SOURCES.glob("*.h")))]
     digest = hashlib.sha256("\0".join([*command, *sorted(_flags()), *texts]).encode()).hexdigest()
@@ -162,7 +165,7 @@ def run_compiler(command: list[str]) -> None:
     """Run the compiler.
 
     Raises:
-        OSError: If the compiler fails, or takes longer than `TIMEOUT`.
+        OSError: If the compiler fails, or runs for longer than `TIMEOUT`.
     """
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
                           start_new_session=True) as started:
@@ -176,8 +179,8 @@ def run_compiler(command: list[str]) -> None:
 
 
 def _folder() -> Path:
-    """Return the folder in which compiled code is stored. No other user may have write access to
-    this folder.
+    """Return the folder in which compiled code is stored. Other users must not have write
+    permission for this folder.
     """
     try:
         folder = cache_home() / "native"

@@ -1,22 +1,22 @@
-"""Python wrappers of compiled functions for CPU tensors.
+"""Python wrappers for compiled functions that process CPU tensors.
 
-`NativePasses` contains the operations that the strategy `fused` performs between two matmuls, each
-in one pass over the values. In torch these operations require several passes, and gelu and its
-derivative are computed separately. In this module, forward overwrites the value before the
-activation with the derivative. Backward multiplies by this derivative and by the row's weight, and
-accumulates the gradient of this weight. With these passes, the time of a layer of 8 experts of
-widths 512 and 2048 in bfloat16 is multiplied by 0.96, or by 0.95 if the experts are gated (4,096
-tokens, k = 2, AMD Zen 5).
+`NativePasses` contains the operations that the strategy `fused` performs between two matmuls. Each
+operation is a single pass over the values. torch needs several passes over the values, and computes
+gelu and its derivative separately. The forward pass overwrites the input of the activation function
+with the derivative of the activation function. The backward pass multiplies the gradient by this
+derivative and by the row's gate, and accumulates the gradient of the gate. With these passes, the
+time of a layer is multiplied by 0.96, or by 0.95 if its experts are gated (8 experts of widths 512
+and 2048 in bfloat16, 4,096 tokens, k = 2, AMD Zen 5).
 
-Notation of the passes: N is the number of rows, F the inner width, D the width of a row. All
-tensors are contiguous and are float32 or bfloat16; `scale_N` and `dots_N` are float32. Values are
-computed in float32, and each result is rounded once.
+Notation of the passes: N is the number of rows, F the inner width, and D the width of a row. All
+tensors are contiguous. The tensors are float32 or bfloat16, except `scale_N` and `dots_N`, which
+are always float32. Values are computed in float32, and each result is rounded once.
 
-`Scores` contains the matmuls of a router that has few experts, for bfloat16 tokens. If one
-dimension of a matrix is the number of experts and is small, torch takes three times as long. With
-4,096 tokens of width 512 and 8 experts, the scores take 0.26 ms instead of 0.76 ms, the gradient of
-the tokens takes 0.17 ms instead of 0.52 ms, and the gradient of the weight takes 0.31 ms instead of
-0.97 ms (AMD Zen 5, two threads).
+`Scores` contains the matmuls of a router with few experts, for bfloat16 tokens. If one dimension of
+a matrix is a small number of experts, torch's matmuls take three times as long. With 4,096 tokens
+of width 512 and 8 experts, the scores take 0.26 ms instead of 0.76 ms, the gradient of the tokens
+takes 0.17 ms instead of 0.52 ms, and the gradient of the weight takes 0.31 ms instead of 0.97 ms
+(AMD Zen 5, two threads).
 
 Notation of the router: T is the number of tokens, D their width, E the number of experts. The
 tensor `x_TD` is bfloat16, all other tensors are float32, and all are contiguous.
@@ -38,7 +38,9 @@ POINTER, INT64, INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
 
 
 def function(functions: ctypes.CDLL, name: str, *types: type) -> Callable[..., None]:
-    """Return a compiled function that has no result. types: types of the function's arguments."""
+    """Return a compiled function as a Python callable without return value. types: types of the
+    function's arguments.
+    """
     compiled = getattr(functions, name)
     compiled.argtypes, compiled.restype = types, None
     return compiled
@@ -47,7 +49,8 @@ def function(functions: ctypes.CDLL, name: str, *types: type) -> Callable[..., N
 def readable(x: Tensor) -> bool:
     """Return true if compiled functions can read `x` directly.
 
-    The values must be in CPU memory, and must not be deferred by a mode or a compiler.
+    The tensor must be in CPU memory, and its computation must not be deferred by a mode or a
+    compiler.
     """
     # Other subclasses of Tensor, such as fake tensors, may have no memory to read.
     return (x.device.type == "cpu" and type(x) in (Tensor, torch.nn.Parameter)
@@ -55,7 +58,9 @@ def readable(x: Tensor) -> bool:
 
 
 def address(x: Tensor | None) -> int | None:
-    """Return the address of the first element, or None, which is passed as NULL."""
+    """Return the address of the first element. For a missing tensor, return None, which ctypes
+    passes as NULL.
+    """
     return None if x is None else x.data_ptr()
 
 
@@ -68,7 +73,7 @@ DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
 
 class NativePasses:
-    """The compiled passes for one activation and one dtype."""
+    """The compiled passes for one activation function and one dtype."""
 
     def __init__(self, functions: ctypes.CDLL, dtype: torch.dtype) -> None:
         of, sizes = DTYPES[dtype], (INT64, INT64)
@@ -78,9 +83,10 @@ class NativePasses:
 
     def forward(self, before_NF: Tensor, up_NF: Tensor | None, after_NF: Tensor,
                 keep_slope: bool) -> None:
-        """Compute `after = act(before)`, which is multiplied by `up` for a gated expert.
+        """Compute `after = act(before)`. For a gated expert, the output is also multiplied by `up`.
 
-        keep_slope: whether to overwrite `before` with `act'(before)`. Only without `up`.
+        keep_slope: whether to overwrite `before` with the derivative `act'(before)`. Only without
+        `up`.
         """
         self._forward(*before_NF.shape, before_NF.data_ptr(),
                       None if up_NF is None else up_NF.data_ptr(), after_NF.data_ptr(), keep_slope,
@@ -89,36 +95,36 @@ class NativePasses:
     def backward(self, grad_NF: Tensor, before_NF: Tensor, up_NF: Tensor | None, after_NF: Tensor,
                  grad_up_NF: Tensor | None, scale_N: Tensor | None, dots_N: Tensor | None,
                  has_slope: bool) -> None:
-        """Convert `grad`, the gradient of the value after the activation, to the gradient of the
-        value before it.
+        """Convert `grad` from the gradient of the activation function's output to the gradient of
+        its input.
 
         Args:
-            has_slope: True if forward stored `act'(before)` and `after`. If `has_slope` is False,
-                `after` is recomputed and written.
-            scale_N: factor by which the gradients of each row, including `grad_up`, are multiplied.
-                None means 1.
-            dots_N: tensor that receives, for each row, the sum over the inner width of the unscaled
-                gradient times `after`.
+            has_slope: True if the forward pass stored `act'(before)` and `after`. If `has_slope` is
+                False, `after` is recomputed and written to memory.
+            scale_N: factor by which the gradients of each row are multiplied, including those in
+                `grad_up`. None means 1.
+            dots_N: output tensor. For each row, it receives the dot product of the unscaled
+                gradient and `after` over the inner width.
         """
         self._backward(*grad_NF.shape, grad_NF.data_ptr(), before_NF.data_ptr(), address(up_NF),
                        after_NF.data_ptr(), address(grad_up_NF), address(scale_N),
                        address(dots_N), has_slope, threads(grad_NF))
 
     def scale(self, grad_ND: Tensor, scale_N: Tensor) -> None:
-        """Multiply each row of the gradient by its factor, in place."""
+        """Multiply each row of a gradient by the row's factor, in place."""
         self._scale(*grad_ND.shape, grad_ND.data_ptr(), scale_N.data_ptr(), threads(grad_ND))
 
 
 def passes(x: Tensor, activation: str) -> NativePasses | None:
-    """Return the compiled passes for experts with the input `x`, or None if torch's operations must
-    be used; see `why_not`.
+    """Return the compiled passes for experts with the input `x`. If torch's operations must be
+    used, return None; see `why_not`.
     """
     return compiled_passes(activation, x.dtype) if x.dtype in DTYPES and readable(x) else None
 
 
 @functools.cache
 def compiled_passes(activation: str, dtype: torch.dtype) -> NativePasses | None:
-    """Return the compiled passes, which are created once; see `passes`."""
+    """Return the compiled passes; see `passes`. The compiled passes are loaded only once."""
     library = build.library(*_source(activation))
     return None if isinstance(library, str) else NativePasses(library, dtype)
 
@@ -126,15 +132,16 @@ def compiled_passes(activation: str, dtype: torch.dtype) -> NativePasses | None:
 def _source(activation: str | None) -> tuple[str, ...]:
     """Return the source file and the definitions for `build.library`.
 
-    If the activation is None, the file contains a router's matmuls.
+    If the activation is None, return the source file with the matmuls of a router.
     """
     return ("router.c",) if activation is None else ("passes.c", f"ACTIVATION={activation}")
 
 
 def why_not(activation: str | None) -> str | None:
-    """Return the reason why this machine has no passes for an activation, or None if it has them.
+    """Return the reason why the passes for an activation function are unavailable on this machine,
+    or None if they are available.
 
-    If the activation is None, the answer is for the matmuls of routers.
+    If the activation is None, check the matmuls of routers instead.
     """
     return build.why_not(*_source(activation))
 
@@ -144,7 +151,7 @@ PARTS = 16  # partial sums over tokens; a fixed number, so that threads do not c
 
 
 class Scores:
-    """The matmuls of a router, which are computed by compiled functions."""
+    """The matmuls of a router, computed by compiled functions."""
 
     def __init__(self, functions: ctypes.CDLL) -> None:
         sizes, pointers = (INT64, INT64, INT64), [POINTER] * 3
@@ -153,7 +160,7 @@ class Scores:
         self._grad_weight = function(functions, "router_grad_weight", *sizes, *pointers, INT64, INT)
 
     def scores(self, x_TD: Tensor, weight_ED: Tensor) -> Tensor:
-        """Compute `x @ weight^T`, with the result [T, E]."""
+        """Compute `x @ weight^T`. The output is [T, E]."""
         (tokens, width), experts = x_TD.shape, weight_ED.shape[0]
         scores_TE = weight_ED.new_empty(tokens, experts)
         self._scores(tokens, width, experts, x_TD.data_ptr(), weight_ED.data_ptr(),
@@ -161,7 +168,9 @@ class Scores:
         return scores_TE
 
     def grad_tokens(self, grad_TE: Tensor, weight_ED: Tensor) -> Tensor:
-        """Compute `grad @ weight`, bfloat16 [T, D], which is summed in float32 and rounded once."""
+        """Compute `grad @ weight`. The output, bfloat16 [T, D], is summed in float32 and
+        rounded once.
+        """
         (tokens, experts), width = grad_TE.shape, weight_ED.shape[1]
         grad_TD = weight_ED.new_empty(tokens, width, dtype=torch.bfloat16)
         self._grad_tokens(tokens, width, experts, grad_TE.data_ptr(), weight_ED.data_ptr(),
@@ -169,7 +178,7 @@ class Scores:
         return grad_TD
 
     def grad_weight(self, grad_TE: Tensor, x_TD: Tensor) -> Tensor:
-        """Compute `grad^T @ x`, with the result [E, D]."""
+        """Compute `grad^T @ x`. The output is [E, D]."""
         (tokens, experts), width = grad_TE.shape, x_TD.shape[1]
         # Each part is summed by one thread, and the parts are added in a fixed order.
         sums_PED = grad_TE.new_empty(PARTS, experts, width)
@@ -182,7 +191,8 @@ def scores_of(x_TD: Tensor, weight_ED: Tensor) -> Scores | None:
     """Return the compiled matmuls for these tokens and this weight, or None if torch's matmuls must
     be used.
 
-    If the shapes of the tensors are incompatible, torch's matmul raises the error.
+    If the shapes of the tensors are incompatible, return None, so that torch's matmul raises the
+    error.
     """
     fit = (x_TD.dtype == torch.bfloat16 and readable(x_TD) and x_TD.is_contiguous()
            and readable(weight_ED) and x_TD.dim() == weight_ED.dim() == 2
@@ -191,6 +201,6 @@ def scores_of(x_TD: Tensor, weight_ED: Tensor) -> Scores | None:
 
 @functools.cache
 def compiled_scores() -> Scores | None:
-    """Return the compiled matmuls, which are created once; see `scores_of`."""
+    """Return the compiled matmuls; see `scores_of`. They are loaded only once."""
     library = build.library(*_source(None))
     return None if isinstance(library, str) else Scores(library)

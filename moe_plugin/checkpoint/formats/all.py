@@ -1,5 +1,5 @@
-"""Registration of all checkpoint formats. Importing this module registers them. The modules of the
-formats do not import any framework.
+"""Registration of all checkpoint formats. Importing this module registers all formats. The modules
+of the formats do not import any framework.
 """
 
 from moe_plugin.checkpoint.formats import plain as _plain  # noqa: F401 - registers

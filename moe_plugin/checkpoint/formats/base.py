@@ -1,8 +1,8 @@
-"""The registry of the checkpoint formats that `moe-plugin reshard` and `moe-plugin inspect`
-support.
+"""The checkpoint formats that `moe-plugin reshard` and `moe-plugin inspect` support, and their
+registry.
 
-The formats of a host are registered in a separate module, so that this package does not depend on
-hosts.
+The formats of a host framework are registered in separate modules, so that this package does not
+depend on any host.
 """
 
 from __future__ import annotations
@@ -32,15 +32,16 @@ from moe_plugin.utils.registry import Registry
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointSizes:
-    """Parallel sizes and data type for which a checkpoint is written. Sizes that are not set are
-    chosen by the format.
+    """The parallel sizes and the data type of a checkpoint to be written. The format chooses all
+    sizes that are not set.
 
     Attributes:
-        world: total number of ranks. For fairseq, it is the number of data-parallel ranks.
-        ep, tp, pp, etp: sizes of expert, tensor, pipeline and expert-tensor parallelism.
-        shards: number of ranks that each expert is split over.
-        dtype: data type of floating-point model tensors. The module `conversion` applies it for
-            every format.
+        world: total number of ranks. For fairseq, this is the number of data-parallel ranks.
+        ep, tp, pp, etp: sizes of expert, tensor, pipeline and expert-tensor parallelism,
+            respectively.
+        shards: number of ranks among which each expert is split.
+        dtype: data type of floating-point model tensors. For every format, the module `conversion`
+            casts the tensors to this data type.
     """
 
     world: int | None = None
@@ -62,7 +63,7 @@ class CheckpointSizes:
         """Return the number of ranks for a format with one file per expert-parallel rank.
 
         Args:
-            usual: number of ranks that is returned if neither `world` nor `ep` is set.
+            usual: default number of ranks, for the case that neither `world` nor `ep` is set.
         Raises:
             ValueError: If `world` and `ep` differ.
         """
@@ -73,22 +74,23 @@ class CheckpointSizes:
         return self.ep or self.world or usual
 
     def given(self) -> tuple[str, ...]:
-        """Return the names of the fields that have a value."""
+        """Return the names of the fields that are set."""
         return tuple(field.name for field in fields(self) if getattr(self, field.name) is not None)
 
 
 class WriteProgress:
-    """Callbacks through which a writer reports progress. The methods of this base class do nothing.
+    """Callbacks with which a writer reports its progress. The methods of this base class do
+    nothing.
 
-    A writer calls `keeps(name)` for each file, where `name` is the path within the written folder,
-    and skips the file if the result is True. It calls `advance` while bytes are written, and
-    `wrote(name)` when the file is complete, closed and flushed to disk. Any thread may call the
-    methods `advance` and `wrote`.
+    For each file, a writer calls `keeps(name)`, where `name` is the path within the written folder.
+    If the return value is True, the writer skips the file. The writer calls `advance` while it
+    writes bytes, and `wrote(name)` when a file is complete, closed and flushed to disk. The methods
+    `advance` and `wrote` may be called from any thread.
     """
 
     def keeps(self, name: str) -> bool:
-        """Return whether an interrupted conversion completed this file and the file has not changed
-        since.
+        """Return true if an interrupted conversion completed this file and the file has not changed
+        since then.
         """
         return False
 
@@ -96,18 +98,18 @@ class WriteProgress:
         """Record that `nbytes` more bytes were written or reused."""
 
     def wrote(self, name: str) -> None:
-        """Record that a file is complete."""
+        """Record that the file `name` is complete."""
 
 
 def write_files(path: Path, contents: Mapping[str, Callable[[], Any]],
                 progress: WriteProgress) -> None:
-    """Write `torch.save` files with `Derived` tensors. Skip files for which `progress.keeps`
-    returns True.
+    """Write files with `torch.save`. The contents of these files may include `Derived` tensors.
+    Files for which `progress.keeps` returns True are skipped.
 
     Args:
         path: an existing folder.
-        contents: functions that build the content of the files, by file name.
-        progress: object that receives the progress of the writer.
+        contents: by file name, a function that builds the content of the file.
+        progress: object to which the writer reports its progress.
     """
     with torch_files.SealedWriter(progress.advance) as writer:
         for name, make in contents.items():
@@ -124,14 +126,15 @@ class Format(ABC):
     Attributes:
         name: registered name.
         sizes: fields of `CheckpointSizes` that the format supports, without "dtype".
-        views_as: mapping from the name of a target format to a function that converts a source of
-            this format to the names of the target format. The target "neutral" stands for the names
-            in `moe_plugin.checkpoint.neutral`. The functions raise `CheckpointError` if the target
-            format cannot represent a tensor or a setting, and name it in the message.
-        views_of: mapping from the name of a source format to a function that converts a source of
-            that format to the names of this format.
-        becomes: names of the formats to which and from which this format can be converted, or an
-            empty collection for all formats that conversions can reach.
+        views_as: functions that convert a source of this format to a view with the names of another
+            format. The keys of `views_as` are the names of the target formats. The target "neutral"
+            means the framework-independent names in `moe_plugin.checkpoint.neutral`. If the target
+            format cannot represent a tensor or a setting, these functions raise a `CheckpointError`
+            that names it.
+        views_of: functions that convert a source of another format to a view with the names of this
+            format. The keys of `views_of` are the names of the source formats.
+        becomes: names of the only formats to which and from which this format can be converted. If
+            `becomes` is empty, all formats are allowed for which a conversion exists.
     """
 
     name: ClassVar[str]
@@ -142,15 +145,15 @@ class Format(ABC):
 
     @abstractmethod
     def detect(self, path: Path, trust: bool = False) -> bool:
-        """Return whether a file or folder is a checkpoint of this format. Only names and headers
-        are examined.
+        """Return true if a file or folder is a checkpoint of this format. Only file names and
+        headers are read.
 
         Args:
-            path: the file or folder.
+            path: file or folder to examine.
             trust: see `open`.
         Raises:
             UntrustedFile: If the format cannot be determined without unpickling classes that are
-                not listed.
+                not allowed.
         """
 
     @abstractmethod
@@ -158,41 +161,42 @@ class Format(ABC):
         """Open a checkpoint for reading without reading the values of tensors.
 
         Args:
-            path: the file or folder.
-            trust: whether to unpickle classes that are not listed, which can run code in the files.
+            path: file or folder to examine.
+            trust: whether to unpickle all classes, including classes that are not allowed by
+                default. Unpickling can run code that is stored in the files.
         Raises:
             CheckpointError: If a file is missing or damaged.
-            UntrustedFile: If a file contains classes that are not listed and `trust` is False.
+            UntrustedFile: If a file contains classes that are not allowed, and `trust` is False.
         """
 
     def write(self, source: Source, path: Path, layout: CheckpointSizes,
               progress: WriteProgress = WriteProgress()) -> None:
-        """Write a source that has this format's names into the folder `path`. Tensors are processed
-        slice by slice.
+        """Write a checkpoint of this format into the folder `path`. Only one slice of a tensor is
+        in memory at a time.
 
-        The folder already exists. It is not the final folder of the checkpoint, and it may contain
-        files of an interrupted conversion (see `WriteProgress.keeps`).
+        The folder must exist. The folder is temporary, and it may contain files of an interrupted
+        conversion (see `WriteProgress.keeps`).
 
         Args:
-            source: a source with this format's names.
+            source: a source whose tensors have this format's names.
             path: the folder.
-            layout: parallel sizes for which the checkpoint is written.
-            progress: object that receives the progress of the writer.
+            layout: parallel sizes of the checkpoint to be written.
+            progress: object to which the writer reports its progress.
         Raises:
-            CheckpointError: If the format cannot store a tensor or a setting of the source, which
-                is then named in the message.
+            CheckpointError: If the format cannot store a tensor or a setting of the source. The
+                error message names the tensor or setting.
         """
         raise CheckpointError(f"format {self.name!r} can only be read; choose another format with "
                               "--to")
 
     def nbytes(self, source: Source, layout: CheckpointSizes) -> int:
-        """Return the approximate number of tensor bytes that `write` writes. It is used for a
+        """Estimate the number of tensor bytes that `write` writes. The estimate is used for a
         progress bar.
         """
         return sum(entry.nbytes for entry in source.entries.values())
 
     def check(self, layout: CheckpointSizes) -> None:
-        """Raise `ValueError` if the layout sets a size that the format does not support."""
+        """Raise `ValueError` if `layout` sets a parallel size that the format does not support."""
         unknown = [name for name in layout.given() if name not in self.sizes]
         if unknown:
             flags = ", ".join(f"--{name}" for name in sorted(self.sizes)) or "none"
@@ -210,15 +214,17 @@ formats: Registry[type[Format]] = Registry("checkpoint format", base=Format, che
 
 
 def detect(path: str | Path, trust: bool = False) -> str:
-    """Return the name of a checkpoint's format.
+    """Return the name of the format of a checkpoint.
 
     Args:
         path: path of the checkpoint's folder or file.
-        trust: whether to unpickle classes that are not listed, which can run code in the files.
+        trust: whether to unpickle all classes, including classes that are not allowed by default.
+            Unpickling can run code that is stored in the files.
     Raises:
-        CheckpointError: If the path does not exist, or if it matches no format or several formats.
+        CheckpointError: If the path does not exist, or if it matches no format or more than one
+            format.
         UntrustedFile: If the format cannot be determined without unpickling classes that are not
-            listed, and `trust` is False.
+            allowed, and `trust` is False.
     """
     path, refused = Path(path), list[UntrustedFile]()
     unreadable: list[str] = []
@@ -258,10 +264,11 @@ def open_source(path: str | Path, format: str | None = None, trust: bool = False
     Args:
         path: path of the checkpoint's folder or file.
         format: name of the format. Detected by default.
-        trust: whether to unpickle classes that are not listed, which can run code in the files.
+        trust: whether to unpickle all classes, including classes that are not allowed by default.
+            Unpickling can run code that is stored in the files.
     Raises:
-        CheckpointError: If a file is missing, is damaged or does not match the format.
-        UntrustedFile: If a file contains classes that are not listed and `trust` is False.
+        CheckpointError: If a file is missing, is damaged, or does not have this format.
+        UntrustedFile: If a file contains classes that are not allowed, and `trust` is False.
     """
     path = Path(path)
     try:
@@ -281,7 +288,9 @@ def _of_format(what: str, format: str) -> AbstractContextManager[None]:
 
 
 def check_pair(origin: str, to: str) -> None:
-    """Raise `CheckpointError` if a format cannot be converted to a different format."""
+    """Raise `CheckpointError` if a checkpoint of one format cannot be converted to the other
+    format.
+    """
     for name, other in ((origin, to), (to, origin)):
         known = formats.get(name).becomes
         if known and other not in (name, *known):
@@ -293,13 +302,14 @@ def check_pair(origin: str, to: str) -> None:
 
 
 def convert(source: Source, to: str) -> Source:
-    """Return a view of a source with the names of a different format, or with neutral names.
+    """Return a view of a source with the names of a different format, or with framework-independent
+    names.
 
-    If the formats have no direct conversion, the view passes through intermediate formats.
+    If there is no direct conversion between the two formats, intermediate formats are used.
 
     Raises:
         CheckpointError: If no conversion exists, if the target format cannot represent the source
-            (see `Format.views_as`), or if the source does not match the names of its format.
+            (see `Format.views_as`), or if a name in the source is not valid in its format.
     """
     with _of_format(f"the {source.format} checkpoint", source.format):
         for view in _shortest_way(source.format, to):

@@ -1,5 +1,5 @@
-"""The format "plain": a checkpoint folder of plain PyTorch training with an index and one part per
-rank.
+"""The format "plain": the checkpoint folder of a run in plain PyTorch. The folder contains an index
+and one file ("part") for each rank.
 
     part-00000-of-00004.pt ...   each rank's model state and optimizer state by parameter name
     index.json                   format version, number of parts, their sizes in bytes and their
@@ -49,7 +49,7 @@ _NEUTRAL = ("model", "optimizer")  # values of a neutral source that are stored 
 
 
 def part_name(rank: int, size: int) -> str:
-    """Return the file name of the part that a rank writes."""
+    """Return the file name of a rank's part."""
     return f"part-{rank:05d}-of-{size:05d}.pt"
 
 
@@ -62,10 +62,10 @@ def write_index(folder: Path, parts: int, extra: Mapping[str, Any]) -> None:
 
 
 def read_index(source: Path) -> tuple[dict[str, Any], bool]:
-    """Return the index of a checkpoint, and whether the index has a checksum.
+    """Return the index of a checkpoint, and whether the index contains a checksum of itself.
 
     Raises:
-        CheckpointError: If the index is missing, damaged or has an unsupported version.
+        CheckpointError: If the index is missing, is damaged, or has an unsupported version.
     """
     try:
         check_input(source / INDEX)
@@ -107,8 +107,7 @@ def _checked_index(source: Path, index: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_part(folder: Path, index: Mapping[str, Any], rank: int) -> bool:
-    """Verify the size and the checksum of the part that a rank wrote. Return whether the part has a
-    checksum.
+    """Verify the size and the checksum of a rank's part. Return true if the part has a checksum.
 
     Raises:
         CheckpointError: If the part is missing, truncated or damaged, or belongs to a different
@@ -125,8 +124,8 @@ def check_part(folder: Path, index: Mapping[str, Any], rank: int) -> bool:
 
 
 def _part_of_size(folder: Path, index: Mapping[str, Any], rank: int) -> Path:
-    """Return the path of a rank's part. Raise `CheckpointError` if the size of the file differs
-    from the size in the index.
+    """Return the path of a rank's part, after checking the size of the file. Raise
+    `CheckpointError` if the size of the file differs from the size in the index.
     """
     path, size = folder / part_name(rank, index["parts"]), index["bytes"][rank]
     found = path.stat().st_size if path.exists() else None
@@ -139,11 +138,12 @@ def _part_of_size(folder: Path, index: Mapping[str, Any], rank: int) -> Path:
 
 
 def open_folder(folder: Path, trusted: bool = False) -> Source:
-    """Open the checkpoint that a folder contains. The checksums of the parts are not verified.
+    """Open the checkpoint in a folder. The checksums of the parts are not verified.
 
     Args:
         folder: the folder.
-        trusted: whether to unpickle classes of any kind.
+        trusted: whether to unpickle all classes. Unpickling can run code that is stored in the
+            files.
     Raises:
         CheckpointError: If a file is missing or damaged.
     """
@@ -177,9 +177,7 @@ def _columns(part: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 def part_of_rank(source: Source, rank: int, size: int,
                  shards: int | Mapping[str, int] | None = None) -> dict[str, Any]:
-    """Return the content of one rank's part, which consists of the tensors and values that this
-    rank stores.
-    """
+    """Return the content of one rank's part: the tensors and values that this rank stores."""
     columns = columns_of_rank(source, rank, size, shards)
     by_name: dict[str, Any] = {}
     for field, column in columns.items():
@@ -196,10 +194,10 @@ def part_of_rank(source: Source, rank: int, size: int,
 
 
 def to_neutral(source: Source) -> Source:
-    """Return a view with neutral names. The names in the source must be neutral names or names of
-    `transformers`.
+    """Return a view with framework-independent names. The source must use either
+    framework-independent names or the names of `transformers`.
 
-    A source has names of `transformers` if `extra` contains the key "hf_config".
+    If `extra` contains the key "hf_config", the source uses the names of `transformers`.
     """
     extra = source.values.get("extra")
     if isinstance(extra, Mapping) and "hf_config" in extra:
@@ -213,8 +211,8 @@ def to_neutral(source: Source) -> Source:
 
 
 def from_neutral(source: Source) -> Source:
-    """Return a view of a neutral source as a plain checkpoint. The tensors of a plain checkpoint
-    may have any names.
+    """Return a view of a framework-independent source in the plain format. The tensors of a plain
+    checkpoint may have any names.
     """
     extra = {name: source.values[name] for name in ("step", *_NEUTRAL) if name in source.values}
     values, optimizer = {**source.values, "extra": extra}, source.values.get("optimizer")
@@ -225,7 +223,8 @@ def from_neutral(source: Source) -> Source:
 
 @formats.register("plain")
 class PlainFormat(Format):
-    """Folders written by `moe_plugin.checkpoint.save`, with one part for each expert-parallel rank.
+    """Folders that `moe_plugin.checkpoint.save` writes, with one part for each expert-parallel
+    rank.
     """
 
     name = "plain"

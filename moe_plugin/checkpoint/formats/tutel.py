@@ -1,8 +1,9 @@
-"""Tutel's checkpoint format. Each rank's `state_dict()` is stored in a separate file, or a single
-file contains all experts (as written by Tutel's `tutel.checkpoint.gather`).
+"""Tutel's checkpoint format. The `state_dict()` of each rank is stored in a separate file.
+Alternatively, a single file contains all experts. Tutel's `tutel.checkpoint.gather` writes such a
+file.
 
 In the following table, W is the number of ranks, E the number of experts, M the width of a token,
-and H the inner width of an expert. PREFIX is the name of the MoE layer with a dot at the end:
+and H the inner width of an expert. PREFIX is the name of the MoE layer, followed by a dot:
 
     PREFIX_num_global_experts         number E
     PREFIXgates.0.wg.weight           [E, M]; a cosine gate: .cosine_projector.weight [P, M], .bias
@@ -12,10 +13,10 @@ and H the inner width of an expert. PREFIX is the name of the MoE layer with a d
     PREFIXexperts.batched_fc2_w       [E/W, H, M]    y fc2_w + fc2_bias
     PREFIXexperts.batched_fc2_bias    [E/W, M]
 
-If there are `s = W/E > 1` ranks per expert, rank `i * s + j` has slice `j` of expert `i` along the
-axis H. `batched_fc2_bias` is split along the axis M, and the last pieces are padded. All other
-entries are equal in all files. The file names follow a pattern with `{rank}` and optionally
-`{size}`, as in Tutel's tools. The files contain no optimizer state. Source: Tutel,
+If there are `s = W/E > 1` ranks per expert, rank `i * s + j` stores slice `j` of expert `i` along
+the axis H. `batched_fc2_bias` is split along the axis M, and the last slices are padded. All other
+entries of the state dict are the same in all files. The file names follow a pattern with `{rank}`
+and optionally `{size}`, as in Tutel's tools. The files contain no optimizer state. Source: Tutel,
 `experts/ffn.py`, `checkpoint/gather.py`, `checkpoint/scatter.py`.
 """
 
@@ -68,11 +69,12 @@ NAMES: dict[str, tuple[str, bool]] = {
 
 
 def rank_files(path: Path) -> list[Path]:
-    """Return the files of all ranks in rank order, from a pattern, a folder or a single file.
+    """Return the files of all ranks in rank order. The argument is a pattern, a folder or a single
+    file.
 
     Raises:
-        CheckpointError: If files of ranks are missing, or if the files in a folder match several
-            patterns.
+        CheckpointError: If the file of a rank is missing, or if the files in a folder match more
+            than one pattern.
     """
     pattern = str(path)
     if "{rank}" not in pattern:
@@ -90,7 +92,7 @@ def rank_files(path: Path) -> list[Path]:
 
 
 def _matching(pattern: str) -> dict[int, Path]:
-    """Return the files that match a pattern, by rank. If several values of `{size}` match, the
+    """Return all files that match a pattern, by rank. If there are several values of `{size}`, the
     value with the most files is used.
     """
     folder = Path(pattern.split("{")[0] + "_").parent
@@ -106,10 +108,11 @@ def _matching(pattern: str) -> dict[int, Path]:
 
 
 def _pattern_of(folder: Path, names: Sequence[str]) -> str:
-    """Return the pattern of the files in a folder, or an empty string if they have no pattern.
+    """Return the file name pattern of the files in a folder, or an empty string if no file matches
+    a pattern.
 
     Raises:
-        CheckpointError: If the files match several patterns.
+        CheckpointError: If the files match more than one pattern.
     """
     found: dict[str, set[int]] = {}
     for name in names:
@@ -121,7 +124,7 @@ def _pattern_of(folder: Path, names: Sequence[str]) -> str:
     most = max((len(found[pattern]) for pattern in whole), default=0)
     best = [pattern for pattern in whole if len(found[pattern]) == most]
     if len(best) > 1:
-        raise CheckpointError(f"folder {str(folder)!r} has files of several patterns "
+        raise CheckpointError(f"folder {str(folder)!r} has files that match several patterns "
                               f"({', '.join(sorted(best)[:3])}); select one pattern, such as "
                               f"{folder}/{best[0]}")
     return str(folder / best[0]) if best else ""
@@ -137,7 +140,7 @@ def _check_names(state: Mapping[Any, Any]) -> None:
 
 
 def _open_ranks(paths: Sequence[Path], trusted: bool) -> Source:
-    """Open the files of all ranks as a source of whole tensors."""
+    """Open the files of all ranks as a source. The tensors of the source contain all experts."""
     states = [_open_file(path, trusted) for path in paths]
     prefixes = {name.removesuffix(COUNT): int(_number(value))
                 for name, value in states[0].items() if name.endswith(COUNT)}
@@ -157,7 +160,7 @@ def _open_ranks(paths: Sequence[Path], trusted: bool) -> Source:
 
 def _joined(name: str, paths: Sequence[Path], states: Sequence[Mapping[str, Any]],
             experts: int) -> Derived:
-    """Join the parts of a tensor from all ranks to a tensor of all experts."""
+    """Join the slices of a tensor from all ranks to a tensor with all experts."""
     parts, size = [], len(states)
     for path, state in zip(paths, states, strict=True):
         if not isinstance(state.get(name), Derived):
@@ -168,7 +171,7 @@ def _joined(name: str, paths: Sequence[Path], states: Sequence[Mapping[str, Any]
     if parts[0].entry.shape[0] * size != experts * shards:
         raise CheckpointError(
             f"{name!r} has {parts[0].entry.shape[0]} experts in each of {size} files, but the "
-            f"layer has {experts} experts: files are missing or of another checkpoint")
+            f"layer has {experts} experts: files are missing or belong to another checkpoint")
     runs = [joined(parts[at:at + shards], 1) for at in range(0, size, shards)]
     tensor = joined(runs, 0) if len(runs) > 1 else runs[0]
     if shards > 1 and name.endswith("batched_fc2_bias"):  # the last pieces are padded
@@ -183,14 +186,16 @@ def _number(value: Any) -> Any:
 
 
 def to_plain(source: Source) -> View:
-    """Return a view that maps Tutel's names to the names of a model with this package's layers."""
+    """Return a view that converts Tutel's names to the names of a model with this package's layers.
+    """
     tensors = _table(source).neutral(map(source.tensor, source.entries), _keep_outside(
         source, "MoELayer has no counterpart for Tutel's tensor", NAMES))
     return View(source, tensors, format="plain", values={**source.values, "extra": {}})
 
 
 def from_plain(source: Source) -> View:
-    """Return a view that maps the names of a model with this package's layers to Tutel's names."""
+    """Return a view that converts the names of a model with this package's layers to Tutel's names.
+    """
     if not source.layers:
         raise CheckpointError("the checkpoint has no MoELayer that could be converted to Tutel's "
                               "layer; choose another format with --to")
@@ -209,11 +214,11 @@ def _table(source: Source) -> NameTable:
 
 
 def _keep_outside(source: Source, missing: str, known: Iterable[str]) -> Others:
-    """Return a function that keeps tensors outside MoE layers and raises an error for tensors
-    inside.
+    """Return a function that handles tensors without a name rule. The function keeps tensors
+    outside of MoE layers, and raises an error for tensors inside an MoE layer.
 
     Args:
-        missing: start of the error message for a tensor inside an MoE layer.
+        missing: start of the error message for tensors inside an MoE layer.
         known: names of the tensors that an MoE layer can have.
     """
     def others(one: Derived) -> Derived:
@@ -225,8 +230,8 @@ def _keep_outside(source: Source, missing: str, known: Iterable[str]) -> Others:
 
 
 def _split(name: str, layers: Mapping[str, Any]) -> tuple[str | None, str]:
-    """Split a name into the prefix of the MoE layer and the rest of the name. The prefix is None
-    for tensors outside MoE layers.
+    """Split a tensor name into the prefix of the MoE layer and the rest of the name. For tensors
+    outside of MoE layers, the prefix is None.
     """
     for prefix in layers:
         if name.startswith((prefix + "experts.", prefix + "gates.", prefix + "router.")):
@@ -235,7 +240,7 @@ def _split(name: str, layers: Mapping[str, Any]) -> tuple[str | None, str]:
 
 
 def _part(one: Derived, rank: int, size: int, experts: int) -> Derived:
-    """Return the part that a rank's file contains of a tensor with all experts."""
+    """Given a tensor with all experts, return the slice that a rank's file contains."""
     shards = max(1, size // experts)
     local = experts * shards // size
     run, shard = divmod(rank, shards)
@@ -247,14 +252,14 @@ def _part(one: Derived, rank: int, size: int, experts: int) -> Derived:
     if one.key[1].endswith("batched_fc2_bias"):
         one = _filled_up(one, each * shards)
     elif width % shards:
-        raise ValueError(f"{one.key[1]!r} of inner width {width} does not fit {shards} ranks for "
-                         "each expert: the width must be a multiple of the ranks; choose another "
-                         "--world")
+        raise ValueError(f"{one.key[1]!r} has the inner width {width}, which cannot be divided "
+                         f"among {shards} ranks for each expert: the width must be a multiple of "
+                         "the number of ranks; choose another --world")
     return part_of(one, (rows, slice(shard * each, (shard + 1) * each)))
 
 
 def _filled_up(one: Derived, width: int) -> Derived:
-    """Pad a tensor of shape [E, M] with zeros to the shape [E, width]."""
+    """Pad a tensor of shape [E, M] with zeros to shape [E, width]."""
     def read(window: Window) -> torch.Tensor:
         inside = [slice(min(at.start, end), min(at.stop, end))
                   for at, end in zip(window, one.entry.shape, strict=True)]
@@ -268,8 +273,8 @@ def _filled_up(one: Derived, width: int) -> Derived:
 
 @formats.register("tutel")
 class TutelFormat(Format):
-    """Checkpoints of Tutel with one state dict per rank, or with a single state dict of all
-    experts.
+    """Checkpoints of Tutel, with either one state dict per rank or a single state dict that
+    contains all experts.
     """
 
     name = "tutel"
@@ -304,7 +309,7 @@ class TutelFormat(Format):
             source.describe().get("ranks", 1) if source.format == self.name else 1)
         for experts in {origin["num_experts"] for origin in source.layers.values()}:
             if experts % size and size % experts:
-                raise ValueError(f"--world {size} does not fit {experts} experts: it must be a "
+                raise ValueError(f"--world {size} is invalid for {experts} experts: it must be a "
                                  "divisor or a multiple of the number of experts")
         write_files(path, {f"{rank}-of-{size}.pt": partial(_state_of_rank, source, rank, size)
                            for rank in range(size)}, progress)

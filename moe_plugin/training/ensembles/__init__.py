@@ -1,1 +1,3 @@
-"""Losses over the outputs of a model. For router losses see `moe_plugin.routing.losses`."""
+"""Losses that are computed from the outputs of a model. For losses of routers, see
+`moe_plugin.routing.losses`.
+"""

@@ -1,10 +1,9 @@
-"""Confident multiple choice learning: ensembles with specialized members.
+"""Confident multiple choice learning (CMCL): ensembles whose members specialize in some samples.
 
-Each member is confident on its own samples, and predicts a uniform distribution on all other
-samples.
+Each member is confident on its own samples, and predicts a uniform distribution on all others.
 
-Legend: N samples, M members (models, heads or experts), C classes, G groups of samples. Source:
-CMCL (Lee and others, 2017).
+Notation: N is the number of samples, M the number of members (models, heads or experts), C the
+number of classes, G the number of groups of samples. Source: CMCL (Lee and others, 2017).
 """
 
 from __future__ import annotations
@@ -28,16 +27,16 @@ Check = tuple[bool, str, str, str]  # is valid, argument, bound, remedy
 
 @dataclass(frozen=True)
 class EnsembleSettings:
-    """An ensemble that is requested by command-line arguments (see `flags`).
+    """Settings of an ensemble that the user requests with command-line arguments (see `flags`).
 
     Attributes:
-        heads: M, the number of heads.
+        heads: number of heads, M.
         hidden: width of each head's hidden layer.
-        sharing: probability that a feature of one head is added to another head's feature.
+        sharing: probability with which a feature of one head is added to those of another head.
         k: see `confident_oracle_loss`.
         beta: see `confident_oracle_loss`.
         labels: see `confident_oracle_loss`.
-        by_sequence: True if a whole unit (a sequence or an image) has the same responsible heads.
+        by_sequence: whether all samples of a sequence or image have the same responsible heads.
     """
 
     heads: int
@@ -50,12 +49,12 @@ class EnsembleSettings:
 
 
 def flags(whole: str, part: str, meaning: str) -> Flags:
-    """Return the names and argparse options of the command-line flags for an ensemble.
+    """Return the command-line flags of an ensemble: their names and argparse options.
 
     Args:
-        whole: first allowed value of `--oracle-unit`. This value is also the default.
+        whole: first allowed value of `--oracle-unit`, which is also the default.
         part: second allowed value of `--oracle-unit`.
-        meaning: description of the unit `whole` for help texts.
+        meaning: description of the unit `whole` in help texts.
     """
     return (
         ("ensemble-heads", {"type": int, "default": 0, "help": "number of output heads of an "
@@ -77,12 +76,12 @@ def flags(whole: str, part: str, meaning: str) -> Flags:
 
 def given_settings(args: argparse.Namespace, known: Flags,
                    checks: Iterable[Check] = ()) -> EnsembleSettings | None:
-    """Return the ensemble that parsed arguments request, or None if there is a single output layer.
+    """Return the ensemble settings in parsed arguments, or None if there is a single output layer.
 
     Args:
         args: parsed arguments.
-        known: all flags of the host, including those returned by `flags`.
-        checks: additional checks of the host, which run if an ensemble is requested.
+        known: all flags of the host framework, including those that `flags` returns.
+        checks: additional checks by the host framework, which run only for an ensemble.
     Raises:
         ValueError: If an argument is out of bounds or has no effect.
     """
@@ -119,8 +118,8 @@ class OracleLoss:
     """Result of `confident_oracle_loss`.
 
     Attributes:
-        loss_N: float [N], loss of each sample, differentiable.
-        chosen_NM: bool [N, M], the members responsible for each sample.
+        loss_N: loss of each sample, float [N]. The loss is differentiable.
+        chosen_NM: bool [N, M]. Entry [n, m] is True if member m is responsible for sample n.
     """
 
     loss_N: Tensor
@@ -128,7 +127,7 @@ class OracleLoss:
 
 
 def uniform_divergence(logits_NMC: Tensor) -> Tensor:
-    """Return `KL(U || P) = -log C - (1/C) sum_c log P(c)` [N, M] for float logits [N, M, C].
+    """Return the divergence `KL(U || P) = -log C - (1/C) sum_c log P(c)`, [N, M].
 
     The gradient with respect to the logits is `p - 1/C`.
     """
@@ -136,11 +135,11 @@ def uniform_divergence(logits_NMC: Tensor) -> Tensor:
 
 
 def responsible(cross_entropy_NM: Tensor, divergence_NM: Tensor, k: int, beta: float) -> Tensor:
-    """Return the assignment, bool [N, M], that has `k` members per sample and the smallest loss.
+    """Return the assignment of `k` members to each sample, bool [N, M], that has the smallest loss.
 
-    The chosen members are those with the k smallest values of `CE_m - beta KL_m`, where ties go to
-    the lower index. The result is exact, because the loss is a sum over members, and choosing
-    member m changes it by `CE_m - beta KL_m`.
+    For each sample, the chosen members have the k smallest values of `CE_m - beta KL_m`. If values
+    are equal, the lower index is chosen. This is optimal, because the loss is a sum over members,
+    and choosing member m changes it by `CE_m - beta KL_m`.
 
     Args:
         cross_entropy_NM: cross entropy `CE` of each member for each sample, float [N, M].
@@ -163,25 +162,26 @@ def confident_oracle_loss(logits_NMC: Tensor, target_N: Tensor, k: int, beta: fl
                           mask_N: Tensor | None = None) -> OracleLoss:
     """Compute the confident oracle loss of each sample.
 
-    The loss trains the best `k` members, and moves all others towards the uniform distribution:
-    `sum_m [ v_m CE(y, P_m) + beta (1 - v_m) KL(U || P_m) ]` with the best assignment `v` of k
-    members to each sample. With beta = 0 and k = 1 this is multiple choice learning; with k = M it
-    is an independent ensemble. The loss is computed in at least float32.
+    For each sample, the loss trains the best `k` members and pulls all other members towards the
+    uniform distribution. The loss is `sum_m [ v_m CE(y, P_m) + beta (1 - v_m) KL(U || P_m) ]`,
+    where v is the best assignment of k members to each sample. With beta = 0 and k = 1, this is
+    multiple choice learning. With k = M, the members are independent. The loss is at least float32.
 
     Args:
-        logits_NMC: float [N, M, C], logits of all members.
-        target_N: int64 [N], class of each sample.
-        k: number of members responsible for a sample.
-        beta: weight of the divergence of members that are not responsible for a sample.
-        labels: how the divergence is computed. With "exact", the divergence itself is used. With
-            "stochastic", the divergence is replaced with the cross entropy to a label that is drawn
-            uniformly for each sample and each other member. The mean gradient is the same.
-        group_N: optional. Group index of each sample, int64 [N] in 0..groups-1. All samples of a
-            group (such as the tokens of a sequence) have the same responsible members. By default
-            each sample is a separate group.
+        logits_NMC: logits of all members, float [N, M, C].
+        target_N: class of each sample, int64 [N].
+        k: number of members that are responsible for each sample.
+        beta: weight of the divergence for members that are not responsible for a sample.
+        labels: how the divergence is computed. With "exact", the divergence is computed exactly.
+            With "stochastic", the divergence is replaced by the cross entropy with a random label,
+            drawn uniformly for each sample and each other member. The expected gradient is the
+            same.
+        group_N: optional. Index of the group to which each sample belongs, int64 [N] in
+            0..groups-1. All samples of a group (for example, the tokens of a sequence) have the
+            same responsible members. By default, each sample is a separate group.
         groups: number of groups of samples, G.
-        mask_N: optional. bool [N], true if the sample counts. Samples that do not count have loss 0
-            and do not affect the choice of members.
+        mask_N: optional. bool [N], False for samples to be ignored. Ignored samples have loss 0 and
+            do not affect the choice of members.
     Raises:
         ValueError: If k is outside 1..M, `labels` is unknown, or beta is negative or not finite.
     """
@@ -221,12 +221,12 @@ def _choose(ce_NM: Tensor, kl_NM: Tensor, k: int, beta: float, group_N: Tensor |
 def ensemble_errors(logits_NMC: Tensor, target_N: Tensor) -> tuple[Tensor, Tensor]:
     """Return the oracle error and the top-1 error of each sample, both bool [N].
 
-    The oracle error is true if no member is correct. The top-1 error is true if the class with the
-    largest mean probability is wrong.
+    The oracle error is True if no member predicts the correct class. The top-1 error is True if the
+    class with the largest mean probability is wrong.
 
     Args:
-        logits_NMC: float [N, M, C].
-        target_N: int64 [N], class of each sample.
+        logits_NMC: logits of all members, float [N, M, C].
+        target_N: class of each sample, int64 [N].
     """
     right_NM = logits_NMC.argmax(-1) == target_N[:, None]
     mean_NC = F.softmax(logits_NMC.float(), dim=-1).mean(1)
@@ -239,17 +239,17 @@ def sequence_oracle_loss(logits_BTMC: Tensor, target_BT: Tensor, real_BT: Tensor
     """Compute the confident oracle loss and the errors of each token.
 
     Args:
-        logits_BTMC: float [B, T, M, C].
-        target_BT: int64 [B, T], class of each token.
-        real_BT: bool [B, T], true for tokens that are not padding.
+        logits_BTMC: logits of all members, float [B, T, M, C].
+        target_BT: class of each token, int64 [B, T].
+        real_BT: bool [B, T], False for padding.
         k: see `confident_oracle_loss`.
         beta: see `confident_oracle_loss`.
         labels: see `confident_oracle_loss`.
         by_sequence: whether all tokens of a sequence have the same responsible members.
     Returns:
-        The loss of each token with its responsible members, float32 [B * T]. The second value
-        contains the errors of tokens by name, bool [B * T]: "oracle" (no member is correct) and
-        "top1" (the members' mean is wrong). The values are false for padding.
+        The losses of all tokens with their responsible members, float32 [B * T]. The second value
+        contains the errors of all tokens, bool [B * T], by name: "oracle" (no member is correct)
+        and "top1" (the mean of the members is wrong). For padding, both errors are False.
     """
     result = sequence_oracle(logits_BTMC, target_BT, real_BT, k, beta, labels=labels,
                              by_sequence=by_sequence)
@@ -260,8 +260,7 @@ def sequence_oracle_loss(logits_BTMC: Tensor, target_BT: Tensor, real_BT: Tensor
 
 def sequence_oracle(logits_BTMC: Tensor, target_BT: Tensor, real_BT: Tensor, k: int, beta: float, *,
                     labels: str = "exact", by_sequence: bool = True) -> OracleLoss:
-    """Compute `confident_oracle_loss` for all tokens; for the arguments see `sequence_oracle_loss`.
-    """
+    """Compute `confident_oracle_loss` for all tokens. Arguments: see `sequence_oracle_loss`."""
     batch, length = target_BT.shape
     group_N = torch.arange(batch, device=target_BT.device).repeat_interleave(length)
     return confident_oracle_loss(logits_BTMC.flatten(0, 1), target_BT.flatten(), k, beta,
@@ -270,16 +269,17 @@ def sequence_oracle(logits_BTMC: Tensor, target_BT: Tensor, real_BT: Tensor, k: 
 
 
 def sequence_errors(logits_BTMC: Tensor, target_BT: Tensor, by_sequence: bool) -> dict[str, Tensor]:
-    """Return the fraction of wrong tokens in each sequence, float64 [B], by kind of error.
+    """Return the fraction of wrong tokens in each sequence, float64 [B], for each type of error.
 
-    "top1" uses the mean of the members' predictions. "member" is the mean of the members'
-    individual errors. "oracle" uses the best member for each sequence. If `by_sequence` is false,
-    it uses the best member for each token, so a token is wrong if no member is correct.
+    "top1" is the error of the mean of the members' predictions. "member" is the mean of the errors
+    of the individual members. "oracle" is the error of the best member of each sequence. If
+    `by_sequence` is False, "oracle" uses the best member of each token, so a token is wrong only if
+    no member is correct.
 
     Args:
-        logits_BTMC: float [B, T, M, C].
-        target_BT: int64 [B, T], class of each token.
-        by_sequence: whether the best member is chosen per sequence or per token.
+        logits_BTMC: logits of all members, float [B, T, M, C].
+        target_BT: class of each token, int64 [B, T].
+        by_sequence: whether to select the best member per sequence (True) or per token (False).
     """
     wrong_BTM = (logits_BTMC.argmax(-1) != target_BT[..., None]).double()
     mean_BTC = F.softmax(logits_BTMC.float(), dim=-1).mean(2)
@@ -290,15 +290,15 @@ def sequence_errors(logits_BTMC: Tensor, target_BT: Tensor, by_sequence: bool) -
 
 def confidence_histograms(logits_NMC: Tensor, chosen_NM: Tensor,
                           real_N: Tensor) -> dict[str, Tensor]:
-    """Compute histograms of the confidence of predictions, with the names in `HISTOGRAMS`.
+    """Compute histograms of how confident the predictions are. `HISTOGRAMS` contains their names.
 
-    There is one histogram, float64 [BINS], for the members responsible for a sample, one for all
-    other members, and one for the mean of the members; see `confidence_counts`.
+    The three histograms, float64 [BINS], describe members that are responsible for a sample, all
+    other members, and the mean of the members; see `confidence_counts`.
 
     Args:
         logits_NMC: float [N, M, C].
-        chosen_NM: bool [N, M], true for the members responsible for a sample.
-        real_N: bool [N], true for samples that count.
+        chosen_NM: bool [N, M]. Entry [n, m] is True if member m is responsible for sample n.
+        real_N: bool [N], False for samples to be ignored.
     """
     p_NMC, real_N1 = F.softmax(logits_NMC.detach().float(), dim=-1), real_N[:, None]
     shown = {"responsible": (p_NMC, chosen_NM & real_N1), "other": (p_NMC, ~chosen_NM & real_N1),
@@ -307,12 +307,11 @@ def confidence_histograms(logits_NMC: Tensor, chosen_NM: Tensor,
 
 
 def confidence_counts(p: Tensor, counted: Tensor, bins: int) -> Tensor:
-    """Count the distributions [bins] by the interval of 0..1 that contains their largest
-    probability.
+    """Count how often a distribution's largest probability is in each interval of 0..1, [bins].
 
     Args:
-        p: float [..., C], probabilities of the classes.
-        counted: bool [...], true for distributions that count.
+        p: class probabilities of each distribution, float [..., C].
+        counted: bool [...], False for distributions to be ignored.
         bins: number of intervals.
     """
     bin_index = (p.amax(-1) * bins).long().clamp(max=bins - 1)
@@ -320,16 +319,16 @@ def confidence_counts(p: Tensor, counted: Tensor, bins: int) -> Tensor:
 
 
 def share_features(features: Tensor, probability: float, training: bool, dim: int = -2) -> Tensor:
-    """Add features of other members at random: `h_m + sum_{n != m} s_nm * h_n`.
+    """Add random features of other members to each member: `h_m + sum_{n != m} s_nm * h_n`.
 
-    Each element of s_nm is 1 with the given probability, and 0 otherwise. Outside training the mean
-    of `s_nm` is used. Source: CMCL, section 3.3; its public code also draws `s_nm` at test time.
+    Each element of s_nm is 1 with the given probability, and otherwise 0. Outside of training,
+    `s_nm` is replaced by its mean. Source: CMCL, section 3.3.
 
     Args:
-        features: float tensor in which `dim` is the axis of the members.
-        probability: probability that an element of `s_nm` is 1.
-        training: whether to draw `s_nm` at random.
-        dim: axis of `features` along which the members are arranged.
+        features: float tensor with one axis for the members.
+        probability: probability with which an element of `s_nm` is 1.
+        training: whether to draw `s_nm` at random (True) or to use its mean (False).
+        dim: the axis of `features` that corresponds to the members.
     Raises:
         ValueError: If the probability is outside [0, 1].
     """
@@ -352,20 +351,20 @@ def share_features(features: Tensor, probability: float, training: bool, dim: in
 
 
 class EnsembleHeads(nn.Module):
-    """M output heads, each with a hidden layer (gelu), shared features and a map to C classes.
+    """M output heads: hidden layer (gelu), shared features, and linear layer to C classes.
 
     Args:
         dim: width of the input features.
-        classes: C, the number of classes.
-        heads: M, the number of heads.
-        hidden: width of each head's hidden layer. If it is 0, each head is a linear map.
-        sharing: probability that a feature of one head is added to the feature of a different head
-            (see `share_features`). If `sharing` is 0, features are not shared. Sharing requires a
+        classes: number of classes, C.
+        heads: number of heads, M.
+        hidden: width of each head's hidden layer. If 0, each head is a single linear layer.
+        sharing: probability with which a feature of one head is added to those of another (see
+            `share_features`). If the probability is 0, features are not shared. Sharing requires a
             hidden layer.
         dtype: dtype of the parameters.
         device: device of the parameters.
     Raises:
-        ValueError: If there are no heads, or if features are shared without a hidden layer.
+        ValueError: If `heads` is less than 1, or if features are shared without a hidden layer.
     """
 
     def __init__(self, dim: int, classes: int, heads: int, *, hidden: int = 0, sharing: float = 0.0,
@@ -374,7 +373,7 @@ class EnsembleHeads(nn.Module):
         if heads < 1:
             raise ValueError(f"heads={heads} is out of bounds: must be >= 1; use e.g. 5")
         if sharing and not hidden:
-            raise ValueError(f"sharing={sharing} has nothing to share: must be 0 without a hidden "
+            raise ValueError(f"sharing={sharing} has no effect: it must be 0 without a hidden "
                              "layer; set `hidden`, or use sharing=0")
         where = {"dtype": dtype, "device": device}
         self.sharing = sharing
@@ -389,8 +388,8 @@ class EnsembleHeads(nn.Module):
         """Return the logits of all heads, float [..., M, C].
 
         Args:
-            x: float [..., D], output of the model before the heads.
-            own: True if `x` contains separate features for each head and has shape [..., M, D].
+            x: output of the model before the heads, float [..., D].
+            own: whether `x` contains separate features for each head, with shape [..., M, D].
         """
         inputs = "...md" if own else "...d"
         if self.w_hidden_MDH is None:

@@ -1,8 +1,8 @@
-"""Selection of the fused implementations that are used on this machine, with the reasons.
+"""Select the fused implementations that this machine uses, and state the reasons.
 
 apex (github.com/NVIDIA/apex) has kernels only for CUDA devices. A component of apex is used if
-there is a CUDA device and the extension for this component can be imported. Otherwise torch's
-implementation is used.
+there is a CUDA device and if the compiled extension of this component can be imported. Otherwise,
+torch's implementation is used.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class FusedPart:
     """A component of apex, and whether it can be used.
 
     Attributes:
-        value: the class or function of apex, or None if the component cannot be used.
-        reason: why this component can or cannot be used.
+        value: class or function of apex, or None if the component cannot be used.
+        reason: the reason why this component can or cannot be used.
     """
 
     value: Any
@@ -44,12 +44,12 @@ class FusedPart:
 
 @dataclass(frozen=True)
 class Choice:
-    """An implementation that has been selected for a purpose.
+    """The implementation that was selected for a purpose.
 
     Attributes:
-        role: purpose for which the implementation is used.
-        active: name of the selected implementation.
-        reason: why this implementation is used.
+        role: the purpose of the implementation.
+        active: the name of the selected implementation.
+        reason: the reason why this implementation was selected.
     """
 
     role: str
@@ -58,7 +58,9 @@ class Choice:
 
 
 def apex(name: str) -> FusedPart:
-    """Return a component of apex, by its name in this module, for tensors on a CUDA device."""
+    """Return a component of apex for tensors on a CUDA device. The name of the component is a key
+    in this module.
+    """
     if not torch.cuda.is_available():
         return FusedPart(None, "apex needs a CUDA device, and there is none")
     return imported(*APEX[name])
@@ -66,8 +68,8 @@ def apex(name: str) -> FusedPart:
 
 @functools.cache
 def imported(module: str, name: str, extension: str) -> FusedPart:
-    """Import `module.name`, which needs the compiled `extension`. The result is cached for the
-    lifetime of the process.
+    """Import `module.name`. The compiled module `extension` must be importable. The imported object
+    is cached for the lifetime of the process.
     """
     try:
         importlib.import_module(extension)
@@ -80,8 +82,8 @@ def imported(module: str, name: str, extension: str) -> FusedPart:
 
 def fairseq_adam(dtypes: set[torch.dtype], *, torch_fused: bool, old: bool,
                  fp16_stats: bool) -> Choice:
-    """Select the Adam implementation for fairseq's `--optimizer adam`; `active` is "torch", "apex"
-    or "fairseq".
+    """Select the implementation of fairseq's `--optimizer adam`. The field `active` is "torch",
+    "apex" or "fairseq".
 
     Args:
         dtypes: dtypes of the parameters.
@@ -89,7 +91,7 @@ def fairseq_adam(dtypes: set[torch.dtype], *, torch_fused: bool, old: bool,
         old: value of `--use-old-adam`.
         fp16_stats: value of `--fp16-adam-stats`.
     Raises:
-        ValueError: If two of the flags exclude each other.
+        ValueError: If two of the flags cannot be combined.
     """
     role = "fairseq --optimizer adam"
     if old and (torch_fused or fp16_stats):
@@ -114,8 +116,7 @@ def fairseq_adam(dtypes: set[torch.dtype], *, torch_fused: bool, old: bool,
 
 
 def choices() -> list[Choice]:
-    """Return the implementations that are used on this machine with default settings, for a report.
-    """
+    """Return the implementations that this machine uses by default, for a report."""
     try:
         importlib.import_module("transformer_engine.pytorch")
         engine = "it imports"

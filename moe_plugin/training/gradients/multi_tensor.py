@@ -1,4 +1,6 @@
-"""Norms and scaling of many tensors at once, with apex if it is supported, otherwise with torch."""
+"""Compute norms of many tensors at once, and scale many tensors at once. apex is used if it
+supports the tensors, otherwise torch.
+"""
 
 from __future__ import annotations
 
@@ -19,18 +21,17 @@ APEX_DEVICES, APEX_DTYPES = ("cuda",), (torch.float32, torch.float16)
 @torch.no_grad()
 def squared_norm(tensors: Sequence[Tensor], device: torch.device | None = None,
                  copies: Sequence[int] | None = None) -> Tensor:
-    """Return the sum of the squares of all elements as a 0-dim float64 tensor.
+    """Return the sum of the squares of all elements, as a 0-dim float64 tensor.
 
-    The host does not wait for the device. Norms of the tensors are computed in float32 (float64 for
-    float64 tensors). A NaN or Inf in any tensor makes the result NaN or Inf.
+    The host does not wait for the device. The norm of each tensor is computed in float32 (float64
+    for float64 tensors). If any tensor contains NaN or Inf, the sum is NaN or Inf.
 
     Args:
-        tensors: tensors of any shapes, floating dtypes and devices. The result is 0 if there are no
-            tensors. Only this rank's shard of a DTensor is included.
-        device: optional. Device on which the result is returned. Defaults to the device of the
-            first tensor.
-        copies: optional. For each tensor, the number of ranks that have the same tensor, by which
-            its squares are divided. Defaults to 1 for every tensor.
+        tensors: tensors with any shapes, floating-point dtypes and devices. If there are no
+            tensors, the sum is 0. For a DTensor, only this rank's shard is included.
+        device: optional. Device of the returned tensor. Defaults to the device of the first tensor.
+        copies: optional. For each tensor, the number of ranks that store the same tensor. The
+            squares of the tensor are divided by this number. Defaults to 1 for every tensor.
     """
     norms = SquaredNorm()
     norms.add(0, tensors, copies)
@@ -38,9 +39,9 @@ def squared_norm(tensors: Sequence[Tensor], device: torch.device | None = None,
 
 
 class SquaredNorm:
-    """The computation of `squared_norm` for tensors that are not in memory at the same time.
+    """Computes `squared_norm` for tensors that are not in memory at the same time.
 
-    The results are bitwise equal to those of `squared_norm`, except on a GPU with apex, which
+    The sum is bitwise equal to that of `squared_norm`. The exception is a GPU with apex, which
     computes norms of several tensors at once.
     """
 
@@ -50,11 +51,11 @@ class SquaredNorm:
     @torch.no_grad()
     def add(self, place: int, tensors: Sequence[Tensor], copies: Sequence[int] | None = None
             ) -> None:
-        """Add some of the tensors to the sum.
+        """Add the squares of some of the tensors to the sum.
 
         Args:
-            place: index of this group of tensors in the order of summation. `add` may be called for
-                the groups in any order.
+            place: position of these tensors in the order of summation. The calls of `add` may be
+                made in any order.
             tensors: see `squared_norm`.
             copies: see `squared_norm`.
         """
@@ -67,8 +68,8 @@ class SquaredNorm:
 
     @torch.no_grad()
     def total(self, device: torch.device) -> Tensor:
-        """Return the sum of squares of all added tensors as 0-dim float64 on `device`; see
-        `squared_norm`.
+        """Return the sum of the squares of all added tensors as a 0-dim float64 tensor on `device`;
+        see `squared_norm`.
         """
         alike: dict[int, dict[tuple[torch.device, torch.dtype], list[Tensor]]] = {}
         for index in sorted(self._parts):
@@ -82,8 +83,8 @@ class SquaredNorm:
 
 
 def _norms(group: list[Tensor]) -> Tensor:
-    """Return the norms [n] of tensors with the same device and dtype, or a single norm [1] of all
-    of them.
+    """Return the norms [n] of tensors with the same device and dtype, or one norm [1] of all these
+    tensors together.
     """
     if (norm_op := _apex(fused.L2_NORM, group)) is not None:
         return norm_op([group], False)[0].reshape(-1)
@@ -96,9 +97,9 @@ def scale_(tensors: Sequence[Tensor], factor: float | Tensor) -> None:
     """Multiply all tensors by a factor in place.
 
     Args:
-        tensors: tensors or DTensors of any shapes, floating dtypes and devices.
-        factor: a number, or a 0-dim tensor, by which the tensors are multiplied. apex is used only
-            if `factor` is a Python number, because it would wait for a tensor's value.
+        tensors: tensors or DTensors with any shapes, floating-point dtypes and devices.
+        factor: number or 0-dim tensor by which the tensors are multiplied. apex is used only if
+            `factor` is a Python number, because apex would wait for the value of a tensor.
     """
     for group in _by_device_and_dtype(tensors):
         if isinstance(factor, Tensor):
@@ -110,9 +111,7 @@ def scale_(tensors: Sequence[Tensor], factor: float | Tensor) -> None:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a DTensor or `PartGradient`; any other tensor is returned
-    unchanged.
-    """
+    """Return this rank's part of a DTensor or `PartGradient`. Return any other tensor unchanged."""
     return tensor.to_local() if is_sharded(tensor) else plain(tensor)
 
 
@@ -125,7 +124,9 @@ def _by_device_and_dtype(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def _apex(name: str, group: list[Tensor]) -> Callable[..., Any] | None:
-    """Return apex's function for lists of these tensors, or None if apex does not support them."""
+    """Return apex's function for lists of these tensors, or None if apex does not support these
+    tensors.
+    """
     first = group[0]
     if first.device.type not in APEX_DEVICES or first.dtype not in APEX_DTYPES or not all(
             tensor.layout == torch.strided and tensor.is_contiguous() for tensor in group):

@@ -1,9 +1,9 @@
-"""Muon for experts: each expert's matrix is orthogonalized separately.
+"""The optimizer Muon for experts. The matrix of each expert is orthogonalized separately.
 
-Muon (Jordan and others 2024) replaces the momentum of a matrix with a nearly orthogonal matrix.
-`torch.optim.Muon` does not accept experts, which are stacks of matrices. One parameter contains the
-matrices of many experts, and the gate and up matrices of a gated expert may share one tensor. Each
-rank may have only a part of each matrix.
+Muon (Jordan and others 2024) replaces the momentum of a matrix by a nearly orthogonal matrix.
+`torch.optim.Muon` does not accept the parameters of experts, which are stacks of matrices. One
+parameter contains the matrices of many experts, and one tensor may contain both the gate and the up
+matrix of a gated expert. In addition, each rank may store only a part of each matrix.
 """
 
 from __future__ import annotations
@@ -32,19 +32,20 @@ from moe_plugin.utils.messages import short
 def shard_routers(model: nn.Module, ignored_params: set[nn.Parameter],
                   mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),
                   **options: Any) -> None:
-    """Make each router whose parameters have a different dtype a separate FSDP unit.
+    """Wrap routers in separate FSDP units if the dtype of their parameters is different from the
+    rest of the model.
 
-    FSDP2 does not accept parameters of different dtypes in one unit. If `router.fp32` is set, the
-    router is also a separate unit if `mp_policy` lowers the precision of the model, because the
-    router computes with its parameters in their own dtype. A router has few parameters, which stay
-    gathered between forward and backward. Call this function before the FSDP units around the
-    routers are created.
+    FSDP2 does not support parameters of different dtypes in the same unit. A router with
+    `router.fp32` is also wrapped separately if `mp_policy` lowers the precision of the model,
+    because such a router computes in the dtype of its own parameters. The parameters of a router
+    are small, so they stay gathered between forward and backward. Call this function before
+    creating the FSDP units around the routers.
 
     Args:
         model: the model.
-        ignored_params: parameters of the experts, which FSDP ignores.
+        ignored_params: parameters of experts, which FSDP ignores.
         mp_policy: see `torch.distributed.fsdp.fully_shard`.
-        options: further options for `torch.distributed.fsdp.fully_shard`.
+        options: additional keyword arguments of `torch.distributed.fsdp.fully_shard`.
     """
     layers = layers_in(model)
     inside = {p for layer in layers for p in layer.router.parameters()}
@@ -71,27 +72,28 @@ _DEFAULTS = {"lr": 1e-3, "weight_decay": 0.1, "momentum": 0.95, "nesterov": True
 
 def muon_groups(model: nn.Module, lr: float, adamw_lr: float, *, weight_decay: float = 0.1,
                 dense: bool = True, adamw: str = ADAMW) -> list[dict[str, Any]]:
-    """Return parameter groups for `ExpertMuon`.
+    """Divide the parameters of a model into parameter groups for `ExpertMuon`.
 
-    Matrices of experts, and of `nn.Linear`, use Muon. All other parameters (routers, embeddings,
-    heads, adapters, vectors) use AdamW.
+    Muon updates the matrices of experts and of `nn.Linear`. AdamW updates all other parameters
+    (routers, embeddings, heads, adapters, vectors).
 
-    Experts are the experts of `MoELayer` and, in models of `transformers`, of every class decorated
-    with `use_experts_implementation`. Weight decay is not applied to vectors (norms and biases).
-    Biases of experts count as vectors, although they are stored as matrices [L, F].
+    The experts are those of `MoELayer` and, in models of `transformers`, those of every class
+    decorated with `use_experts_implementation`. Weight decay is not applied to vectors (norms and
+    biases). The biases of experts are treated as vectors, although they are stored as matrices [L,
+    F].
 
     Args:
         model: the model.
         lr: learning rate of Muon.
         adamw_lr: learning rate of AdamW.
-        weight_decay: weight decay of matrices in Muon and in AdamW.
-        dense: whether the matrices of `nn.Linear` also use Muon.
-        adamw: regular expression. Parameters whose name contains a match of this pattern use AdamW.
-    Returns:
-        The nonempty parameter groups, each with a `name` and the value `muon` (whether the group
-            uses Muon).
+        weight_decay: weight decay of matrices, both in Muon and in AdamW.
+        dense: whether Muon also updates the matrices of `nn.Linear`.
+        adamw: regular expression. AdamW updates all parameters whose name contains a match of this
+            pattern.
+    Returns: The nonempty parameter groups. Each group has a `name` and a boolean `muon`, which is
+        True if Muon updates the group.
     Raises:
-        ValueError: If there is no trainable matrix for Muon.
+        ValueError: If the model has no trainable matrix that Muon could update.
     """
     forms = matrix_forms(model)
     if dense:
@@ -119,27 +121,27 @@ def muon_groups(model: nn.Module, lr: float, adamw_lr: float, *, weight_decay: f
 
 
 class ExpertMuon(torch.optim.Optimizer):
-    """An optimizer that uses Muon for stacks of matrices, and AdamW for all other parameters.
+    """An optimizer that updates stacks of matrices with Muon, and all other parameters with AdamW.
 
-    A matrix is updated as in `torch.optim.Muon`. Each Muon group has the options of
-    `torch.optim.Muon` and its state (`momentum_buffer`). The group also has the options
-    `transposed` and `halves`. If `transposed` is true, matrices are stored as [..., in, out]. If
-    `halves` is "concatenated" or "alternating", gate and up are stored in one tensor, but are
-    treated as separate matrices as in dense models. Groups with `muon=False` have the options of
-    `torch.optim.AdamW`.
+    Each matrix is updated in the same way as by `torch.optim.Muon`. Each Muon group has the options
+    and the state (`momentum_buffer`) of `torch.optim.Muon`. In addition, a Muon group has the
+    options `transposed` and `halves`. If `transposed` is True, the matrices are stored as [..., in,
+    out]. If `halves` is "concatenated" or "alternating", one tensor contains the gate and up
+    matrices, which are treated as separate matrices as in dense models. Groups with `muon=False`
+    have the options of `torch.optim.AdamW`.
 
-    If an expert is split into shards (`parallel.shards`, or more ranks than experts), or a matrix
-    is a DTensor, its momentum is gathered for the update. The update is then collective, and all
-    ranks must have gradients of the same parameters.
+    If an expert is split into shards (`parallel.shards`, or more ranks than experts), or if a
+    matrix is a DTensor, its momentum is gathered before the update. In both cases, all ranks must
+    call `step` with gradients for the same parameters.
 
     Args:
-        params: parameter groups returned by `muon_groups`, or any other parameters or parameter
-            groups. 2D parameters, and stacks whose last axes are [out, in], use Muon unless their
+        params: parameter groups from `muon_groups`, or any other parameters or parameter groups.
+            Muon updates 2D parameters, and stacks whose last two axes are [out, in], unless their
             group contains `muon=False`.
         lr: see `torch.optim.Muon`.
-        options: further options for `torch.optim.Muon`.
+        options: additional keyword arguments of `torch.optim.Muon`.
     Raises:
-        ValueError: If a Muon group contains vectors, or if an option is invalid.
+        ValueError: If a Muon group contains a vector, or if an option is not valid.
     """
 
     def __init__(self, params: Iterable[Any], lr: float = 1e-3, **options: Any) -> None:
@@ -154,7 +156,7 @@ class ExpertMuon(torch.optim.Optimizer):
         return {**super().__getstate__(), "_given": self._given}  # options for new groups of a copy
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a parameter group with the default options of Muon or AdamW; see
+        """Add a parameter group. Missing options get the defaults of Muon or AdamW; see
         `torch.optim.Optimizer`.
         """
         param_group.setdefault("muon", True)
@@ -168,8 +170,8 @@ class ExpertMuon(torch.optim.Optimizer):
             _check(param_group)
 
     def _adamw(self) -> _AdamW:
-        """Return the inner AdamW optimizer, which is created at the first call. A copy of this
-        optimizer creates a separate AdamW.
+        """Return the inner AdamW optimizer, which is created by the first call. A copy of the
+        `ExpertMuon` optimizer creates its own AdamW.
         """
         made: _AdamW | None = vars(self).get("_inner")
         if made is None:
@@ -194,7 +196,7 @@ class ExpertMuon(torch.optim.Optimizer):
 
     def _update(self, parameter: Tensor, group: Mapping[str, Any],
                 place: tuple[str, Placement] | None) -> None:
-        """Update one parameter as `torch.optim._muon._single_tensor_muon` does."""
+        """Update one parameter in the same way as `torch.optim._muon._single_tensor_muon`."""
         state, lr = self.state[parameter], float(group["lr"])
         assert parameter.grad is not None
         gradient = plain(parameter.grad)
@@ -214,8 +216,8 @@ class ExpertMuon(torch.optim.Optimizer):
 
 
 class _AdamW(torch.optim.AdamW):
-    """An AdamW that updates parameters of an outer optimizer during its step and stores its state
-    there.
+    """The inner AdamW. This optimizer updates parameters of an outer optimizer during the outer
+    optimizer's step, and stores its state in the outer optimizer.
     """
 
     def step_of(self, groups: list[dict[str, Any]], state: Any) -> None:
@@ -241,7 +243,7 @@ def _check(group: Mapping[str, Any]) -> None:
 
 
 def _matrices(stack: Tensor, group: Mapping[str, Any]) -> Tensor:
-    """Return the matrices [..., out, in] of a tensor, as a view."""
+    """Return a view of a tensor as matrices [..., out, in]."""
     if group["transposed"]:
         stack = stack.mT
     if group["halves"] == "concatenated":
@@ -253,13 +255,13 @@ def _matrices(stack: Tensor, group: Mapping[str, Any]) -> Tensor:
 
 def _of_whole(part: Tensor, place: tuple[str, Placement] | None,
               compute: Callable[[Tensor], Tensor]) -> Any:
-    """Apply `compute` to the full matrices of a tensor, and return this rank's part of the result.
+    """Apply `compute` to complete matrices, and return this rank's part of the output.
 
     Args:
         part: this rank's part of the tensor.
-        place: name and placement of an expert's parameter. It is None for parameters that do not
+        place: name and placement of an expert parameter. `place` is None for parameters that do not
             belong to experts.
-        compute: function of the full matrices that preserves their shapes.
+        compute: function of complete matrices that does not change their shape.
     """
     if is_sharded(part):
         from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -280,7 +282,7 @@ def _of_whole(part: Tensor, place: tuple[str, Placement] | None,
 
 
 def _orthogonalized(stack: Tensor, group: Mapping[str, Any]) -> Tensor:
-    """Return the update of every matrix in a tensor, with the tensor's shape."""
+    """Return the update of each matrix in a tensor. The output has the shape of the tensor."""
     made = torch.empty_like(stack, dtype=torch.bfloat16)
     source, target = _matrices(stack, group), _matrices(made, group)
     flat_NOI = source.reshape(-1, *source.shape[-2:])
@@ -292,17 +294,18 @@ def _orthogonalized(stack: Tensor, group: Mapping[str, Any]) -> Tensor:
 
 def newton_schulz(x_NOI: Tensor, coefficients: tuple[float, float, float], steps: int,
                   eps: float) -> Tensor:
-    """Orthogonalize each matrix of a stack [N, out, in] in bfloat16, as `torch.optim.Muon` does.
+    """Orthogonalize each matrix of a stack [N, out, in] in bfloat16, in the same way as
+    `torch.optim.Muon`.
 
-    The quintic iteration `X <- a X + (b G + c G^2) X`, where `G = X X^T`, starts at `X / ||X||_F`.
-    With these coefficients (Jordan and others 2024), singular values become close to 1, but not
-    exactly 1.
+    The iteration `X <- a X + (b G + c G^2) X` with `G = X X^T` is a polynomial of degree 5. The
+    iteration starts at `X / ||X||_F`. With these coefficients (Jordan and others 2024), the
+    singular values become close to 1, but not exactly 1.
 
     Args:
         x_NOI: the matrices.
         coefficients: the coefficients a, b and c of the iteration.
         steps: number of iterations.
-        eps: lower bound of the norm by which a matrix is divided.
+        eps: minimum norm by which a matrix is divided.
     """
     a, b, c = coefficients
     wide = x_NOI.shape[-2] <= x_NOI.shape[-1]

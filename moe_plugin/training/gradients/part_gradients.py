@@ -1,11 +1,13 @@
-"""Gradients that are distributed over ranks, in a form that torch's own functions handle correctly.
+"""Gradients whose parts are distributed over ranks, in a form that torch's own functions process
+correctly.
 
-`torch.nn.utils.clip_grad_norm_`, and therefore Lightning, Accelerate and transformers' Trainer,
-compute the norm of the gradients on one rank. Each rank has different experts. Without this module,
-every rank would scale by a different norm, and parameters that are equal on all ranks would drift
-apart. Gradients of experts are therefore `PartGradient`s. The norm of a `PartGradient` is computed
-over the experts of all ranks, and `torch.amp.GradScaler` detects on all ranks if a value is not
-finite on one rank. All other operations treat these gradients as plain tensors.
+`torch.nn.utils.clip_grad_norm_` computes the norm of the gradients on a single rank. Lightning,
+Accelerate and transformers' Trainer call this function. With expert parallelism, however, each rank
+stores different experts. Without this module, each rank would scale its gradients by a different
+norm, and parameters that must be equal on all ranks would drift apart. Gradients of experts are
+therefore represented as `PartGradient`s. The norm of a `PartGradient` covers the experts of all
+ranks. If a gradient on one rank is not finite, `torch.amp.GradScaler` detects this on all ranks.
+All other operations treat a `PartGradient` as a plain tensor.
 """
 
 from __future__ import annotations
@@ -23,14 +25,14 @@ from moe_plugin.utils.dtensors import is_sharded
 
 
 class PartGradient(Tensor):
-    """A gradient that is distributed over ranks. Each rank has a different part.
+    """A gradient whose parts are distributed over ranks. Each rank stores a different part.
 
-    Norms computed by `torch.linalg.vector_norm` and `torch._foreach_norm` (see `PartNorm`), and the
-    check of `GradScaler`, are collective over `comm`: all ranks of `comm` must call them in the
-    same order. All other functions return plain tensors.
+    The norms `torch.linalg.vector_norm` and `torch._foreach_norm` (see `PartNorm`), and the check
+    of `GradScaler`, use collectives. All ranks of `comm` must call these functions in the same
+    order. All other functions treat the gradient as a plain tensor and return plain tensors.
 
     Attributes:
-        comm: the group of ranks that have the parts.
+        comm: the group of ranks that store the parts.
     """
 
     comm: Comm
@@ -59,8 +61,8 @@ class PartGradient(Tensor):
 def keep_part_gradients(parameters: Iterable[nn.Parameter], comm: Comm) -> None:
     """Convert all future gradients of these parameters to `PartGradient`s over `comm`.
 
-    `torch.optim.LBFGS`, which computes dot products over all parameters, then refuses to update
-    them.
+    After this call, `torch.optim.LBFGS` refuses to update these parameters, because it would
+    compute dot products over all parameters.
     """
     watch_optimizers()
     for parameter in parameters:
@@ -69,7 +71,8 @@ def keep_part_gradients(parameters: Iterable[nn.Parameter], comm: Comm) -> None:
 
 
 def mark_gradient(parameter: Tensor) -> None:
-    """Convert a parameter's gradient to a `PartGradient` if other ranks have different parts of it.
+    """If other ranks store different parts of a parameter's gradient, convert the gradient to a
+    `PartGradient`.
     """
     comm, gradient = getattr(parameter, "part_comm", None), parameter.grad
     if comm is not None and gradient is not None and not isinstance(gradient, PartGradient):
@@ -77,15 +80,17 @@ def mark_gradient(parameter: Tensor) -> None:
 
 
 def plain(gradient: Tensor) -> Tensor:
-    """Return a gradient as a plain tensor. The tensor's norm includes only this rank's part."""
+    """Return a gradient as a plain tensor. The norm of the plain tensor includes only this rank's
+    part.
+    """
     return gradient.as_subclass(Tensor) if isinstance(gradient, PartGradient) else gradient
 
 
 def _apart(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Call a function without any reduction over ranks.
+    """Call a function without reducing its output over ranks.
 
-    DTensors in a list are passed in a separate call, because torch does not allow lists of both
-    DTensors and tensors.
+    torch does not allow lists with both DTensors and plain tensors, so the DTensors are passed in a
+    separate call.
     """
     lists = [index for index, arg in enumerate(args) if isinstance(arg, (list, tuple))]
     if not lists or "_foreach" not in getattr(function, "__name__", ""):
@@ -105,7 +110,7 @@ def _apart(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[st
 
 
 def _norm(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Compute `torch.linalg.vector_norm` of one gradient over all ranks."""
+    """Compute `torch.linalg.vector_norm` of one gradient over the parts of all ranks."""
     options = dict(zip(("x", "ord", "dim", "keepdim"), args, strict=False)) | dict(kwargs)
     norm, x = function(*args, **kwargs), options["x"]
     if not isinstance(x, PartGradient) or options.get("dim") is not None:
@@ -121,8 +126,8 @@ def _norms(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[st
 
 
 def _unscale(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Run `torch._amp_foreach_non_finite_check_and_unscale_`. A non-finite number on any rank is
-    reported on all ranks.
+    """Run `torch._amp_foreach_non_finite_check_and_unscale_`. If any rank has a number that is not
+    finite, all ranks report this.
     """
     gradients, found_inf = args[:2]
     _apart(function, args, kwargs)
@@ -132,15 +137,14 @@ def _unscale(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[
 
 
 def norm_over_ranks(norms: Sequence[Tensor], order: float, comm: Comm) -> Sequence[Tensor]:
-    """Return the norms of the full tensors, given the norms of this rank's parts. Collective over
-    `comm`.
+    """Compute the norms of complete tensors from the norms of their parts on each rank. Collective
+    over `comm`.
 
     Args:
-        norms: norms of this rank's parts, 0-dim.
-        order: order p of the norm `(sum |x|^p)^(1/p)`; 0 and infinity are allowed.
-        comm: the group of ranks that have the parts.
-    Returns:
-        The norms of the full tensors, 0-dim, in the dtypes of `norms`.
+        norms: 0-dim norms of this rank's parts.
+        order: order p of the norm `(sum |x|^p)^(1/p)`. 0 and infinity are also allowed.
+        comm: the group of ranks that store the parts.
+    Returns: The 0-dim norms of the complete tensors, in the dtypes of `norms`.
     """
     norms_N = torch.stack([norm.to(torch.float64) for norm in norms])
     order = float(order)
@@ -156,11 +160,11 @@ def norm_over_ranks(norms: Sequence[Tensor], order: float, comm: Comm) -> Sequen
 
 
 class PartNorm(Tensor):
-    """The norm of this rank's part of a gradient, which becomes the norm over all ranks when it is
-    used.
+    """The norm of this rank's part of a gradient. When the norm is used, it is replaced by the norm
+    over the parts of all ranks.
 
-    The reduction is delayed because torch stacks the norms of all parameters. The stacked norms
-    then need only one collective.
+    The reduction over ranks is delayed until torch has stacked the norms of all parameters. A
+    single collective reduces all stacked norms.
     """
 
     comm: Comm
@@ -186,8 +190,8 @@ class PartNorm(Tensor):
 
 
 def _over_ranks(values: Sequence[Any]) -> list[Any]:
-    """Replace `PartNorm`s with norms over all ranks, using one collective for each group and
-    order.
+    """Replace each `PartNorm` by the norm over all ranks. One collective is needed for each group
+    and order.
     """
     known = [value.full_tensor() if is_sharded(value) else value for value in values]
     alike: dict[tuple[str, float], list[int]] = {}

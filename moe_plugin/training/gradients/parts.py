@@ -1,9 +1,10 @@
-"""Parts of parameters that one rank's optimizer updates if the optimizer state is sharded.
+"""If the optimizer state is sharded, each rank's optimizer updates only a part of each parameter.
+This module determines the part of each parameter that a rank updates.
 
-An optimizer receives plain tensors, so any element-wise optimizer works. A part is a slice along
-the first axis that shares its storage with the parameter. A part is a slice of the rank's shard of
-a DTensor, or 1/size of a flattened parameter that is not sharded. The slices have the same
-lengths as the chunks of `torch.chunk`.
+The optimizer receives plain tensors, so every element-wise optimizer works. Each part is a slice
+along the first axis, and shares its storage with the parameter. For a DTensor, the part is a slice
+of the rank's shard. A parameter that is not sharded is flattened, and the part is 1/size of the
+flattened parameter. The lengths of the slices are the same as those of `torch.chunk`.
 """
 
 from __future__ import annotations
@@ -29,16 +30,17 @@ from moe_plugin.utils.dtensors import is_sharded
 
 @dataclass(frozen=True)
 class Part:
-    """A parameter and the part of it that this rank updates.
+    """A parameter, and the part of this parameter that this rank updates.
 
     Attributes:
         parameter: the parameter of the model.
-        local: the tensor that the optimizer updates. This tensor is `parameter` itself if this rank
-            updates the whole parameter.
-        shape: shape in which the full parameter was split along its first axis.
+        local: the tensor that the optimizer updates. If this rank updates the whole parameter,
+            `local` is `parameter` itself.
+        shape: shape of the full parameter when it was split along its first axis.
         comm: the ranks that update the other parts, or None if this rank updates the whole
             parameter.
-        stays: true if no other rank stores this part. In this case, `parameter` is a DTensor.
+        stays: whether this rank is the only rank that stores this part. If `stays` is True,
+            `parameter` is a DTensor.
     """
 
     parameter: nn.Parameter
@@ -48,8 +50,8 @@ class Part:
     stays: bool = False
 
     def take_gradient(self) -> None:
-        """Move the parameter's reduced gradient to `local`. A missing gradient is replaced with
-        zeros.
+        """Move the reduced gradient of the parameter to `local`. If the parameter has no gradient,
+        zeros are used.
         """
         if self.local is self.parameter:
             return
@@ -62,18 +64,18 @@ class Part:
             self.local.grad = torch.zeros_like(self.local)
 
     def cut(self, whole: Tensor) -> Tensor:
-        """Return this rank's part of a tensor that has the parameter's shape, as a view if
-        possible.
+        """Return this rank's part of a tensor with the shape of the parameter. The part is a view
+        if possible.
         """
         if self.comm is None:
             return whole
         return piece(whole.reshape(self.shape), self.comm)
 
     def whole(self, part: Tensor) -> Tensor:
-        """Collect the parts of all ranks, and return a tensor with the parameter's shape;
-        collective.
+        """Gather the parts of all ranks to a tensor with the shape of the parameter. All ranks must
+        call this method.
 
-        Tensors whose shape differs from the shape of `local`, such as a step count, are returned
+        A tensor whose shape differs from that of `local`, such as a step count, is returned
         unchanged.
         """
         if self.comm is None or part.shape != self.local.shape:
@@ -83,8 +85,8 @@ class Part:
 
 
 def piece(whole: Tensor, comm: Comm) -> Tensor:
-    """Return this rank's slice of a tensor along the first axis. The last slices may be shorter or
-    empty.
+    """Return this rank's slice of a tensor along the first axis. The slices of the last ranks may
+    be shorter or empty.
     """
     rows = -(-whole.shape[0] // comm.size)
     first = min(comm.rank * rows, whole.shape[0])
@@ -92,8 +94,8 @@ def piece(whole: Tensor, comm: Comm) -> Tensor:
 
 
 def shards(parameters: Iterable[nn.Parameter], comm: Comm) -> list[Part]:
-    """Return the parts of an FSDP2 model's parameters that this rank updates. These are its shards
-    of DTensors, and the whole of every other parameter.
+    """Return the parts that this rank updates in an FSDP2 model. For a DTensor, the part is this
+    rank's shard. For any other parameter, the part is the whole parameter.
 
     Args:
         parameters: parameters of the model.
@@ -108,12 +110,13 @@ def shards(parameters: Iterable[nn.Parameter], comm: Comm) -> list[Part]:
 
 
 def slices(parameters: Iterable[nn.Parameter], comm: Comm, replicas: Comm | None) -> list[Part]:
-    """Return the parts of unsharded parameters that this rank updates (ZeRO stage 1).
+    """Return the parts that this rank updates if the parameters are not sharded (ZeRO stage 1).
 
     Args:
         parameters: contiguous parameters.
         comm: the ranks that store the dense parameters.
-        replicas: the ranks that store the same experts, or None if no other rank stores them.
+        replicas: the ranks that store the same experts as this rank, or None if there is no other
+            such rank.
     """
     parts = []
     for parameter in parameters:
@@ -133,7 +136,8 @@ def _stand_in(parameter: nn.Parameter, storage: Tensor) -> nn.Parameter:
 
 
 def publish(parts: Iterable[Part]) -> None:
-    """Send each rank's updated parts to all ranks in buckets; collective.
+    """Send each rank's updated parts to all other ranks, in buckets. All ranks must call this
+    function.
 
     Shards of DTensors are not sent.
     """
@@ -166,7 +170,7 @@ def _padded(part: Tensor, shape: torch.Size, comm: Comm) -> Tensor:
 
 
 def count_once(parts: Iterable[Part], ranks: int) -> None:
-    """Mark each tensor of the optimizer with the number of ranks that store the same tensor.
+    """Mark each tensor of the optimizer with the number of ranks that store the same values.
 
     Args:
         parts: the parts that this rank updates.

@@ -1,9 +1,11 @@
-"""Averaging of gradients over ranks that store the same parameters, in buckets and during backward.
+"""Average gradients over the ranks that store the same parameters. The averaging uses buckets and
+runs during backward.
 
-Each bucket is reduced by a single all-reduce. The reduction of a bucket starts as soon as all
-gradients in the bucket are complete, while backward computes the gradients of earlier layers. The
-reductions start in the same order on all ranks. Averaging gradients that are already averaged
-changes nothing, so gradients may be reduced after every backward pass, or once after the last one.
+Each bucket is reduced by a single all-reduce. The all-reduce of a bucket starts as soon as all
+gradients in the bucket are complete. During the all-reduce, backward computes the gradients of
+earlier layers. All ranks start the all-reduces in the same order. Averaging gradients a second time
+does not change them. Gradients may therefore be averaged after every backward pass, or only after
+the last backward pass.
 """
 
 from __future__ import annotations
@@ -34,9 +36,9 @@ def replicas_of(parameter: Tensor) -> int:
 
 
 class _Groups:
-    """The groups created by `replica_comm`.
+    """The process groups that `replica_comm` has created.
 
-    The groups are stored by owner and ranks as long as the owner exists.
+    Each group is stored under its owner and its ranks, for as long as the owner exists.
     """
 
     def __init__(self) -> None:
@@ -45,20 +47,20 @@ class _Groups:
 
 
 def replica_comm(experts: Comm, world: Comm, owner: object | None = None) -> Comm | None:
-    """Return a separate group of the ranks that store the same experts as this rank, or None if no
-    other rank stores them.
+    """Return a process group of the ranks that store the same experts as this rank, or None if no
+    other rank stores these experts.
 
-    Collective: all ranks of `world` call this function.
+    All ranks of `world` must call this function.
 
     Args:
-        experts: expert-parallel group of this rank. If the expert-parallel group has one rank,
-            every rank has all experts.
-        world: all data-parallel ranks.
-        owner: optional. The object that owns the group. Later calls for the same owner and ranks
-            return the same group, so a run that often changes its expert-parallel size does not
-            exhaust connections. Without an owner, every call creates a new group.
+        experts: expert-parallel group of this rank. If `experts` has only one rank, every rank
+            stores all experts.
+        world: group of all data-parallel ranks.
+        owner: optional. The object that owns the group. Later calls with the same owner and ranks
+            return the same group. A run that often changes its expert-parallel size therefore does
+            not run out of connections. Without an owner, every call creates a new group.
     Raises:
-        ValueError: If the expert-parallel groups together are not all ranks of `world`.
+        ValueError: If the expert-parallel groups do not cover all ranks of `world`.
     """
     if world.size == 1:
         return None
@@ -67,9 +69,9 @@ def replica_comm(experts: Comm, world: Comm, owner: object | None = None) -> Com
     alike = [rank for rank, other in enumerate(places) if other == places[world.rank]]
     if len(alike) * experts.size != world.size:
         raise ValueError(
-            f"expert group of {experts.size} ranks times {len(alike)} replicas is not the world "
-            f"of {world.size} ranks; every rank must be in one expert group, and all expert groups "
-            "must have the same size")
+            f"an expert group of {experts.size} ranks times {len(alike)} replicas is "
+            f"{experts.size * len(alike)} ranks, but the world has {world.size} ranks; every rank "
+            "must be in one expert group, and all expert groups must have the same size")
     if len(alike) == 1:
         return None
     if owner is None:
@@ -81,11 +83,11 @@ def replica_comm(experts: Comm, world: Comm, owner: object | None = None) -> Com
 
 
 class Bucket:
-    """Parameters of the same dtype and device whose gradients are reduced together.
+    """Parameters with the same dtype and device whose gradients are reduced together.
 
     Attributes:
-        touched: whether a gradient in the bucket has changed since the last call of `finish`.
-        started: whether the all-reduce has been started but has not yet finished.
+        touched: whether a gradient in the bucket has changed since `finish` was last called.
+        started: whether the all-reduce has started but not finished.
     """
 
     def __init__(self, parameters: list[nn.Parameter]) -> None:
@@ -99,19 +101,18 @@ class Bucket:
         return self._wait is not None
 
     def ready(self, passes: int) -> bool:
-        """Return true if the number of backward passes that contributed to every gradient is
-        `passes`."""
+        """Return true if `passes` backward passes have contributed to every gradient."""
         return all(self._passes.get(parameter, 0) >= passes for parameter in self.parameters)
 
     def add(self, parameter: nn.Parameter) -> None:
-        """Record that a backward pass has added to this parameter's gradient."""
+        """Record that a backward pass has added to the gradient of this parameter."""
         self._passes[parameter] = self._passes.get(parameter, 0) + 1
         self.touched, self._stale = True, self.started
 
     @torch.no_grad()
     def start(self, comm: Comm) -> None:
-        """Start to average the gradients over the ranks of `comm`. A missing gradient counts as
-        zero.
+        """Start to average the gradients over the ranks of `comm`. If a rank has no gradient for a
+        parameter, zeros are used.
         """
         flat_N = torch.cat([
             (torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1)
@@ -122,7 +123,7 @@ class Bucket:
 
     @torch.no_grad()
     def finish(self, comm: Comm) -> None:
-        """Wait for the averages, and store them in the parameters' gradients."""
+        """Wait until the averages are available, and copy them to the parameters' gradients."""
         if self._wait is not None and self._stale:  # changed after the start, on all ranks
             self._wait()
             self.start(comm)
@@ -139,7 +140,7 @@ class Bucket:
     def forget(self) -> None:
         """Discard the contributions of a failed backward pass.
 
-        An average that was started is completed first, because the other ranks of the group also
+        If an average was started, it is first completed, because the other ranks of the group also
         wait for it.
         """
         if self._wait is not None:
@@ -152,9 +153,9 @@ class Bucket:
 
 
 def in_buckets(parameters: Iterable[nn.Parameter], size: int) -> list[list[nn.Parameter]]:
-    """Group parameters of the same dtype and device, in order, into lists of at most `size` bytes.
+    """Group parameters of the same dtype and device into lists of at most `size` bytes, in order.
 
-    A parameter larger than `size` is placed in a separate list.
+    A parameter that is larger than `size` is placed in a list of its own.
     """
     made: list[list[nn.Parameter]] = []
     open_: dict[tuple[torch.dtype, torch.device], tuple[list[nn.Parameter], int]] = {}
@@ -171,20 +172,19 @@ def in_buckets(parameters: Iterable[nn.Parameter], size: int) -> list[list[nn.Pa
 
 
 class ReplicaReducer:
-    """An object that averages gradients during backward over the ranks that store the same
-    parameters.
+    """Averages gradients over the ranks that store the same parameters, during backward.
 
     Args:
-        parameters: parameters in the order of the forward pass, which must be the same on all ranks
-            of `comm`.
-        comm: the ranks. No other collective may use this group.
-        bucket_bytes: maximum size in bytes of the gradients in one all-reduce.
-        at_end_of_backward: if true, gradients are complete when `backward` returns; if false, they
-            are complete after `finish`.
+        parameters: parameters in the order of the forward pass. All ranks of `comm` must pass the
+            same order.
+        comm: the ranks. This group must not be used for other collectives.
+        bucket_bytes: maximum size of the gradients in one all-reduce, in bytes.
+        at_end_of_backward: whether gradients are complete when `backward` returns (True) or only
+            after `finish` is called (False).
 
     Attributes:
-        passes: number of backward passes before an optimizer step. The reductions start during the
-            last backward pass before the optimizer step.
+        passes: number of backward passes per optimizer step. The all-reduces start during the last
+            backward pass before the optimizer step.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], comm: Comm, *,
@@ -215,7 +215,8 @@ class ReplicaReducer:
     def _begin(self, task: int) -> None:
         """Register a callback that calls `finish` at the end of the backward pass `task`.
 
-        A reentrant backward pass runs inside an outer pass, which has not ended at that time.
+        A reentrant backward pass runs inside an outer backward pass, so the outer pass has not
+        ended at that time.
         """
         if self._queued != -1 and not self._open:
             self.forget()
@@ -231,8 +232,9 @@ class ReplicaReducer:
     def finish(self) -> None:
         """Complete all gradients that have changed since the last call.
 
-        This call is collective if there were backward passes. A parameter without a gradient on
-        this rank receives the average over all ranks, in which missing gradients count as zero.
+        If there were backward passes, all ranks must call this method. If a parameter has no
+        gradient on this rank, it receives the average over all ranks, where missing gradients count
+        as zero.
         """
         self._queued = -1
         for bucket in self._touched():

@@ -1,6 +1,6 @@
 """Gradient reduction and clipping for plain PyTorch training loops.
 
-The hosts use their own functions to reduce gradients.
+Host frameworks use their own functions to reduce gradients.
 """
 
 from __future__ import annotations
@@ -36,23 +36,23 @@ from moe_plugin.utils.dtensors import is_sharded
 
 def clip_grad_norm_(parameters: nn.Parameter | Iterable[nn.Parameter], max_norm: float, *,
                     world: Comm | None = None) -> Tensor:
-    """Scale the gradients so that their L2 norm over all parameters of all ranks is at most
+    """Clip the gradients so that their L2 norm, over all parameters on all ranks, is at most
     `max_norm`.
 
-    This is `torch.nn.utils.clip_grad_norm_` for models whose parameters are distributed over ranks:
-    shards (DTensors) and experts of all ranks are included, each exactly once. Collective.
+    This function replaces `torch.nn.utils.clip_grad_norm_` for models whose parameters are
+    distributed over ranks. Shards (DTensors) and the experts of all ranks are each included exactly
+    once. Collective.
 
     Args:
-        parameters: parameters of this rank after the backward pass, with gradients that were
-            reduced by `fully_shard_model` or `ddp_model` of `moe_plugin.hosts.plain.sharding`.
-        max_norm: largest norm. If the norm is infinite, the gradients do not change.
+        parameters: parameters of this rank after the backward pass. The gradients must have been
+            reduced by `fully_shard_model` or `ddp_model` from `moe_plugin.hosts.plain.sharding`.
+        max_norm: largest norm. If infinite, the gradients are not changed.
         world: optional. All data-parallel ranks. Defaults to the ranks of the default group.
-    Returns:
-        The norm before clipping, in float32 (float64 for float64 gradients), which is the same on
-            all ranks. The norm is not finite if any rank's gradient is not finite.
+    Returns: The norm before clipping, which is the same on all ranks, in float32 (float64 for
+        float64 gradients). If any gradient on any rank is not finite, the norm is not finite.
     Raises:
-        ValueError: If there are no parameters, for example because an iterator was already
-            consumed.
+        ValueError: If there are no parameters, for example because the iterator was already
+            exhausted.
     """
     parameters = [parameters] if isinstance(parameters, nn.Parameter) else list(parameters)
     if not parameters or not all(isinstance(p, Tensor) for p in parameters):
@@ -68,12 +68,12 @@ def clip_grad_norm_(parameters: nn.Parameter | Iterable[nn.Parameter], max_norm:
 
 
 class PartedClip:
-    """The computation of `clip_grad_norm_` for gradients that are not in memory at the same time,
-    such as the gradients of the blocks of a `StreamedTrainer`.
+    """Computes `clip_grad_norm_` for gradients that are not in memory at the same time, such as the
+    gradients of the blocks in a `StreamedTrainer`.
 
-    The results are bitwise equal to those of `clip_grad_norm_`, with the exception described in
-    `multi_tensor.SquaredNorm`. In each step call `add` for all gradients, then `norm`, then
-    `scale`.
+    The clipped gradients are bitwise equal to those of `clip_grad_norm_`, except in the case
+    described in `multi_tensor.SquaredNorm`. In each step, call `add` for all gradients, then
+    `norm`, and then `scale`.
 
     Args:
         max_norm: see `clip_grad_norm_`.
@@ -86,16 +86,17 @@ class PartedClip:
         self.forget()
 
     def forget(self) -> None:
-        """Discard all added gradients, for example after a failed step."""
+        """Discard all gradients that were added, for example after a failed step."""
         self._dtype = torch.float32
         self._alike, self._parts = multi_tensor.SquaredNorm(), multi_tensor.SquaredNorm()
 
     @torch.no_grad()
     def add(self, place: int, parameters: Iterable[nn.Parameter]) -> None:
-        """Add the gradients of some parameters.
+        """Add the gradients of some of the parameters.
 
         Args:
-            place: index that determines the order of summation, regardless of the order of calls.
+            place: position of these gradients in the order of summation. The order of the calls
+                does not matter.
             parameters: the parameters.
         """
         owners = [(p, p.grad) for p in parameters if p.grad is not None]
@@ -107,7 +108,7 @@ class PartedClip:
 
     @torch.no_grad()
     def norm(self) -> Tensor:
-        """Return the norm of all added gradients, as `clip_grad_norm_` computes it. Collective."""
+        """Return the norm of all gradients that were added; see `clip_grad_norm_`. Collective."""
         squared = self.world.all_reduce(self._parts.total(self.world.device))
         norm = (squared + self._alike.total(self.world.device)).sqrt().to(self._dtype)
         self._factor = (self.max_norm / (norm + 1e-6)).clamp(max=1.0)
@@ -115,7 +116,7 @@ class PartedClip:
         return norm
 
     def scale(self, gradients: Sequence[Tensor]) -> None:
-        """Multiply gradients in place by the factor that reduces the last norm to at most
+        """Multiply gradients in place by the factor that reduces the most recent norm to at most
         `max_norm`.
         """
         multi_tensor.scale_(gradients, self._factor)
@@ -126,8 +127,8 @@ def _is_part(parameter: nn.Parameter) -> bool:
 
 
 def _copies(parameter: nn.Parameter) -> int:
-    """Return the number of ranks that store this part of a parameter, and therefore add it to the
-    norm.
+    """Return the number of ranks that store the same part of a parameter and therefore add it to
+    the norm.
     """
     if not is_sharded(parameter):
         return replicas_of(parameter)
@@ -142,29 +143,31 @@ DivisorOf = Callable[[MoELayer], float | None]
 
 def sync_gradients(model: nn.Module, world: Comm, expert_group: Comm | None = None,
                    replicas: Comm | None = None) -> None:
-    """On every rank, replace the gradients with the gradients of the mean of all ranks' losses.
+    """Replace the gradients on every rank by the gradients of the mean loss over all ranks.
 
-    Shared parameters are averaged over `world`. An expert's gradient is already the sum over the
-    ranks of its expert-parallel group. The gradient is summed over `replicas` and divided once by
-    the size of `world`.
+    Gradients of shared parameters are averaged over `world`. The gradient of an expert is already
+    the sum over the ranks of its expert-parallel group. This gradient is summed over `replicas` and
+    divided by the size of `world`.
 
     Args:
         model: the model after the backward pass. If a parameter has no gradient on one rank, it
-            must have none on all ranks.
-        world: all data-parallel ranks.
-        expert_group: optional. The expert-parallel group of the layers. If the group has one rank,
-            experts are replicated like all other parameters. Defaults to `world`.
-        replicas: optional. The ranks that store the same experts as this rank. Required if there
-            are several expert-parallel groups.
+            must not have a gradient on any rank.
+        world: group of all data-parallel ranks.
+        expert_group: optional. Expert-parallel group of the layers. If this group has only one
+            rank, experts are replicated like all other parameters. Defaults to `world`.
+        replicas: optional. Group of the ranks that store the same experts as this rank. Required if
+            there is more than one expert-parallel group.
     Raises:
-        ValueError: If the product of the group sizes is not the number of ranks in `world`.
+        ValueError: If the number of ranks in `world` is not the product of the sizes of the two
+            groups.
     """
     ep = world if expert_group is None else expert_group
     copies = replicas.size if replicas is not None else 1
     if ep.size > 1 and ep.size * copies != world.size:
         raise ValueError(
-            f"expert group of {ep.size} ranks times {copies} replicas is not the world of "
-            f"{world.size} ranks; pass `replicas`, the ranks that store the same experts")
+            f"an expert group of {ep.size} ranks times {copies} replicas is {ep.size * copies} "
+            f"ranks, but the world has {world.size} ranks; pass `replicas`, the ranks that store "
+            "the same experts")
     mark_adapters(model)
     _tell_world(model, world)
     reduced = [p for p in model.parameters() if p.grad is not None]
@@ -187,15 +190,15 @@ def _average(parameters: list[nn.Parameter], comm: Comm) -> None:
 
 
 def exclude_experts(model: nn.Module) -> None:
-    """Exclude experts from `DistributedDataParallel`. Call this before
+    """Exclude experts from `DistributedDataParallel` (DDP). Call this function before
     `DistributedDataParallel(model)`.
 
-    Otherwise DDP would overwrite each rank's experts with the experts of rank 0 and average their
-    gradients. DDP would also overwrite the counts of each rank's router, and the costs of its
-    links.
+    Without this call, DDP would overwrite each rank's experts with the experts of rank 0, and would
+    average the gradients of different experts. DDP would also overwrite the counts of each rank's
+    router, and the link costs that each rank uses.
 
-    To reduce the experts' gradients, call `sync_gradients` after each backward pass, or
-    `reduce_experts` once in advance to reduce them during backward.
+    To reduce the gradients of experts, either call `sync_gradients` after each backward pass, or
+    call `reduce_experts` once before training.
     """
     mark_adapters(model)
     # torch's own function for this overwrites names that were excluded before
@@ -210,26 +213,28 @@ def exclude_experts(model: nn.Module) -> None:
 def reduce_experts(model: nn.Module, world: Comm | None = None, *,
                    bucket_bytes: int = BUCKET_BYTES, divisor_of: DivisorOf | None = None
                    ) -> list[ReplicaReducer]:
-    """Set up hooks that reduce the experts' gradients during each backward pass.
+    """Register hooks that reduce the gradients of experts during each backward pass.
 
-    When `backward` returns, the experts' gradients are the gradients of the mean of all ranks'
-    losses. Replicas start with the same experts as the first rank that stores them. Experts on the
-    meta device are allocated here, and receive their values when the model is loaded. `ddp_model`
-    and `fully_shard_model` of `moe_plugin.hosts.plain.sharding` call this function. Collective.
+    When `backward` returns, the gradients of experts are the gradients of the mean loss over all
+    ranks. All replicas of an expert start with the weights of the first rank that stores this
+    expert. Experts on the meta device are allocated, and receive their values when the model is
+    loaded. `ddp_model` and `fully_shard_model` from `moe_plugin.hosts.plain.sharding` call this
+    function. Collective.
 
     Args:
-        model: a model with `MoELayer`s, before its first backward pass.
+        model: a model with `MoELayer`s. The model must not have run a backward pass yet.
         world: optional. All data-parallel ranks. Defaults to the ranks of the default group.
-        bucket_bytes: maximum size in bytes of the gradients in one all-reduce between replicas.
-        divisor_of: optional. A function that is called during backward with a layer, and returns
-            the number by which the layer's other gradients are divided after they are summed over
-            ranks. If the function is missing or returns None, the divisor is the number of ranks.
-    Returns:
-        The objects that reduce the gradients of replicated experts, one for each group of layers
-            that have the same expert-parallel group.
+        bucket_bytes: maximum size of the gradients in one all-reduce between replicas, in bytes.
+        divisor_of: optional. A function that is called with a layer during backward. The function
+            returns the number by which the layer's other gradients are divided after they are
+            summed over ranks. If there is no function, or if the function returns None, the
+            gradients are divided by the number of ranks.
+    Returns: The objects that average the gradients of replicated experts. There is one object for
+        each expert-parallel group.
     Raises:
-        ValueError: If the expert-parallel groups together are not all ranks of `world`, ranks of
-            such a group have the same tokens, or the function was already called for these experts.
+        ValueError: If the expert-parallel groups do not cover all ranks of `world`, if ranks of
+            such a group have the same tokens, or if this function was already called for these
+            experts.
     """
     world = default_comm() if world is None else world
     mark_adapters(model)
@@ -268,10 +273,11 @@ def reduce_experts(model: nn.Module, world: Comm | None = None, *,
 
 
 def _divide_gradients(layers: list[MoELayer], world: int, divisor_of: DivisorOf | None) -> None:
-    """Register hooks that divide the experts' gradients, before they are averaged over replicas.
+    """Register hooks that divide the gradients of experts before these gradients are averaged over
+    replicas.
 
-    The result is the gradient of the mean over the ranks of `world`, or of the sum divided by a
-    different divisor.
+    After the division, a gradient is that of the mean loss over the ranks of `world`, or that of
+    the sum of the losses divided by another number.
     """
     ranks = layers[0].comm.size
     hooked = set[nn.Parameter]()
@@ -288,7 +294,7 @@ def _divide_gradients(layers: list[MoELayer], world: int, divisor_of: DivisorOf 
 
 
 def _refuse_tied_groups(by_group: Mapping[str, list[MoELayer]]) -> None:
-    """Raise a `ValueError` if layers of different expert-parallel groups share parameters."""
+    """Raise a `ValueError` if layers in different expert-parallel groups share parameters."""
     first_group: dict[nn.Parameter, str] = {}
     for group, layers in by_group.items():
         for parameter in (p for layer in layers for p in layer.experts.parameters()):
@@ -300,7 +306,7 @@ def _refuse_tied_groups(by_group: Mapping[str, list[MoELayer]]) -> None:
 
 
 def mark_adapters(model: nn.Module) -> None:
-    """Call `mark_experts` for all layers again, because adapters may have been added since the
+    """Call `mark_experts` for all layers again, because adapters may have been added after the
     layers were built.
     """
     for layer in layers_in(model):
@@ -308,10 +314,10 @@ def mark_adapters(model: nn.Module) -> None:
 
 
 def _tell_world(model: nn.Module, world: Comm) -> None:
-    """Set the ranks over which routers' load-dependent biases are computed and parameters are
-    compared.
+    """Set the group of ranks over which routers compute load-dependent biases and over which
+    parameters are compared.
 
-    The biases and the gradients are then computed over the same ranks.
+    Biases and gradients are computed over the same ranks.
     """
     for layer in layers_in(model):
         layer.ddp_check.compare_replicas(world)
@@ -321,9 +327,10 @@ def _tell_world(model: nn.Module, world: Comm) -> None:
 
 
 def _leave_meta(model: nn.Module, device: torch.device) -> None:
-    """Allocate experts that are on the meta device, without setting their values.
+    """Allocate experts that are on the meta device. The values of these experts are not set.
 
-    Hooks then stay registered when the rest of the model is allocated later.
+    The hooks of the allocated experts stay registered when the rest of the model is allocated
+    later.
     """
     for layer in layers_in(model):
         if any(p.is_meta for p in layer.experts.parameters()):
@@ -331,8 +338,8 @@ def _leave_meta(model: nn.Module, device: torch.device) -> None:
 
 
 def _refuse_twice(model: nn.Module) -> None:
-    """Raise a `ValueError` on a second call, because this would register the hooks again and divide
-    each gradient twice.
+    """Raise a `ValueError` if the function was already called. A second call would register the
+    hooks again, and each gradient would be divided twice.
     """
     for name, parameter in expert_parameters(model).items():
         if getattr(parameter, "reduced", False):

@@ -1,7 +1,7 @@
-"""Peers that train separately and average their weights every few steps (local SGD and DiLoCo).
+"""Peers that train independently and average their weights every few steps (local SGD and DiLoCo).
 
-Each peer trains a full copy of the model, and its weights are streamed through the device. The
-methods correspond to `LocalSGD` and `DiLoCo` of torchft. Peers may join and leave at any time.
+Each peer trains a full copy of the model. The weights are streamed through the device. The two
+methods correspond to `LocalSGD` and `DiLoCo` in torchft. Peers may join and leave at any time.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ BlockState = Mapping[str, Sequence[Tensor]]  # the outer optimizer's state of a 
 
 @dataclass(frozen=True)
 class OuterNesterov:
-    """DiLoCo's outer optimizer: SGD with Nesterov momentum on the mean change of the peers'
-    weights.
+    """The outer optimizer of DiLoCo: SGD with Nesterov momentum, applied to the mean change of the
+    peers' weights.
 
     Let theta be the weights after the last average, theta_i the current weights of peer i, and b
-    the momentum, which starts at 0. Then `Delta = mean_i(theta - theta_i)`, `b <- mu b + Delta` and
-    `theta <- theta - lr (Delta + mu b)`. Source: Douillard and others, DiLoCo (arXiv 2311.08105),
-    algorithm
-    1. The default values are taken from this paper.
+    the momentum buffer, which is initially 0. The update is `Delta = mean_i(theta - theta_i)`,
+    `b <- mu b + Delta` and `theta <- theta - lr (Delta + mu b)`. Source: Douillard and others,
+    DiLoCo (arXiv 2311.08105), algorithm
+    1. The default values are those in the DiLoCo paper.
 
     Attributes:
-        lr: learning rate of the outer optimizer, above 0.
-        momentum: momentum `mu` of the outer optimizer, in [0, 1).
+        lr: learning rate of the outer optimizer, which must be above 0.
+        momentum: momentum `mu` of the outer optimizer, which must be in [0, 1).
     Raises:
         ValueError: If a number is out of bounds.
     """
@@ -61,8 +61,8 @@ class OuterNesterov:
     @torch.no_grad()
     def step(self, weights: Sequence[Tensor], momenta: Sequence[Tensor],
              changes: Sequence[Tensor]) -> None:
-        """Update the weights theta and the momentum b in place. `changes` contains `Delta` and is
-        overwritten.
+        """Update the weights theta and the momentum buffer b in place. `changes` contains `Delta`.
+        The values of `changes` are overwritten.
         """
         for theta, b, delta in zip(weights, momenta, changes, strict=True):
             b.mul_(self.momentum).add_(delta)
@@ -70,34 +70,38 @@ class OuterNesterov:
 
 
 class StreamedPeer:
-    """The trainer of this peer, together with its connection to the other peers for averaging.
+    """The trainer of this peer, and its connection to the other peers. The peers average their
+    weights over this connection.
 
-    Weights are averaged block by block, so no peer ever has the whole model in memory. In its first
-    average, a joining or returning peer receives the weights of the other peers and, with DiLoCo,
-    the state of the outer optimizer. The peer also receives the counts of the other peers, which
-    are integer buffers that averages do not change. The inner optimizer of such a peer starts with
-    a new state, as is usual for local SGD.
+    Weights are averaged one block at a time, so no peer ever has the whole model in memory. When
+    the weights are averaged, a joining or returning peer receives the weights of the other peers.
+    With DiLoCo, the joining peer also receives the state of the outer optimizer. The joining peer
+    also receives the counts of the other peers. The counts are integer buffers, which averaging
+    does not change. As usual for local SGD, the inner optimizer of the joining peer starts with a
+    new state.
 
     Args:
-        trainer: trainer whose model and optimizer are the same on every peer.
+        trainer: trainer of this peer. The model and the optimizer of the trainer must be the same
+            on every peer.
         lighthouse: see `ElasticReplica`.
         replica: see `ElasticReplica`.
-        every: number of steps between two averages.
+        every: number of training steps after which the weights are averaged.
         timeout_s: see `ElasticReplica`.
-        outer: optional. DiLoCo's outer optimizer, which must be the same on every peer. The state
-            of the outer optimizer is twice the size of the weights and is stored in the trainer's
-            storage tier. By default there is no outer optimizer, and the weights are set to their
-            mean.
-        resume: optional. A folder that `save` wrote. The trainer and the outer optimizer are
-            restored from this folder.
-        outer_states: optional. The results of `outer_state` for all blocks, which a host restores
-            from its checkpoint. By default, the outer optimizer starts with a new state.
+        outer: optional. Outer optimizer of DiLoCo, which must be the same on every peer. The state
+            of the outer optimizer is twice as large as the weights. This state is stored in the
+            trainer's storage tier. By default, there is no outer optimizer, and the weights are set
+            to the mean of the peers' weights.
+        resume: optional. A folder to which `save` has written. The trainer and the outer optimizer
+            are restored from this folder.
+        outer_states: optional. The return values of `outer_state` for all blocks, which a host
+            framework restores from its checkpoint. By default, the outer optimizer starts with a
+            new state.
 
     Attributes:
-        replica: the connection to the other peers, which contains the number of `members` in the
-            last average and the number of `lost` averages.
+        replica: the connection to the other peers. `replica.members` is the number of peers in the
+            most recent average, and `replica.lost` is the number of averages that failed.
     Raises:
-        ValueError: If `every` is below 1, or for the reasons stated in `ElasticReplica` and
+        ValueError: If `every` is less than 1, or for the reasons listed in `ElasticReplica` and
             `load_weights`.
     """
 
@@ -106,7 +110,8 @@ class StreamedPeer:
                  resume: str | os.PathLike[str] | None = None,
                  outer_states: Iterable[BlockState] | None = None) -> None:
         if every < 1:
-            raise ValueError(f"every={every} must be >= 1 step between averages; use e.g. 50")
+            raise ValueError(f"every={every} is out of bounds: weights can be averaged only after "
+                             "a number of steps >= 1; use e.g. 50")
         self.trainer, self.every, self.outer = trainer, every, outer
         self._kept: list[_OuterState] = []
         if resume is not None:
@@ -125,11 +130,11 @@ class StreamedPeer:
         self._steps_of_others = state["steps"]
 
     def step(self, micro_batches: Sequence[tuple[Tensor, Any]]) -> StepResult:
-        """Run a step of the trainer, and average the weights if an average is due.
+        """Run a step of the trainer. If the weights must be averaged after this step, average them.
 
-        The first call starts with an average, in which the peer joins.
+        In the first call, the peer first joins the other peers.
 
-        The call raises the same errors as `StreamedTrainer.step` and
+        This method raises the same errors as `StreamedTrainer.step` and
         `ElasticReplica.average_parts`.
         """
         if not self._joined:
@@ -139,45 +144,45 @@ class StreamedPeer:
         return result
 
     def stepped(self) -> None:
-        """Average the weights after a step of the trainer, if an average is due."""
+        """After a step of the trainer, average the weights if `every` steps have been made."""
         if self.trainer.steps % self.every == 0:
             self.average()
 
     def join(self) -> None:
-        """Join the other peers; afterwards this peer has their weights.
+        """Join the other peers. Afterwards, this peer has the same weights as the other peers.
 
-        With DiLoCo, peers that start together and resume the same saved run keep their own weights,
-        and no outer step is made.
+        With DiLoCo, if all peers start together and resume the same saved run, they keep their own
+        weights and no outer step is performed.
         """
         while not self._average(meeting=True):
             pass
         self._joined = True
 
     def average(self) -> bool:
-        """Average the weights of the active peers now.
+        """Average the weights of all active peers.
 
-        Returns:
-            False if a peer was lost during the average, in which case every peer continues with its
-                own weights.
+        Returns: False if a peer was lost while the weights were averaged. If a peer was lost, every
+            peer continues with its own weights.
         """
         return self._average(meeting=False)
 
     def save(self, folder: str | os.PathLike[str]) -> Path:
-        """Write the state of the trainer and the outer optimizer to a folder, for `resume`.
+        """Write the state of the trainer and of the outer optimizer to a folder, from which a peer
+        can `resume`.
 
-        Each peer uses a separate folder, which is locked until `close`.
+        Each peer must use a separate folder. The folder stays locked until `close` is called.
 
         Raises:
-            ValueError: If another run uses the folder, or for the reasons stated in `save_weights`.
+            ValueError: If another run uses the folder, or for the reasons listed in `save_weights`.
         """
         if (name := os.path.realpath(folder)) not in self._locks:
             self._locks[name] = hold_saved(folder)
         return save_weights(self.trainer, folder, self.outer_state)
 
     def outer_state(self, number: int) -> dict[str, list[Tensor]]:
-        """Return a copy of the outer optimizer's state for a block.
+        """Return a copy of the state that the outer optimizer has for a block.
 
-        The copy is empty if there is no state yet.
+        If the outer optimizer has no state yet, the copy is empty.
         """
         if not self._kept:
             return {}
@@ -215,8 +220,9 @@ class StreamedPeer:
             yield tensors
 
     def _spread_counts(self, number: int) -> None:
-        """Send the buffers of a block that are not floating-point, so that a joining peer can use
-        them."""
+        """Send a block's buffers with dtypes that are not floating-point, so that a joining peer
+        can use them.
+        """
         buffers = [x for x in self.trainer.blocks[number].saved_buffers().values()
                    if not x.is_floating_point()]
         copies = [x.detach().cpu().contiguous().clone() for x in buffers]
@@ -242,10 +248,11 @@ class StreamedPeer:
 
     def _meet(self, blocks: Iterator[list[Tensor]], staged: list[Callable[[bool], None]]
               ) -> Iterator[list[Tensor]]:
-        """Distribute the state of the first active peer if no peer has trained since the last
-        average.
+        """If no peer has trained since the last average, send the state of the first active peer to
+        all peers.
 
-        Peers that already have this state keep their own weights, which may be a few steps ahead.
+        Peers that already have the state of the first active peer keep their own weights, which may
+        be several steps ahead.
         """
         digest = self._digest()
         first = digest.clone()
@@ -263,7 +270,7 @@ class StreamedPeer:
             yield []
 
     def _digest(self) -> Tensor:
-        """Return a digest of the outer optimizer's state and the number of steps, int64 [4]."""
+        """Return a digest of the outer optimizer's state and of the number of steps, int64 [4]."""
         digest = blake2b(str(self.trainer.steps).encode(), digest_size=32)
         for kept in self._kept:
             digest.update(kept.read()[0].numpy().data)
@@ -273,7 +280,8 @@ class StreamedPeer:
                  ) -> Iterator[list[Tensor]]:
         """For each block, yield the changes of the weights since the last average, and the buffers.
 
-        The averaged values are used to set the block's new weights and buffers.
+        The caller averages the yielded tensors in place. After that, the caller uses the averages
+        as the new weights and buffers of the block.
         """
         for number, tensors in enumerate(blocks):
             flat_N, theta, momenta = self._kept[number].read()
@@ -291,7 +299,7 @@ class StreamedPeer:
             staged.append(self._kept[number].held.stage(flat_N))
 
     def close(self) -> None:
-        """Leave the averages. If a peer ends, the other peers continue without it."""
+        """Leave the averages. The other peers continue without this peer."""
         for lock in filter(None, self._locks.values()):
             lock.release()
         self._locks.clear()
@@ -299,8 +307,8 @@ class StreamedPeer:
 
 
 class _OuterState:
-    """The weights of a block after the last average, and the outer momentum, which are stored in
-    the trainer's storage tier.
+    """The weights of a block after the last average, and the momentum of the outer optimizer.
+    Weights and momentum are stored in the trainer's storage tier.
     """
 
     def __init__(self, trainer: StreamedTrainer, weights: Sequence[Tensor],
@@ -314,7 +322,7 @@ class _OuterState:
         self.held.put(flat_N)
 
     def read(self) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-        """Return a copy of the whole state, and views of its two parts (weights and momenta)."""
+        """Return a copy of the whole state, a view of its weights, and a view of its momentum."""
         flat_N = aligned_buffer(self.layout.nbytes, "cpu")
         self.held.read(flat_N)
         both = self.layout.views(flat_N)
@@ -324,9 +332,9 @@ class _OuterState:
 def peer_of(settings: OffloadConfig, trainer: StreamedTrainer, lighthouse: str, replica: int,
             timeout_s: float = 60.0,
             outer_states: Iterable[BlockState] | None = None) -> StreamedPeer:
-    """Create the peer requested by `offload.average_every`, `outer_lr` and `outer_momentum`.
+    """Create the peer for the settings `offload.average_every`, `outer_lr` and `outer_momentum`.
 
-    Arguments and errors are those of `StreamedPeer`.
+    For arguments and errors, see `StreamedPeer`.
     """
     outer = None if settings.outer_lr is None else OuterNesterov(settings.outer_lr,
                                                                  settings.outer_momentum)
@@ -335,17 +343,16 @@ def peer_of(settings: OffloadConfig, trainer: StreamedTrainer, lighthouse: str, 
 
 
 class PeerSteps(RunFeature):
-    """A run of a host with streamed weights that is one of several peers.
+    """A run feature for a host with streamed weights. This run is one of several peers.
 
     Args:
         settings: see `peer_of`.
         trainer: see `peer_of`.
-        place: position of this run among the peers, together with the trainer's models and
-            optimizers.
+        place: position of this run among the peers, with the models and optimizers of the trainer.
 
     Attributes:
-        saved: value of the argument `outer_states` of `StreamedPeer`. The value is read from a
-            checkpoint and set before the first step.
+        saved: value for the argument `outer_states` of `StreamedPeer`. The host reads this value
+            from a checkpoint and sets it before the first step.
     """
 
     def __init__(self, settings: OffloadConfig, trainer: StreamedTrainer,
@@ -356,7 +363,7 @@ class PeerSteps(RunFeature):
         self.peer: StreamedPeer | None = None
 
     def begin(self) -> None:
-        """Join the other peers with the weights of the checkpoint."""
+        """Join the other peers. This peer starts with the weights of the checkpoint."""
         self.trainer.steps, place = self.place.done, self.place
         self.peer = peer_of(self.settings, self.trainer, place.lighthouse, place.replica,
                             place.timeout_s, self.saved)
@@ -365,7 +372,9 @@ class PeerSteps(RunFeature):
         self._follow()
 
     def after_step(self, facts: StepFacts) -> None:
-        """Average the weights if an average is due. Collective over all peers."""
+        """If `every` steps have been made since the last average, average the weights. All peers
+        must call this method.
+        """
         if facts.made and self.peer is not None:
             self.peer.stepped()
             self._follow()
@@ -375,9 +384,9 @@ class PeerSteps(RunFeature):
             self.place.take(self.trainer.steps)
 
     def outer_state(self, number: int) -> BlockState:
-        """Return the outer state of a block for a checkpoint.
+        """Return the outer optimizer's state for a block, to be saved in a checkpoint.
 
-        The state is restored through `saved`.
+        To restore this state, set `saved`.
         """
         return {} if self.peer is None else self.peer.outer_state(number)
 

@@ -1,10 +1,10 @@
-"""Training with several replicas that may join and leave at any time, using torchft.
+"""Train several replicas that may join and leave at any time, with torchft.
 
 Gradients are averaged over the active replicas. When a replica is lost, the other replicas lose one
-step. A replica that restarts loads the weights of an active replica. A replica contains the whole
-model. Each replica is a separate job with its own torchrun, and its ranks share the experts as
-usual. A *lighthouse* (`torchft_lighthouse`, one process for all replicas) tracks the active
-replicas. `scripts/train_plain.py` contains an example loop.
+step. A replica that restarts loads the weights of an active replica. Each replica contains the
+whole model. Each replica is a separate job with its own torchrun. The ranks of a replica share the
+experts as usual. A *lighthouse* (`torchft_lighthouse`, one process for all replicas) keeps track of
+the active replicas. `scripts/train_plain.py` contains an example loop.
 """
 
 from __future__ import annotations
@@ -38,26 +38,26 @@ _MOST_STEPS = (LIVING >> 20) - 2
 
 
 class ElasticReplica:
-    """The connection of this replica to the other replicas. Gradients are averaged over it. The
-    constructor is collective among the ranks of the replica.
+    """The connection of this replica to the other replicas. Gradients are averaged over this
+    connection. All ranks of the replica must call the constructor.
 
     Args:
         lighthouse: address of the lighthouse in the form `http://HOST:PORT`.
-        replica: index that identifies this replica, even after it restarts.
-        state: function that returns this rank's state, for the same rank of a returning replica.
-            The state consists of nested values and tensors.
-        load: function that loads a state returned by `state`.
+        replica: index of this replica, which stays the same if the replica restarts.
+        state: function that returns the state of this rank. If another replica returns, the same
+            rank of that replica loads this state. The state may contain nested values and tensors.
+        load: function that loads a state that `state` has returned.
         timeout_s: time in seconds after which a replica without an answer is excluded from a step.
-        progress: number of completed steps according to the replica's checkpoint. Replicas that
-            start together load the state of the (first) replica with the most steps.
+        progress: number of completed steps, as stored in the replica's checkpoint. If replicas
+            start together, all of them load the state of the replica with the most steps.
 
     Attributes:
-        members: number of replicas whose gradients are included in the last average.
-        healed: True if this replica loaded the state of a different replica in the last average.
-            That average does not include the gradients of this replica.
-        lost: total number of lost steps.
+        members: number of replicas that contributed gradients to the most recent average.
+        healed: whether this replica loaded the state of another replica during the most recent
+            average. If so, the average does not include the gradients of this replica.
+        lost: total number of steps that were lost.
     Raises:
-        ValueError: If torchft is missing, the lighthouse fails to answer, or a number is out of
+        ValueError: If torchft is missing, the lighthouse does not answer, or a number is out of
             bounds.
     """
 
@@ -97,23 +97,23 @@ class ElasticReplica:
         self._manager.load_state_dict({"step": step, "batches_committed": 0})
 
     def average(self, gradients: Sequence[Tensor | None]) -> bool:
-        """Set the gradients to their mean over the active replicas; collective within the replica.
+        """Set the gradients to their mean over the active replicas. Collective within the replica.
 
-        Call this method before the optimizer's step. A returning replica loads the state of an
-        active replica in this call, and then performs the same step with the averaged gradients.
+        Call it before the optimizer's step. A returning replica loads the state of an active
+        replica during this call. All replicas then perform the same step.
 
         Args:
-            gradients: gradients of this rank, with any shapes and dtypes. Both must be the same on
-                every replica. Integer tensors are treated as counts and are summed. Entries that
-                are None are ignored. An entry that is None on one replica must be None on all of
-                them.
+            gradients: gradients of this rank, with any shapes and dtypes. All replicas must pass
+                the same shapes and dtypes. Integer tensors are treated as counts. Counts are
+                summed, not averaged. Entries of None are ignored. If an entry is None on one
+                replica, it must be None on all replicas.
         Returns:
-            False if a replica was lost during this step. In that case the gradients must not be
-                used, no parameter may change, and counts are zero.
+            False if a replica was lost during this step. In that case, the gradients must not be
+                used, no parameter may be changed, and counts are zero.
         Raises:
-            CommError: If the lighthouse (or one restarted at its address) does not answer for
-                `QUORUM_S` seconds, or if `MAX_LOST` consecutive steps are lost.
-            ValueError: If the models of the replicas differ.
+            CommError: If the lighthouse (or a new lighthouse at the same address) does not answer
+                for `QUORUM_S` seconds, or if `MAX_LOST` consecutive steps are lost.
+            ValueError: If the replicas have different models.
         """
         tensors = [gradient for gradient in gradients if gradient is not None]
         self.healed = False
@@ -127,14 +127,14 @@ class ElasticReplica:
         return True
 
     def average_parts(self, parts: Iterable[Sequence[Tensor]]) -> bool:
-        """Replace tensors with their mean over the active replicas, one group of tensors at a time.
+        """Replace tensors by their mean over the active replicas, one group of tensors at a time.
 
-        Collective among the ranks of the replica. A returning replica receives the mean of the
-        other replicas and does not load their state. The return value and errors are the same as
-        for `average`. If the result is False, the changed tensors must be discarded.
+        All ranks of the replica must call this method. A returning replica receives the mean over
+        the other replicas, and does not load their state. Return value and errors are those of
+        `average`. If the return value is False, the tensors must be discarded.
 
-        parts: groups of tensors, with the same shapes and dtypes on every replica. Each group is
-        changed in place before the next group is requested from `parts`.
+        parts: groups of tensors. All replicas must pass the same shapes and dtypes. Each group is
+        averaged in place before the next group is requested from `parts`.
         """
         self.healed, made = False, False
         before = self._manager.current_step()
@@ -161,8 +161,8 @@ class ElasticReplica:
     def spread(self, tensors: Sequence[Tensor]) -> None:
         """Overwrite tensors with those of the first active replica. Collective over all replicas.
 
-        This method is called while `average_parts` requests its groups. The tensors are not part of
-        the average.
+        This method must be called by the iterable `parts`, while `average_parts` requests the next
+        group. These tensors are not averaged.
         """
         if self._manager.participating_rank() != 0:
             for x in tensors:
@@ -171,9 +171,9 @@ class ElasticReplica:
 
     def _reduce(self, tensors: Sequence[Tensor], floats: dist.ReduceOp.RedOpType = dist.ReduceOp.AVG
                 ) -> list[tuple[list[Tensor], Tensor]]:
-        """Reduce tensors over replicas, and return tensors and one result vector per dtype.
+        """Reduce tensors over replicas. Return the tensors and one reduced vector for each dtype.
 
-        Integers are summed. Floating-point tensors are reduced with the operation `floats`.
+        Integers are summed. `floats` is the reduction for floating-point tensors.
         """
         reduced = []
         for dtype in dict.fromkeys(x.dtype for x in tensors):
@@ -214,15 +214,15 @@ class ElasticReplica:
         self._load(state)
 
     def close(self) -> None:
-        """Leave the averages. If a replica ends, the other replicas continue without it."""
+        """Leave the averages. The other replicas continue without this replica."""
         self._manager.shutdown(wait=False)
 
 
 class ModuleState:
-    """An object that transfers the weights and buffers of models between two replicas.
+    """Transfers the weights and buffers of models from one replica to another.
 
     Args:
-        models: models without wrappers that change the names of parameters.
+        models: models, without wrappers that change the names of parameters.
     """
 
     def __init__(self, models: Sequence[nn.Module]) -> None:
@@ -232,7 +232,7 @@ class ModuleState:
         return [nn.Module.state_dict(model) for model in self.models]
 
     def load(self, given: Sequence[dict[str, Any]]) -> None:
-        """Load the state of a replica, or raise a `ValueError` if its models differ from these."""
+        """Load another replica's state, or raise a `ValueError` if its models are different."""
         try:
             for model, state in zip(self.models, given, strict=True):
                 # torch's own method, because hosts override it to rename or ignore entries
@@ -242,7 +242,8 @@ class ModuleState:
                              f"them: {error}") from error
 
     def step_sums(self) -> list[Tensor]:
-        """Return the step sums of all routers. Averaging them keeps the routers of replicas equal.
+        """Return the sums that all routers collect during a step. If these sums are averaged, the
+        routers of all replicas stay equal.
         """
         return [sums for model in self.models for module in model.modules()
                 if isinstance(module, RouterModule) for sums in module.step_sums()]
@@ -250,17 +251,17 @@ class ModuleState:
 
 @dataclass(frozen=True)
 class ReplicaPlace:
-    """Information from a host about a run that is one of several replicas of the same model.
+    """Information from a host framework about a run that is one of several replicas of a model.
 
     Attributes:
         lighthouse: see `ElasticReplica`.
         replica: see `ElasticReplica`.
         timeout_s: see `ElasticReplica`.
-        models: models of this rank, without wrappers that change parameter names.
-        optimizers: function that returns the optimizers of this rank, each with `state_dict` and
-            `load_state_dict`.
-        progress: function that returns the number of completed steps and further progress values.
-        take: function that sets the progress of this replica to that of a different replica.
+        models: models of this rank, without wrappers that change the names of parameters.
+        optimizers: function that returns the optimizers of this rank. Each optimizer must have
+            `state_dict` and `load_state_dict`.
+        progress: function that returns the number of completed steps and other progress values.
+        take: function that sets the progress of this replica to the progress of another replica.
     """
 
     lighthouse: str
@@ -273,7 +274,7 @@ class ReplicaPlace:
 
     @property
     def done(self) -> int:
-        """Number of completed steps."""
+        """The number of completed steps."""
         return self.progress()[0]
 
 
@@ -281,7 +282,7 @@ class ReplicaSteps(RunFeature):
     """A run feature that averages gradients over the active replicas.
 
     Attributes:
-        replica: the connection to the other replicas. The connection is None before the first step.
+        replica: connection to the other replicas. `replica` is None before the first step.
         lost: whether the last step was lost.
     """
 
@@ -296,13 +297,13 @@ class ReplicaSteps(RunFeature):
         return self.replica is not None and self.replica.healed
 
     def begin(self) -> None:
-        """Join the other replicas with the state of the checkpoint."""
+        """Join the other replicas. This replica starts with the state of the checkpoint."""
         place = self._place
         self.replica = ElasticReplica(place.lighthouse, place.replica, self._state, self._take,
                                       place.timeout_s, place.done)
 
     def after_backward(self, gradients: StepGradients) -> None:
-        """Average the gradients. Collective. A `LostStep` is raised if a replica was lost."""
+        """Average the gradients. Collective. If a replica was lost, a `LostStep` is raised."""
         assert self.replica is not None
         tensors = [x for x in gradients.tensors() if x is not None]
         if gradients.bad:  # NaN makes all replicas skip this step
@@ -340,24 +341,26 @@ def _give_back(reduced: Sequence[tuple[list[Tensor], Tensor]]) -> None:
 
 
 def is_replica(lighthouse: str | None, replica: int, refuse: Callable[[], None]) -> bool:
-    """Return true if a run is one of several replicas.
+    """Return true if this run is one of several replicas.
 
-    refuse: function that raises an error if a setting of the host is incompatible with replicas.
+    refuse: function that raises an error if a setting of the host framework cannot be used with
+    replicas.
     Raises:
-        ValueError: If torchft is not installed, if the replica number is invalid, if a setting of
-            the host is incompatible, or if a run without a lighthouse has a replica number.
+        ValueError: If torchft is not installed, if the replica number is not valid, if a setting of
+            the host cannot be used with replicas, or if a replica number is set but no lighthouse.
     """
     if lighthouse:
         refuse()
         check_settings(replica)
     elif replica:
-        raise ValueError(f"replica={replica} requires a lighthouse, without which this run would "
-                         "train alone; use 0, or set the lighthouse's address (--moe-lighthouse)")
+        raise ValueError(f"replica={replica} requires a lighthouse, because this run would train "
+                         "alone without it; use 0, or set the lighthouse's address "
+                         "(--moe-lighthouse)")
     return bool(lighthouse)
 
 
 def check_settings(replica: int) -> None:
-    """Raise a `ValueError` if torchft is not installed or the replica number is invalid."""
+    """Raise a `ValueError` if torchft is not installed or if the replica number is not valid."""
     if not 0 <= replica < MOST_REPLICAS:
         raise ValueError(f"replica={replica} is out of bounds: must be in 0..{MOST_REPLICAS - 1}; "
                          "number the replicas from 0")
@@ -377,8 +380,8 @@ def _torchft() -> Any:
 
 
 def _own_address(lighthouse: str, wait_s: float) -> str:
-    """Return this machine's address as seen from a lighthouse. The lighthouse may take up to
-    `wait_s` seconds to start.
+    """Return the address under which the lighthouse can reach this machine. Wait up to `wait_s`
+    seconds for the lighthouse to start.
     """
     deadline = time.monotonic() + wait_s
     while True:

@@ -1,4 +1,4 @@
-"""Handling of steps and evaluations whose rows exceeded a buffer (`dispatch.name: bounded`)."""
+"""Handle steps and evaluations in which rows exceeded a buffer (`dispatch.name: bounded`)."""
 
 from __future__ import annotations
 
@@ -23,11 +23,12 @@ MAX_SKIPPED_STEPS = 10  # consecutive; steps that reduce a loss scale do not cou
 
 
 class FiniteSteps(RunFeature):
-    """A run feature that skips a step if the loss or a gradient is not finite on any rank.
+    """A run feature that skips a step on all ranks if the loss or a gradient of any rank is not
+    finite.
 
     Attributes:
         skipped: total number of skipped steps.
-        in_a_row: number of consecutive skipped steps up to now.
+        in_a_row: number of consecutive steps that were skipped most recently.
     """
 
     def __init__(self) -> None:
@@ -37,8 +38,8 @@ class FiniteSteps(RunFeature):
         """Check the gradients. Collective.
 
         Raises:
-            SkipStep: If the loss or a gradient is not finite. The exception is raised on all ranks.
-            FloatingPointError: If `MAX_SKIPPED_STEPS` consecutive steps were skipped.
+            SkipStep: If the loss or a gradient is not finite. Raised on all ranks.
+            FloatingPointError: If `MAX_SKIPPED_STEPS` consecutive steps have been skipped.
         """
         if gradients.finite():
             self.in_a_row = 0
@@ -56,8 +57,8 @@ class FiniteSteps(RunFeature):
         raise SkipStep(text)
 
     def take_unscaled(self) -> int:
-        """Return the number of steps skipped since the last call, excluding steps that were skipped
-        to reduce a loss scale.
+        """Return the number of steps skipped since the previous call, except steps that were
+        skipped in order to reduce a loss scale.
         """
         taken, self._unscaled = self._unscaled, 0
         return taken
@@ -69,9 +70,10 @@ Result = TypeVar("Result")
 
 @dataclass
 class _AskedBefore:
-    """Flags on which the ranks of a group have agreed for each model.
+    """For each model, the flags on which the ranks of a group have agreed.
 
-    The flags are stored in the group's state (`comm.state`), and the models as weak references.
+    This object is stored in the state of the group (`comm.state`). Models are stored as weak
+    references.
     """
 
     models: WeakKeyDictionary[nn.Module, Sequence[bool]] = field(
@@ -79,20 +81,20 @@ class _AskedBefore:
 
 
 class RowsCheck:
-    """A check of all ranks whether the rows of models exceed their buffers.
+    """Checks whether the rows of models exceed a buffer on any rank.
 
-    The constructor is collective.
+    All ranks must call the constructor.
 
     Args:
-        models: this rank's models. These models may have no layer with bounded rows even if the
-            models of other ranks have such a layer.
-        world: all ranks that share the models, including replicas and pipeline stages.
-        asked: optional. Flags on which the ranks agreed earlier. If they are given, the constructor
-            is not collective.
+        models: models of this rank. The models of this rank may have no layer with bounded rows
+            even if the models of other ranks have such a layer.
+        world: group of all ranks that share the models, including replicas and pipeline stages.
+        asked: optional. Flags on which the ranks have already agreed. If the flags are given, the
+            constructor does not communicate.
 
     Attributes:
         active: whether any rank has a layer whose rows must be checked.
-        repeats: whether a layer of any rank is configured to repeat steps.
+        repeats: whether any rank has a layer that is configured to repeat steps.
     """
 
     def __init__(self, models: Iterable[nn.Module], world: Comm,
@@ -107,7 +109,9 @@ class RowsCheck:
 
     @classmethod
     def of(cls, model: nn.Module, world: Comm) -> RowsCheck:
-        """Create a check for a model's current layers. The first use in a group is collective."""
+        """Create a check for the current layers of a model. All ranks must make the first call for
+        a group.
+        """
         known = world.state.get(_AskedBefore).models
         check = cls([model], world, known.get(model))
         known[model] = check.active, check.repeats
@@ -115,13 +119,11 @@ class RowsCheck:
 
     @property
     def limits(self) -> list[Limit]:
-        """The current limits of the layers. The limits are different for a different
-        expert-parallel size.
-        """
+        """The current row limits of the layers. The limits depend on the expert-parallel size."""
         return _limits(self._layers)
 
     def forget(self) -> None:
-        """Start a new step or evaluation."""
+        """Prepare for a new step or evaluation."""
         for limit in self.limits:
             limit.forget()
 
@@ -133,8 +135,8 @@ class RowsCheck:
 
 
 def limits_of(models: Iterable[nn.Module]) -> list[Limit]:
-    """Return the limits of all layers of these models, and the limits of the pages that the layers
-    share.
+    """Return the row limits of all layers in these models, including the limits of pages that
+    several layers share.
     """
     return _limits(layers_in(*models))
 
@@ -148,32 +150,32 @@ def _limits(layers: Iterable[MoELayer]) -> list[Limit]:
 
 def until_rows_fit(model: nn.Module, step: Callable[[], Result],
                    world: Comm | None = None) -> Result:
-    """Return the result of `step()`, and repeat the step until no rows exceed the buffers.
+    """Run `step()` until no rows exceed the buffers, and return its result.
 
-    If rows exceeded a buffer, the gradients of the step are discarded and the step is repeated.
+    If rows exceeded a buffer, the gradients are discarded and the step is repeated.
 
-    A repetition starts with the same state of torch's random generators, the same buffers and the
-    same sums of statistics (`StatsRecorder`), but with a larger row limit on all ranks. This
-    applies to layers with `dispatch.name=bounded`. If no rank has such a layer, the function only
-    calls `step()`. Update the parameters afterwards:
+    When a step is repeated, the state of torch's random generators, the buffers, and the sums of
+    statistics (`StatsRecorder`) are restored first. When a step is repeated, the row limit is
+    raised on all ranks. Only layers with `dispatch.name=bounded` can cause a repetition. If no rank
+    has a layer with `dispatch.name=bounded`, `step()` is called once. Update the parameters after
+    `until_rows_fit` has returned:
 
         loss = until_rows_fit(model, lambda: forward_and_backward(batch))
         optimizer.step()
 
-    For an evaluation, call this function inside `torch.no_grad()`. The call is treated as a step
-    without gradients.
+    To evaluate a model, call this function inside `torch.no_grad()`. An evaluation is treated as a
+    step without gradients.
 
     Args:
-        model: model of this rank. The first call for a model in a group is collective, so all ranks
-            must make it.
-        step: function that runs the forward and backward passes. The passes set the parameters'
-            gradients or add to them. The gradients are set to None before each call, unless
-            gradients are disabled.
-        world: optional. The group of all ranks that train the model, including replicas. Defaults
-            to the default group.
+        model: the model on this rank. All ranks of the group must make the first call for a model.
+        step: function that runs the forward and backward passes. These passes may set the
+            parameters' gradients or add to them. Before each call, the gradients are set to None,
+            unless gradients are disabled.
+        world: optional. Group of all ranks that train the model, including replicas. Defaults to
+            the default group.
     Raises:
-        RowsOverflow: If rows exceeded a buffer and `dispatch.on_overflow` is "error". The exception
-            is raised on all ranks.
+        RowsOverflow: If rows exceeded a buffer and `dispatch.on_overflow` is "error". Raised on all
+            ranks.
     """
     world = default_comm() if world is None else world
     rows = RowsFit([model], world, check=RowsCheck.of(model, world))
@@ -206,7 +208,7 @@ class StepStart:
         self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
 
     def rewind(self) -> None:
-        """Restore the state and discard the statistics of the step, before the step is repeated."""
+        """Before the step is repeated, restore the state and discard the statistics of the step."""
         logger.info("rows of a step did not fit; the bound was raised, and the step is repeated")
         for forget in self._forget_statistics:
             forget()
@@ -226,23 +228,23 @@ class StepStart:
 
 
 class VotesOnRows(Protocol):
-    """The interface of the votes that `RowsFit` uses."""
+    """The interface that votes must have to be used by `RowsFit`."""
 
     def rows_overflowed(self) -> bool:
-        """Return the result of `RowsCheck.overflowed` as determined by a vote."""
+        """Return the result of `RowsCheck.overflowed`, as determined by a vote."""
 
 
 class RowsFit(RunFeature):
-    """A run feature that repeats steps and evaluations until their rows fit into the buffers. The
-    constructor is collective and must be called by all ranks.
+    """A run feature that repeats steps and evaluations until all rows fit into the buffers. All
+    ranks must call the constructor.
 
     Args:
-        models: this rank's parts of the model. A pipeline stage may have no MoE layer.
-        world: all ranks that share the models.
-        start: function that creates, for a list of models, a snapshot of the state that passes
-            change.
-        check: optional. An existing check. By default a new check of these models is created.
-        votes: optional. The votes of the run, if there are any.
+        models: the parts of the model on this rank. A pipeline stage may have no MoE layer.
+        world: group of all ranks that share the models.
+        start: function that is called with a list of models. The function returns a snapshot of the
+            state that forward and backward passes change.
+        check: optional. An existing check. By default, a new check is created for these models.
+        votes: optional. Votes of the run, if there are any.
     """
 
     def __init__(self, models: Iterable[nn.Module], world: Comm,
@@ -253,7 +255,7 @@ class RowsFit(RunFeature):
         self.check = RowsCheck(self.models, world) if check is None else check
 
     def before_passes(self) -> Callable[[], None] | None:
-        """Save the state that the passes change, if they may be repeated."""
+        """If the forward and backward passes may be repeated, save the state that they change."""
         self.check.forget()
         return self.start(self.models).rewind if self.check.repeats else None
 
@@ -261,9 +263,10 @@ class RowsFit(RunFeature):
         """Check whether all rows fit into the buffers; see `RunFeature.after_passes`.
 
         Raises:
-            StepRepeat: If rows exceeded a buffer. The row limit has then been raised on all ranks.
-            RowsOverflow: If rows exceeded a buffer and `dispatch.on_overflow` is "error". The
-                exception is raised on all ranks.
+            StepRepeat: If rows exceeded a buffer. Before `StepRepeat` is raised, the row limit is
+                raised on all ranks.
+            RowsOverflow: If rows exceeded a buffer and `dispatch.on_overflow` is "error". Raised on
+                all ranks.
         """
         asked = self.check.overflowed if self.votes is None else self.votes.rows_overflowed
         if self.check.active and asked():

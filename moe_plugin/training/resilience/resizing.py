@@ -1,4 +1,4 @@
-"""Changes of the expert-parallel size between two steps of a run (`resize.expert_parallel_at`)."""
+"""Change the expert-parallel size between two steps of a run (`resize.expert_parallel_at`)."""
 
 from __future__ import annotations
 
@@ -25,18 +25,19 @@ logger = logging.getLogger(__name__)
 class ExpertParallelSteps(RunFeature):
     """A run feature that sets the expert-parallel size before each step.
 
-    This includes the first step after a checkpoint is loaded, because the checkpoint may have been
-    written with any size.
+    The size is also set before the first step after a checkpoint was loaded, because the checkpoint
+    may have been written with a different size.
 
     Args:
-        config: settings of the run. `resize` contains the sizes, and `observe.jsonl` is the path of
-            the file in which each change is recorded.
-        size: expert-parallel size with which the run was built. This size is used before the first
+        config: settings of the run. `resize` contains the sizes. `observe.jsonl` is the path of the
+            file in which changes are recorded.
+        size: expert-parallel size with which the run was built, which is used until the first
             change.
-        change: collective function that changes groups, layers, optimizer and gradient reduction to
-            a new size, using `checkpoint.resize.change_expert_parallel`.
-        world: data-parallel ranks. Rank 0 writes the records.
-        host: name of the host in which the model is trained.
+        change: function that changes groups, layers, optimizer and gradient reduction to a new size
+            by calling `checkpoint.resize.change_expert_parallel`. All ranks must call this
+            function.
+        world: data-parallel ranks. Rank 0 writes the records of changes.
+        host: name of the host framework that trains the model.
     """
 
     def __init__(self, config: RunConfig, size: int, change: Callable[[int], None], world: Comm,
@@ -46,7 +47,7 @@ class ExpertParallelSteps(RunFeature):
         self.change, self.world, self.host = change, world, host
 
     def around_step(self, step: StepInput) -> AbstractContextManager[Any]:
-        """Change the expert-parallel size before the step starts, if this is necessary."""
+        """If necessary, change the expert-parallel size before the step starts."""
         wanted = self.resize.size_at(step.number, self.built)
         if wanted != self.size:
             self._change(step.number, wanted)
@@ -74,19 +75,19 @@ class ExpertParallelSteps(RunFeature):
 def expert_parallel_steps(config: RunConfig, models: Iterable[nn.Module], size: int,
                           change: Callable[[int], None], world: Comm,
                           host: str) -> ExpertParallelSteps | None:
-    """Return the feature that changes a run's expert-parallel size, or None if no changes are
+    """Return the feature that changes the expert-parallel size of a run, or None if no changes are
     requested.
 
     Args:
         config: see `ExpertParallelSteps`.
-        models: this rank's parts of the model.
+        models: the parts of the model on this rank.
         size: see `ExpertParallelSteps`.
         change: see `ExpertParallelSteps`.
         world: see `ExpertParallelSteps`.
         host: see `ExpertParallelSteps`.
     Raises:
-        ValueError: If a size is incompatible with the number of ranks or with a layer. The error
-            message contains the name of the setting.
+        ValueError: If a size is not compatible with the number of ranks or with a layer. The error
+            message states the name of the setting.
     """
     if not config.resize.expert_parallel_at:
         return None

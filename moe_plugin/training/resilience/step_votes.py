@@ -1,4 +1,4 @@
-"""Votes on the gradients of a run's steps, for every host; see `resilience.vote`."""
+"""Votes on the gradients of each training step, for every host framework; see `resilience.vote`."""
 
 from __future__ import annotations
 
@@ -33,26 +33,28 @@ _EVERY_S = 0.1  # interval between requests to a lighthouse that does not answer
 
 
 def retries(wait_s: float) -> int:
-    """Return the number of times that torchft repeats its request to an unavailable lighthouse
-    within `wait_s` seconds.
+    """If a lighthouse is unavailable, torchft repeats its requests. Return how many requests
+    torchft can make within `wait_s` seconds.
     """
     return max(0, round(wait_s / _EVERY_S) - 1)
 
 
 class Quorums:
-    """A replacement for torchft's quorum client that assigns unique numbers to quorums.
+    """A replacement for torchft's quorum client. The replacement assigns a unique number to each
+    quorum.
 
-    A lighthouse numbers its quorums from 1, and starts again at 1 after a restart. torchft
-    considers a quorum unchanged if its number did not change. torchft uses this number to look up
-    the other replicas in a store, which may still contain entries of an earlier quorum. The numbers
-    assigned by this client are not used twice, and all members of a quorum compute the same number.
+    A lighthouse numbers its quorums from 1. After a restart, a lighthouse starts at 1 again.
+    torchft assumes that the quorum has not changed if its number is the same. torchft also uses
+    this number to find the other replicas in a store, and the store may still contain entries of an
+    earlier quorum. This replacement never assigns a number twice. All members of a quorum compute
+    the same number.
 
     Args:
         client: torchft's client.
 
     Attributes:
-        least_count: smallest allowed step count in the current quorum. This count is larger than
-            the count of any replica in an earlier quorum.
+        least_count: minimum step count in the current quorum. `least_count` is larger than the step
+            count of any replica in an earlier quorum.
     """
 
     def __init__(self, client: Any) -> None:
@@ -82,14 +84,15 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class FileBatch:
-    """A micro-batch that this rank processes in a step with votes.
+    """A micro-batch that this rank processes in a step with votes. Micro-batches are grouped into
+    files.
 
     Attributes:
-        batch: the batch from the host, or None if this entry only pads a step with fewer
+        batch: batch from the host framework, or None if this entry only pads a file with fewer
             micro-batches.
         begins: whether this is the first micro-batch of its file.
-        counts: whether the micro-batch is counted in the log. This is true only on the first worker
-            of the file.
+        counts: whether the log counts this micro-batch. `counts` is True only on the first worker
+            of the file, so that each micro-batch is counted once.
     """
 
     batch: Any
@@ -98,26 +101,27 @@ class FileBatch:
 
 
 class StepVotes(RunFeature):
-    """Votes on the gradients in the steps of a run.
+    """Votes on the gradients of each step in a run.
 
-    The constructor is collective and must be called by all ranks.
+    All ranks must call the constructor.
 
-    The micro-batches that all ranks would process without votes are assigned to the files in turns.
-    Each worker computes the micro-batches of its own files. The host calls `begin_file` at the
-    beginning of each file.
+    The micro-batches that all ranks would process without votes are distributed among the files in
+    turn. Each worker computes the micro-batches of its own files. The host framework calls
+    `begin_file` at the start of each file.
 
     Args:
         ballots: votes among the ranks that store the same parameters as this rank.
-        models: models whose trainable parameters receive the gradients. These parameters are equal
-            on the voting ranks.
-        gradient_of: function that returns a parameter's gradient, or None if there is no gradient.
-        start: function that creates a snapshot of the random generators. The function is called
-            with an empty list of models.
+        models: models whose trainable parameters receive the gradients that result from the votes.
+            The trainable parameters must be equal on all voting ranks.
+        gradient_of: function that returns the gradient of a parameter, or None if the parameter has
+            no gradient.
+        start: function that returns a snapshot of the random generators. `start` is called with an
+            empty list of models.
         group: process group of the voting ranks.
 
     Attributes:
-        running: whether a step is being computed.
-        dealt: this rank's micro-batches of the step.
+        running: whether a step is currently being computed.
+        dealt: micro-batches of the current step that this rank processes.
     """
 
     reduces = True
@@ -144,8 +148,7 @@ class StepVotes(RunFeature):
 
     @contextmanager
     def around_step(self, step: StepInput) -> Iterator[None]:
-        """Return a context manager for a step that makes the workers of a file compute identically.
-        """
+        """During the step, make all workers of a file compute identical results."""
         self.step = step.number
         with deterministic_layers(self.layers):
             self.running = True
@@ -160,10 +163,10 @@ class StepVotes(RunFeature):
         return self.deal([batch for nth in itertools.zip_longest(*every) for batch in nth])
 
     def deal(self, interleaved: list[Any]) -> list[Any]:
-        """Select the micro-batches of this rank's files from those of all ranks.
+        """From the micro-batches of all ranks, select those in this rank's files.
 
-        interleaved: the micro-batches in the order: first micro-batch of each rank, then second of
-            each rank, and so on.
+        interleaved: the first micro-batch of each rank, then the second micro-batch of each rank,
+            and so on.
         """
         me, self.dealt = self.ballots.comm.rank, []
         position, ranks = self.ballots.sharing.rank, self.ballots.sharing.size
@@ -187,13 +190,13 @@ class StepVotes(RunFeature):
         return files
 
     def before_passes(self) -> Callable[[], None]:
-        """Discard the results of passes that will be repeated."""
+        """Discard the gradients of passes that will be repeated."""
         self._restart()
         return self._restart
 
     def begin_file(self) -> None:
-        """Start the next file of this rank. When this method is called, the gradients are zero or
-        belong to the previous file.
+        """Start the next file of this rank. When this method is called, the gradients must be zero
+        or belong to the previous file.
         """
         if self._began is None:
             self._began = self.start([])  # at this point the host has set the seed of this step
@@ -213,10 +216,10 @@ class StepVotes(RunFeature):
             limit.forget()
 
     def rows_overflowed(self) -> bool:
-        """Return true if rows exceeded a buffer according to a vote (see `Ballots.rows_needed`).
+        """Return true if a vote decides that rows exceeded a buffer (see `Ballots.rows_needed`).
         Collective.
 
-        The method is called after `finish`, or at the end of an evaluation.
+        Call this method after `finish`, or at the end of an evaluation.
         """
         if not self.running:
             return self._evaluation_overflowed()
@@ -229,11 +232,11 @@ class StepVotes(RunFeature):
         return settle(self.limits, found_N)
 
     def _evaluation_overflowed(self) -> bool:
-        """Vote on an evaluation, in which each batch is computed by only one worker.
+        """Vote on an evaluation. In an evaluation, each batch is computed by only one worker.
 
-        The evaluation is repeated, or an error is raised, if rows exceeded a buffer for a majority
-        of workers. If rows exceeded a buffer only for a minority, their outputs are NaN, and their
-        row limit is raised for later evaluations.
+        If rows exceeded a buffer on a majority of workers, the evaluation is repeated or an error
+        is raised. If rows exceeded a buffer only on a minority of workers, the outputs of these
+        workers are NaN, and their row limit is raised for later evaluations.
         """
         own_N = needed_of(self.limits, self.ballots.comm.device)
         most_K = most_of(self.limits, own_N)
@@ -245,11 +248,11 @@ class StepVotes(RunFeature):
         return settle(self.limits, torch.cat([agreed_K, own_N]))
 
     def agreed_sums(self, mine: Sequence[Tensor]) -> Tensor:
-        """Return the sums over all files as determined by votes, float64 [S]. Collective.
+        """Return the sums over all files, as determined by votes, float64 [S]. Collective.
 
         Args:
-            mine: sums [S] of this rank's part, for each of its files. Entries may be missing if the
-                device ran out of memory.
+            mine: for each file of this rank, the sums [S] of this rank's part. Sums may be missing
+                if the device ran out of memory.
         """
         missing = len(self.ballots.files) - len(mine)
         sums_LS = torch.stack([*mine, *[torch.zeros_like(mine[0])] * missing]).double()
@@ -258,12 +261,12 @@ class StepVotes(RunFeature):
 
     @torch.no_grad()
     def finish(self, shared_scale: float, expert_scale: float) -> None:
-        """Replace all gradients with the scaled result of the vote, and log the ranks that were
-        outvoted. Collective.
+        """Replace all gradients by the result of the vote, multiplied by a factor, and log which
+        ranks were outvoted. Collective.
 
         Args:
             shared_scale: factor for gradients that are summed over the ranks of a worker.
-            expert_scale: factor for the gradients of each rank's own experts.
+            expert_scale: factor for the gradients of experts, which are different on each rank.
         """
         if not self.running or self._began is None:
             return
@@ -286,16 +289,16 @@ class StepVotes(RunFeature):
                            self.ranks_of(verdict.outvoted), list(verdict.undecided))
 
     def ranks_of(self, workers: Iterable[int]) -> list[int]:
-        """Return the global ranks of workers in ascending order."""
+        """Return the global ranks of these workers in ascending order."""
         return sorted(rank for worker in workers for rank in self._ranks_KW[worker])
 
 
 def ballots_of(guard: GuardConfig, model: nn.Module, world: Comm) -> Ballots:
-    """Create the votes of data-parallel ranks, in which each expert-parallel group of a model is a
+    """Create the votes of the data-parallel ranks. Each expert-parallel group of the model is one
     worker. Collective.
 
     Raises:
-        ValueError: If there is no such assignment for this number of workers.
+        ValueError: If files cannot be assigned to this number of workers.
     """
     worker = next((layer.comm for layer in layers_in(model)), LocalComm())
     assignment = assign(guard.assignment, world.size // worker.size, guard.votes)

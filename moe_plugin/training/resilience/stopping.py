@@ -1,11 +1,11 @@
-"""Handling of a run that its user stops (SIGINT, Ctrl-C).
+"""Handle a run that its user stops (SIGINT, Ctrl-C).
 
-One rank prints one line with the step, the last checkpoint, and how to resume. The process may
-receive the signal twice, from the terminal and from a launcher. Python may also lose the
-`KeyboardInterrupt` that it raises, for example in a destructor. If a different rank ends earlier,
-this rank may first detect a broken connection. Therefore any error that ends a run after the signal
-is treated as a stop by the user, and loops check for the signal again in each step
-(`Stopping.around_step`).
+A single rank prints a single line that states the step, the last checkpoint, and how to resume. The
+process may receive the signal twice: from the terminal and from a launcher. Python may also drop
+the `KeyboardInterrupt` that it raises, for example in a destructor. If another rank ends first,
+this rank may detect a broken connection before it receives the signal. Therefore, any error that
+ends a run after the signal is treated as a stop by the user. In addition, loops check in each step
+whether the signal was received (`Stopping.around_step`).
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ _WAIT_S = 2.0  # gives the first rank time to print: a launcher may end all rank
 
 
 class Stopping(RunFeature):
-    """The state of a run that is needed to report where it stopped.
+    """The state of a run that is needed to report at which step the run stopped.
 
     Attributes:
-        stopped: whether the user requested the end of the run.
-        saved: step of the newest complete checkpoint, or None if there is no checkpoint.
+        stopped: whether the user has requested to stop the run.
+        saved: step of the newest complete checkpoint, or None if there is none.
     """
 
     def __init__(self) -> None:
@@ -47,22 +47,23 @@ class Stopping(RunFeature):
 
         Args:
             step: function that returns the number of completed steps.
-            saved: step of the checkpoint in `folder` from which the run resumes, or None if it does
-                not resume.
-            folder: folder of the checkpoints, or None if no checkpoints are saved.
-            how: instruction for resuming from the newest checkpoint in the folder, such as "the
-                same command".
+            saved: step of the checkpoint from which the run resumes, or None if the run does not
+                resume.
+            folder: folder of the checkpoints, or None if the run saves no checkpoints.
+            how: instruction for resuming from the newest checkpoint in `folder`, such as "the same
+                command".
         """
         self._step, self.saved, self._folder, self._how = step, saved, folder or "", how
 
     def around_step(self, step: StepInput) -> AbstractContextManager[None]:
-        """Raise a `KeyboardInterrupt` if the user requested the end of the run."""
+        """Raise a `KeyboardInterrupt` if the user has requested to stop the run."""
         if self.stopped:
             raise KeyboardInterrupt
         return nullcontext()
 
     def line(self) -> str:
-        """Return a line that describes where the run stopped and what was saved."""
+        """Return a line that states at which step the run stopped and which checkpoint was saved.
+        """
         if self._step is None:
             return "stopped"
         at = f"stopped at step {self._step()}"
@@ -78,8 +79,8 @@ RUN = Stopping()
 
 @contextmanager
 def stops_in_one_line() -> Iterator[None]:
-    """Handle SIGINT during a whole run in the main thread; see the module docstring. The process
-    ends with the exit status `STATUS`.
+    """Handle SIGINT in the main thread during a whole run; see the docstring of this module. After
+    SIGINT, the process ends with exit status `STATUS`.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

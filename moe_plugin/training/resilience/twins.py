@@ -1,15 +1,16 @@
-"""Detection of processors that compute wrong results.
+"""Detect processors that compute wrong results.
 
-Every n steps, ranks that store the same parameters compute the same micro-batch and compare all
-results bit by bit. Ranks that store the same parameters are called twins. Twins are the ranks with
-the same index in their expert-parallel groups. Without experts, or if these groups have one rank,
-all data-parallel ranks are twins.
+Every n steps, ranks that store the same parameters compute the same micro-batch. All results of
+these ranks are compared bit by bit. Ranks that store the same parameters are called twins. Twins
+are the ranks that have the same index in their expert-parallel groups. If the model has no experts,
+or if each expert-parallel group has one rank, all data-parallel ranks are twins.
 
-The compared values are checksums of the output of each module, of the gradients at these outputs
-and of the gradients of the parameters, in the order in which they are computed. A rank with wrong
-values sends them to other ranks in exchanges. Therefore only the first difference is used, which is
-on the rank that caused it. Among three or more twins, the twin that differs from the majority is
-reported. If there are only two twins, both are reported.
+The compared values are checksums of each module's output, of the gradient of each output, and of
+the gradients of the parameters. The checksums are compared in the order in which they were
+computed. If a rank computes a wrong value, exchanges send this value to other ranks. Therefore,
+only the first difference is evaluated, because it occurs on the rank that caused it. With three or
+more twins, the twin that differs from the majority is reported. With only two twins, both twins are
+reported.
 """
 
 from __future__ import annotations
@@ -40,14 +41,14 @@ _HOST_BYTES = 64
 
 @dataclass(eq=False)
 class WrongResultError(RuntimeError):
-    """Error that is raised on all ranks if ranks computed different results than their twins.
+    """Raised on all ranks if the results of some ranks differ from the results of their twins.
 
     Attributes:
-        step: step of the check.
-        ranks: global ranks with different results. There are several ranks if the faulty twin
-            cannot be identified.
+        step: step in which the check failed.
+        ranks: global ranks whose results differ. If the faulty twin cannot be determined, all
+            candidates are listed.
         hosts: host names of the ranks in `ranks`.
-        where: description of the first result that differs.
+        where: description of the first value that differs.
     """
 
     step: int
@@ -67,9 +68,9 @@ class WrongResultError(RuntimeError):
 
 
 class TwinCheck(RunFeature):
-    """A check that compares the results of twins; see the module docstring.
+    """A check that compares the results of twins; see the docstring of this module.
 
-    A run performs the check only if a `TwinCheck` is created:
+    Nothing is checked unless a `TwinCheck` is created:
 
         check = TwinCheck(model, every=1000)
         for step, batch in enumerate(batches, 1):
@@ -77,20 +78,22 @@ class TwinCheck(RunFeature):
                 check(step, batch, lambda batch: loss_of(model, batch))
             ...
 
-    The check does not affect the training step: no gradient, buffer or random state changes. A
-    check requires one forward pass and one backward pass, and is made once every `every` steps.
+    The check does not affect the training step. The check changes no gradient, no buffer and no
+    random state. Each check runs one forward pass and one backward pass. A check is made every
+    `every` steps.
 
     Args:
-        model: model that is not compiled and does not use reentrant checkpointing (`autograd.grad`
-            does not support it). Collective.
-        world: optional. All data-parallel ranks. Defaults to the ranks of the default group.
-        every: number of steps from one check to the next.
-        start: function that creates, for a list of models, an object that saves the state which the
-            check must not change.
-        kept: context manager that is entered around a check in the steps of a run. The context
-            manager restores the state of the host that passes change.
+        model: the model. The model must not be compiled, and it must not use reentrant
+            checkpointing, which `autograd.grad` does not support. Collective.
+        world: optional. All data-parallel ranks. Defaults to the ranks of the default process
+            group.
+        every: number of steps between two checks.
+        start: function that is called with a list of models. `start` returns an object that saves
+            the state which the check must not change.
+        kept: context manager that surrounds a check during training. `kept` restores those parts of
+            the host framework's state that forward and backward passes change.
     Raises:
-        ValueError: If `every` is below 1, or if this rank has no twin.
+        ValueError: If `every` is less than 1, or if this rank has no twin.
     """
 
     def __init__(self, model: nn.Module, world: Comm | None = None, *, every: int,
@@ -101,7 +104,8 @@ class TwinCheck(RunFeature):
         self.layers = layers_in(model)
         experts = self.layers[0].comm if self.layers else LocalComm()
         if every < 1:
-            raise ValueError(f"every={every} must be >= 1 step; omit the check to disable it")
+            raise ValueError(f"every={every} is out of bounds: the number of steps between two "
+                             "checks must be >= 1; omit the check to disable it")
         twins = replica_comm(experts, self.world)
         if twins is None:
             raise ValueError(
@@ -113,12 +117,12 @@ class TwinCheck(RunFeature):
         self._places = self.world.all_gather(place).flatten().tolist()
 
     def due(self, step: int) -> bool:
-        """Return true if the check runs before this step (counted from 1)."""
+        """Return true if a check runs before this step. Steps are counted from 1."""
         return step % self.every == 0
 
     def around_step(self, step: StepInput) -> AbstractContextManager[None]:
-        """Run the check before the step if a check is due. A `WrongResultError` is raised on all
-        ranks if results differ.
+        """If a check is due, run the check before the step. If results differ, a `WrongResultError`
+        is raised on all ranks.
         """
         assert step.batch is not None and step.loss_of is not None
         if self.due(step.number):
@@ -127,16 +131,17 @@ class TwinCheck(RunFeature):
         return nullcontext()
 
     def __call__(self, step: int, batch: Any, loss_of: Callable[[Any], Tensor]) -> None:
-        """Compute the same micro-batch on all twins, and compare the results. Collective.
+        """Compute one micro-batch on all twins, and compare their results. Collective.
 
         Args:
-            step: index of the step, which must be the same on all ranks. The step determines which
-                twin's micro-batch is used.
-            batch: micro-batch of this rank, which consists of tensors in any containers that can be
-                pickled.
-            loss_of: function that computes the loss of a batch with the model's forward pass.
+            step: index of the step. All ranks must pass the same index. The index determines whose
+                micro-batch all twins compute.
+            batch: micro-batch of this rank. The batch may consist of tensors in any containers that
+                can be pickled.
+            loss_of: function that runs the forward pass of the model on a batch and returns the
+                loss.
         Raises:
-            WrongResultError: If results differ. The exception is raised on all ranks.
+            WrongResultError: If results differ. Raised on all ranks.
         """
         batch = self._shared(batch, (step // self.every) % self.twins.size)
         start = self.start([self.model])
@@ -149,7 +154,7 @@ class TwinCheck(RunFeature):
         self._compare(step, seen)
 
     def _shared(self, batch: Any, root: int) -> Any:
-        """Return the batch of the twin `root` on all twins."""
+        """Return the micro-batch of the twin `root`. All twins receive this micro-batch."""
         payload = io.BytesIO()
         if self.twins.rank == root:
             torch.save(batch, payload)
@@ -193,10 +198,11 @@ class TwinCheck(RunFeature):
 
 def _first_difference(sums: Sequence[Sequence[Any]],
                       places: Sequence[int]) -> tuple[int, list[int]]:
-    """Return the index of the first result that differs between twins, and the differing ranks.
+    """Return the index of the first value that differs between twins, and the ranks whose value is
+    wrong.
 
-    These are the ranks that differ from the majority of their twins. If no value has a majority,
-    all twins at this position are returned.
+    A rank's value is wrong if it differs from the majority of the rank's twins. If the value has no
+    majority, all twins that computed it are returned.
     """
     for at in range(len(sums[0])):
         wrong: list[int] = []
@@ -215,7 +221,9 @@ def _first_difference(sums: Sequence[Sequence[Any]],
 
 @contextmanager
 def deterministic_layers(layers: Sequence[MoELayer]) -> Iterator[None]:
-    """Make layers use fixed layouts and kernels, so that twins get bitwise equal results."""
+    """Use fixed layouts and kernels in these layers, so that the results of twins are bitwise
+    equal.
+    """
     before = torch.are_deterministic_algorithms_enabled()
     only = torch.is_deterministic_algorithms_warn_only_enabled()
     with ExitStack() as stack:
@@ -227,11 +235,11 @@ def deterministic_layers(layers: Sequence[MoELayer]) -> Iterator[None]:
 
 
 class _Recorder:
-    """Recorder of checksums of a model's results, in the order of computation.
+    """Records checksums of the values that a model computes, in the order of computation.
 
     Attributes:
-        sums: checksum of each recorded result, int64 [2].
-        names: description of each recorded result.
+        sums: checksum of each recorded value, int64 [2].
+        names: description of each recorded value.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -252,8 +260,8 @@ class _Recorder:
         self._hooks.close()
 
     def gradients(self, loss: Tensor) -> None:
-        """Record the loss and the gradients of all parameters, without changing the parameters'
-        `grad`.
+        """Record the loss and the gradients of all parameters. The attribute `grad` of the
+        parameters does not change.
         """
         self.add("the loss", loss)
         named = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
@@ -267,9 +275,8 @@ class _Recorder:
         self.sums.append(checksum(x))
 
     def _before(self, name: str) -> Callable[..., None]:
-        """Return a hook for experts that records the gradients of the rows.
-
-        These gradients are sent to other ranks.
+        """Return a hook for experts. The hook records the gradients of the rows before these
+        gradients are sent to other ranks.
         """
         def hook(module: nn.Module, args: tuple[ExpertRows]) -> None:
             self._backward(f"the gradient of rows of {name!r}", args[0].x)
@@ -291,9 +298,10 @@ class _Recorder:
 
 @torch.no_grad()
 def checksum(x: Tensor) -> Tensor:
-    """Return two sums of a tensor's bits as int64 [2] on the tensor's device.
+    """Return two sums over the bits of a tensor, as int64 [2] on the device of the tensor.
 
-    Any single changed bit changes the first sum, and swapping two elements changes the second sum.
+    The first sum changes if any single bit changes. The second sum changes if two elements are
+    swapped.
     """
     bytes_N = x.detach().contiguous().view(-1).view(torch.uint8)
     words_N = torch.nn.functional.pad(bytes_N, (0, -len(bytes_N) % 8)).view(torch.int64)

@@ -1,13 +1,14 @@
-"""Gradients that are robust against arbitrary wrong results of some ranks (ByzShield).
+"""Gradients that are correct even if some ranks compute arbitrary wrong results (ByzShield).
 
-Every file of a batch is computed by several workers, as assigned by `planner.vote_assignments`. For
-each file, the answer that the majority of its workers computed is used. Answers are compared bit by
-bit, so the workers must compute identically. The results of the files are combined by the
-coordinate-wise median.
+A batch consists of several files. Each file is computed by several workers, as planned by
+`planner.vote_assignments`. For each file, the votes select the gradient that the majority of the
+file's workers computed. The gradients are compared bit by bit, so all workers of a file must
+compute bitwise equal gradients. The gradients of all files are combined by the coordinate-wise
+median.
 
-A worker is a single rank, or a block of ranks over which a model is distributed. If workers are
-blocks, the ranks with the same index in their blocks vote on their results. The votes of different
-indices are independent.
+A worker is either a single rank or a block of ranks among which a model is distributed. If workers
+are blocks, the ranks with the same index in each block vote with each other. The votes for
+different indices are independent.
 """
 
 from __future__ import annotations
@@ -34,14 +35,13 @@ AGGREGATES = ("median", "mean")
 
 
 def majority(copies: Sequence[Tensor]) -> tuple[int, list[int]]:
-    """Find the most frequent of several answers, which are compared bit by bit.
+    """Find the most frequent answer. Answers are compared bit by bit.
 
     Args:
-        copies: tensors that all have the same shape and dtype. Equal NaNs agree. If several answers
-            are equally frequent, the first one is chosen.
-    Returns:
-        The index of the first copy of the most frequent answer, and the indices of the copies that
-            differ from that answer.
+        copies: one tensor for each answer. All tensors have the same shape and dtype. Equal NaNs
+            agree. If several answers are equally frequent, the first of them is used.
+    Returns: The index of the first copy of the most frequent answer, and the indices of all copies
+        that differ from it.
     """
     # compared as bytes, so that -0.0 and 0.0 differ and equal NaNs agree
     bytes_ = [copy.detach().contiguous().view(-1).view(torch.uint8) for copy in copies]
@@ -52,8 +52,8 @@ def majority(copies: Sequence[Tensor]) -> tuple[int, list[int]]:
 
 
 def coordinate_median(x_FN: Tensor) -> Tensor:
-    """Return the median of a tensor [F, N] over axis 0, with shape [N]. If F is even, the median is
-    the mean of the two middle values.
+    """Return the median of a tensor [F, N] over axis 0, [N]. If F is even, the median is the mean
+    of the two middle values.
     """
     sorted_FN = x_FN.sort(dim=0).values
     middle = x_FN.shape[0] // 2
@@ -67,9 +67,10 @@ class Verdict:
     """The result of a vote.
 
     Attributes:
-        outvoted: workers that differed from the majority for at least one file, in ascending order.
-        undecided: files without a majority. For these files the first of the most frequent answers
-            is used.
+        outvoted: workers whose answer differed from the majority for at least one file, in
+            ascending order.
+        undecided: files without a majority. For an undecided file, the first of the most frequent
+            answers is used.
     """
 
     outvoted: tuple[int, ...]
@@ -80,10 +81,9 @@ def vote(answers_KLN: Tensor, assignment: Assignment) -> tuple[Tensor, Verdict]:
     """Return the majority answer for every file.
 
     Args:
-        answers_KLN: the answers of each worker for its files, in the order of the files.
-        assignment: for each worker, the files that it computes.
-    Returns:
-        The winning answers [F, N], one for each file, and the verdict.
+        answers_KLN: for each worker, the answers for its files, in the order of these files.
+        assignment: the files that each worker computes.
+    Returns: The winning answer for each file, [F, N], and the verdict.
     """
     winners, outvoted, undecided = [], set(), []
     for file, workers in enumerate(assignment.workers_of):
@@ -97,28 +97,30 @@ def vote(answers_KLN: Tensor, assignment: Assignment) -> tuple[Tensor, Verdict]:
 
 
 class Ballots:
-    """The answers of all workers for their files, and the votes on them.
+    """The answers of all workers for their files, and the votes on these answers.
 
     Args:
-        assignment: for each worker, the files that it computes. Worker w is rank w of `comm`.
-        comm: the ranks that vote with this rank. These are the ranks with the same index in each
-            worker.
-        aggregate: how the results of the files are combined: by `median`, or by `mean` if no file
-            can be wrong.
-        sharing: optional. Ranks of this worker that compute a file together, each with a part of
-            the file's batches. By default this rank computes a file alone.
+        assignment: the files that each worker computes. Worker w is rank w of `comm`.
+        comm: the group of ranks that vote with this rank. The voting ranks have the same index in
+            their workers.
+        aggregate: how the winning answers of all files are combined: by `median`, or by `mean` if
+            the answer for every file is certainly correct.
+        sharing: optional. Ranks of this worker that compute a file together. Each of the ranks in
+            `sharing` processes a part of the file's batches. By default, this rank computes its
+            files alone.
         worker: optional. All ranks of this worker, including ranks of other pipeline stages.
             Defaults to `sharing`.
     Raises:
-        ValueError: If the number of ranks differs from the number of workers, or if the aggregate
-            is unknown.
+        ValueError: If the number of ranks is not the number of workers, or if the value of
+            `aggregate` is unknown.
     """
 
     def __init__(self, assignment: Assignment, comm: Comm, aggregate: str = "median",
                  sharing: Comm | None = None, worker: Comm | None = None) -> None:
         if comm.size != assignment.workers:
             raise ValueError(f"assignment {assignment.name!r} is for {assignment.workers} workers, "
-                             f"but the group has {comm.size} ranks; these numbers must be equal")
+                             f"but the group has {comm.size} ranks; there must be one rank per "
+                             "worker")
         if aggregate not in AGGREGATES:
             raise ValueError(f"aggregate={aggregate!r} must be one of {', '.join(AGGREGATES)}")
         self.assignment, self.comm, self.aggregate = assignment, comm, aggregate
@@ -129,15 +131,14 @@ class Ballots:
 
     @property
     def files(self) -> tuple[int, ...]:
-        """The numbers of the files whose gradients this rank computes."""
+        """The indices of the files that this rank computes."""
         return self.assignment.files[self.comm.rank]
 
     def winners(self, mine_LN: Tensor) -> Tensor:
-        """Vote on all answers, and return the winning answers [F, N], one for each file.
-        Collective.
+        """Vote on all answers. Return the winning answer for each file, [F, N]. Collective.
 
         Args:
-            mine_LN: answers of this rank for its files, in the order of the files.
+            mine_LN: answers of this rank for its files, in the order of these files.
         """
         shape = (self.comm.size, *mine_LN.shape)
         every_KLN = self.comm.all_gather(mine_LN.contiguous()).view(shape)
@@ -147,24 +148,24 @@ class Ballots:
         return winners_FN
 
     def rows_needed(self, limits: Sequence[Limit], mine_LN: Tensor) -> Tensor:
-        """Return the argument of `dispatch.rows_limit.settle` as determined by a vote. Collective.
+        """Determine the argument of `dispatch.rows_limit.settle` by a vote. Collective.
 
-        For each file the answer of the majority is used, so no wrong rank can make all other ranks
-        repeat a step or fail.
+        For each file, the answer of the majority is used. A single wrong rank therefore cannot make
+        all ranks repeat a step or fail.
 
         Args:
             limits: row limits of the layers.
-            mine_LN: number of rows that each limit needed in each of this rank's files.
+            mine_LN: for each file of this rank, the number of rows that each limit required.
         """
         most_LK = self.worker.all_reduce(most_of(limits, mine_LN), "max")
         return self.winners(torch.cat([most_LK, mine_LN], dim=1)).amax(0)
 
     def result(self, mine_LN: Tensor, shared: int = 0) -> Tensor:
-        """Combine the answers of all files, and return the result [N]. Collective.
+        """Vote on all files, combine the winning answers, and return the result [N]. Collective.
 
         Args:
             mine_LN: answers of this rank for its files.
-            shared: number of leading elements that are sums over the ranks of `sharing`.
+            shared: number of leading elements that must be summed over the ranks of `sharing`.
         """
         parts = []
         for sums_up, part_LN in ((True, mine_LN[:, :shared]), (False, mine_LN[:, shared:])):
@@ -175,28 +176,31 @@ class Ballots:
         return torch.cat(parts)
 
     def summed(self, part_LN: Tensor) -> Tensor:
-        """Sum answers to which every rank of `sharing` contributes a part. Collective."""
+        """Sum the answers over the ranks of `sharing`, each of which has computed a part.
+        Collective.
+        """
         return self.sharing.all_reduce(part_LN.contiguous())
 
     def most_say(self, mine: bool) -> bool:
-        """Return true if a majority of workers answers true. Collective.
+        """Return true if the answers of a majority of workers are true. Collective.
 
-        The answer of a worker is true if the answer of any of its ranks is true.
+        The answer of a worker is true if any of its ranks answers true.
         """
         return bool(self.most_need(torch.tensor([mine], device=self.comm.device).int()))
 
     def most_need(self, mine: Tensor) -> Tensor:
-        """Return the largest numbers that a majority of workers reaches. Collective.
+        """For each element, return the largest number that a majority of workers reaches or
+        exceeds. Collective.
 
-        `mine` [N] contains the integers of this rank. The number of a worker is the maximum over
-        its ranks.
+        `mine` contains the integers of this rank, [N]. For each worker, the maximum over its ranks
+        is used.
         """
         every_K = self.comm.all_gather(self.worker.all_reduce(mine, "max")).view(-1, *mine.shape)
         return every_K.sort(0).values[(self.comm.size - 1) // 2]
 
     def verdict(self) -> Verdict:
-        """Return the combined verdict of all votes of this worker's ranks since the last call.
-        All ranks of the worker must call this method.
+        """Return the verdict of all votes since the last call, combined over the ranks of this
+        worker. All ranks of the worker must call this method.
         """
         kinds = (self._outvoted, self.assignment.workers), (self._undecided, self.assignment.count)
         flags = torch.tensor([i in indices for indices, size in kinds for i in range(size)],
@@ -210,16 +214,16 @@ class Ballots:
 
 
 def shared_first(parameters: Iterable[nn.Parameter]) -> tuple[list[nn.Parameter], int]:
-    """Return the trainable parameters with the experts last, and the number of elements that do not
-    belong to experts.
+    """Return the trainable parameters, sorted so that experts come last, and the number of elements
+    that do not belong to experts.
     """
     train = sorted((p for p in parameters if p.requires_grad), key=is_expert)
     return train, sum(p.numel() for p in train if not is_expert(p))
 
 
 def flat_gradients(parameters: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> Tensor:
-    """Return all gradients as one vector [N] in the widest of their dtypes. Missing gradients are
-    treated as zero.
+    """Return all gradients as one vector [N]. The dtype of the vector is the widest dtype of the
+    gradients. Missing gradients are treated as zero.
     """
     return torch.cat([(torch.zeros_like(p) if g is None else g).reshape(-1)
                       for p, g in zip(parameters, gradients, strict=True)])
@@ -228,8 +232,8 @@ def flat_gradients(parameters: Sequence[Tensor], gradients: Sequence[Tensor | No
 @torch.no_grad()
 def set_gradients(parameters: Sequence[nn.Parameter], gradient_N: Tensor,
                   gradient_of: Callable[[nn.Parameter], Tensor | None]) -> None:
-    """Set the gradients of parameters from a vector that `flat_gradients` created. Each gradient
-    has the dtype of its parameter.
+    """Copy a vector that `flat_gradients` has created to the gradients of the parameters. Each
+    gradient has the same dtype as its parameter.
     """
     parts = gradient_N.split([p.numel() for p in parameters])
     for parameter, part_N in zip(parameters, parts, strict=True):
@@ -241,7 +245,8 @@ def set_gradients(parameters: Sequence[nn.Parameter], gradient_N: Tensor,
 
 
 class VotedGradients:
-    """Gradients determined by votes, for a model that is stored completely by every worker.
+    """Computes gradients that are determined by votes, for a model of which every worker stores a
+    complete copy.
 
         voted = VotedGradients(model, mols(5, 3))
         for batch in batches:                     # f files of micro-batches each
@@ -249,18 +254,19 @@ class VotedGradients:
             optimizer.step()
 
     Args:
-        model: the model that receives the gradients. The parameters of the model are the same on
-            all ranks, except for the experts, which are distributed over the ranks of a worker.
+        model: model that receives the gradients. The parameters of the model must be the same on
+            all ranks, except for experts, which are distributed over the ranks of a worker.
         assignment: see `Ballots`.
-        comm: optional. The ranks that store the same parameters as this rank, one from each worker
-            (see `gradients.replicas.replica_comm`). Defaults to the ranks of the default group.
+        comm: optional. Group of the ranks that store the same parameters as this rank, one rank per
+            worker (see `gradients.replicas.replica_comm`). Defaults to the ranks of the default
+            process group.
         aggregate: see `Ballots`.
-        worker: optional. The expert-parallel group of the layers. By default every rank has all
+        worker: optional. Expert-parallel group of the layers. By default, every rank stores all
             experts.
     Raises:
-        ValueError: If the number of ranks differs from the number of workers, if experts are
-            distributed over ranks outside the worker, if a router uses loads that ranks report, or
-            if the aggregate is unknown.
+        ValueError: If the number of ranks is not the number of workers, if experts are distributed
+            over ranks of several workers, if a router uses loads that ranks report, or if the value
+            of `aggregate` is unknown.
     """
 
     def __init__(self, model: nn.Module, assignment: Assignment, comm: Comm | None = None, *,
@@ -278,27 +284,29 @@ class VotedGradients:
 
     @property
     def files(self) -> tuple[int, ...]:
-        """The numbers of the files whose gradients this rank computes."""
+        """The indices of the files that this rank computes."""
         return self.ballots.files
 
     def backward(self, loss_of: Callable[[int], Tensor]) -> Verdict:
-        """Compute the files of this rank, vote, and set the gradient of every parameter.
-        Collective.
+        """Compute the files of this rank, vote on the gradients, and set the gradients of all
+        parameters. Collective.
 
-        If, according to the majority of its workers, rows of a file exceeded a buffer
+        If the majority of a file's workers reports that rows exceeded a buffer
         (`dispatch.name: bounded`), all files are computed again, or an error is raised on all
-        ranks. Do not wrap this method in `until_rows_fit`.
+        ranks. Do not call this method inside `until_rows_fit`, because the method already repeats
+        the computation if necessary.
 
         Args:
-            loss_of: function that computes the loss of a file. The result must have the same bits
-                on each worker of the file, so random numbers must be drawn from the index of the
-                file. The function is called once for each of this rank's files. If a worker has
-                several ranks, each rank computes its part, and the loss is the sum over the ranks.
+            loss_of: function that computes the loss of a file, given the index of the file. All
+                workers of a file must compute bitwise equal losses, so random numbers must depend
+                only on the index of the file. The function is called once for each file of this
+                rank. If a worker has several ranks, each of them computes a part of the file, and
+                the loss is the sum over these ranks.
         Returns:
             The verdict, which is the same on all ranks.
         Raises:
-            RowsOverflow: If rows exceeded a buffer and `dispatch.on_overflow` is "error". The
-                exception is raised on all ranks.
+            RowsOverflow: If rows exceeded a buffer and `dispatch.on_overflow` is "error". Raised on
+                all ranks.
         """
         def passes() -> Tensor:
             self._needed.clear()
@@ -312,7 +320,7 @@ class VotedGradients:
         return self.ballots.verdict()
 
     def _gradients(self, loss: Tensor) -> Tensor:
-        """Return the gradients of a file, and record how many rows the file needed."""
+        """Return the gradients for a file, and record how many rows the file required."""
         gradients = torch.autograd.grad(loss, self.parameters, allow_unused=True)
         self._needed.append(needed_of(self._limits, self.ballots.comm.device))
         for limit in self._limits:
@@ -320,7 +328,7 @@ class VotedGradients:
         return flat_gradients(self.parameters, gradients)
 
     def rows_overflowed(self) -> bool:
-        """Return true if rows exceeded a buffer according to a vote; see `Ballots.rows_needed`.
+        """Return true if a vote decides that rows exceeded a buffer; see `Ballots.rows_needed`.
         Collective.
         """
         return settle(self._limits, self.ballots.rows_needed(self._limits,
@@ -337,9 +345,9 @@ def _refuse_other_groups(model: nn.Module, ranks: int) -> None:
 
 
 def refuse_reported_loads(model: nn.Module) -> None:
-    """Raise a `ValueError` if a router uses loads that all ranks report.
+    """Raise a `ValueError` if a router uses loads that the ranks report to each other.
 
-    These loads are not voted on, so one wrong rank would change the biases of all ranks.
+    There is no vote on reported loads, so a single wrong rank could change the biases on all ranks.
     """
     for name, module in model.named_modules():
         if isinstance(module, RouterModule) and module.step_sums():

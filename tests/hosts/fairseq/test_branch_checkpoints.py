@@ -154,9 +154,9 @@ def test_files_that_do_not_fit_are_refused_by_name(trained: tuple[Path, Result, 
     refused("rank-1.pt', which contains experts, is missing")
     prefix = "decoder.layers.1.moe_layer.experts.0."
     torch.save({**state, "model": {**state["model"], prefix + "fc3.weight": torch.zeros(2)}}, path)
-    refused("fc3.weight' is a parameter of an expert that MoELayer does not have")
+    refused("fc3.weight' is an expert parameter that MoELayer does not have")
     torch.save({**state, "optimizer_history": [{"num_updates": 3}]}, path)
-    refused(r"are of different steps, \['3', '4'\]")
+    refused(r"were saved at different steps, \['3', '4'\]")
     shared = tmp_path / "checkpoint_last-shared.pt"
     whole = torch.load(shared, weights_only=False)
     torch.save(state, path)

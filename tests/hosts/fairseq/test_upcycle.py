@@ -149,7 +149,7 @@ def test_an_upcycled_translation_model_is_trained_by_the_command_line(
 def test_translation_models_that_cannot_be_upcycled_are_named(
         translates: Path, dense: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for source, more, error in (
-            (translates, ["--every", "3"], "no layer of the encoder becomes an MoE layer"),
+            (translates, ["--every", "3"], "no layer of the encoder would become an MoE layer"),
             (translates, ["--encoder-every", "0", "--decoder-every", "0"], "use a smaller --every"),
             (translates, ["--encoder-every", "-1"], "encoder_every=-1: must be at least 0"),
             (translates, ["--to", "hf"], "cannot be converted to 'hf'"),

@@ -251,7 +251,7 @@ def test_what_cannot_be_voted_on_is_refused() -> None:
         run_simulated(2, spread)
     with pytest.raises(ValueError, match="no two of 1 ranks store the same experts"):
         TwinCheck(model, LocalComm(), every=1)
-    with pytest.raises(ValueError, match="must be >= 1 step"):
+    with pytest.raises(ValueError, match="between two checks must be >= 1"):
         TwinCheck(model, LocalComm(), every=0)
 
 

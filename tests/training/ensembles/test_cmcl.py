@@ -226,7 +226,7 @@ def test_heads() -> None:
     torch.testing.assert_close(plain(x)[..., 1, :], x @ plain.w_out_MHC[1])
     own = torch.randn(2, 3, 8)
     torch.testing.assert_close(plain(own, own=True)[:, 2], own[:, 2] @ plain.w_out_MHC[2])
-    with pytest.raises(ValueError, match="sharing=0.5 has nothing to share"):
+    with pytest.raises(ValueError, match="sharing=0.5 has no effect"):
         EnsembleHeads(8, 5, 3, sharing=0.5)
     with pytest.raises(ValueError, match="heads=0"):
         EnsembleHeads(8, 5, 0)

@@ -1,3 +1,3 @@
-"""Checkpoints of fairseq with this package's layers, and of fairseq's `moe` branch. fairseq itself
-is not needed.
+"""Checkpoints of fairseq models with this package's layers, and of fairseq's `moe` branch. fairseq
+itself does not need to be installed.
 """

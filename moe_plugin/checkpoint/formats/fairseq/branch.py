@@ -1,13 +1,13 @@
-"""The checkpoint format of fairseq's `moe` branch, with the files `NAME-shared.pt` and
-`NAME-rank-N.pt`.
+"""The checkpoint format of fairseq's `moe` branch. A checkpoint consists of `NAME-shared.pt` and
+several files `NAME-rank-N.pt`.
 
-The shared file contains everything except the experts. The file of each rank contains the experts
-of the rank, numbered from 0, and the optimizer state of these experts. All files contain the
-settings and the training history. If there are more ranks than experts, rank `N` has expert `N %
-E`. In a source of this format, tensors have the names that the branch uses, and experts are
-numbered from 0 to `E-1`. Optimizer state is stored by parameter name. Checkpoints of `--ddp-backend
-fully_sharded` store optimizer state by pieces of fairscale's modules and without names, so only the
-model in such a checkpoint is converted.
+The shared file contains everything except the experts. Each rank's file contains the experts of
+this rank, numbered from 0, and the optimizer state of these experts. All files contain the settings
+and the training history. If there are more ranks than experts, rank `N` stores expert `N % E`. In a
+source of this format, tensors have the names of fairseq's `moe` branch, and experts are numbered
+from 0 to `E-1`. Optimizer state is stored by parameter name. With `--ddp-backend fully_sharded`,
+fairscale stores pieces of the optimizer state without parameter names. Only the model of a
+checkpoint without parameter names can be converted.
 """
 
 from __future__ import annotations
@@ -56,11 +56,11 @@ State = Mapping[str, Any]
 
 
 def _find(path: Path) -> list[str]:
-    """Return the files of a checkpoint: first the shared file, then the files of the ranks in rank
-    order.
+    """Return the files of a checkpoint: first the shared file, and then the rank files in the order
+    of the ranks.
 
-    The argument `path` is a folder or the name of any of the files. The list is empty if there are
-    no such files.
+    The argument `path` is the folder of the checkpoint, or the name of any of its files. If there
+    is no such checkpoint, the list is empty.
     """
     name = str(path / "checkpoint_last.pt" if path.is_dir() else path)
     stem = _SHARED.sub("", files.without_rank(name)).removesuffix(".pt")
@@ -75,23 +75,25 @@ def _find(path: Path) -> list[str]:
 
 
 def _open(paths: Sequence[str], trusted: bool) -> Source:
-    """Open the files of one checkpoint as a source of whole tensors."""
+    """Open the files of one checkpoint as a source. The tensors of the source contain all experts.
+    """
     shared, *ranks = (read_file(path, trusted) for path in paths)
     gates = {name: value.entry.shape[0] for name, value in shared[MODEL].items()
              if name.endswith("." + _GATE)}
     if len(set(gates.values())) != 1:
-        raise CheckpointError(f"checkpoint {paths[0]!r} has gates of different numbers of experts, "
-                              f"{sorted(set(gates.values()))}; only one number of experts is "
-                              "supported")
+        raise CheckpointError(f"checkpoint {paths[0]!r} has MoE layers with different numbers of "
+                              f"experts, {sorted(set(gates.values()))}; all MoE layers must have "
+                              "the same number of experts")
     [count], local = set(gates.values()), _local_experts(ranks[0], paths[1])
     if (len(ranks) * local) % count or (local > 1 and len(ranks) * local != count):
         raise CheckpointError(
             f"checkpoint {paths[0]!r} has {count} experts, but its {len(ranks)} rank files have "
-            f"{local} experts each: files are missing or of another checkpoint")
+            f"{local} experts each: files are missing or belong to another checkpoint")
     steps = {_step(state) for state in (shared, *ranks)}
     if len(steps) != 1:
-        raise CheckpointError(f"the files of checkpoint {paths[0]!r} are of different steps, "
-                              f"{sorted(map(str, steps))}; use files of one step")
+        raise CheckpointError(f"the files of checkpoint {paths[0]!r} were saved at different "
+                              f"steps, {sorted(map(str, steps))}; use files that were saved at the "
+                              "same step")
     parts, ep = [(shared, shared[MODEL], paths[0])], count // local
     for rank, state in enumerate(ranks[:ep]):
         places: dict[str, Any] = {name: expert_of(name) for name in state[MODEL]}
@@ -112,7 +114,7 @@ def _open(paths: Sequence[str], trusted: bool) -> Source:
 
 
 def _local_experts(state: State, path: str) -> int:
-    """Return the number of experts in a rank's file."""
+    """Return the number of experts that a rank's file contains."""
     numbers = set()
     for name in state[MODEL]:
         expert = expert_of(name)
@@ -122,8 +124,9 @@ def _local_experts(state: State, path: str) -> int:
                                   "branch")
         numbers.add(expert[1])
     if not numbers or numbers != set(range(len(numbers))):
-        raise CheckpointError(f"checkpoint file {path!r} has experts {sorted(numbers)}; the "
-                              "numbers must be 0, 1, ... without gaps")
+        raise CheckpointError(f"checkpoint file {path!r} contains the experts {sorted(numbers)}, "
+                              "but expert numbers must be 0, 1, 2, ... without gaps; copy the file "
+                              "again")
     return len(numbers)
 
 
@@ -132,10 +135,10 @@ def _step(state: State) -> int | None:
 
 
 def _values(shared: State, unread: bool) -> dict[str, Any]:
-    """Return the values of a source that are not tensors (`Source.values`).
+    """Return `Source.values`, which contains all values of the checkpoint that are not tensors.
 
-    unread: whether it was impossible to assign the optimizer state to parameters. If so, writers
-        require `--model-only`.
+    unread: True if the optimizer state could not be assigned to parameters. If `unread` is True,
+        writers require `--model-only`.
     """
     rest = {key: value for key, value in shared.items() if key not in (MODEL, _OPTIMIZER)}
     optimizer = shared.get(_OPTIMIZER)
@@ -145,18 +148,19 @@ def _values(shared: State, unread: bool) -> dict[str, Any]:
         rest[_OPTIMIZER] = {key: value for key, value in optimizer.items() if key != "state"}
     averages = [key for key in ("ema", "ema_fp32_params") if key in (rest.get("extra_state") or {})]
     if averages:
-        raise CheckpointError(f"the branch's checkpoint has averaged weights ({averages[0]!r}), "
-                              "which cannot be converted; save it without --store-ema")
+        raise CheckpointError("the checkpoint of fairseq's moe branch contains averaged weights "
+                              f"({averages[0]!r}), which cannot be converted; save it without "
+                              "--store-ema")
     rest = torch_files.read_all(rest)
     return {"step": _step(shared), "settings": rest.get("cfg") or rest.get("args"), _STATE: rest,
             GROUPS: None if unread else (rest.get(_OPTIMIZER) or {}).get("param_groups")}
 
 
 def _columns(state: State, model: State, model_only: bool) -> dict[str, dict[str, Any]]:
-    """Return the columns of one file, which contain the tensors and the optimizer state by
-    parameter name.
+    """Return the model tensors and the optimizer state of one file. Each column is a dict with one
+    value per parameter name.
 
-    model: tensors of the file, by their names in the whole model.
+    model: tensors of the file, with global expert indices in their names.
     """
     columns: dict[str, dict[str, Any]] = {MODEL: dict(model)}
     found = {} if model_only else (state.get(_OPTIMIZER) or {}).get("state") or {}
@@ -168,7 +172,7 @@ def _columns(state: State, model: State, model_only: bool) -> dict[str, dict[str
 
 def _why_unassignable(state: State, model: State, path: str) -> str:
     """Return the reason why the optimizer state in a file cannot be assigned to parameters, or an
-    empty string if it can.
+    empty string if it can be assigned.
     """
     optimizer = state.get(_OPTIMIZER) or {}
     # -1: fairscale's optimizer state is in another file
@@ -190,17 +194,15 @@ def _why_unassignable(state: State, model: State, path: str) -> str:
 
 
 def _trained(model: State, count: int) -> list[str]:
-    """Return the names of the parameters of an optimizer in the order of the optimizer, or an empty
-    list if their number is not `count`.
+    """Return the names of an optimizer's parameters, in the order of the optimizer. If the model
+    does not have exactly `count` parameters, return an empty list.
     """
     return trained_names(branch_order(model), model, count) if count else []
 
 
 @formats.register("fairseq_branch")
 class BranchFormat(Format):
-    """Checkpoints of fairseq's `moe` branch, with a shared file and one file for the experts of
-    each rank.
-    """
+    """Checkpoints of fairseq's `moe` branch, with one shared file and one expert file per rank."""
 
     name = "fairseq_branch"
     becomes = ("fairseq",)
@@ -224,9 +226,7 @@ class BranchFormat(Format):
 
     def write(self, source: Source, path: Path, layout: CheckpointSizes,
               progress: WriteProgress = WriteProgress()) -> None:
-        """See `Format`. One file is written for each rank that stores a part of the first copy of
-        the experts.
-        """
+        """See `Format`. Rank files are written for one copy of the experts only."""
         experts = {origin["num_experts"] for origin in source.layers.values()}
         if _STATE not in source.values or len(experts) != 1:
             raise CheckpointError("only fairseq checkpoints with the same number of experts in all "
@@ -241,7 +241,7 @@ class BranchFormat(Format):
                 and not source.values.get(MODEL_ONLY)):
             raise CheckpointError(
                 "the checkpoint has optimizer state without parameter names, so the state cannot "
-                "be distributed to other files; use --model-only")
+                "be distributed to the new files; use --model-only")
         write_files(path, {
             f"checkpoint_last-{'shared' if rank is None else f'rank-{rank}'}.pt":
             partial(_state_of_file, source, rank, count // size)
@@ -249,11 +249,11 @@ class BranchFormat(Format):
 
 
 def _state_of_file(source: Source, rank: int | None, local: int) -> dict[str, Any]:
-    """Return the content of a file that is written from a source with the branch's names.
+    """Return the content of one file, given a source with the branch's names.
 
     Args:
-        source: a source whose tensors have the names that the branch uses.
-        rank: rank of the file, or None for the shared file.
+        source: a source whose tensors have the branch's names.
+        rank: rank that the file belongs to, or None for the shared file.
         local: number of experts that each rank stores.
     """
     columns, state = columns_of(source), dict(source.values[_STATE])
@@ -278,8 +278,8 @@ def _state_of_file(source: Source, rank: int | None, local: int) -> dict[str, An
 
 
 def _name_in_file(name: str, rank: int | None, local: int) -> str | None:
-    """Return the name that a parameter has in a file, or None if the parameter is stored in a
-    different file.
+    """Return the name of a parameter in a rank's file or in the shared file, or None if this file
+    does not contain the parameter.
     """
     expert = expert_of(name)
     if expert is None or rank is None:
@@ -294,10 +294,10 @@ def _trained_in(columns: Mapping[str, State]) -> set[str]:
 
 
 def _one_group(groups: Sequence[State], count: int) -> list[dict[str, Any]]:
-    """Return the parameter groups of an optimizer for a different number of parameters.
+    """Return the parameter group of an optimizer, adapted to `count` parameters.
 
     Raises:
-        CheckpointError: If there are several groups, so that the group of each parameter is
+        CheckpointError: If there are several groups, because the group of each parameter is then
             unknown.
     """
     if len(groups) != 1:
@@ -307,8 +307,8 @@ def _one_group(groups: Sequence[State], count: int) -> list[dict[str, Any]]:
 
 
 def _with_our_entries(view: View) -> View:
-    """Return the view extended by all entries that are not tensors in fairseq files of this
-    package's layers.
+    """Add all entries, apart from tensors, that fairseq checkpoints of models with this package's
+    layers contain.
     """
     rest, trained = dict(view.values[_STATE]), _trained_in(columns_of(view))
     order = [name for name in our_order(view.origin) if name in trained]

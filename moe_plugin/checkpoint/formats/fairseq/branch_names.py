@@ -1,5 +1,5 @@
-"""Conversion between the tensor names of fairseq's `moe` branch and of fairseq models with this
-package's layers.
+"""Conversion between the tensor names of fairseq's `moe` branch and the names of fairseq models
+with this package's layers.
 
     PREFIX is decoder.layers.N. or encoder.layers.N.; expert i of E, D width, F inner width
     branch                                          ours
@@ -9,9 +9,10 @@ package's layers.
     PREFIXmoe_layer.experts.i.fc2.weight   [D, F]   PREFIXmoe_layer.moe.experts.w_out_LFD [E, F, D]
     PREFIXmoe_layer.experts.i.fc2.bias     [D]      PREFIXmoe_layer.moe.experts.bias_out_LD  [E, D]
 
-All other tensors have the same names in both kinds of models. Optimizers identify parameters by
-their position in the model. In a transformer layer of the branch, the MoE layer is registered
-before `final_layer_norm`. In models with this package's layers, it is registered after the norm.
+All other tensors have the same names in both formats. Optimizers identify each parameter by its
+position in the model. In a transformer layer of the branch, the MoE layer comes before
+`final_layer_norm`. In models with this package's layers, the MoE layer comes after
+`final_layer_norm`.
 """
 
 from __future__ import annotations
@@ -34,32 +35,34 @@ _LAYER = re.compile(r"((?:en|de)coder\.layers\.\d+\.)(.+)")
 
 
 def expert_of(name: str) -> tuple[str, int, str] | None:
-    """Split the branch's name of an expert parameter into parts. Return None for all other names.
+    """Split the name that the branch uses for an expert's parameter into three parts. If the name
+    does not belong to an expert, return None.
 
-    Returns: the prefix (which ends in `moe_layer.`), the index of the expert, and the name within
-        the expert.
+    Returns: the prefix (which ends with `moe_layer.`), the index of the expert, and the name of the
+        parameter within the expert.
 
     Raises:
-        CheckpointError: If the parameter of the expert is not in `EXPERT`.
+        CheckpointError: If the expert's parameter is not listed in `EXPERT`.
     """
     match = _BRANCH_EXPERT.fullmatch(name)
     if match is None:
         return None
     if match[3] not in EXPERT:
-        raise CheckpointError(f"{name!r} is a parameter of an expert that MoELayer does not have; "
-                              f"the parameters of an expert are {', '.join(EXPERT)}")
+        raise CheckpointError(f"{name!r} is an expert parameter that MoELayer does not have; the "
+                              f"parameters of an expert are {', '.join(EXPERT)}")
     return match[1], int(match[2]), match[3]
 
 
 def renumbered(name: str, index: int) -> str:
-    """Return the branch's name of an expert parameter with a different expert index."""
+    """Replace the expert index in the branch's name of an expert's parameter."""
     match = _BRANCH_EXPERT.fullmatch(name)
     assert match is not None
     return f"{match[1]}experts.{index}.{match[3]}"
 
 
 def _table(prefixes: Iterable[str]) -> NameTable:
-    """Build the name table for MoE layers with the given prefixes, which end in `moe_layer.`."""
+    """Build the name table for MoE layers with these prefixes. Each prefix ends with `moe_layer.`.
+    """
     rules: list[NameRule] = []
     for prefix in prefixes:
         rules.append(NameRule(f"{prefix}gate.wg.weight", (f"{prefix}moe.router.weight_ED",)))
@@ -69,7 +72,8 @@ def _table(prefixes: Iterable[str]) -> NameTable:
 
 
 def to_ours(source: Source) -> View:
-    """Return a view that maps the branch's names to the names of models with this package's layers.
+    """Return a view that converts the branch's names to the names of models with this package's
+    layers.
     """
     names, experts = _table(source.layers), _experts(source)
     tensors = names.neutral(map(source.tensor, source.entries), lambda one: one, experts)
@@ -87,14 +91,14 @@ def _experts(source: Source) -> int:
 
 
 def to_branch(source: Source) -> View:
-    """Return a view that maps the names of fairseq models with this package's layers to the
+    """Return a view that converts the names of fairseq models with this package's layers to the
     branch's names.
     """
     def others(tensor: Derived) -> Derived:
         if tensor.key[1].startswith(tuple(source.layers)):
             raise CheckpointError(
-                f"the branch's MoE layer has no counterpart for {tensor.key[1]!r}; its gate is a "
-                "single linear map, and its experts have two layers with biases")
+                f"the MoE layer of fairseq's moe branch has no counterpart for {tensor.key[1]!r}; "
+                "its gate is a single linear map, and its experts have two layers with biases")
         return tensor
 
     prefixes = {prefix: prefix.removesuffix("moe.") for prefix in source.layers}
@@ -109,8 +113,8 @@ def to_branch(source: Source) -> View:
 
 
 def our_order(source: Source) -> list[str]:
-    """Return the parameter names of a branch source, converted to the names and the order of models
-    with this package's layers.
+    """Return the parameter names of a branch checkpoint. Both the names and their order are those
+    of models with this package's layers.
     """
     table = _table(source.layers)
     return _ordered(dict.fromkeys(table.neutral_name(name) for _, name in source.entries),
@@ -118,7 +122,7 @@ def our_order(source: Source) -> list[str]:
 
 
 def branch_order(names: Iterable[str]) -> list[str]:
-    """Sort the parameter names of the branch into the order in which its models register them."""
+    """Sort the branch's parameter names into the order in which its models register them."""
     return _ordered(names, _branch_place)
 
 

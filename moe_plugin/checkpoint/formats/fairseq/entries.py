@@ -1,5 +1,5 @@
-"""Entries of fairseq's checkpoint files, values of stored settings, and the mapping from parameter
-indices of an optimizer to parameter names.
+"""Entries of fairseq's checkpoint files, conversion of stored setting values, and functions that
+find the parameter name for each parameter index of an optimizer.
 """
 
 from __future__ import annotations
@@ -32,14 +32,15 @@ _BUFFERS = re.compile(r"(.*\.)?(version|_float_tensor|_future_mask)")
 
 
 def plain_value(value: Any) -> Any:
-    """Convert a choice of fairseq's dataclasses to a string, and return any other value unchanged.
+    """If the value is a choice of fairseq's dataclasses, convert it to a string. Return other
+    values unchanged.
     """
     return value.value if isinstance(value, Enum) else value
 
 
 def renamed(state: Any) -> Any:
-    """Return the content of a file with the current names for the weights of the model and for
-    averaged weights.
+    """Rename the model weights and the averaged weights in the content of a file to their current
+    names.
     """
     extra = state.get("extra_state") if isinstance(state, dict) else None
     for part, keys in ((state, (MODEL,)), (extra, AVERAGES)):
@@ -52,20 +53,20 @@ def renamed(state: Any) -> Any:
 
 
 def trained_names(names: Sequence[str], model: Mapping[str, Any], count: int) -> list[str]:
-    """Return the names of the parameters of an optimizer in the order of the optimizer, or an empty
-    list if no candidate list has `count` names.
+    """Return the names of an optimizer's parameters, in the order of the optimizer. If no candidate
+    list has `count` names, return an empty list.
 
     Args:
         names: names of the model's tensors, in the order in which the model registers them.
-        model: tensors of the model by name.
+        model: tensors of the model, by name.
         count: number of parameters that the optimizer has.
     """
     return next((kept for kept in names_of_parameters(names, model) if len(kept) == count), [])
 
 
 def names_of_parameters(names: Sequence[str], model: Mapping[str, Any]) -> list[list[str]]:
-    """Return candidate lists of parameter names, each in the order in which the model registers the
-    parameters.
+    """Return several candidate lists of parameter names. Each list is in the order in which the
+    model registers the parameters.
 
     The candidates are all tensors, the tensors without tied duplicates, and the tensors without the
     output projection. See `trained_names` for the arguments.
@@ -80,12 +81,12 @@ def names_of_parameters(names: Sequence[str], model: Mapping[str, Any]) -> list[
 
 
 def names_by_order(state: Mapping[str, Any]) -> list[str]:
-    """Return the parameter names for an optimizer state in a file that contains only parameter
+    """Return the parameter names for the optimizer state in a file that contains only parameter
     indices.
 
-    fairseq numbers first the parameters of the model and then those of the criterion, both in order
-    of registration. The list is empty if indices or shapes show that the state is stored in a
-    different form, such as flattened or in several parts.
+    fairseq numbers the parameters of the model first and those of the criterion second, both in the
+    order of registration. If the indices or shapes show that the state is flattened or split into
+    several parts, return an empty list.
     """
     state_by_index = (state.get(OPTIMIZER) or {}).get("state") or {}
     known = {**state["model"], **{f"{CRITERION}.{name}": value for name, value
@@ -102,12 +103,12 @@ def names_by_order(state: Mapping[str, Any]) -> list[str]:
 def by_parameter(state: Mapping[str, Any]) -> Mapping[str, Any]:
     """Split flattened optimizer state into the state of each parameter.
 
-    If the optimizer does not have a single parameter with as many elements as the model and the
-    criterion together, the content is returned unchanged.
+    If the optimizer does not have exactly one parameter with as many elements as the model and the
+    criterion together, return `state` unchanged.
 
-    Without `--fp16-no-flatten-grads`, fairseq <= 0.12.3 keeps the fp32 copies of all parameters in
-    one vector. It contains first the parameters of the model and then those of the criterion (see
-    `FP16Optimizer.build_fp32_params`). The fp32 copies themselves are not saved in any file.
+    Without `--fp16-no-flatten-grads`, fairseq <= 0.12.3 stores the fp32 copies of all parameters in
+    one vector. This vector contains the parameters of the model first and those of the criterion
+    second (see `FP16Optimizer.build_fp32_params`). The vector is not saved in any file.
     """
     optimizer = state.get(OPTIMIZER) or {}
     vectors, groups = optimizer.get("state") or {}, optimizer.get("param_groups") or []
@@ -136,8 +137,8 @@ def _parts(values: Mapping[str, Any], shape: tuple[int, ...],
 
 
 def _part(flat: Derived, shape: tuple[int, ...], start: int) -> Derived:
-    """Return the part of the flat vector for a parameter of shape `shape` whose first element is at
-    index `start`.
+    """Return the elements of the flat vector that belong to a parameter of shape `shape`. `start`
+    is the index of the first of these elements.
     """
     row = prod(shape[1:])
 

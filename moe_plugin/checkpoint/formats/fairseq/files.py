@@ -1,8 +1,10 @@
-"""Checkpoint files of a run whose ranks each store some experts: `checkpoint_last-rank-N.pt`.
+"""Checkpoint files of a run in which each rank stores some of the experts:
+`checkpoint_last-rank-N.pt`.
 
-Saving has two phases, so a killed run always leaves a step that is complete on every rank. Each
-rank writes `NAME.new`. After all ranks are done, each rank renames its file to `NAME`. Loading
-accepts both names and uses the newest step that all ranks have. Every file has a checksum.
+Files are saved in two phases, so even if a run is killed, there is always a step for which all
+ranks have complete files. In the first phase, each rank writes `NAME.new`. When all ranks have
+finished writing, each rank renames its file to `NAME`. Loading accepts both names and uses the
+newest step for which all ranks have a file. Every file has a checksum.
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ _OF_BRANCH = re.compile(r"\.moe_layer\.(experts\.\d+|gate\.wg)\.")
 
 
 def with_rank_suffix(suffix: str, rank: int) -> str:
-    """Return the checkpoint suffix of fairseq with the suffix of the rank appended."""
+    """Append the rank's suffix to fairseq's checkpoint suffix."""
     return suffix if suffix.endswith(f"-rank-{rank}") else f"{suffix}-rank-{rank}"
 
 
@@ -56,31 +58,34 @@ def with_rank(filename: str, rank: int) -> str:
 
 
 def without_rank(filename: str) -> str:
-    """Return a file name without the suffix of the rank, which is the same for all ranks."""
+    """Remove the rank's suffix from a file name. All ranks obtain the same name."""
     return RANK_SUFFIX.sub("", filename)
 
 
 def has_rank(filename: str) -> bool:
-    """Return whether a file name has the suffix of a rank."""
+    """Return true if a file name ends with the suffix of a rank."""
     return RANK_SUFFIX.search(filename) is not None
 
 
 def rank_files(filename: str, end: str = "") -> dict[int, str]:
-    """Return all ranks' files for a name with or without rank. `end` is a suffix after `.pt`."""
+    """Return the files of all ranks for a file name with or without a rank. `end` is the suffix
+    that follows `.pt`.
+    """
     paths = glob.glob(f"{glob.escape(without_rank(filename).removesuffix('.pt'))}-rank-*.pt{end}")
     return {int(number): path for path in sorted(paths)
             for number in RANK_SUFFIX.findall(path.removesuffix(end))}
 
 
 def is_crash_dump(filename: str) -> bool:
-    """Return whether a file is fairseq's dump of a failed step, which not every rank writes."""
+    """Return true if a file is fairseq's dump of a failed step. Not every rank writes a dump."""
     return os.path.basename(filename).startswith("crash")
 
 
 def save(filename: str, write: Callable[[str], None], group: Any) -> None:
-    """Write the file of this rank by `write(name)`, wait for all ranks, and then rename the file.
+    """Write the file of this rank with `write(name)`, wait for all ranks, and then rename the file.
 
-    Raises: CheckpointError: If a rank could not write. All ranks raise the error. Old files remain.
+    Raises: CheckpointError: If any rank could not write its file. All ranks raise this error. Old
+    files remain.
     """
     error: Exception | None = None
     try:
@@ -98,7 +103,7 @@ def save(filename: str, write: Callable[[str], None], group: Any) -> None:
 
 
 def write(state: Mapping[str, Any], path: str) -> None:
-    """Write a checkpoint file with a checksum. The file is renamed when it is complete.
+    """Write a checkpoint file with a checksum. The file gets its final name when it is complete.
 
     Raises:
         CheckpointError: If the file cannot be written.
@@ -112,7 +117,7 @@ def write(state: Mapping[str, Any], path: str) -> None:
 
 
 def _discard(path: str) -> None:
-    """Remove an incomplete file if it exists."""
+    """Remove an incomplete file, if there is one."""
     with contextlib.suppress(FileNotFoundError):
         os.remove(path)
 
@@ -125,10 +130,11 @@ def _not_written(path: str, error: OSError) -> CheckpointError:
 
 
 def copy(source: str, target: str, link: bool = False) -> None:
-    """Copy a checkpoint. The ranks rename their files together, so `target` is always complete.
+    """Copy a checkpoint. All ranks rename their files together, so the files at `target` are always
+    complete.
 
-    link: whether to share the storage of `source` if the file system supports this.
-    Raises: CheckpointError: raised on every rank if a rank could not write its copy.
+    link: whether to share the disk space of `source`, if the file system supports this.
+    Raises: CheckpointError: If any rank could not write its copy. All ranks raise this error.
     """
     if has_rank(target) and dist.is_available() and dist.is_initialized():
         save(target, lambda pending: _duplicate(source, pending, link), dist.group.WORLD)
@@ -157,7 +163,7 @@ def _duplicate(source: str, target: str, link: bool) -> None:
 
 
 def read(path: str) -> dict[str, Any]:
-    """Read a checkpoint file. The tensors in the file are mapped from disk.
+    """Read a checkpoint file. The tensors are memory-mapped from the file.
 
     Raises:
         CheckpointError: If the file is truncated, damaged or not a checkpoint.
@@ -178,7 +184,7 @@ def read(path: str) -> dict[str, Any]:
 
 
 def read_unverified(path: str) -> dict[str, Any]:
-    """Read a checkpoint file and check its manifest, but not its checksum."""
+    """Read a checkpoint file and verify its manifest, but not its checksum."""
     state = load(path, map_location="cpu", mmap=True)
     if not isinstance(state, dict):
         raise ValueError(f"it contains a {type(state).__name__}, but a mapping was expected")
@@ -187,7 +193,7 @@ def read_unverified(path: str) -> dict[str, Any]:
 
 
 def check_manifest(state: Mapping[str, Any]) -> None:
-    """Raise `ValueError` if the manifest of a file is not one that `save` can have written."""
+    """Raise `ValueError` if `save` cannot have written this manifest."""
     manifest = state.get(MANIFEST)
     if manifest is not None and (not isinstance(manifest, dict) or not all(
             type(manifest.get(key)) is int for key in _MANIFEST_KEYS)):
@@ -195,13 +201,13 @@ def check_manifest(state: Mapping[str, Any]) -> None:
 
 
 def load(file: Any, **options: Any) -> Any:
-    """Call `torch.load`, but accept only plain values, tensors and classes that fairseq saves.
+    """Call `torch.load`, but accept only plain values, tensors, and the classes that fairseq saves.
 
-    The option `--trust-checkpoint` allows any class. The option is read from the command line,
-    because fairseq does not pass settings to the functions that load files.
+    The option `--trust-checkpoint` allows any class. This option is read from the command line,
+    because fairseq does not pass its settings to the functions that load files.
 
     Raises:
-        UntrustedFile: If the file (a path or a stream) references classes that are not allowed.
+        UntrustedFile: If the file (a path or a stream) refers to classes that are not allowed.
     """
     if trust.FLAG in sys.argv:
         return renamed(torch.load(file, **{**options, "weights_only": False}))
@@ -210,23 +216,25 @@ def load(file: Any, **options: Any) -> Any:
 
 
 def gather(value: Any, group: Any) -> list[Any]:
-    """Gather a value from all ranks of the group, or only from this rank if `group` is None."""
+    """Gather a value from all ranks of `group`. If `group` is None, return only this rank's value.
+    """
     return [value] if group is None else gather_objects(value, "checkpoints found", group)
 
 
 def of_branch(state: Mapping[str, Any]) -> list[str]:
-    """Return the names of the parameters that are named as in fairseq's `moe` branch."""
+    """Return the parameter names that are used only by fairseq's `moe` branch."""
     return [name for name in state.get("model") or {} if _OF_BRANCH.search(name)]
 
 
 def refuse_branch(path: str, state: Mapping[str, Any]) -> None:
-    """Raise `ValueError` with instructions if a checkpoint is from fairseq's `moe` branch."""
+    """Raise `ValueError` with instructions if the checkpoint was written by fairseq's `moe` branch.
+    """
     names = of_branch(state)
     if names and MANIFEST not in state:
         name = re.sub(r"-shared(?=\.pt$)", "", without_rank(path))
         raise ValueError(
             f"checkpoint {path!r} was written by fairseq's moe branch (it contains {names[0]!r}), "
-            f"which stores experts in another way: convert it with moe-plugin reshard {name} OUT "
-            "--to fairseq and load OUT/checkpoint_last.pt, or run it in that branch, where "
+            f"which stores experts in a different way: convert it with moe-plugin reshard {name} "
+            "OUT --to fairseq and load OUT/checkpoint_last.pt, or run it in that branch, where "
             "--user-dir moe_plugin replaces the branch's own layer by this layer "
             "(docs/fairseq_training.md)")

@@ -1,10 +1,10 @@
-"""The format of fairseq checkpoints with this package's layers: a single file, or one file for each
-data-parallel rank.
+"""The format of fairseq checkpoints for models with this package's layers. A checkpoint is a single
+file, or one file for each data-parallel rank.
 
 A single process writes `checkpoint_last.pt`, and several processes write
-`checkpoint_last-rank-N.pt`. The tensors of a source are the weights of the model and the criterion,
+`checkpoint_last-rank-N.pt`. A source contains the weights of the model and of the criterion, the
 optimizer state by parameter name, and averaged weights. All other entries of the files (settings,
-training history, iterator, meters) are taken from rank 0.
+training history, iterator, meters) are read from the file of rank 0.
 """
 
 from __future__ import annotations
@@ -57,10 +57,11 @@ from moe_plugin.experts.base import current_name
 class Written:
     """The checkpoint files of one training step.
 
-    Attributes: world, ep: number of ranks that wrote the step, and number of ranks that share one
-        copy of the experts.
+    Attributes:
+        world: number of ranks that wrote the step.
+        ep: number of ranks that together store one copy of the experts.
         experts: number of experts in each MoE layer, or 0 for a dense model.
-        step: number of optimizer steps, or -1 if the files do not contain this number.
+        step: number of optimizer steps, or -1 if the files do not state this number.
         paths: paths of the files of ranks 0 to `ep - 1`.
     """
 
@@ -90,25 +91,24 @@ def _check_content(state: Mapping[str, Any]) -> None:
 
 
 def _refuse_shard(path: str, state: Mapping[str, Any]) -> None:
-    """Raise `CheckpointError` if a file was saved with `--use-sharded-state`, because such a file
-    contains only parts of tensors.
+    """Raise `CheckpointError` if a file was saved with `--use-sharded-state`. Each file that was
+    saved with this option contains only a shard of each tensor.
     """
     if any("flat_param" in name for name in state[MODEL]):
         raise CheckpointError(
-            f"checkpoint {path!r} contains only one rank's part of every parameter (--ddp-backend "
-            "fully_sharded --use-sharded-state), which cannot be converted; resume the run "
-            "without "
+            f"checkpoint {path!r} contains only one rank's shard of every parameter (--ddp-backend "
+            "fully_sharded --use-sharded-state), which cannot be converted; resume the run without "
             "--use-sharded-state and save a whole checkpoint")
 
 
 def survey(name: str, trusted: bool = False, left_out: list[str] | None = None) -> list[Written]:
-    """Return the complete steps in the files `NAME.pt` and `NAME-rank-N.pt`. The newest step comes
-    first.
+    """Find the complete steps among the files `NAME.pt` and `NAME-rank-N.pt`. The steps are sorted,
+    with the newest step first.
 
-    Steps are included even if the last phase of saving was interrupted.
+    A step is also included if the last phase of saving it was interrupted.
 
-    left_out: list to which an error message with path and reason is added for each unreadable file.
-        Optional.
+    left_out: list to which messages are appended. For each unreadable file, the message contains
+        the path and the reason. Optional.
     """
     whole = files.without_rank(name)
     paths_by_step: dict[tuple[int, int, int, int], dict[int, str]] = {}
@@ -142,7 +142,7 @@ def open_written(written: Written, trusted: bool = False) -> Source:
     """Open the files of one step as a source.
 
     Raises:
-        CheckpointError: If a file is damaged, or if it contains only a part of every parameter.
+        CheckpointError: If a file is damaged, or if it contains only a shard of each parameter.
     """
     states = [by_parameter(read_file(path, trusted)) for path in written.paths]
     first = states[0]
@@ -197,18 +197,18 @@ def _without_columns(state: Mapping[str, Any]) -> dict[str, Any]:
 
 def state_of_rank(source: Source, rank: int, world: int, ep: int,
                   shards: int | Mapping[str, int] | None = None) -> dict[str, Any]:
-    """Return the state that one of `world` data-parallel ranks stores. The values of tensors are
-    not read.
+    """Return the state that is stored in the file of data-parallel rank `rank`. This function does
+    not read the values of tensors.
 
-    The position in the epoch is converted so that it corresponds to the same total number of
-    batches, rounded down.
+    The position in the epoch is converted for the new number of ranks. The converted position
+    corresponds to the same total number of batches, rounded down.
 
     Args:
         source: a source of this format.
-        rank: data-parallel rank whose state is returned.
+        rank: data-parallel rank.
         world: number of data-parallel ranks.
         ep: number of expert-parallel ranks, which must be a divisor of `world`.
-        shards: number of ranks that each expert is split over. Optional.
+        shards: number of ranks among which each expert is split. Optional.
     Raises:
         CheckpointError: If the source has optimizer state without parameter names.
         ValueError: If the experts cannot be divided among the ranks.
@@ -225,7 +225,7 @@ def state_of_rank(source: Source, rank: int, world: int, ep: int,
     if rest.get(OPTIMIZER) and not order:
         raise CheckpointError(
             "the checkpoint has optimizer state without parameter names, so the state cannot be "
-            "distributed to other files; use --model-only, or resume with --reset-optimizer")
+            "distributed to the new files; use --model-only, or resume with --reset-optimizer")
     state = {**rest, MODEL: columns.pop(MODEL)}
     if CRITERION in columns:
         state[CRITERION] = columns.pop(CRITERION)
@@ -245,7 +245,9 @@ def state_of_rank(source: Source, rank: int, world: int, ep: int,
 
 def state_by_index(columns: Mapping[str, Mapping[str, Any]],
                    order: Sequence[str]) -> dict[int, dict[str, Any]]:
-    """Return an optimizer's state by the index of the parameter in `order`."""
+    """Return the state of an optimizer by parameter index. `order` lists the parameter names in the
+    order of the indices.
+    """
     state: dict[int, dict[str, Any]] = {}
     for index, name in enumerate(order):
         values = {field: column[name] for field, column in columns.items() if name in column}
@@ -255,7 +257,7 @@ def state_by_index(columns: Mapping[str, Mapping[str, Any]],
 
 
 def _moved(extra: Mapping[str, Any], old: int, new: int) -> dict[str, Any]:
-    """Return the `extra_state` of fairseq with the position in the epoch converted to a different
+    """Return fairseq's `extra_state`, with the position in the epoch converted for a different
     number of ranks.
     """
     iterator = extra.get("train_iterator")
@@ -267,8 +269,8 @@ def _moved(extra: Mapping[str, Any], old: int, new: int) -> dict[str, Any]:
 
 @formats.register("fairseq")
 class FairseqFormat(Format):
-    """Checkpoints of fairseq with this package's layers (a single file or one file per rank), and
-    dense checkpoints.
+    """Checkpoints of fairseq models with this package's layers (a single file or one file per
+    rank), and of dense fairseq models.
     """
 
     name = "fairseq"
@@ -300,7 +302,7 @@ class FairseqFormat(Format):
 
 
 def _sizes(source: Source, layout: CheckpointSizes) -> tuple[int, int]:
-    """Return the total number of ranks and the number of expert-parallel ranks of a layout."""
+    """Return the total number of ranks and the number of expert-parallel ranks for a layout."""
     ranks, groups = (source.describe().get(name, 1) for name in ("ranks", "ep"))
     world = layout.world or layout.ep or ranks
     ep = layout.ep or (groups if world == ranks else world)
@@ -311,7 +313,9 @@ def _sizes(source: Source, layout: CheckpointSizes) -> tuple[int, int]:
 
 
 def _written(path: Path, trusted: bool = False) -> Written | None:
-    """Return the newest step at a path. In a folder, the files of `checkpoint_last.pt` are used."""
+    """Return the newest step that is stored at a path. In a folder, the files `checkpoint_last*.pt`
+    are used.
+    """
     name = str(path / "checkpoint_last.pt" if path.is_dir() else path)
     if not name.endswith(".pt"):
         return None

@@ -1,7 +1,7 @@
 """Upcycling of fairseq's dense decoder language models.
 
-This module converts tensors and settings of a dense model to neutral names. The module also
-converts the resulting Mixture of Experts to fairseq's names.
+This module converts the tensors and settings of a dense model to framework-independent names. After
+upcycling, this module converts the Mixture of Experts to fairseq's names.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ _EPS = 1e-5  # epsilon of fairseq's layer norms, which is not configurable
 
 
 def model_arguments(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the model settings in a file of fairseq, or an empty dict if the file has no settings.
+    """Return the model settings that a fairseq file contains, or an empty dict if the file contains
+    no settings.
     """
     model = (state.get("cfg") or {}).get("model", state.get("args"))
     values = vars(model) if isinstance(model, Namespace) else dict(model or {})
@@ -48,10 +49,10 @@ def model_arguments(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def to_decoder(source: Source, arguments: Mapping[str, Any]) -> DecoderSettings:
-    """Return the neutral settings of a `fairseq` source.
+    """Return the framework-independent settings of a `fairseq` source.
 
     Raises:
-        CheckpointError: If settings are missing or have no neutral form.
+        CheckpointError: If settings are missing or have no framework-independent form.
     """
     for name in ("decoder_attention_heads", "activation_fn", "decoder_normalize_before"):
         if name not in arguments:
@@ -65,8 +66,9 @@ def to_decoder(source: Source, arguments: Mapping[str, Any]) -> DecoderSettings:
     heads, width = int(arguments["decoder_attention_heads"]), _width(source)
     activation = ACTIVATIONS.get(str(arguments["activation_fn"]))
     if activation is None:
-        raise CheckpointError(f"activation_fn={short(arguments['activation_fn'])} has no neutral "
-                              f"form; supported activations: {', '.join(ACTIVATIONS)}")
+        raise CheckpointError(f"activation_fn={short(arguments['activation_fn'])} cannot be "
+                              "converted to another framework; supported activations: "
+                              f"{', '.join(ACTIVATIONS)}")
     return DecoderSettings(
         heads=heads, kv_heads=heads, norm="layernorm", norm_eps=_EPS, activation=activation,
         gated=False, positions="learned" if learned else "none" if plain else "sinusoidal",
@@ -84,11 +86,11 @@ def _width(source: Source) -> int:
 
 
 def from_decoder(source: Source, old: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of an upcycled model in fairseq's form.
+    """Convert the settings of an upcycled model to fairseq's settings.
 
     Args:
-        source: neutral source of the upcycled model.
-        old: settings of the dense model in fairseq's form.
+        source: framework-independent source of the upcycled model.
+        old: fairseq's settings of the dense model.
     """
     paths = {spec.path: spec.dest for spec in setting_specs()}
     model = NeutralModel(source)
@@ -106,7 +108,9 @@ logger = logging.getLogger(__name__)
 
 
 def to_neutral(source: Source) -> Source:
-    """Return a view of the model tensors of a dense `fairseq` source, with neutral names."""
+    """Return a view of the model tensors of a dense `fairseq` source, with framework-independent
+    names.
+    """
     if source.layers:
         raise CheckpointError(f"{next(iter(source.layers))!r} already has experts; use a dense "
                               "model")
@@ -121,8 +125,8 @@ def to_neutral(source: Source) -> Source:
 
 
 def from_neutral(source: Source) -> Source:
-    """Return a view of an upcycled model with the names of fairseq models with this package's
-    layers.
+    """Return a view of an upcycled model. The tensors of this view have the names of fairseq models
+    with this package's layers.
     """
     model = DecoderSettings.from_dict(source.values["model"])
     tensors = list(fairseq_tensors(source))
@@ -133,8 +137,8 @@ def from_neutral(source: Source) -> Source:
 
 
 def _state(source: Source) -> dict[str, Any]:
-    """Return the entries of a file that are not tensors. They are the entries of the dense model
-    with the settings of experts added.
+    """Return all entries of the checkpoint file that are not tensors. These entries are the entries
+    of the dense model and the settings of the experts.
     """
     state = dict(source.values[STATE])
     state.pop(OPTIMIZER, None)

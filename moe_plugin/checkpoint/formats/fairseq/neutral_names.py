@@ -1,4 +1,5 @@
-"""Conversion between the tensor names of fairseq's decoder language models and neutral names.
+"""Conversion between the tensor names of fairseq's decoder language models and
+framework-independent names.
 
 The models may be dense or have this package's MoE layers.
 
@@ -11,9 +12,9 @@ The models may be dense or have this package's MoE layers.
     mlp.w_in, w_out              fc1, fc2
     moe                          moe_layer.moe
 
-The tensors of an optimizer's state have the names of the parameters. If biases are missing in a
-model of a different format, they are zero in fairseq's model. Rows of positions that belong to no
-token are also zero.
+The tensors of the optimizer state have the same names as the parameters. If a model of another
+format has no biases, the biases of fairseq's model are zero. The padding rows of the position
+embeddings are also zero.
 """
 
 from __future__ import annotations
@@ -59,12 +60,12 @@ def our_prefix(prefix: str) -> str:
 
 
 def neutral_tensors(source: Source, tied: bool) -> Iterator[Derived]:
-    """Yield the tensors of a `fairseq` source under neutral names.
+    """Yield the tensors of a `fairseq` source under framework-independent names.
 
     Args:
         source: the source.
-        tied: whether the output matrix is the embedding matrix. If so, the output matrix is left
-            out.
+        tied: whether the output matrix is the same as the embedding matrix. If `tied` is True, the
+            output matrix is not yielded.
     """
     found = (source.tensor(key) for key in source.entries if key[1] not in _BUFFERS
              and not (tied and key[1] == "decoder.output_projection.weight"))
@@ -84,7 +85,7 @@ def _without_name(tensor: Derived) -> Derived:
 
 
 def fairseq_tensors(source: Source) -> Iterator[Derived]:
-    """Yield the tensors of a neutral source under fairseq's names."""
+    """Yield the tensors of a framework-independent source under fairseq's names."""
     tensors = [source.tensor(key) for key in source.entries]
     biases = [zeros(one, f"{found[1]}.bias") for one in tensors
               if (found := _WEIGHT.fullmatch(one.key[1]))
@@ -103,13 +104,13 @@ def _with_padding(one: Derived) -> Derived:
 
 
 def more_tensors(tensors: Sequence[Derived], tied: bool, sinusoidal: bool) -> Iterator[Derived]:
-    """Yield the tensors of a fairseq file that are not parameters, and the output matrix if it is
-    tied.
+    """Yield the tensors of a fairseq file that are not parameters. If the output matrix is tied, it
+    is also yielded.
 
     Args:
-        tensors: result of `fairseq_tensors`.
-        tied: the output matrix is the embedding.
-        sinusoidal: whether the model has sinusoidal positions.
+        tensors: the tensors that `fairseq_tensors` yielded.
+        tied: whether the output matrix is the same as the embedding matrix.
+        sinusoidal: whether the model uses sinusoidal positions.
     """
     if tied:
         for tensor in tensors:

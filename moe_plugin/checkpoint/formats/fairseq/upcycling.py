@@ -1,7 +1,7 @@
 """Upcycling of fairseq's translation models.
 
-The tensors of the models keep fairseq's names, because no other format supports encoders. All
-tensors outside the feed-forward networks are unchanged.
+The tensors keep fairseq's names, because no other format supports encoders. Only the tensors of the
+feed-forward networks change.
 """
 
 from __future__ import annotations
@@ -32,23 +32,25 @@ _MLP = re.compile(r"(encoder|decoder)\.layers\.(\d+)\.fc([12])\.(weight|bias)")
 
 
 def translates(source: Source) -> bool:
-    """Return whether a source is a fairseq model that has an encoder with transformer layers."""
+    """Return true if a source is a fairseq model with an encoder that consists of transformer
+    layers.
+    """
     return source.format == "fairseq" and any(name.startswith("encoder.layers.")
                                               for _, name in source.entries)
 
 
 def upcycle(source: Source, plan: Upcycling, check: Callable[[Namespace], None]) -> View:
-    """Return a lazy view of a dense translation model that has experts in place of MLPs, in
+    """Return a lazy view of a dense translation model in which experts replace MLPs. The view has
     fairseq's format.
 
     Args:
         source: checkpoint of the dense model.
         plan: number and arrangement of the experts.
-        check: function of the host that raises `ValueError` if no model can be built from the
-            stored settings of the result.
+        check: function of the host framework. `check` raises `ValueError` if no model can be built
+            from the new settings.
     Raises:
-        CheckpointError: If the model already has MoE layers, if no layer would be converted to an
-            MoE layer, or if the settings do not support experts.
+        CheckpointError: If the model already has MoE layers, if no layer would become an MoE layer,
+            or if the settings do not support experts.
     """
     refuse_experts(source)
     every = {stack: plan.every if own is None else own for stack, own in zip(
@@ -58,7 +60,7 @@ def upcycle(source: Source, plan: Upcycling, check: Callable[[Namespace], None])
               if every[place[0]] and (place[1] + 1) % every[place[0]] == 0}
     for stack, frequency in every.items():
         if (frequency or not any(every.values())) and not any(one == stack for one, _ in chosen):
-            raise CheckpointError(f"no layer of the {stack} becomes an MoE layer with "
+            raise CheckpointError(f"no layer of the {stack} would become an MoE layer with "
                                   f"every={frequency}; use a smaller --every, or 0 for one of the "
                                   "two stacks")
     arguments = {**model_arguments(source.values[STATE]), **_flags(plan, every, chosen)}
@@ -75,7 +77,7 @@ def upcycle(source: Source, plan: Upcycling, check: Callable[[Namespace], None])
 
 
 def _mlps(source: Source) -> dict[tuple[str, int], dict[str, Derived]]:
-    """Return the tensors of each MLP by stack and layer, and within an MLP by neutral name."""
+    """Return the tensors of each MLP by stack, layer and framework-independent name."""
     mlps: dict[tuple[str, int], dict[str, Derived]] = {}
     for key in source.entries:
         if key[0] == MODEL and (name := _MLP.fullmatch(key[1])):
@@ -102,10 +104,10 @@ def _tensors(source: Source, plan: Upcycling, mlps: Mapping[tuple[str, int], Any
 
 def _flags(plan: Upcycling, every: Mapping[str, int],
            chosen: Mapping[tuple[str, int], Mapping[str, Derived]]) -> dict[str, Any]:
-    """Return the command-line flags that build the new model.
+    """Return the command-line flags with which fairseq builds the new model.
 
-    Experts have the same inner width as the dense layers of the stack, unless the MLPs are split
-    into pieces or there is a shared expert.
+    Experts have the same inner width as the dense layers of their stack, unless the MLPs are split
+    (`granularity`) or there is a shared expert.
     """
     settings: dict[str, Any] = {"router.top_k": plan.top_k, "router.normalize": "before_drop",
                                 "router.normalize_min": 0.0}

@@ -252,7 +252,8 @@ _BY_TYPE = {name: family for family in FAMILIES.values()
 
 
 def family_of(config: Mapping[str, Any]) -> Family:
-    """Return the family of a configuration. Raise `CheckpointError` if the `model_type` is unknown.
+    """Return the model family of a `config.json`. Raise `CheckpointError` if the `model_type` is
+    unknown.
     """
     name = config.get("model_type")
     if name not in _BY_TYPE:
@@ -262,6 +263,8 @@ def family_of(config: Mapping[str, Any]) -> Family:
 
 
 def moe_block_of(config: Mapping[str, Any]) -> Block | None:
-    """Return the MoE block of a configuration, or None for dense models and unknown families."""
+    """Return the description of the MoE block for a `config.json`, or None for dense models and
+    unknown families.
+    """
     family = _BY_TYPE.get(str(config.get("model_type")))
     return None if family is None else family.block

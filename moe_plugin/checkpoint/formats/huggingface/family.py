@@ -1,7 +1,7 @@
 """Description of a model family in Hugging Face's `transformers`.
 
-A family describes the names and the settings of the MoE block and of the surrounding decoder. The
-module `families` contains all families.
+A family describes the names and settings of its MoE block and of the surrounding decoder. The
+module `families` lists all families.
 """
 
 from __future__ import annotations
@@ -21,56 +21,59 @@ _MLP = {"w_gate": "gate_proj", "w_in": "up_proj", "w_out": "down_proj"}
 
 
 def shared_names(module: str) -> dict[str, str]:
-    """Return a mapping from neutral names to the names of a shared expert's tensors."""
+    """Return the names of a shared expert's tensors, by framework-independent name."""
     return {f"shared.{ours}.{kind}": f"{module}.{theirs}.{kind}"
             for ours, theirs in _MLP.items() for kind in ("weight", "bias")}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Block:
-    """Description of the MoE block of a family. Names are also set for parts that a model may lack,
-    such as biases and a shared expert.
+    """Description of the MoE block of a family. The description also contains names for optional
+    tensors, such as biases and a shared expert.
 
     Attributes:
-        module: name of the MoE block within a decoder layer of the model.
-        module_in_files: name of the MoE block in files, if this name differs from `module`.
-        names: names of tensors within the MoE block, by their neutral names after the prefix
-            `layers.N.moe.`.
-        gate_up, down: names of the tensors that contain all experts. `gate_up` contains gate and
-            input matrices [E, 2F, D], or only input matrices [E, F, D] if experts have no gates.
-            `down` contains output matrices [E, D, F]. The names of the biases end in `_bias`.
-        transposed: whether the last two axes of `gate_up` and `down` are exchanged.
-        in_turn: whether the rows of gate and input matrices alternate. Otherwise all gate rows come
-            before all input rows.
-        files: names that replace `names`, `gate_up` and `down` in files if these differ from the
-            model.
-        parts: names (PART) of the gate, input and output matrix of each expert in files, where
-            tensors are named `experts.E.PART.weight`. It is empty if each tensor in the files
-            contains all experts.
-        bias_row: whether `router.expert_bias` is stored as a matrix [1, E].
+        module: name of the MoE block within a decoder layer.
+        module_in_files: name of the MoE block in checkpoint files, if it differs from `module`.
+        names: names of the tensors within the MoE block. The keys are framework-independent names
+            without the prefix `layers.N.moe.`.
+        gate_up, down: names of the tensors that each contain the matrices of all experts. `gate_up`
+            contains the gate and input matrices [E, 2F, D], or only the input matrices [E, F, D] if
+            the experts have no gates. `down` contains the output matrices [E, D, F]. The names of
+            the biases end in `_bias`.
+        transposed: whether the last two axes of `gate_up` and `down` are swapped.
+        in_turn: whether rows of the gate matrix and rows of the input matrix alternate. If
+            `in_turn` is False, all rows of the gate matrix come before all rows of the input
+            matrix.
+        files: names in checkpoint files, for those of `names`, `gate_up` and `down` that are
+            different in the files than in the model.
+        parts: names used in checkpoint files for an expert's gate, input and output matrices: PART
+            in `experts.E.PART.weight`. `parts` is empty if each tensor in the files contains all
+            experts.
+        bias_row: whether `router.expert_bias` is stored with the shape [1, E].
         gated: whether the experts have gate matrices.
-        shared: "none", "plain" or "gated".
-        scores: function that computes the scores, "softmax" or "sigmoid", or the separate router
-            "sparsemixer".
+        shared: whether there is a shared expert: "none", "plain" or "gated".
+        scores: score function of the router, "softmax" or "sigmoid". Models that use the router
+            SparseMixer have "sparsemixer".
         expert_bias: whether a bias is added to the scores when experts are chosen.
-        normalize: the only supported value of `normalize_top_k`, or None if the configuration sets
-            it.
-        normalize_add: constant that is added to the sum of the chosen weights before the division.
-            (If the chosen experts have the largest softmax scores, the sum is so large that the
-            constant has no effect.)
-        normalize_min: key in `config.json` of the minimal divisor, or an empty string if there is
+        normalize: the value of `normalize_top_k` in all models of the family, or None if the value
+            is a setting in `config.json`.
+        normalize_add: constant that is added to the sum of the chosen weights before dividing by
+            the sum. (The constant has no effect if the chosen experts have the largest softmax
+            scores, because the sum of these scores is large enough.)
+        normalize_min: key in `config.json` of the minimum divisor, or an empty string if there is
             no minimum.
-        scales: whether the weights are multiplied by a factor from the configuration.
+        scales: whether the weights are multiplied by a factor that `config.json` contains.
         methods: supported values of `topk_method` in `config.json`. The first value is the default.
-        group_scores: number of expert scores that are added to get the score of a group, or None if
-            there are no groups.
-        keys: keys in `config.json` that differ from `KEYS`, including the key of `gate_clamp`,
-            which most families do not have.
-        settings: neutral settings that all models of the family have.
-        needs: values that settings in `config.json` must have. Otherwise this description does not
-            apply.
-        float32: name prefixes of tensors in the MoE block that `transformers` keeps in float32.
-        pair: whether the MoE block returns the router's logits together with the output.
+        group_scores: number of expert scores that are summed to obtain the score of a group, or
+            None if there are no groups.
+        keys: keys in `config.json` that differ from `KEYS`. The key of `gate_clamp`, which most
+            families do not have, must also be listed here.
+        settings: framework-independent settings that are equal in all models of the family.
+        needs: settings in `config.json` that must have certain values, with these values. This
+            description of the MoE block is valid only for models with these values.
+        float32: name prefixes of those tensors of the MoE block that `transformers` keeps in
+            float32.
+        pair: whether the MoE block returns both the output and the router's logits.
     """
 
     module: str = "mlp"
@@ -100,28 +103,30 @@ class Block:
     pair: bool = False
 
     def key(self, setting: str) -> str:
-        """Return the key in `config.json` of a neutral setting."""
+        """Return the key in `config.json` for a framework-independent setting."""
         return self.keys.get(setting, KEYS[setting])
 
 
 @dataclass(frozen=True, kw_only=True)
 class Decoder:
-    """Description of the part of a model around the MoE blocks. It exists for families whose whole
-    models can be converted to neutral names.
+    """Description of the layers around the MoE blocks of a model. A family has a `Decoder` only if
+    its complete models can be converted to framework-independent names.
 
     Attributes:
-        dense: which layers may be dense: "none", "any", or only the "first" layers.
-        biases: which linear layers of the attention may have biases: "none", "qkv" or "all".
+        dense: which layers may be dense: "none", "any", or "first" if only the first layers may be
+            dense.
+        biases: which linear layers of attention may have biases: "none", "qkv" or "all".
         mlp_bias: whether the MLPs of dense layers may have biases.
-        bias_key: key in `config.json` that enables biases of the attention, or an empty string if
-            no setting enables them.
-        qk_norm: supported normalization of queries and keys: "none", over each "head" or over "all"
-            heads.
+        bias_key: key in `config.json` that enables attention biases, or an empty string if no
+            setting enables them.
+        qk_norm: supported normalization of queries and keys: "none", "head" for each head
+            separately, or "all" for all heads together.
         latent: whether the family uses latent attention.
-        window: whether attention may be limited to a number of previous tokens.
-        part: whether rotary positions may be applied to only a part of each head.
-        defaults: values of settings that may be missing in `config.json`.
-        extras: names of further settings that the family supports.
+        window: whether attention may be restricted to a number of previous tokens (sliding window).
+        part: whether rotary position embeddings may be applied to only some dimensions of each
+            head.
+        defaults: default values of settings that may be missing in `config.json`.
+        extras: names of additional settings that the family supports.
     """
 
     dense: str = "none"
@@ -138,18 +143,18 @@ class Decoder:
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """A model family, which consists of all models with the same `model_type`.
+    """A model family. All models of a family have the same `model_type`.
 
     Attributes:
         model_type: value of `model_type` in `config.json`.
-        architecture: class of the model with a language-model head.
+        architecture: name of the model class with a language-model head.
         title: name and publisher of the family.
-        also: further values of `model_type` in published checkpoints that are read. Written models
-            always have the value `model_type`.
-        block: description of the MoE layers, or None for a dense model.
-        decoder: description of the part around the MoE layers, or None if this part has no neutral
-            names.
-        alone: the reason why the part around the MoE layers has no neutral names.
+        also: additional values of `model_type` that published checkpoints use. Checkpoints with
+            these values can be read. Written checkpoints always use the value `model_type`.
+        block: description of the MoE blocks, or None for a family of dense models.
+        decoder: description of the layers around the MoE blocks, or None if these layers have no
+            framework-independent names.
+        alone: the reason why the layers around the MoE blocks have no framework-independent names.
     """
 
     model_type: str

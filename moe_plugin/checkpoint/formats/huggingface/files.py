@@ -1,7 +1,7 @@
 """Reading and writing of safetensors folders.
 
-A folder has `config.json`, `model-00001-of-0000N.safetensors` and `model.safetensors.index.json`.
-None of these files contains code, and nothing is unpickled.
+A folder contains `config.json`, `model-00001-of-0000N.safetensors` and
+`model.safetensors.index.json`. These files contain no code, and nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -45,9 +45,10 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def open_safetensors(path: Path) -> DerivedSource:
-    """Open a folder of safetensors files. The tensors keep the names that they have in the files.
+    """Open a folder of safetensors files. The tensors of the source have the same names as in the
+    files.
 
-    The content of `config.json` is stored in `values["config"]`.
+    `values["config"]` contains the content of `config.json`.
 
     Raises:
         CheckpointError: If a file is missing or damaged.
@@ -91,10 +92,10 @@ def _tensors_in(path: Path) -> dict[str, StoredTensor]:
 
 
 def check_counts(source: Source) -> None:
-    """Raise `CheckpointError` if numbers of layers, experts or elements in `config.json` are larger
-    than the files allow.
+    """Raise `CheckpointError` if `config.json` states more layers, experts or elements than the
+    files can contain.
 
-    Without this check, a model of any size would be built before the mismatch is found.
+    Without this check, a model of arbitrary size would be built before the mismatch is detected.
     """
     config, names = source.values["config"], [name for _, name in source.entries]
     layers = 1 + max((int(found[1]) for found in map(_LAYER.search, names) if found), default=0)
@@ -106,13 +107,13 @@ def check_counts(source: Source) -> None:
         most = 0 if kind is None else layers if kind[1] else experts if kind[2] else elements
         if most and isinstance(value, int) and value > most:
             raise CheckpointError(f"config.json has {name}={short(value)}, but the files allow at "
-                                  f"most {most}: they belong to different models; download or copy "
-                                  "the folder again")
+                                  f"most {most}: config.json belongs to a different model; "
+                                  "download or copy the folder again")
 
 
 def _layers_of(entries: Mapping[str, TensorEntry]) -> dict[str, dict[str, Any]]:
-    """Return the MoE layers, which are found by the names of their experts. Experts may be stored
-    separately or in one tensor.
+    """Find the MoE layers by the names of their experts. Each expert may be stored separately, or
+    one tensor may contain all experts.
     """
     layers: dict[str, dict[str, Any]] = {}
     for name, entry in entries.items():
@@ -141,11 +142,11 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def weight_map(path: Path) -> dict[str, str]:
-    """Return the file of each tensor by name, or `{"": file}` if a single file contains all
-    tensors.
+    """Return the name of the file that contains each tensor, or `{"": file}` if a single file
+    contains all tensors.
 
     Raises:
-        CheckpointError: If there are no safetensors files, or if the index refers to files outside
+        CheckpointError: If there are no safetensors files, or if the index refers to a file outside
             the folder.
     """
     if not (path / INDEX).is_file():
@@ -166,9 +167,9 @@ def weight_map(path: Path) -> dict[str, str]:
 
 
 def shards_of(entries: Mapping[str, TensorEntry], most: int) -> dict[str, list[str]]:
-    """Return the names of the tensors to be written to each file.
+    """Distribute tensors among files. For each file, return the names of its tensors.
 
-    A tensor larger than `most` bytes is stored in a separate file.
+    A tensor larger than `most` bytes is stored in its own file.
     """
     groups: list[list[str]] = [[]]
     size = 0
@@ -186,15 +187,15 @@ def shards_of(entries: Mapping[str, TensorEntry], most: int) -> dict[str, list[s
 
 def write_folder(path: Path, config: Mapping[str, Any], source: Source, most: int = SHARD_BYTES,
                  progress: WriteProgress = WriteProgress()) -> None:
-    """Write the "model" tensors of a source and a configuration to a folder. Tensors are processed
-    block by block.
+    """Write the "model" tensors of a source, and `config.json`, to a folder. Only one block of a
+    tensor is in memory at a time.
 
     Args:
         path: an existing folder.
         config: content of `config.json`.
         source: the source.
-        most: maximum size of a file in bytes, which only a single tensor may exceed.
-        progress: object that receives the progress of the writer.
+        most: maximum size of a file in bytes. Only a file with a single tensor may be larger.
+        progress: object to which the writer reports its progress.
     """
     entries = {name: entry for (field, name), entry in source.entries.items() if field == MODEL}
     files = shards_of(entries, most)
@@ -219,17 +220,18 @@ def _write_json(path: Path, values: Mapping[str, Any]) -> None:
 
 def write_safetensors(writer: SealedWriter, path: Path, source: Source, names: Iterable[str],
                       done: Callable[[], None] = lambda: None) -> None:
-    """Start writing one safetensors file. (The writer of the `safetensors` library is not used
-    because it needs all tensors in memory.)
+    """Start writing a safetensors file. (The writer of the `safetensors` library is not used,
+    because it requires all tensors in memory.)
 
-    A file consists of 8 bytes with the length of a JSON header, the header, and the values in the
-    order of the header. Source: the format's description at github.com/huggingface/safetensors.
+    A file consists of 8 bytes that contain the length of the JSON header, the header, and the
+    values in the order of the header. Source: the format's description at
+    github.com/huggingface/safetensors.
 
     Args:
         writer: the writer.
         path: path of the file.
         source: the source.
-        names: names of the "model" tensors of the source that are written to the file.
+        names: names of the "model" tensors of the source to be written to this file.
         done: see `SealedWriter.write`.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt", **METADATA}}

@@ -1,4 +1,4 @@
-"""Format "hf": a folder of safetensors files that Hugging Face's `transformers` can load."""
+"""Format "hf": a folder with safetensors files that Hugging Face's `transformers` can load."""
 
 from __future__ import annotations
 
@@ -37,10 +37,11 @@ from moe_plugin.checkpoint.source import MODEL, CheckpointError, DerivedSource, 
 
 
 def to_neutral(source: Source) -> View:
-    """Return a view with neutral names of a source with Hugging Face names and `values["config"]`.
+    """Return a view of a Hugging Face source, with framework-independent names. The source must
+    contain `config.json` as `values["config"]`.
 
     Raises:
-        CheckpointError: If the model has a part without a neutral name.
+        CheckpointError: If a tensor or a setting of the model has no framework-independent name.
     """
     source = dequantized(source)
     config = source.values["config"]
@@ -57,14 +58,16 @@ def _whole_to_neutral(source: Source) -> View:
     family = family_of(source.values["config"])
     if family.decoder is None:
         raise CheckpointError(
-            f"model_type={family.model_type!r} has no neutral form ({family.alone}), so only its "
-            "MoE blocks can be converted; load it with transformers, and insert MoELayers with "
-            "moe_plugin.hosts.plain.huggingface.swap_moe_blocks")
+            f"model_type={family.model_type!r} has no framework-independent form ({family.alone}), "
+            "so only its MoE blocks can be converted; load it with transformers, and insert "
+            "MoELayers with moe_plugin.hosts.plain.huggingface.swap_moe_blocks")
     return to_neutral(source)
 
 
 def from_neutral(source: Source) -> View:
-    """Return a view of a neutral source with the names of a family that supports the model."""
+    """Return a view of a framework-independent source. The tensors of this view have the names of a
+    Hugging Face family that supports the model.
+    """
     # a model with our layers in its MoE blocks
     if AROUND in source.values["model"].get("extra", {}):
         family = family_of(source.values["config"])
@@ -85,12 +88,12 @@ class HuggingFaceFormat(Format):
     views_as, views_of = {NEUTRAL: _whole_to_neutral}, {NEUTRAL: from_neutral}
 
     def detect(self, path: Path, trust: bool = False) -> bool:
-        """Return whether a path is a folder with a configuration and safetensors files."""
+        """Return true if the path is a folder that contains `config.json` and safetensors files."""
         return (path / CONFIG).is_file() and (
             (path / INDEX).is_file() or (path / SINGLE).is_file())
 
     def open(self, path: Path, trust: bool = False) -> Source:
-        """See `Format.open`. No file in the folder is ever unpickled."""
+        """See `Format.open`. This format never unpickles files."""
         return dequantized(open_safetensors(path))
 
     def write(self, source: Source, path: Path, layout: CheckpointSizes,
@@ -109,10 +112,10 @@ class HuggingFaceFormat(Format):
         write_folder(path, config, source, progress=progress)
 
 def state_source(state: Mapping[str, Any], config: Mapping[str, Any]) -> DerivedSource:
-    """Return a source of format "hf" with the tensors of a state dict that is in memory.
+    """Return a source of format "hf" for a state dict that is in memory.
 
     Args:
-        state: mapping from Hugging Face's names to tensors.
+        state: state dict with Hugging Face's names as keys.
         config: content of `config.json`.
     """
     tensors = (in_memory((MODEL, name), value) for name, value in state.items()

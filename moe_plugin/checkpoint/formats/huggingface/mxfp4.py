@@ -1,9 +1,9 @@
-"""The MXFP4 quantization of gpt-oss, which stores two four-bit numbers per byte and one scale per
-32 numbers.
+"""The MXFP4 quantization of gpt-oss. Each byte contains two four-bit numbers, and each group of 32
+numbers has one scale.
 
-A weight NAME has the shape [E, I, O] in the model. `NAME_blocks` contains bytes [E, O, I / 32, 16],
-and `NAME_scales` contains exponents [E, O, I / 32]. The first number of a byte is stored in the
-lower four bits.
+In the model, a weight NAME has the shape [E, I, O]. `NAME_blocks` contains bytes [E, O, I / 32,
+16], and `NAME_scales` contains exponents [E, O, I / 32]. The first number of a byte is stored in
+the lower four bits.
 Source: OCP Microscaling Formats v1.0 (e2m1, e8m0); `integrations/mxfp4.py` of transformers 5.
 """
 
@@ -32,10 +32,12 @@ _SHARE = 32  # numbers that share a scale
 
 
 def unpacked(source: Source, dtype: torch.dtype) -> Iterator[Derived]:
-    """Yield the tensors of a source. MXFP4 tensors are converted to numbers with data type `dtype`.
+    """Yield the tensors of a source, with MXFP4 tensors converted to plain numbers. The plain
+    numbers have the data type `dtype`.
 
     Raises:
-        CheckpointError: If blocks or scales are missing, or if their shapes do not match.
+        CheckpointError: If blocks or scales are missing, or if the shapes of blocks and scales do
+            not match.
     """
     names = {name for field, name in source.entries if field == MODEL}
     for field, name in source.entries:

@@ -1,9 +1,10 @@
-"""Conversion between tensor names of Hugging Face decoder models and neutral names.
+"""Conversion between the tensor names of Hugging Face decoder models and framework-independent
+names.
 
-A family has two sets of names for the tensors of an MoE block. In most families, files store each
-expert separately as matrices of shape [F, D]. The model has one tensor for all experts of a layer
-(`experts.gate_up_proj` [E, 2F, D] and `experts.down_proj` [E, D, F]). Tensors with either set of
-names can be read.
+A family has two sets of names for the tensors of an MoE block: one for files and one for the model
+in memory. In the files of most families, each expert has separate matrices of shape [F, D]. In
+memory, the model has one tensor with all experts of a layer (`experts.gate_up_proj` [E, 2F, D] and
+`experts.down_proj` [E, D, F]). Tensors with names from either set can be read.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ _COMPUTED = re.compile(r".*rotary_emb\.inv_freq")  # computed from the settings
 
 
 def _decoder_rules(model: str) -> Iterator[NameRule]:
-    """Yield the rules for tensors around MoE blocks. All names except those of the head have the
-    prefix `model`.
+    """Yield the name rules for the tensors around the MoE blocks. The names start with the prefix
+    `model`, except those of the language-model head.
     """
     yield from same_parts("", "", {
         model + "embed_tokens.weight": "embed.weight", model + "norm.weight": "final_norm.weight",
@@ -45,7 +46,9 @@ def _decoder_rules(model: str) -> Iterator[NameRule]:
 
 
 def _block_rules(block: Block, model: str, files: bool) -> Iterator[NameRule]:
-    """Yield the rules for an MoE block, with the names used in files or in the model."""
+    """Yield the name rules for an MoE block. `files` selects between the names in files and the
+    names in the model.
+    """
     module = files and block.module_in_files or block.module
     at, ours = f"{model}layers.{{n}}.{module}.", f"{_OURS}moe."
     renamed = block.files if files else {}
@@ -75,7 +78,7 @@ _STACKS = ("gate_up", "down")
 
 @functools.cache
 def _reading(model_type: str) -> NameTable:
-    """Return the table of all names of a family's tensors, for models with and without a
+    """Return a table of all names that a family's tensors can have, in models with or without a
     language-model head.
     """
     family, rules = FAMILIES[model_type], list[NameRule]()
@@ -91,21 +94,21 @@ def _reading(model_type: str) -> NameTable:
 
 
 def neutral_tensors(source: Source, family: Family, tied: bool) -> Iterator[Derived]:
-    """Yield the tensors of a Hugging Face source under neutral names.
+    """Yield the tensors of a Hugging Face source under framework-independent names.
 
-    If the family has no `decoder`, tensors around the MoE blocks keep their names.
+    If the family has no `decoder`, the tensors around the MoE blocks keep their names.
 
     Args:
         source: the source.
-        family: description of the model's family.
-        tied: whether the output matrix is the embedding matrix. If so, a stored copy of the matrix
-            is left out.
+        family: description of the model family.
+        tied: whether the output matrix is the same as the embedding matrix. If `tied` is True, a
+            stored output matrix is not yielded.
     """
     def others(one: Derived) -> Derived:
         if family.decoder is None:
             return one
-        raise CheckpointError(f"tensor {one.key[1]!r} has no neutral name: the model has a part "
-                              "that no other format supports; convert only to format hf")
+        raise CheckpointError(f"tensor {one.key[1]!r} has no framework-independent name: no other "
+                              "format supports this part of the model; convert only to format hf")
 
     tensors = (source.tensor(key).renamed(current_name(key[1])) for key in source.entries if not (
         _COMPUTED.fullmatch(key[1]) or (tied and key[1] == "lm_head.weight")))
@@ -113,13 +116,13 @@ def neutral_tensors(source: Source, family: Family, tied: bool) -> Iterator[Deri
 
 
 def family_tensors(source: Source, family: Family, *, files: bool = True) -> Iterator[Derived]:
-    """Yield the tensors of a neutral source, including optimizer state, under the names of a
-    family.
+    """Yield the tensors of a framework-independent source, including optimizer state, under the
+    names of a family.
 
     Args:
         source: the source.
-        family: description of the model's family.
-        files: whether to use the names in files instead of the names in the model.
+        family: description of the model family.
+        files: whether to use the names in checkpoint files rather than the names in the model.
     """
     def others(one: Derived) -> Derived:
         if family.decoder is None and not one.key[1].startswith("layers."):

@@ -1,14 +1,15 @@
 """Quantized weights of a Hugging Face model.
 
-Float8 codes with scales and MXFP4 are converted to plain numbers. For all other quantization
-methods, an error names the method.
+Float8 codes with scales, and MXFP4 weights, are converted to plain numbers. For any other
+quantization method, an error that names the method is raised.
 
-    weight = code * scale of the block, in float32 and then cast to the data type of the model
+    weight = code * scale, where all codes of a block share one scale. The product is computed in
+    float32 and then cast to the data type of the model.
 
-`NAME.weight` has float8 codes [R, C], and `NAME.weight_scale_inv` has the scales [ceil(R / rows),
-ceil(C / columns)] of blocks of `weight_block_size` = [rows, columns]. If a tensor is not divided
-into blocks, there is one scale for the tensor or one scale for each row. If one tensor contains all
-experts, the codes and the scales have an additional first axis for experts. Source: DeepSeek-V3's
+`NAME.weight` contains float8 codes [R, C]. `NAME.weight_scale_inv` contains the scales [ceil(R /
+rows), ceil(C / columns)] of blocks with `weight_block_size` = [rows, columns]. If a tensor is not
+divided into blocks, it has either a single scale or one scale per row. If a tensor contains all
+experts, its codes and scales have an additional first axis for the experts. Source: DeepSeek-V3's
 `inference/fp8_cast_bf16.py`; `FineGrainedFP8Config` of transformers 5.
 """
 
@@ -63,8 +64,8 @@ def quantization_of(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
     quantized.
 
     Raises:
-        CheckpointError: If the entry is not a mapping, if the method is not in `READ`, or if the
-            block size is not a pair of sizes.
+        CheckpointError: If the entry is not a mapping, if the method is not listed in `READ`, or if
+            the block size is not a pair of positive integers.
     """
     found = next((config[key] for key in _KEYS if config.get(key) is not None), None)
     if found is None:
@@ -79,30 +80,29 @@ def quantization_of(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
         tool = _TOOLS.get(method, "unpack it with the tool that quantized it")
         raise CheckpointError(
             f"config.json: quant_method={short(method)} is not supported: only plain weights and "
-            f"the methods {', '.join(READ)} can be read; {tool}, or use the model before its "
+            f"the methods {', '.join(READ)} can be read; {tool}, or use the model as it was before "
             "quantization")
     block = found.get("weight_block_size")
     if block is not None and not _is_pair(block):
         raise CheckpointError(f"config.json: weight_block_size={short(block)} must be [rows, "
                               "columns] of a block, or null; download or copy the file again")
     if found.get("expert_dtype") == "fp4":
-        raise CheckpointError("config.json: expert_dtype='fp4' is not supported, because it packs "
-                              "two numbers of an expert in a "
-                              f"byte; {PLAIN_IN_TRANSFORMERS} in transformers "
-                              "and call save_pretrained")
+        raise CheckpointError("config.json: expert_dtype='fp4' is not supported, because each byte "
+                              f"of an expert contains two numbers; {PLAIN_IN_TRANSFORMERS} in "
+                              "transformers and call save_pretrained")
     return found
 
 
 def dequantized(source: Source) -> Source:
-    """Return a source with Hugging Face's names whose weights are plain numbers.
+    """Return a source with Hugging Face's names in which all weights are plain numbers.
 
-    If the weights are not quantized, the source itself is returned. Otherwise a view is returned
-    that multiplies codes by their scales when they are read. The view has no scales and no
-    `quantization_config`.
+    If the weights are not quantized, this function returns `source`. Otherwise, this function
+    returns a view that multiplies codes by their scales when a weight is read. This view contains
+    neither scales nor `quantization_config`.
 
     Raises:
-        CheckpointError: If `quantization_of` raises it, if codes have no scales, or if scales have
-            a wrong shape.
+        CheckpointError: If the quantization is not supported (see `quantization_of`), if scales are
+            missing, or if scales have a wrong shape.
     """
     quantization = quantization_of(source.values["config"])
     if quantization is None:
@@ -112,25 +112,26 @@ def dequantized(source: Source) -> Source:
 
 
 def check_plain(source: Source) -> None:
-    """Raise `CheckpointError` if a tensor contains quantization codes whose scales are not known.
+    """Raise `CheckpointError` if a tensor contains quantization codes but the source does not
+    describe their scales.
     """
     for (_, name), entry in source.entries.items():
         if is_code(entry.dtype):
             raise CheckpointError(
                 f"tensor {name!r} is {entry.dtype}: it contains quantization codes, which are "
                 "useless without their scales, and config.json has no quantization_config that "
-                "describes the "
-                "scales; use the model's own config.json, or write the weights dequantized")
+                "describes the scales; use the model's own config.json, or save dequantized "
+                "weights")
 
 
 class Dequantized(View):
     """A view that multiplies codes by their scales. See `dequantized`.
 
     Args:
-        origin: source that contains the codes and scales.
+        origin: source that contains the codes and the scales.
         quantization: see `quantization_of`.
-        dtype: data type of the dequantized weights. Defaults to the data type in the configuration,
-            or else to bfloat16.
+        dtype: data type of the dequantized weights. Defaults to the data type in `config.json`, or
+            to bfloat16 if `config.json` contains no data type.
     """
 
     def __init__(self, origin: Source, quantization: Mapping[str, Any],
@@ -144,7 +145,7 @@ class Dequantized(View):
         super().__init__(origin, tensors, values={**origin.values, "config": config})
 
     def describe(self) -> Mapping[str, Any]:
-        """Return the description of the origin, extended by how the weights are stored."""
+        """Describe the origin, and add how its weights are quantized."""
         block = (32,) if self._packed else self._quantization.get("weight_block_size", _BLOCK)
         return {**self.origin.describe(), "quantization": (
             f"{self._quantization.get('quant_method')}, "
@@ -156,9 +157,7 @@ class Dequantized(View):
 
 
 def dtype_of(config: Mapping[str, Any]) -> torch.dtype:
-    """Return the data type of a model that its `config.json` contains, or bfloat16 if it contains
-    none.
-    """
+    """Return the data type that a model's `config.json` states, or bfloat16 if it states none."""
     dtype = getattr(torch, str(config.get("dtype") or config.get("torch_dtype")), None)
     if isinstance(dtype, torch.dtype) and dtype.is_floating_point and not is_code(dtype):
         return dtype
@@ -182,8 +181,7 @@ def _plain(source: Source, quantization: Mapping[str, Any],
                 raise CheckpointError(
                     f"tensor {name!r} ({entry.dtype}) cannot be dequantized: only float8 weights "
                     f"with scales under the names that transformers uses ({', '.join(_SCALES)}) "
-                    "are supported; "
-                    "write the weights dequantized with the tool that quantized them")
+                    "are supported; dequantize the weights with the tool that quantized them")
             else:
                 yield source.tensor(key)
 
@@ -199,14 +197,14 @@ def _names_in_module(name: str, others: tuple[str, ...]) -> list[str]:
 
 
 def _is_scale(name: str, weights: Mapping[str, str]) -> bool:
-    """Return whether a tensor looks like a scale but is not in the list of known scales."""
+    """Return true if a tensor seems to be a scale but is not one of the known scales."""
     module, _, own = name.rpartition(".")
     return own.endswith("scale_inv") or "scale" in own and f"{module}.weight" in weights
 
 
 def _product(codes: Derived, scales: Derived, quantization: Mapping[str, Any],
              dtype: torch.dtype) -> Derived:
-    """Multiply codes by their scales, window by window."""
+    """Multiply codes by their scales. Only the window that is read from the tensor is computed."""
     block, wide = _block(codes, scales, quantization), torch.promote_types(dtype, torch.float32)
 
     def read(window: Window) -> Tensor:
@@ -226,7 +224,9 @@ def _product(codes: Derived, scales: Derived, quantization: Mapping[str, Any],
 
 def _block(codes: Derived, scales: Derived,
            quantization: Mapping[str, Any]) -> tuple[int, int] | None:
-    """Return how many rows and columns share a scale, or None if the tensor has a single scale."""
+    """Return the number of rows and columns that share a scale, or None if the whole tensor has a
+    single scale.
+    """
     shape, grid = codes.entry.shape, scales.entry.shape
     given = quantization.get("weight_block_size", _BLOCK)
     if scales.entry.numel == 1:
@@ -256,14 +256,14 @@ def _blocks_of(part: slice, size: int) -> slice:
 
 
 def _block_of_each(part: slice, size: int) -> Tensor:
-    """Return the index of the block of each row or column, relative to the first block of
-    `_blocks_of`.
+    """For each row or column in `part`, return the index of its block. The blocks are counted from
+    the first block in `_blocks_of`.
     """
     return torch.arange(part.start, part.stop) // size - part.start // size
 
 
 def _numbers(scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """Convert scales to numbers. Scales that are bytes are exponents, as in `float8_e8m0fnu`."""
+    """Convert scales to numbers. Scales of type uint8 are exponents, as in `float8_e8m0fnu`."""
     if scales.dtype == torch.uint8:
         return (scales.to(dtype) - 127).exp2()
     return scales.to(dtype)

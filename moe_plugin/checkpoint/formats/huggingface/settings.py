@@ -1,6 +1,6 @@
-"""Conversion between settings of `transformers` models and neutral settings.
+"""Conversion between the settings of `transformers` models and framework-independent settings.
 
-This module also selects a family for a neutral model and builds the `config.json`.
+This module also selects a Hugging Face family for a model and builds its `config.json`.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ _USUAL = {"attention_dropout": 0.0, "router_jitter_noise": 0.0, "pretraining_tp"
 
 
 def decoder_settings(config: Mapping[str, Any]) -> DecoderSettings:
-    """Convert a `config.json` to neutral settings. Settings without a neutral name are stored in
-    `extra`.
+    """Convert a `config.json` to framework-independent settings. Settings that have no
+    framework-independent name are stored in `extra`.
 
     Raises:
-        CheckpointError: If a setting has a type or a value that is invalid for the family.
+        CheckpointError: If a setting has a type or value that is not valid for the family.
     """
     family = family_of(config)
     decoder, block = family.decoder, family.block
@@ -98,15 +98,17 @@ def _activation(block: Block | None, get: Callable[[str], Any]) -> str:
 
 def _routing(kind: str, block: Block, config: Mapping[str, Any],
              get: Callable[[str], Any]) -> dict[str, Any]:
-    """Return the neutral settings of the MoE block of a model with `model_type` equal to `kind`."""
+    """Return the framework-independent settings of the MoE blocks in a model with `model_type`
+    equal to `kind`.
+    """
     normalize, key = block.normalize, block.key("normalize_top_k")
     if normalize is None:
         normalize = bool(get(key))
     elif config.get(key) not in (None, normalize):
         raise CheckpointError(
-            f"config.json: {key}={short(config[key])} has no effect in transformers' {kind} but "
-            f"had an effect in other code; set it to {str(normalize).lower()} if the model was "
-            "trained with that value")
+            f"config.json: {key}={short(config[key])} has no effect in transformers' {kind}, "
+            "although it has an effect in other implementations; if the model was trained with "
+            f"{str(normalize).lower()}, set {key} to this value")
     method = config.get("topk_method") or (block.methods or (None,))[0]
     known = {"scoring_func": (config.get("scoring_func") or block.scores, (block.scores,)),
              "topk_method": (method, block.methods or (None,)),
@@ -115,12 +117,12 @@ def _routing(kind: str, block: Block, config: Mapping[str, Any],
         if value not in choices:
             raise CheckpointError(
                 f"config.json: {name}={short(value)} is not supported by transformers' {kind}, "
-                f"which computes with {', '.join(map(str, choices))}; use this value if "
-                "the model was trained with it")
+                f"which always uses {', '.join(map(str, choices))}; set this value if the model "
+                "was trained with it")
     top_k = get(block.key("top_k"))
     if type(top_k) is not int:
-            raise CheckpointError(f"config.json: {block.key('top_k')}={short(top_k)} must be an "
-                                  "integer, the same for all layers")
+            raise CheckpointError(f"config.json: {block.key('top_k')}={short(top_k)} must be one "
+                                  "integer that applies to all layers")
     groups, chosen = (get(block.key(name)) or 1 for name in ("groups", "group_top_k"))
     limited = block.group_scores is not None and method != "greedy" and groups > 1
     return {"top_k": top_k, "router": block.scores, "normalize_top_k": normalize,
@@ -136,8 +138,8 @@ def _routing(kind: str, block: Block, config: Mapping[str, Any],
 
 def _rotary(config: Mapping[str, Any], default: float,
             part: float | None) -> tuple[float, float, dict[str, Any]]:
-    """Return the base, the rotated part and the scaling of rotary positions. In transformers 5,
-    `rope_parameters` contains all of them.
+    """Return the base, the rotated fraction and the scaling of the rotary positions. In
+    transformers 5, all three are stored in `rope_parameters`.
     """
     scaling = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     base = float(scaling.pop("rope_theta", None) or config.get("rope_theta") or default)
@@ -156,7 +158,9 @@ def _latent(get: Any) -> dict[str, Any]:
 
 
 def _extra(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
-    """Return the settings that have no neutral name and differ from their usual values."""
+    """Return the settings that have no framework-independent name and that differ from their usual
+    values.
+    """
     extra = {}
     for key, value in config.items():
         if key in INERT or key in _READ or value in (None, False):
@@ -171,11 +175,12 @@ def _extra(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
 
 
 def family_for(model: NeutralModel, preferred: str | None = None) -> Family:
-    """Return a family that supports a model. The family `preferred` is returned if it supports the
-    model.
+    """Return a Hugging Face family that supports the model. If the family `preferred` supports the
+    model, it is returned.
 
     Raises:
-        CheckpointError: If no family supports the model. The message lists the differences.
+        CheckpointError: If no family supports the model. The error message lists what the closest
+            family does not support.
     """
     _refuse_other_kinds(model)
     order = sorted(FAMILIES.values(), key=lambda family: family.model_type != preferred)
@@ -192,7 +197,9 @@ def family_for(model: NeutralModel, preferred: str | None = None) -> Family:
 
 
 def _refuse_other_kinds(model: NeutralModel) -> None:
-    """Raise `CheckpointError` if no family supports some settings. The message suggests flags."""
+    """Raise `CheckpointError` if the model has settings that no family supports. The error message
+    suggests Megatron flags with which a supported model can be trained.
+    """
     s = model.settings
     wrong = {"--normalization RMSNorm": s.norm != "rmsnorm" and f"norm is {short(s.norm)}",
              "--swiglu": not s.gated and "MLP has no gate",
@@ -212,8 +219,8 @@ def _refuse_other_kinds(model: NeutralModel) -> None:
 
 
 def refusals(family: Family, model: NeutralModel) -> Iterator[str]:
-    """Yield a description of each property of a model that a family with a `decoder` does not
-    support.
+    """For each property of a model that a family does not support, yield a description. The family
+    must have a `decoder`.
     """
     s, decoder = model.settings, family.decoder
     assert decoder is not None, "a family of MoE blocks alone"
@@ -263,14 +270,14 @@ def _of_block(block: Block, decoder: Decoder,
 
 
 def config_of(family: Family, model: NeutralModel, original: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the `config.json` of a model in a family with a `decoder`.
+    """Build the `config.json` of a model for a family. The family must have a `decoder`.
 
     Args:
         family: the family.
-        model: summary of the neutral model.
-        original: Hugging Face configuration from which the neutral model was converted. Settings
-            that do not affect the computation, such as ids of special tokens, are copied from this
-            configuration.
+        model: summary of the framework-independent model.
+        original: `config.json` of the checkpoint from which the model was converted. Settings that
+            do not affect the computation, such as ids of special tokens, are copied from
+            `original`.
     """
     s, decoder = model.settings, family.decoder
     assert decoder is not None, "a family of MoE blocks alone"

@@ -1,4 +1,4 @@
-"""Functions that read, convert and write Megatron's distributed checkpoints in one process.
+"""Functions that read, convert and write Megatron's distributed checkpoints in a single process.
 
-Megatron itself is not needed.
+Megatron does not need to be installed.
 """

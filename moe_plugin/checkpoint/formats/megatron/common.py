@@ -1,10 +1,11 @@
 """Entries of a distributed checkpoint that are not tensors: parameter groups of optimizers, and
 objects of modules.
 
-Megatron uses one optimizer for shared parameters and a second optimizer for expert parameters.
-Experts of this package always use the second optimizer. Megatron's own experts use the second
-optimizer only with expert parallelism. Otherwise their parameters are in the parameter groups of
-the first optimizer.
+Megatron uses one optimizer for shared parameters and another optimizer for expert parameters. The
+parameters of this package's experts always belong to the second optimizer. The parameters of
+Megatron's own experts belong to the second optimizer only with expert parallelism. Without expert
+parallelism, the parameters of Megatron's own experts are in the parameter groups of the first
+optimizer.
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ NATIVE_EXPERTS = "mlp.experts.experts."
 
 
 def by_layer(tensors: Mapping[str, Derived]) -> Iterator[Derived]:
-    """Yield the tensors of a checkpoint with a field and a name that contains the layer index as
-    keys.
+    """Yield the tensors of a checkpoint. Each key consists of a field and a name that includes the
+    layer index.
     """
     for stored, tensor in tensors.items():
         field, name = split_field(stored)
@@ -59,7 +60,7 @@ def by_layer(tensors: Mapping[str, Derived]) -> Iterator[Derived]:
 
 
 def is_stacked(name: str) -> bool:
-    """Return whether a name belongs to a tensor that contains all layers."""
+    """Return true if a tensor with this name contains the values of all layers."""
     return name.startswith(LAYERS) and not _NUMBERED.fullmatch(name)
 
 
@@ -72,7 +73,7 @@ def split_field(stored: str) -> tuple[str, str]:
 
 
 def stored_name(key: Key, master: str) -> str:
-    """Return the name under which a tensor is stored, including the layer index.
+    """Return the name under which a tensor is stored. The stored name includes the layer index.
 
     master: one of `MASTERS`.
     """
@@ -83,8 +84,8 @@ def stored_name(key: Key, master: str) -> str:
 
 
 def without_number(name: str) -> tuple[str, int | None]:
-    """Split a tensor name into the name without layer index, and the layer index. The index is None
-    if the name has none.
+    """Remove the layer index from a tensor name. Return the name without layer index, and the layer
+    index. If the name contains no layer index, the index is None.
     """
     match = _NUMBERED.fullmatch(name)
     return (LAYERS + match[2], int(match[1])) if match else (name, None)
@@ -96,8 +97,8 @@ def layer_numbers(names: Iterable[str]) -> list[int]:
 
 
 def moe_layers(tensors: Iterable[Derived]) -> dict[str, dict[str, Any]]:
-    """Return the number of experts of every MoE layer (of this package or Megatron's own), by
-    prefix of the layer.
+    """Return the number of experts in every MoE layer, by the prefix of the layer. The layers may
+    contain this package's experts or Megatron's own experts.
     """
     layers: dict[str, dict[str, Any]] = {}
     for tensor in tensors:
@@ -108,20 +109,19 @@ def moe_layers(tensors: Iterable[Derived]) -> dict[str, dict[str, Any]]:
 
 
 def is_native(names: Iterable[str]) -> bool:
-    """Return whether the names contain experts of Megatron itself."""
+    """Return true if the names include Megatron's own experts."""
     return any(NATIVE_EXPERTS in name for name in names)
 
 
 def object_name(key: str, offsets: Iterable[int] = (0,), shape: Iterable[int] = (1,)) -> str:
-    """Return the name of an object. It is the object at index `offsets` in a grid of shape `shape`
-    of objects that share a key.
+    """Return the name of one object of a module. Objects with the same key form a grid of shape
+    `shape`. `offsets` is the position of the object in this grid.
     """
     return f"{key}/shard_{'.'.join(map(str, offsets))}_{'.'.join(map(str, shape))}"
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Return whether a folder is a distributed checkpoint of Megatron, or the parent of such
-    folders.
+    """Return true if a folder is a distributed checkpoint of Megatron or contains such checkpoints.
     """
     if (path / LATEST).is_file():
         if (path / LATEST).stat().st_size > 16:
@@ -131,11 +131,11 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def folder_of(path: Path) -> Path:
-    """Return the folder of a checkpoint. If `path` is the parent folder, return the folder of the
-    newest checkpoint.
+    """Return the folder of a checkpoint. If `path` contains several checkpoints, return the folder
+    of the newest checkpoint.
 
     Raises:
-        CheckpointError: If the file that names the newest checkpoint is damaged.
+        CheckpointError: If the file that states the iteration of the newest checkpoint is damaged.
     """
     if not (path / LATEST).is_file():
         return path
@@ -150,8 +150,8 @@ def folder_of(path: Path) -> Path:
 
 
 def format_of(path: Path) -> str:
-    """Return the format `megatron`, or `megatron_native` for Megatron's own experts. Only the index
-    is read.
+    """Return `megatron_native` if the checkpoint contains Megatron's own experts, otherwise
+    `megatron`. Only the index of the checkpoint is read.
     """
     content = (folder_of(path) / METADATA).read_bytes()
     return NATIVE if NATIVE_EXPERTS.encode() in content else OURS
@@ -172,21 +172,21 @@ _OF_MOE = {".shared_experts.": ("mlp.shared_experts.linear_fc1", "mlp.shared_exp
 
 
 def refuse_other_optimizers(source: Source) -> None:
-    """Raise `CheckpointError` if the optimizer state of Megatron is not stored by parameter."""
+    """Raise `CheckpointError` if Megatron's optimizer state is not stored by parameter."""
     kept = source.values.get("megatron") or {}
     if kept.get("sharding_type") not in (None, BY_PARAMETER) and not source.values.get(MODEL_ONLY):
         raise CheckpointError(
             f"the checkpoint has optimizer state of the sharding type {kept['sharding_type']!r}, "
-            f"which only the ranks that wrote it can read; supported: {BY_PARAMETER!r}, and "
-            "optimizers without --use-distributed-optimizer. Load the checkpoint with the "
-            "original ranks and save "
-            "it with --dist-ckpt-optim-fully-reshardable, or convert only the model (--model-only, "
-            "into format megatron or megatron_native)")
+            "which only the ranks that wrote it can read. Supported are the sharding type "
+            f"{BY_PARAMETER!r} and optimizers without --use-distributed-optimizer. Load the "
+            "checkpoint with the original ranks and save it with "
+            "--dist-ckpt-optim-fully-reshardable, or convert only the model (--model-only, into "
+            "format megatron or megatron_native)")
 
 
 def optimizer_parts(state: Any) -> list[dict[Any, Any]]:
-    """Return the optimizers in the common state, which are several in a chain or a single
-    optimizer.
+    """Return the list of optimizers in the common state. The common state contains either a single
+    optimizer or a chain of several optimizers.
     """
     if not isinstance(state, dict) or not state:
         return []
@@ -196,14 +196,15 @@ def optimizer_parts(state: Any) -> list[dict[Any, Any]]:
 
 
 def regrouped(state: Any, own_optimizer: bool, biases: bool) -> Any:
-    """Return the entry "optimizer" of the common state, converted to contain a separate optimizer
-    for experts or none.
+    """Return the entry "optimizer" of the common state, with or without a separate optimizer for
+    experts.
 
     Args:
-        state: entry "optimizer" of `common.pt`, which is the state of a single optimizer, or a
-            mapping from the index in a chain to a state.
+        state: entry "optimizer" of `common.pt`. The entry is either the state of a single
+            optimizer, or a mapping from an index to the state of each optimizer in a chain.
         own_optimizer: whether experts have a separate optimizer.
-        biases: whether experts have parameters without weight decay, such as Megatron's biases.
+        biases: whether the experts have parameters without weight decay, such as the biases of
+            Megatron's own experts.
     """
     parts = optimizer_parts(state)
     if not parts:
@@ -218,11 +219,12 @@ def regrouped(state: Any, own_optimizer: bool, biases: bool) -> Any:
 
 def fitted(state: Any, wanted: Any) -> Any:
     """Return the entry "optimizer" of the common state, converted to the optimizers and parameter
-    groups of a run.
+    groups of the current run.
 
     Args:
-        state: entry "optimizer" in the checkpoint.
-        wanted: optimizer state of the run, with all values of the parameter groups.
+        state: entry "optimizer" of the checkpoint.
+        wanted: optimizer state of the current run, which contains all values of the parameter
+            groups.
     """
     parts, targets = optimizer_parts(state), optimizer_parts(wanted)
     if not parts or not targets or [list(map(_identity, _groups(part))) for part in parts] == [
@@ -238,14 +240,14 @@ def fitted(state: Any, wanted: Any) -> Any:
 
 
 def group_value(group: Mapping[str, Any], key: str) -> Any:
-    """Return a value of a parameter group, which has a key of Megatron or NeMo, or None if it is
-    missing.
+    """Return a value of a parameter group, or None if it is missing. The value may be stored under
+    the key that Megatron uses or the key that NeMo uses.
     """
     return group.get(key, group.get(f"pre_{key}"))
 
 
 def optimizer_values(common: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the value "optimizer" of a neutral source, which is derived from the common state."""
+    """Return `values["optimizer"]` of a framework-independent source, given the common state."""
     for part in optimizer_parts(common.get("optimizer")):
         inner, groups = part.get("optimizer", part), _groups(part)
         if not groups:
@@ -257,12 +259,12 @@ def optimizer_values(common: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def new_optimizer(values: Mapping[str, Any], mixed: bool) -> dict[str, Any]:
-    """Build the entry "optimizer" of the common state for an optimizer state from a different
-    framework.
+    """Build the entry "optimizer" of the common state for optimizer state that another framework
+    wrote.
 
     Args:
-        values: the value `values["optimizer"]` of a neutral source.
-        mixed: whether the model has 16-bit parameters and master weights.
+        values: `values["optimizer"]` of a framework-independent source.
+        mixed: whether the model has 16-bit parameters and float32 master weights.
     """
     step = values.get("step", 0)
     known = {"lr": 0.0, "weight_decay": 0.0, **values, "step": step}
@@ -278,8 +280,9 @@ def _identity(group: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def _stored_group(group: Mapping[str, Any], stored: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the stored values of the same parameter group. If there is none, use the corresponding
-    group of the other parameter type (shared or expert).
+    """Return the values that the checkpoint contains for the same parameter group. If the
+    checkpoint does not contain the same group, use the corresponding group of the other optimizer
+    (for shared or expert parameters).
     """
     same = {_identity(candidate): candidate for candidate in stored}
     *kind, expert = _identity(group)
@@ -325,12 +328,12 @@ def object_bytes() -> bytes:
 
 def expert_objects(layers: Mapping[str, Mapping[str, int]], count: int,
                    stacked: bool) -> Iterable[str]:
-    """Yield the names of the objects of Megatron's own experts.
+    """Yield the names of the objects that Megatron's own experts store.
 
     Args:
         layers: mapping from the prefix of every MoE layer to `{"num_experts": E}`.
         count: total number of layers in the model.
-        stacked: whether one tensor contains all layers.
+        stacked: whether one tensor contains the values of all layers.
     """
     for prefix, layer in layers.items():
         key, number = without_number(prefix + "experts.experts.")
@@ -346,15 +349,16 @@ def expert_objects(layers: Mapping[str, Mapping[str, int]], count: int,
 
 def module_objects(numbers: Iterable[int], moe: Iterable[int], tensors: Iterable[str],
                    stacked: bool) -> Iterable[str]:
-    """Yield the names of the objects of all modules of a GPT model except experts.
+    """Yield the names of the objects that the modules of a GPT model store, except those of
+    experts.
 
-    These objects are empty unless the model uses 8-bit numbers.
+    These objects are empty unless the model uses an 8-bit number format.
 
     Args:
         numbers: indices of all layers.
-        moe: indices of the transformer layers with an MoE layer.
-        tensors: names of the model's tensors, which show what optional modules the model has.
-        stacked: whether one tensor contains all layers.
+        moe: indices of the layers that contain an MoE layer.
+        tensors: names of the model's tensors, which show which optional modules exist in the model.
+        stacked: whether one tensor contains the values of all layers.
     """
     numbers, moe, tensors = list(numbers), set(moe), list(tensors)
     beside = [module for part, modules in _OF_MOE.items()

@@ -1,5 +1,5 @@
-"""Conversion between Megatron's own experts and experts of this package. Names and the order of
-axes differ, but values are equal.
+"""Conversion between Megatron's own experts and this package's experts. The names and the order of
+axes are different, but the values are equal.
 
     Megatron's own, all experts on axis 0            ours
     mlp.experts.experts.linear_fc1.weight  [E, F, D]      mlp.experts.w_in_LDF   [E, D, F]
@@ -8,10 +8,10 @@ axes differ, but values are equal.
     mlp.experts.experts.linear_fc1.bias    [E, F or 2F]   mlp.experts.b_in_LF, b_gate_LF
     mlp.experts.experts.linear_fc2.bias    [E, D]         mlp.experts.b_out_LD
 
-Megatron's SequentialMLP, GroupedMLP (weight1, weight2) and TEGroupedMLP all have these names in a
-distributed checkpoint. The router, the expert bias, shared experts and all other tensors have the
-same names in both formats. Optimizer state is converted in the same way as the parameter it belongs
-to.
+In a distributed checkpoint, Megatron's SequentialMLP, GroupedMLP (weight1, weight2) and
+TEGroupedMLP all use these names. The router, the expert bias, shared experts and all other tensors
+have the same names in both formats. The optimizer state of a parameter is converted in the same way
+as the parameter.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ GATES = ("w_gate_LDF", "b_gate_LF")
 
 
 def _table(gated: Mapping[str, bool]) -> NameTable:
-    """Build the name table. `gated` contains, for the prefix of each MoE layer, whether experts
-    have gates.
+    """Build the table of expert names. `gated` states, for the prefix of each MoE layer, whether
+    the experts have gates.
     """
     return NameTable(
         NameRule(f"{prefix}experts.experts.{theirs}",
@@ -43,7 +43,9 @@ def _table(gated: Mapping[str, bool]) -> NameTable:
 
 
 def to_native(source: Source) -> Source:
-    """Return a view of a `megatron` source with Megatron's own experts."""
+    """Return a view of a `megatron` source in which the experts have the names and layout of
+    Megatron's own experts.
+    """
     names = _table({prefix: (MODEL, f"{prefix}experts.w_gate_LDF") in source.entries
                     for prefix in source.layers})
     kept = source.values.get("megatron")
@@ -57,7 +59,9 @@ def to_native(source: Source) -> Source:
 
 
 def to_ours(source: Source) -> Source:
-    """Return a view of a `megatron_native` source with experts of this package."""
+    """Return a view of a `megatron_native` source in which the experts have the names and layout of
+    this package's experts.
+    """
     names = _table({prefix: _gated(source, prefix) for prefix in source.layers})
     ordered = _experts_first(source, [f"experts.experts.{theirs}" for theirs in PAIRS])
     tensors = map(ordered.tensor, ordered.entries)
@@ -65,9 +69,10 @@ def to_ours(source: Source) -> Source:
 
 
 def _experts_first(source: Source, names: Sequence[str]) -> View:
-    """Return the source with the experts before all other tensors. Files are written in this order.
+    """Return a view of the source in which the tensors of experts come before all other tensors.
+    Tensors are written in the order of this view.
 
-    names: names of the tensors of experts, without the prefix of the layer.
+    names: names of the experts' tensors, without the prefix of the layer.
     """
     fields = dict.fromkeys(field for field, _ in source.entries)
     first = [(field, prefix + name) for field in fields for prefix in source.layers
@@ -76,7 +81,9 @@ def _experts_first(source: Source, names: Sequence[str]) -> View:
 
 
 def _gated(source: Source, prefix: str) -> bool:
-    """Return whether the first matrix of experts contains gates, which double the width."""
+    """Return true if the first matrix of the experts also contains the gates, which double its
+    width.
+    """
     first, second = (source.entries.get((MODEL, f"{prefix}experts.experts.linear_{name}.weight"))
                      for name in ("fc1", "fc2"))
     if first is None or second is None:
@@ -87,14 +94,15 @@ def _gated(source: Source, prefix: str) -> bool:
 
 
 def _keep_others(source: Source, format: str) -> Any:
-    """Return a function that keeps tensors outside experts and raises an error for unknown tensors
-    of experts.
+    """Return a function that handles tensors without a name rule. The function keeps tensors
+    outside of experts, and raises an error for unknown tensors of experts.
     """
     def others(tensor: Derived) -> Derived:
         if any(tensor.key[1].startswith(prefix + "experts.") for prefix in source.layers):
             raise CheckpointError(
-                f"{tensor.key[1]!r} has no counterpart in format {format!r}: only experts of two "
-                "linear maps, gated or not, can be converted; keep the checkpoint's own format")
+                f"{tensor.key[1]!r} has no counterpart in format {format!r}: only experts with two "
+                "linear layers (and optionally a gate) can be converted; keep the checkpoint's own "
+                "format")
         return tensor
 
     return others

@@ -1,7 +1,7 @@
-"""The formats `megatron` and `megatron_native`, which are registered by importing this module.
+"""The formats `megatron` and `megatron_native`. Importing this module registers both formats.
 
 Readers and writers are imported on first use, because importing torch's distributed checkpoint
-takes about a second, and users of other formats should not have to wait.
+takes about a second, which would delay users of other formats.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ class _Megatron(Format):
 
         source = open_checkpoint(path, trust)
         if source.format != self.name:
-            raise CheckpointError(f"checkpoint {str(path)!r} is of format {source.format!r}, not "
+            raise CheckpointError(f"checkpoint {str(path)!r} has the format {source.format!r}, not "
                                   f"{self.name!r}; select its format with --from {source.format}")
         return source
 
     def write(self, source: Source, path: Path, layout: CheckpointSizes,
               progress: WriteProgress = WriteProgress()) -> None:
-        """See `Format`. Megatron can load the written checkpoint with any parallel sizes."""
+        """See `Format`. Megatron can load the written checkpoint with any parallelism."""
         from moe_plugin.checkpoint.formats.megatron.writer import write
 
         common.refuse_other_optimizers(source)
@@ -49,10 +49,10 @@ class _Megatron(Format):
 
 @formats.register("megatron")
 class MegatronFormat(_Megatron):
-    """Distributed checkpoints of Megatron with experts of this package, or without experts.
+    """Distributed checkpoints of Megatron with this package's experts, or without experts.
 
-    The path is the `SAVE` folder of the training script or of Megatron-LM, or one of its `iter_...`
-    folders.
+    The path is the `SAVE` folder of the training script or of Megatron-LM, or an `iter_...` folder
+    inside it.
     """
 
     name: ClassVar[str] = common.OURS
@@ -62,9 +62,9 @@ class MegatronFormat(_Megatron):
 
 @formats.register("megatron_native")
 class NativeFormat(_Megatron):
-    """Distributed checkpoints of Megatron with its own experts.
+    """Distributed checkpoints of Megatron with Megatron's own experts.
 
-    Checkpoints of SequentialMLP, GroupedMLP and TEGroupedMLP all have this format.
+    The checkpoints of SequentialMLP, GroupedMLP and TEGroupedMLP all have this format.
     """
 
     name: ClassVar[str] = common.NATIVE

@@ -1,4 +1,5 @@
-"""Conversion between neutral names and Megatron's GPT models with experts of this package.
+"""Conversion between framework-independent names and Megatron's GPT models with this package's
+experts.
 
     neutral                                Megatron, by layer
     attention.q, k, v                      self_attention.linear_qkv: for each group of queries that
@@ -11,7 +12,7 @@
     moe.shared.w_gate, w_in                mlp.shared_experts.linear_fc1, the gate first
     moe.router, moe.experts                mlp.router, mlp.experts
 
-The tensors of an optimizer's state have the names of the parameters.
+The tensors of the optimizer state have the same names as the parameters.
 """
 
 from __future__ import annotations
@@ -74,12 +75,14 @@ def to_decoder(settings: Mapping[str, Any], *, tied: bool, learned: bool,
     """Return neutral settings.
 
     Args:
-        settings: settings by Megatron's names. Missing settings have Megatron's defaults.
-        tied: whether the tensors show that the output matrix is the embedding matrix.
-        learned: whether the tensors show that the model has learned positions.
-        kv_heads: number of key and value heads, derived from the shapes of tensors.
+        settings: settings under Megatron's names. For missing settings, Megatron's default values
+            are used.
+        tied: whether the output matrix is the same as the embedding matrix, as the tensors show.
+        learned: whether the model has learned position embeddings, as the tensors show.
+        kv_heads: number of key and value heads, computed from the shapes of tensors.
     Raises:
-        CheckpointError: If required settings are missing, or if a setting has no neutral form.
+        CheckpointError: If a required setting is missing, or if a setting has no
+            framework-independent form.
     """
     missing = [name for name in _NEEDED if name not in settings]
     if missing:
@@ -93,12 +96,13 @@ def to_decoder(settings: Mapping[str, Any], *, tied: bool, learned: bool,
                   and name != "router.fp32"})  # the tensors' data types show this setting
     norm = str(settings.get("normalization", "LayerNorm"))
     if norm not in _NORMS:
-        raise CheckpointError(f"normalization={short(norm)} has no neutral form; supported values: "
-                              f"{', '.join(_NORMS)}")
+        raise CheckpointError(f"normalization={short(norm)} has no framework-independent form; "
+                              f"supported values: {', '.join(_NORMS)}")
     positions = settings.get("position_embedding_type", "learned_absolute" if learned else "rope")
     if positions not in _POSITIONS:
-        raise CheckpointError(f"position_embedding_type={short(positions)} has no neutral form; "
-                              f"supported values: {', '.join(_POSITIONS)}")
+        raise CheckpointError(f"position_embedding_type={short(positions)} has no "
+                              "framework-independent form; supported values: "
+                              f"{', '.join(_POSITIONS)}")
     score = str(settings.get("moe_router_score_function", "softmax"))
     return DecoderSettings(
         heads=int(settings["num_attention_heads"]), kv_heads=kv_heads, norm=_NORMS[norm],
@@ -117,8 +121,8 @@ def to_decoder(settings: Mapping[str, Any], *, tied: bool, learned: bool,
 
 
 def _groups(settings: Mapping[str, Any], score: str) -> dict[str, Any]:
-    """Return the neutral settings of group-limited routing, or an empty dict if there are no
-    groups.
+    """Return the framework-independent settings of group-limited routing, or an empty dict if
+    routing is not limited to groups.
     """
     groups, chosen = (int(settings.get(f"moe_router_{name}") or 0)
                       for name in ("num_groups", "group_topk"))
@@ -127,14 +131,16 @@ def _groups(settings: Mapping[str, Any], score: str) -> dict[str, Any]:
     best = int(settings.get("moe_router_topk", 2)) // chosen
     if score == "softmax" and best > 1 and not settings.get("moe_router_pre_softmax"):
         raise CheckpointError(
-            f"moe_router_group_topk={chosen} with {best} scores for each group has no neutral "
-            "form: without --moe-router-pre-softmax Megatron adds logits, other formats add "
-            "probabilities")
+            f"moe_router_group_topk={chosen} with {best} scores for each group has no "
+            "framework-independent form: without --moe-router-pre-softmax, Megatron sums logits, "
+            "whereas other formats sum probabilities")
     return {"groups": groups, "group_top_k": chosen, "group_scores": best}
 
 
 def from_decoder(model: DecoderSettings) -> dict[str, Any]:
-    """Return settings by Megatron's names, except those that can be derived from shapes."""
+    """Convert the settings to Megatron's names, except settings that can be computed from the
+    shapes of tensors.
+    """
     s = model
     if s.groups:
         s = replace(s, group_scores=s.group_scores or max(1, s.top_k // s.group_top_k))
@@ -199,9 +205,9 @@ _BIAS = re.compile(r"\.(?:attention|mlp)\.\w+\.bias$")
 
 
 def _table(model: DecoderSettings, other_norms: Iterable[Any] = ("{n}",)) -> NameTable:
-    """Build the name table of a model.
+    """Build the name table for a model.
 
-    other_norms: indices of the layers in which norms may have alternative names.
+    other_norms: indices of the layers in which the norms may also have their alternative names.
     """
     def rules() -> Iterator[NameRule]:
         layer, ours = common.LAYERS + "{n}.", "layers.{n}."
@@ -230,12 +236,13 @@ def _table(model: DecoderSettings, other_norms: Iterable[Any] = ("{n}",)) -> Nam
 
 
 def to_neutral(source: Source) -> Source:
-    """Return a view of a `megatron` source with neutral names and settings."""
+    """Return a view of a `megatron` source with framework-independent names and settings."""
     refuse_other_optimizers(source)
     known = source.values.get("settings") or {}
     if pattern := known.get("hybrid_layer_pattern") or known.get("hybrid_override_pattern"):
         raise CheckpointError(f"hybrid_layer_pattern={short(pattern)}: a hybrid model cannot be "
-                              "converted to another format; convert to the checkpoint's own format")
+                              "converted to another format; use the checkpoint's own format as the "
+                              "target")
     heads = known.get("num_attention_heads")
     kv_heads = _kv_heads(source, heads) if isinstance(heads, int) else 0
     model = to_decoder(known, tied=(MODEL, _OUTPUT) not in source.entries,
@@ -259,24 +266,26 @@ def to_neutral(source: Source) -> Source:
 
 
 def _without_name(one: Derived) -> Derived:
-    raise CheckpointError(f"tensor {one.key[1]!r} has no neutral name, so it cannot be converted "
-                          "to another format; convert to the checkpoint's own format")
+    raise CheckpointError(f"tensor {one.key[1]!r} has no framework-independent name, so the "
+                          "checkpoint cannot be converted to another format; use the checkpoint's "
+                          "own format as the target")
 
 
 def _kv_heads(source: Source, heads: int) -> int:
-    """Return the number of key and value heads, which is derived from shapes."""
+    """Return the number of key and value heads, computed from the shapes of tensors."""
     for (field, name), entry in source.entries.items():
         if field == MODEL and name.endswith("self_attention.linear_proj.weight"):
             width = entry.shape[1] // heads
             rows = source.entries[field, name.replace("linear_proj", "linear_qkv")].shape[0]
             return (rows // width - heads) // 2
     raise CheckpointError("the checkpoint has no self_attention.linear_proj.weight, so its "
-                          "attention has no neutral names; convert to the checkpoint's own format")
+                          "attention cannot be converted to another format; use the checkpoint's "
+                          "own format as the target")
 
 
 def from_neutral(source: Source) -> Source:
-    """Return a view of a neutral source with the names of Megatron's GPT model with experts of this
-    package.
+    """Return a view of a framework-independent source with the names of Megatron's GPT model with
+    this package's experts.
     """
     source = _with_fitting_biases(source)
     model = DecoderSettings.from_dict(source.values["model"])
@@ -294,11 +303,11 @@ def from_neutral(source: Source) -> Source:
 
 
 def _with_fitting_biases(source: Source) -> Source:
-    """Return the source with master weights and with the biases that Megatron's model needs.
+    """Return the source with master weights, and with exactly the biases that Megatron's model has.
 
-    In Megatron's model, either all linear layers and routers have biases or none have biases,
-    except that the input projections of attention may differ. Biases whose values are zero are
-    added or removed as needed.
+    In Megatron's model, either all linear layers and routers have biases, or none of them has
+    biases. The only exception are the input projections of attention. If necessary, zero biases are
+    added or removed.
 
     Raises:
         CheckpointError: If only some linear layers have nonzero biases.
@@ -311,12 +320,12 @@ def _with_fitting_biases(source: Source) -> Source:
     if has_bias and experts and not any(experts.values()):
         left_out = {name for name in common if _BIAS.search(name)}
         if odd := sorted(name for name in left_out if not is_zero(source, name)):
-            raise CheckpointError(f"{odd[0]!r} is not zero, but experts have no biases: Megatron's "
-                                  "GPT model has biases in all linear maps or in none; choose "
-                                  "another format")
+            raise CheckpointError(f"{odd[0]!r} is not zero, but the experts have no biases. In "
+                                  "Megatron's GPT model, either all linear layers have biases or "
+                                  "none have; choose another format")
     elif experts and set(experts.values()) != {has_bias}:
-        raise CheckpointError("of experts and attention, only one has biases; Megatron's GPT model "
-                              "needs biases in both or in neither")
+        raise CheckpointError("only the experts or only the attention have biases, but Megatron's "
+                              "GPT model needs biases in both or in neither")
     kept = [source.tensor(key) for key in source.entries if key[1] not in left_out]
     if has_bias and not left_out:
         kept += [zeros(one, one.key[1].removesuffix("weight") + "bias") for one in kept
@@ -332,7 +341,7 @@ def _without_place(tensor: Derived) -> Derived:
 
 
 def _sizes(model: NeutralModel) -> dict[str, Any]:
-    """Return the settings that can be derived from shapes."""
+    """Return the settings that can be computed from the shapes of tensors."""
     if model.qk_norm == "all":
         raise CheckpointError(
             "layers.0.attention.q_norm.weight covers all heads, but Megatron's GPT model "

@@ -1,10 +1,10 @@
-"""A distributed checkpoint of Megatron as a source of tensors.
+"""Read a distributed checkpoint of Megatron as a source of tensors.
 
-The source reads folders of the training script and of Megatron itself (`iter_NNNNNNN`, or the
-parent folder with `latest_checkpointed_iteration.txt`). Optimizer state must be stored by
-parameter. Megatron stores optimizer state by parameter if `--use-distributed-optimizer` is not
-given, or if the sharding type is `fully_reshardable`. Optimizer state of other sharding types can
-only be read by the ranks that wrote the state.
+The source can read the folders that the training script or Megatron itself writes (`iter_NNNNNNN`,
+or its parent folder with `latest_checkpointed_iteration.txt`). Optimizer state must be stored by
+parameter. Megatron stores optimizer state by parameter without `--use-distributed-optimizer`, and
+with the sharding type `fully_reshardable`. Optimizer state of any other sharding type can be read
+only by the ranks that wrote it.
 """
 
 from __future__ import annotations
@@ -51,22 +51,23 @@ _MAPPINGS = ("files", "checksums", "layout", "model", "settings")
 
 
 def open_checkpoint(path: Path, trusted: bool = False) -> Source:
-    """Open a distributed checkpoint. The names of tensors contain the index of the layer.
+    """Open a distributed checkpoint. The tensor names of the source include the layer index.
 
     The `values` of the source have the keys "step", "consumed_samples" (if known), "settings"
-    (settings of the model by Megatron's names) and "megatron". `values["megatron"]` contains values
-    for writers of these formats under the keys "common" (the content of `common.pt`), "objects"
-    (functions that read an object's bytes, by name), "stacked" (whether one tensor contains all
-    layers), "master" (the name of master weights), "layout" (parallel sizes) and "sharding_type"
-    (for the optimizer state). The checksum of a file, which is stored in `moe_plugin.json`, is
-    verified when the file is first read.
+    (model settings under Megatron's names) and "megatron". `values["megatron"]` contains data for
+    the writers of these formats: "common" is the content of `common.pt`, "objects" contains one
+    function per object name that reads the object's bytes, "stacked" states whether one tensor
+    contains all layers, "master" is the name of the master weights, "layout" contains the parallel
+    sizes, and "sharding_type" refers to the optimizer state. The file `moe_plugin.json` contains
+    the checksums of the files. A checksum is verified when the file is first read.
 
     Args:
-        path: the folder of the checkpoint or the parent of this folder.
-        trusted: whether to unpickle any class, which can run code in the files.
+        path: folder of the checkpoint, or its parent folder.
+        trusted: whether to unpickle all classes. Unpickling can run code that is stored in the
+            files.
     Raises:
         CheckpointError: If a file is missing or damaged.
-        UntrustedFile: If a file contains classes other than torch's and Megatron's, and `trusted`
+        UntrustedFile: If a file contains classes that are not from torch or Megatron, and `trusted`
             is False.
     """
     folder = folder_of(path)
@@ -204,8 +205,8 @@ def _load(file: Any, what: str, trusted: bool) -> Any:
 
 
 def _plain(arguments: Any) -> dict[str, Any]:
-    """Convert the arguments of Megatron's script to JSON values. Arguments that JSON cannot
-    represent are left out.
+    """Convert the arguments of Megatron's training script to JSON values. Arguments that cannot be
+    represented in JSON are omitted.
     """
     if not isinstance(arguments, argparse.Namespace):
         return {}

@@ -1,9 +1,10 @@
-"""Reader of single windows of tensors in `torch.distributed.checkpoint` files.
+"""Read windows of tensors from `torch.distributed.checkpoint` files.
 
     .metadata       a pickle: shape, data type and chunks of every tensor, and where each chunk is
     *.distcp        chunk after chunk, each a zip file of `torch.save`
 
-Only the required rows of the required chunks are read. Only listed classes are unpickled.
+Only those rows of chunks that belong to the window are read. Only classes in the list of allowed
+classes are unpickled.
 """
 
 from __future__ import annotations
@@ -68,13 +69,15 @@ class DistributedFiles:
     """The tensors and objects in a folder that `torch.distributed.checkpoint` wrote.
 
     Args:
-        folder: path of the folder, which contains the file `.metadata`.
-        checksums_by_name: hexadecimal CRC-32 checksums of the files in the folder, by file name. A
-            file with a checksum is verified before its first read.
-        trusted: whether to unpickle any class in `.metadata`, which can run code.
+        folder: folder that contains the file `.metadata`.
+        checksums_by_name: CRC-32 checksums of the files in the folder as hexadecimal strings, by
+            file name. If a file has a checksum, the checksum is verified before the file is first
+            read.
+        trusted: whether to unpickle all classes in `.metadata`. Unpickling can run code that is
+            stored in the file.
     Raises:
         CheckpointError: If a file is missing or damaged.
-        UntrustedFile: If `.metadata` contains classes other than torch's own and `trusted` is
+        UntrustedFile: If `.metadata` contains classes that are not from torch, and `trusted` is
             False.
     """
 
@@ -91,29 +94,29 @@ class DistributedFiles:
         self._chunks: dict[Any, Derived] = {}  # by file and position
 
     def tensors(self) -> dict[str, Derived]:
-        """Return all tensors by name."""
+        """Return all tensors, by name."""
         return {name: Derived((MODEL, name), TensorEntry(tuple(one.size), one.properties.dtype),
                               partial(self.read, name))
                 for name, one in self._metadata.items() if isinstance(one, TensorStorageMetadata)}
 
     def objects(self) -> list[str]:
-        """Return the names of entries that are not tensors."""
+        """Return the names of all entries that are not tensors."""
         return [name for name, one in self._metadata.items()
                 if isinstance(one, BytesStorageMetadata)]
 
     def file_names(self) -> list[str]:
-        """Return the names of the files that contain tensors and objects."""
+        """Return the names of all files that contain tensors or objects."""
         return sorted({place.relative_path for place in self._places.values()})
 
     def unsealed(self) -> list[Path]:
-        """Return the files that have no checksum."""
+        """Return the files without a checksum."""
         return [self.folder / name for name in self.file_names() if name not in self._sums]
 
     def read(self, name: str, window: Window) -> Tensor:
-        """Read a window (with a start and a stop on every axis) of a tensor.
+        """Read a window of a tensor. The window has a start and a stop for every axis.
 
         Raises:
-            CheckpointError: If the chunks do not cover the window, or if a file is damaged.
+            CheckpointError: If the chunks do not cover the whole window, or if a file is damaged.
         """
         stored, shape = self._metadata[name], window_shape(window)
         assert isinstance(stored, TensorStorageMetadata)
@@ -138,7 +141,7 @@ class DistributedFiles:
         return out
 
     def read_object(self, name: str) -> bytes:
-        """Return the bytes of an object, as written by `torch.save`."""
+        """Return the bytes of an object. These bytes were written by `torch.save`."""
         path, place = self._locate(name, f"the object {name!r}")
         with open(path, "rb", buffering=0) as stream:
             stream.seek(place.offset)
@@ -163,8 +166,8 @@ class DistributedFiles:
         return tensor
 
     def _locate(self, name: str, what: str, offsets: Any = None) -> tuple[Path, Any]:
-        """Verify the file that contains a chunk or an object, and return this file and the position
-        in it.
+        """Verify the file that contains a chunk or an object. Return the file and the position in
+        the file.
         """
         place = self._places.get(MetadataIndex(name, offsets))
         if place is None:
@@ -177,7 +180,7 @@ class DistributedFiles:
         return self.folder / place.relative_path, place
 
     def verify(self, name: str) -> None:
-        """Raise `CheckpointError` if a file is missing, is damaged or is outside the folder."""
+        """Raise `CheckpointError` if a file is missing, is damaged, or is not inside the folder."""
         path = self.folder / name
         if os.path.isabs(name) or ".." in Path(name).parts:
             raise CheckpointError(f"checkpoint {str(self.folder)!r} refers to a file outside of "
@@ -193,7 +196,7 @@ class DistributedFiles:
                                   ) from error
         if differs:
             raise CheckpointError(
-                f"checkpoint file {str(path)!r} has a different checksum than when written; "
+                f"checkpoint file {str(path)!r} has a different checksum than when it was written; "
                 "restore the file or use another checkpoint")
 
 
@@ -243,11 +246,11 @@ def _check_metadata(metadata: Metadata) -> None:
 
 
 def check_classes(folder: str) -> None:
-    """Check the classes in all files of a checkpoint, including the parts that a run does not read.
+    """Check the classes in all files of a checkpoint, including data that a run does not read.
 
     Raises:
-        UntrustedFile: If a pickle contains classes other than the listed classes and Megatron's own
-            (`megatron.core.safe_globals`).
+        UntrustedFile: If a pickle contains classes that are neither in the list of allowed classes
+            nor in Megatron's list (`megatron.core.safe_globals`).
         CheckpointError: If a file of the checkpoint is missing.
     """
     common = os.path.join(folder, COMMON)

@@ -1,12 +1,11 @@
-"""Writer of Megatron's distributed checkpoints that uses a single process instead of Megatron's
-ranks.
+"""Write Megatron's distributed checkpoints from a single process, without Megatron's ranks.
 
     PATH/iter_0000100/__0_0.distcp ...         tensors, several hundred MB in each file
     PATH/iter_0000100/.metadata, common.pt, metadata.json, moe_plugin.json
     PATH/latest_checkpointed_iteration.txt
 
-Tensors are read from the source and written chunk by chunk. Megatron can load the written
-checkpoint with any parallel sizes.
+Tensors are read from the source and written one chunk at a time. Megatron can load the written
+checkpoint with any parallelism.
 """
 
 from __future__ import annotations
@@ -63,8 +62,9 @@ _BACKEND = {"sharded_backend": "torch_dist", "sharded_backend_version": 1,
 
 @dataclass(frozen=True)
 class _Piece:
-    """A chunk to write. It is a window of the source's tensor `key`, and it is stored at `offsets`
-    in the tensor `name` of shape `shape`.
+    """A chunk of a tensor to be written. The chunk is a window of the tensor `key` of the source.
+    In the checkpoint, the chunk is stored at the position `offsets` of a tensor with the name
+    `name` and the shape `shape`.
     """
 
     name: str
@@ -85,17 +85,17 @@ class _Piece:
 
 
 def write(source: Source, path: Path, layout: CheckpointSizes, progress: WriteProgress) -> Path:
-    """Write a source with Megatron's names and return the folder of the checkpoint.
+    """Write a source that has Megatron's names, and return the folder of the written checkpoint.
 
     Args:
-        source: a source of the format `megatron` or `megatron_native`.
+        source: a source with the format `megatron` or `megatron_native`.
         path: an existing folder.
         layout: parallel sizes. If `ep` is larger than 1, Megatron's own experts get a separate
-            optimizer. Other sizes have no effect.
-        progress: object that receives the progress of the writer.
+            optimizer. All other sizes have no effect.
+        progress: object to which the writer reports its progress.
     Raises:
-        CheckpointError: If tensors of different layers with the same name differ in shape or data
-            type.
+        CheckpointError: If tensors with the same name in different layers have different shapes or
+            data types.
         OSError: If a file cannot be written, for example because the disk is full.
     """
     kept = source.values.get("megatron") or {}
@@ -119,7 +119,9 @@ def write(source: Source, path: Path, layout: CheckpointSizes, progress: WritePr
 
 
 def _uniform(entries: Mapping[Key, TensorEntry]) -> bool:
-    """Return whether all layers have the same tensors, in which case Megatron stacks them."""
+    """Return true if all layers have the same tensors. If all layers have the same tensors,
+    Megatron stacks the tensors of all layers.
+    """
     kinds: dict[int, set[tuple[str, str, tuple[int, ...]]]] = {}
     for (field, name), entry in entries.items():
         rest, number = common.without_number(name)
@@ -172,7 +174,8 @@ def _objects(source: Source, kept: Mapping[str, Any], stacked: bool) -> dict[str
 
 def _write_tensors(source: Source, folder: Path, pieces: list[_Piece], objects: dict[str, bytes],
                    progress: WriteProgress) -> None:
-    """Write tensors and objects as `torch.distributed.checkpoint.FileSystemWriter` does."""
+    """Write tensors and objects in the same way as `torch.distributed.checkpoint.FileSystemWriter`.
+    """
     places: dict[MetadataIndex, _StorageInfo] = {}
     indexes: list[Path] = []
     for number, content in enumerate(_files(pieces, objects)):
@@ -196,7 +199,7 @@ def _write_tensors(source: Source, folder: Path, pieces: list[_Piece], objects: 
 
 
 def _files(pieces: list[_Piece], objects: Mapping[str, bytes]) -> Iterator[list[str | _Piece]]:
-    """Yield the content of each file, which consists of names of objects and pieces of tensors."""
+    """Yield the content of each file: names of objects, and chunks of tensors."""
     content: list[str | _Piece] = [*objects]
     size = sum(map(len, objects.values()))
     for piece in pieces:
@@ -211,7 +214,9 @@ def _files(pieces: list[_Piece], objects: Mapping[str, bytes]) -> Iterator[list[
 
 def _write_file(path: Path, index: Path, content: Iterable[str | _Piece], source: Source,
                 objects: Mapping[str, bytes], progress: WriteProgress) -> None:
-    """Write a file, and an index file with the position of each object and piece in the file."""
+    """Write a file, and an index file that contains the position of each object and chunk in the
+    file.
+    """
     rows: list[tuple[Any, ...]] = []
     with open(path, "wb") as stream:
         for one in content:
@@ -231,7 +236,8 @@ def _write_file(path: Path, index: Path, content: Iterable[str | _Piece], source
 
 
 def metadata_of(pieces: list[_Piece], objects: Mapping[str, bytes]) -> Metadata:
-    """Return torch's metadata of a checkpoint, which contain the position of each piece and object.
+    """Return torch's metadata for a checkpoint. The metadata contain the position of each chunk and
+    object.
     """
     entries: dict[str, Any] = {name: BytesStorageMetadata() for name in objects}
     for piece in pieces:
@@ -282,7 +288,9 @@ def _write_meta(folder: Path, source: Source, kept: Mapping[str, Any],
 
 
 def _shape(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the known values of a model that the training script compares with its own model."""
+    """Return those settings of a model that are known and that the training script compares with
+    its own settings.
+    """
     theirs = {"num_moe_experts": "num_experts", "gated_linear_unit": "swiglu"}
     same = ("num_layers", "hidden_size", "num_attention_heads", "moe_ffn_hidden_size",
             "add_bias_linear", "normalization")

@@ -1,4 +1,6 @@
-"""Pipelines of peers that differ in speed and may join or leave at any time (SWARM)."""
+"""Pipeline parallelism over peers that have different speeds and may join or leave at any time
+(SWARM).
+"""
 
 from moe_plugin.training.resilience.swarm.journeys import JoinedTrainer
 from moe_plugin.training.resilience.swarm.messages import SwarmStep

@@ -1,4 +1,5 @@
-"""Code that sends micro-batches through the stages of a swarm, and trainers that join a swarm."""
+"""Send micro-batches through the stages of a swarm. Also contains the trainers that join a swarm.
+"""
 
 from __future__ import annotations
 
@@ -33,11 +34,11 @@ RoundId = tuple[str, int, int]  # "train" or "evaluate", step, index within the 
 
 @dataclass
 class Driven:
-    """The result of processing a micro-batch.
+    """The result of processing one micro-batch.
 
     Attributes:
         loss: loss of the micro-batch, including balance losses.
-        logged: additional values returned by the loss function.
+        logged: additional values that the loss function returned.
     """
 
     loss: float
@@ -45,16 +46,16 @@ class Driven:
 
 
 class Driver:
-    """A sender of micro-batches through the stages, for one trainer.
+    """Sends the micro-batches of one trainer through the stages.
 
     Args:
         stages: number of pipeline stages.
-        members: the peers, with the load that this trainer causes on each peer.
+        members: the peers, and the load that this trainer causes on each peer.
         connections: open connections to peers.
-        took: function that is called with (stage, micro-batch, peer, request) after a peer
-            answered. A function that returns whether the leading trainer has counted a backward
-            pass. If this function returns False, a different peer must repeat the pass.
-        lost: function that is called with (stage, peer, reason) for a peer that failed.
+        took: function that is called with (stage, micro-batch, peer, request) after a peer has
+            answered. Function that returns true if the leading trainer has counted a backward pass.
+            If the function returns False, another peer must repeat the backward pass.
+        lost: function that is called with (stage, peer, reason) when a peer has failed.
         run: settings of the run; see `Swarm`.
     """
 
@@ -66,11 +67,11 @@ class Driver:
         self.resent, self._counting = 0, threading.Lock()
 
     def journey(self, kind: str, step: int, number: int, micro_batch: tuple[Tensor, Any]) -> Driven:
-        """Send a micro-batch (input, target) forward through all stages and, for training,
+        """Send a micro-batch (input, target) forward through all stages, and in training also
         backward.
 
         Raises:
-            RuntimeError: If no peer of a stage completed a task. The error message contains the
+            RuntimeError: If no peer of a stage has completed a task. The error message states the
                 reasons.
         """
         x, target = micro_batch
@@ -95,7 +96,8 @@ class Driver:
         return Driven(loss, logged)
 
     def task(self, stage: int, step: int, number: int, what: str, values: Message) -> Message:
-        """Run a task on a peer of the stage, or on a different peer if no answer arrives."""
+        """Run a task on a peer of the stage. If the peer does not answer, run it on another peer.
+        """
         size = BACKWARD if what == "backward" else 1.0
         reasons: dict[Address, str] = {}
         rounds = 0
@@ -127,27 +129,27 @@ class Driver:
 
 
 class JoinedTrainer:
-    """A trainer that helps the leading trainer of a swarm.
+    """A trainer that takes over micro-batches from the leading trainer of a swarm.
 
-    A joined trainer reads the same data as the leading trainer, and processes some of the
-    micro-batches of each step.
+    A joined trainer reads the same data as the leading trainer, and processes some micro-batches of
+    each step.
 
-    A joined trainer can join, leave and fail at any time. The leading trainer then processes the
-    micro-batches that are not completed.
+    A joined trainer may join, leave or fail at any time. If a joined trainer fails, the leading
+    trainer processes the micro-batches that were not completed.
 
     Args:
-        address: address of the leading trainer, which is a `Swarm`.
+        address: address of the leading trainer (a `Swarm`).
         in_flight: number of micro-batches that are processed at the same time. If `in_flight` is 0,
-            two per peer are processed.
-        timeout_s: maximum time in seconds to wait for an answer of the leading trainer.
+            two micro-batches per peer are processed at the same time.
+        timeout_s: maximum time to wait for an answer from the leading trainer, in seconds.
         secret: see `Swarm`.
         message_bytes: see `Swarm`.
     Raises:
         OSError: If no trainer answers within `timeout_s`.
 
     Attributes:
-        steps: number of steps that the swarm has completed. The next call of `step` must receive
-            the data of the next step.
+        steps: number of steps that the swarm has completed. The data of step number `steps`,
+            counted from 0, must be passed to the next call of `step`.
         driven: number of micro-batches that this trainer has processed.
     """
 
@@ -174,13 +176,12 @@ class JoinedTrainer:
                 time.sleep(self.timeout_s / BEATS / BEATS)
 
     def step(self, micro_batches: MicroBatches) -> Message:
-        """Process micro-batches of the next step.
+        """Process some of the micro-batches of the next step.
 
         Args:
             micro_batches: all micro-batches of the step, including those that other trainers
                 process.
-        Returns:
-            The result of `Swarm.accumulate`, which consists of `losses`, `logged` and `norm`.
+        Returns: The result of `Swarm.accumulate`, with `losses`, `logged` and `norm`.
         Raises:
             OSError: If the leading trainer does not answer.
         """
@@ -189,7 +190,7 @@ class JoinedTrainer:
         return result
 
     def evaluate(self, micro_batches: MicroBatches) -> Message:
-        """Process micro-batches of an evaluation; see `step`."""
+        """Process some of the micro-batches of an evaluation; see `step`."""
         self._evaluations += 1
         return self._round(("evaluate", self.steps, self._evaluations), micro_batches)
 

@@ -1,5 +1,5 @@
-"""The peers of a swarm and the stages that they compute. Peers may be added, be lost, or move to
-other stages.
+"""The peers of a swarm, and the stage that each peer computes. Peers may be added, may be lost, and
+may move to other stages.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ WORTH = 0.5
 
 @dataclass(frozen=True)
 class Member:
-    """A peer that computes a stage, or waits for a stage; see `StagePeer`."""
+    """A peer that computes a stage or waits to be assigned to a stage; see `StagePeer`."""
 
     address: Address
     bandwidth: float
@@ -29,7 +29,7 @@ class Member:
 
 
 class SwarmMembers:
-    """The peers of a trainer, which are shared by all threads of the trainer."""
+    """The peers of a trainer. All threads of the trainer share this object."""
 
     def __init__(self, stages: int, seed: int) -> None:
         self._wirings = [Wiring(seed + stage) for stage in range(stages)]
@@ -38,12 +38,13 @@ class SwarmMembers:
         self._changed = threading.Condition(threading.RLock())
 
     def __len__(self) -> int:
-        """Return the total number of peers, including new peers."""
+        """Return the total number of peers, including new peers without a stage."""
         return len(self._newcomers) + sum(map(len, self._of))
 
     @property
     def stages(self) -> list[list[Address]]:
-        """Addresses of the peers of each stage. The order is the same on all trainers."""
+        """For each stage, the addresses of its peers. All trainers use the same order of addresses.
+        """
         with self._changed:
             return [sorted(members) for members in self._of]
 
@@ -57,12 +58,14 @@ class SwarmMembers:
 
     @property
     def newcomers(self) -> list[Member]:
-        """New peers that wait to be assigned to a stage."""
+        """New peers, which are not yet assigned to a stage."""
         with self._changed:
             return list(self._newcomers.values())
 
     def here(self, member: Member) -> None:
-        """Register a peer that reports its presence. A peer without a stage is a new peer."""
+        """Register a peer that has reported its presence. A peer without a stage is registered as a
+        new peer.
+        """
         with self._changed:
             if member.address in self._newcomers or any(member.address in m for m in self._of):
                 return
@@ -71,17 +74,19 @@ class SwarmMembers:
         log.info("peer %s has connected", member.address)
 
     def wait_for(self, number: int, timeout_s: float) -> bool:
-        """Wait for `number` peers, and return true if they connected within the timeout."""
+        """Wait until `number` peers have connected. Return false if the timeout expires first."""
         with self._changed:
             return self._changed.wait_for(lambda: len(self) >= number, timeout_s)
 
     def bandwidths(self, stage: int) -> list[float]:
-        """Return the bandwidths of a stage's peers, in the order of the peers."""
+        """Return the bandwidths of the peers in a stage, in the order of the peers."""
         with self._changed:
             return [self._of[stage][address].bandwidth for address in sorted(self._of[stage])]
 
     def place(self, member: Member) -> int:
-        """Return the stage for a new peer: the stage with the lowest throughput."""
+        """Return the stage that a new peer should compute. A new peer is assigned to the stage with
+        the lowest throughput.
+        """
         return min(range(len(self._of)), key=self._throughput)
 
     def serve(self, member: Member, stage: int) -> None:
@@ -96,8 +101,8 @@ class SwarmMembers:
         """Remove a peer from a stage.
 
         Returns:
-            The peer, or None if the peer did not belong to the stage. A removed peer that is still
-                alive will report its presence again.
+            The peer, or None if the peer did not belong to the stage. If the removed peer is still
+                alive, it reports its presence again.
         """
         with self._changed:
             self._newcomers.pop(address, None)
@@ -105,8 +110,8 @@ class SwarmMembers:
             return self._of[stage].pop(address, None)
 
     def choose(self, stage: int, number: int, size: float, but: set[Address]) -> Address | None:
-        """Choose the peer for a task of a micro-batch; see `Wiring.choose`. The result is None if
-        no other peer is left.
+        """Choose the peer that runs a task of a micro-batch; see `Wiring.choose`. Return None if no
+        other peer is left.
         """
         with self._changed:
             wiring = self._wirings[stage]
@@ -115,15 +120,15 @@ class SwarmMembers:
             return peer
 
     def done(self, stage: int, address: Address, size: float, seconds: float) -> None:
-        """Record how long a task took, excluding the time spent waiting for other tasks."""
+        """Record the duration of a task, without the time spent waiting for other tasks."""
         with self._changed:
             self._wirings[stage].done(address, size, seconds)
 
     def best_move(self) -> tuple[Member, int, int] | None:
-        """Find the peer whose move to a different stage increases the speed of the pipeline most.
+        """Find the peer whose move to another stage would speed up the pipeline most.
 
-        Returns: The tuple (peer with its measured throughput, stage of the peer, slowest stage), or
-            None if no move increases the speed of the pipeline.
+        Returns: (peer with its measured throughput, stage of the peer, slowest stage), or None if
+            no move would speed up the pipeline.
         """
         with self._changed:
             speeds = [self._throughput(stage) for stage in range(len(self._of))]
@@ -154,7 +159,7 @@ class Alarm:
         self.every_s, self._last = every_s, time.monotonic()
 
     def rings(self) -> bool:
-        """Return true once in each interval."""
+        """Return true once in each interval of the timer, otherwise false."""
         now = time.monotonic()
         if self.every_s is None or now - self._last < self.every_s:
             return False

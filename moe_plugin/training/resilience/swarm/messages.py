@@ -1,9 +1,11 @@
-"""Messages between a trainer and its peers: dictionaries of plain values and tensors over TCP.
+"""Messages between a trainer and its peers. A message is a dictionary of plain values and tensors,
+sent over TCP.
 
-Tensors at a stage's boundary are sent in a wire format of `dispatch.wire`, by default fp8 with one
-scale per 128 numbers; see `dispatch.wire` for the error bound. Received messages are only read as
-data (`torch.load(weights_only=True)`), so a message cannot execute code. If a secret is set, both
-sides of a connection prove that they know it before the first message. Messages are not encrypted.
+Tensors that pass from one stage to another are sent in a wire format of `dispatch.wire`. The
+default format is fp8 with one scale per 128 numbers. For error bounds, see `dispatch.wire`.
+Received messages are only parsed as data (`torch.load(weights_only=True)`), so a message cannot
+execute code. If a secret is set, both sides of a connection must prove that they know the secret
+before they exchange messages. Messages are not encrypted.
 """
 
 from __future__ import annotations
@@ -37,18 +39,19 @@ Address = tuple[str, int]
 Message = dict[str, Any]
 @dataclass
 class SwarmStep:
-    """The result of a step.
+    """The result of one training step.
 
     Attributes:
         losses: loss of each micro-batch, including balance losses.
         norm: L2 norm of all gradients before clipping.
-        logged: additional values returned by the loss function for each micro-batch.
-        by: address of the trainer that processed each micro-batch. The address is an empty string
-            for this trainer.
+        logged: for each micro-batch, additional values that the loss function returned.
+        by: for each micro-batch, the address of the trainer that processed it. For this trainer,
+            the address is an empty string.
         resent: number of tasks that were sent more than once.
-        redone: number of backward passes recomputed because their gradients were lost with a peer.
+        redone: number of backward passes that were recomputed because their gradients were lost
+            when a peer failed.
         gone: addresses of peers that were lost.
-        moved: tuple (address, old stage, new stage) of each peer that was moved.
+        moved: for each peer that was moved, a tuple (address, old stage, new stage).
     """
 
     losses: list[float] = field(default_factory=list)
@@ -71,12 +74,12 @@ SLOWEST = 1 << 16  # bytes per second, the lowest accepted rate within a message
 
 @dataclass(frozen=True)
 class Access:
-    """Rules that determine which connections and messages are accepted.
+    """Settings that determine which connections and messages are accepted.
 
     Attributes:
-        secret: optional. A secret string that both sides must know. By default any machine may
-            connect.
-        message_bytes: maximum size in bytes of a message that is accepted.
+        secret: optional. A secret string that both sides of a connection must know. By default,
+            every machine may connect.
+        message_bytes: maximum size of a message, in bytes. Larger messages are refused.
     """
 
     secret: str | None = None
@@ -88,8 +91,8 @@ class Access:
                              "must not be empty; leave secret out, or use a long random string")
 
     def proof(self, side: bytes, nonces: bytes) -> bytes:
-        """Return a proof, for the random numbers of both sides, that only a side with the secret
-        can compute.
+        """Compute a proof from the random numbers of both sides. Only a side that knows the secret
+        can compute this proof.
         """
         return hmac.digest((self.secret or "").encode(), side + nonces, "sha256")
 
@@ -98,24 +101,24 @@ OPEN = Access()
 
 
 class _Closed(ConnectionError):
-    """Error that is raised if the other side closed the connection between two messages."""
+    """Raised if the other side closed the connection between two messages."""
 
 
 class PeerError(RuntimeError):
-    """Error that is raised if a peer reported a failure. The error contains the reason."""
+    """Raised if a peer reported a failure. The error message states the reason."""
 
 
 class Connection:
     """A connection between a trainer and a peer.
 
     Args:
-        opened: the socket of this connection, already connected.
-        timeout_s: maximum time in seconds to wait for a connection, and for data in either
-            direction. If `timeout_s` is None, the wait for the next message has no time limit.
-        access: the secret that the other side must know, and the maximum size of a message.
-        serves: whether this side accepted the connection.
+        opened: socket of this connection, which must already be connected.
+        timeout_s: maximum time to wait for a connection and for data in either direction, in
+            seconds. If `timeout_s` is None, the wait for the next message is not limited.
+        access: secret that the other side must know, and maximum size of a message.
+        serves: whether this side has accepted the connection.
     Raises:
-        OSError: If the connection failed or ended; this includes `TimeoutError`.
+        OSError: If the connection failed or was closed. This includes `TimeoutError`.
     """
 
     def __init__(self, opened: socket.socket, timeout_s: float | None, access: Access = OPEN,
@@ -131,7 +134,8 @@ class Connection:
                 raise
 
     def _prove(self, side: bytes) -> None:
-        """Exchange random numbers with the other side, and prove that both sides know the secret.
+        """Exchange random numbers with the other side. Both sides then prove that they know the
+        secret.
         """
         other, nonce = b"client" if side == b"server" else b"server", os.urandom(32)
         self._socket.settimeout(PATIENCE_S)
@@ -193,7 +197,7 @@ class Connection:
         return made
 
     def ask(self, what: str, /, **values: Any) -> Message:
-        """Send a request, and wait for the answer.
+        """Send a request, and return the answer.
 
         Raises:
             PeerError: If the other side reported a failure.
@@ -210,9 +214,9 @@ class Connection:
 
 
 class Connections:
-    """Connections to many addresses.
+    """A pool of connections to many addresses.
 
-    Each connection is used by one thread at a time and then reused.
+    Each connection is used by one thread at a time. After that, the connection is reused.
     """
 
     def __init__(self, timeout_s: float, access: Access = OPEN) -> None:
@@ -222,8 +226,8 @@ class Connections:
 
     @contextlib.contextmanager
     def to(self, address: Address) -> Iterator[Connection]:
-        """Provide a connection to an address for the duration of a `with` block. A connection is
-        closed after a failure, because a late answer may still arrive on it.
+        """Return a context manager that provides a connection to an address. After a failure, the
+        connection is closed, because a late answer could still arrive on it.
         """
         with self._lock:
             idle = self._idle.get(address, [])
@@ -247,7 +251,9 @@ class Connections:
 
 def ask(address: Address, what: str, timeout_s: float, access: Access = OPEN, /,
         **values: Any) -> Message:
-    """Send one request on a new connection. The errors are the same as for `Connection.ask`."""
+    """Send a single request on a new connection, and return the answer. For the errors, see
+    `Connection.ask`.
+    """
     connection = Connection.to(address, timeout_s, access)
     try:
         return connection.ask(what, **values)
@@ -264,14 +270,14 @@ class _TCPServer(socketserver.ThreadingTCPServer):
 
 
 class MessageServer:
-    """A server that answers requests, with one thread per connection.
+    """A server that answers requests. Each connection has its own thread.
 
     Args:
-        host: address at which the server listens.
-        port: port at which the server listens. If `port` is 0, any free port is used.
-        answer: function that computes the answer to a request, or returns None if the request has
-            no answer. Exceptions are sent as errors to the other side.
-        access: rules about which connections and messages are accepted.
+        host: address on which the server listens.
+        port: port on which the server listens. If `port` is 0, an arbitrary free port is used.
+        answer: function that returns the answer to a request, or None if the request needs no
+            answer. If the function raises an exception, an error is sent to the other side.
+        access: settings that determine which connections and messages are accepted.
     """
 
     def __init__(self, host: str, port: int, answer: Callable[[Message], Message | None],
@@ -314,8 +320,8 @@ def _is_local(host: str) -> bool:
 
 def _serve(opened: socket.socket, answer: Callable[[Message], Message | None],
            access: Access) -> str:
-    """Answer requests until the connection ends. The result is the reason for closing the
-    connection, or an empty string.
+    """Answer requests until the connection is closed. Return the reason for closing the connection,
+    or an empty string.
     """
     try:
         connection = Connection(opened, None, access, serves=True)
@@ -334,9 +340,9 @@ def _serve(opened: socket.socket, answer: Callable[[Message], Message | None],
 
 
 def packed(x: Tensor, name: str) -> list[Tensor]:
-    """Encode a boundary tensor [B, ...] for sending, in one of the formats in `WIRES`.
+    """Encode a tensor [B, ...] that is sent between stages, in one of the formats in `WIRES`.
 
-    Integer tensors, and tensors without rows, are left unchanged.
+    Integer tensors and tensors without rows are not changed.
     """
     x = x.detach().cpu()
     if name == "none" or not x.is_floating_point() or x.dim() < 2 or not x.numel():
@@ -345,8 +351,8 @@ def packed(x: Tensor, name: str) -> list[Tensor]:
 
 
 def unpacked(parts: list[Tensor], name: str, dtype: torch.dtype) -> Tensor:
-    """Decode the tensors that `packed` has encoded. dtype: dtype of floating-point tensors in the
-    result.
+    """Decode the tensors that `packed` has encoded. dtype: dtype of the decoded floating-point
+    tensors.
     """
     if len(parts) == 1:
         return parts[0].to(dtype) if parts[0].is_floating_point() else parts[0]

@@ -1,9 +1,9 @@
-"""A peer of a swarm. The peer computes one stage of a pipeline for any trainer, stores the stage's
-weights and optimizer, and sums gradients with the other peers of its stage.
+"""A peer of a swarm. A peer computes one stage of a pipeline for any trainer. The peer stores the
+weights and the optimizer of its stage, and sums gradients with the other peers of the stage.
 
-Backward passes recompute the stage from its input, so any peer of a stage can run the backward pass
-of any micro-batch. The gradient of a backward pass is counted when the trainer confirms that it
-used the answer. Gradients of duplicate or late answers are not added.
+A backward pass recomputes the stage from its input, so any peer of the stage can run the backward
+pass of any micro-batch. The gradient of a backward pass is counted only when the trainer confirms
+that it has used the answer. Gradients of duplicate or late answers are discarded.
 """
 
 from __future__ import annotations
@@ -45,27 +45,28 @@ REQUESTS = {"become", "forward", "backward", "evaluate", "count", "forget", "red
 
 
 class StagePeer:
-    """A peer that computes a stage for a trainer.
+    """A peer that computes one stage for a trainer.
 
     Args:
-        trainer: address of the trainer, which is a `Swarm`.
-        stages: for each stage, a function that creates its module. The module maps a tensor [B,
-            ...] to a tensor, or to (tensor, loss) like an MoE block. The functions must be the same
-            on every peer.
-        optimizer: function that creates the optimizer for a list of parameters. If the optimizer
-            clips gradients itself, it uses the norm of only one stage. See `Swarm` for clipping
-            over all stages.
-        loss: function that maps (output of the last stage, target) to the contribution of a
-            micro-batch to the loss of the step. The function may also return this loss together
-            with a dictionary of additional values for the trainer.
-        host: address of this machine at which the trainer and the other peers can reach it.
-        device: device on which the stage is computed.
-        bandwidth: bandwidth of this machine's network, in any unit that all peers use. The
-            bandwidth determines the fraction of the gradient sums that this peer computes.
-        throughput: number of tasks per second that the trainer assumes until it has measured the
-            throughput. Defaults to the mean throughput of the stage.
-        timeout_s: time in seconds without a trainer after which this peer ends. The trainer
-            determines how long peers wait for one another.
+        trainer: address of the trainer (a `Swarm`).
+        stages: for each stage, a function that creates the module of the stage. The module maps a
+            tensor [B, ...] to a tensor or, like an MoE block, to (tensor, loss). All peers must use
+            the same functions.
+        optimizer: function that creates an optimizer for a list of parameters. If the optimizer
+            clips gradients, it uses the norm of a single stage. For clipping by the norm over all
+            stages, see `Swarm`.
+        loss: function of the last stage's output and the target. The function returns the
+            contribution of a micro-batch to the loss of the step. The function may also return a
+            tuple of this loss and a dictionary of additional values for the trainer.
+        host: address under which the trainer and the other peers can reach this machine.
+        device: device that computes the stage.
+        bandwidth: network bandwidth of this machine, in any unit that is the same for all peers.
+            The bandwidth determines for which fraction of the gradients this peer computes the
+            sums.
+        throughput: tasks per second that the trainer assumes until it has measured the throughput
+            of this peer. Defaults to the mean throughput of the stage.
+        timeout_s: time in seconds after which this peer ends if it has no trainer. The trainer
+            determines how long peers wait for each other.
         secret: see `Swarm`.
         message_bytes: see `Swarm`.
     """
@@ -90,10 +91,10 @@ class StagePeer:
                       "throughput": throughput}
 
     def run(self) -> None:
-        """Answer requests until the trainer ends or does not answer for `timeout_s`.
+        """Answer requests until the trainer ends or has not answered for `timeout_s`.
 
         Raises:
-            OSError: If no trainer answers at this address for `timeout_s`.
+            OSError: If no trainer answers at this address within `timeout_s`.
         """
         met, last = False, time.monotonic()
         while not self._stopped.is_set():
@@ -112,7 +113,7 @@ class StagePeer:
         self._server.close()
 
     def close(self) -> None:
-        """Leave immediately. The other peers continue without a peer that ends."""
+        """Leave immediately. The other peers continue without this peer."""
         self._stopped.set()
         self._server.close()
 
@@ -160,8 +161,8 @@ class StagePeer:
             task[1], unpacked(x, *self._wire), target), strict=True)))
 
     def _timed(self, work: Callable[[], Message]) -> Message:
-        """Run tasks one at a time. The answer also contains the waiting time and the working time
-        in seconds.
+        """Run tasks one at a time. Add the waiting time and the working time in seconds to the
+        answer.
         """
         start = time.perf_counter()
         with self._compute:
@@ -180,10 +181,10 @@ class StagePeer:
 
     def _reduce(self, key: tuple[int, int], micro_batches: list[int], members: list[Address],
                 me: int, bandwidths: list[float]) -> Message:
-        """Sum the gradients over all peers of the stage. Each peer sums a slice whose size is
-        proportional to the bandwidth of the peer.
+        """Sum the gradients over all peers of the stage. Each peer sums one slice. The size of the
+        slice is proportional to the bandwidth of the peer.
 
-        `complete` is false if gradients that the trainer expects are missing.
+        `complete` is False if gradients that the trainer expects are missing.
         """
         stage = self._now(key[0])
         if not self._has(stage, set(micro_batches)):
@@ -232,10 +233,11 @@ class StagePeer:
         return self.stage
 
     def _has(self, stage: ServedStage, wanted: set[int]) -> bool:
-        """Wait until exactly the requested backward passes are counted, and return true if this
-        succeeds.
+        """Wait until exactly the requested backward passes are counted. Return false if this does
+        not happen in time.
 
-        The trainer confirms the gradients on other connections, which may be slower.
+        Waiting is necessary because the trainer confirms gradients on other connections, which may
+        be slower.
         """
         end = time.monotonic() + self._sums.timeout_s
         while stage.counted != wanted:
@@ -246,7 +248,7 @@ class StagePeer:
 
 
 class _Sums:
-    """The slices of the gradients that this peer sums for all members of its stage."""
+    """The gradient slices that this peer sums for all members of its stage."""
 
     def __init__(self) -> None:
         self.timeout_s = 0.0
@@ -254,14 +256,14 @@ class _Sums:
         self._changed = threading.Condition()
 
     def add(self, key: tuple[int, int], source: int, members: int, part: Tensor) -> Tensor:
-        """Add the part of one member, wait for all parts, and return their sum in the members'
-        order.
+        """Add the slice from one member, wait for the slices from all members, and return their
+        sum. The order of summation is the order of the members.
 
         Args:
-            key: index of the step, and of the attempt within the step.
-            source: index of the member.
-            members: number of members that contribute a part.
-            part: the part that the member contributes.
+            key: index of the step, and index of the attempt within the step.
+            source: index of the member that sent the slice.
+            members: number of members that send a slice.
+            part: slice that the member sent.
         """
         with self._changed:
             parts = self._parts.setdefault((key[0], key[1]), {})
@@ -273,6 +275,6 @@ class _Sums:
         return torch.stack([parts[i] for i in range(members)]).sum(0)
 
     def clear(self) -> None:
-        """Discard all parts when the next step starts."""
+        """Discard all slices. Discard all slices. Called before the next step starts."""
         with self._changed:
             self._parts.clear()

@@ -1,11 +1,11 @@
-"""Distribution of a step's micro-batches among the trainers of a swarm, as seen by the leading
-trainer.
+"""Distribution of the micro-batches of a step among the trainers of a swarm. This code runs on the
+leading trainer.
 
 Every trainer can process any micro-batch, because all trainers read the same data. The leading
-trainer (`Swarm`) distributes the indices of micro-batches to its own threads and to trainers that
-have joined (`JoinedTrainer`). Only the leading trainer decides which backward passes are counted.
-The gradients of a micro-batch are counted once per stage, regardless of which trainers processed it
-and how often.
+trainer (`Swarm`) assigns indices of micro-batches to its own threads and to the trainers that have
+joined (`JoinedTrainer`). Only the leading trainer decides which backward passes are counted. For
+each stage, the gradients of a micro-batch are counted exactly once, no matter which trainers
+processed the micro-batch and how often.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ RESULTS = 1000  # stored results of the latest rounds, for trainers that are beh
 
 @dataclass
 class SharedRound:
-    """The micro-batches of a step or an evaluation, and the trainers that process them.
+    """The micro-batches of one step or evaluation, and the trainers that process them.
 
     Attributes:
         about: identifier of the round.
-        serial: serial number of the round, which changes if a step is repeated.
+        serial: serial number of the round. If a step is repeated, the number changes.
         count: number of micro-batches in the round.
-        changed: condition variable that is notified of every change.
-        found: mapping from the indices of completed micro-batches to their results.
-        by: the trainer that processed each completed micro-batch. The string is empty for the
-            leading trainer.
+        changed: condition variable that is notified of every change of the round.
+        found: results of the completed micro-batches, by the index of the micro-batch.
+        by: for each completed micro-batch, the trainer that processed it. For the leading trainer,
+            `by` contains an empty string.
     """
 
     about: RoundId
@@ -57,8 +57,8 @@ class SharedRound:
         """Yield micro-batch indices for one thread of the leading trainer, until all micro-batches
         are done.
 
-        If a joined trainer does not respond for `timeout_s` seconds, its micro-batches are assigned
-        to other trainers.
+        If a joined trainer does not respond for `timeout_s` seconds, the leading trainer processes
+        its micro-batches.
         """
         while True:
             with self.changed:
@@ -70,7 +70,7 @@ class SharedRound:
             yield number
 
     def _own(self, timeout_s: float) -> bool:
-        """Return true if there is a micro-batch left for the leading trainer."""
+        """Return true if a micro-batch is left that the leading trainer can process."""
         silent = [number for number, trainer in self._with.items()
                   if time.monotonic() - self._seen[trainer] > timeout_s]
         for number in silent:
@@ -81,12 +81,12 @@ class SharedRound:
 
     @property
     def is_open(self) -> bool:
-        """True if there are micro-batches left for joined trainers."""
+        """True if micro-batches are left that can be assigned to joined trainers."""
         return bool(self._open) and not self.over
 
     def number_for(self, trainer: str) -> int | None:
-        """Return the index of a micro-batch for a joined trainer, or None if there is none at the
-        moment.
+        """Return the index of a micro-batch for a joined trainer, or None if no micro-batch is
+        currently available.
         """
         with self.changed:
             self.alive(trainer)
@@ -101,14 +101,18 @@ class SharedRound:
         self._seen[trainer] = time.monotonic()
 
     def back(self, number: int) -> None:
-        """Assign a micro-batch that a trainer could not process to the leading trainer."""
+        """Assign a micro-batch to the leading trainer, because a joined trainer could not process
+        it.
+        """
         with self.changed:
             if self._with.pop(number, None) is not None:
                 self._back.append(number)
             self.changed.notify_all()
 
     def done(self, number: int, driven: Driven, trainer: str = "") -> None:
-        """Record the result of a micro-batch. Only the first result of a micro-batch counts."""
+        """Record the result of a micro-batch. If a micro-batch already has a result, the new result
+        is ignored.
+        """
         with self.changed:
             if number not in self.found:
                 self.found[number], self.by[number] = driven, trainer
@@ -123,15 +127,16 @@ class SharedRound:
 
     @property
     def over(self) -> bool:
-        """True if all micro-batches are done, or if the round has ended."""
+        """True if all micro-batches are completed, or if the round was ended."""
         return self._ended or len(self.found) == self.count
 
 
 class SharedRounds:
-    """The current round, the results of earlier rounds, and the answers to joined trainers.
+    """The current round, the results of earlier rounds, and the answers to requests of joined
+    trainers.
 
     Args:
-        members: function that returns the peers.
+        members: function that returns the peers of the swarm.
         run: settings of the run; see `Swarm`.
         steps: function that returns the number of completed steps.
         took: see `Driver`.
@@ -164,8 +169,8 @@ class SharedRounds:
 
         Args:
             about: identifier of the round.
-            result: result that is sent to the other trainers, or None if the round is repeated.
-            by: the trainer that processed each micro-batch.
+            result: result that is sent to all trainers, or None if the round will be repeated.
+            by: for each micro-batch, the trainer that processed it.
         """
         with self._changed:
             self._now = None
@@ -184,7 +189,7 @@ class SharedRounds:
             self._changed.wait_for(lambda: not self._owed, self.timeout_s)
 
     def answer(self, what: str, request: Message) -> Message:
-        """Answer a request of one of the kinds in `REQUESTS`."""
+        """Answer a request. `what` is one of `REQUESTS`."""
         return getattr(self, f"_{what}")(**request)
 
     def _current(self, serial: int) -> SharedRound | None:
@@ -203,8 +208,9 @@ class SharedRounds:
         return {}
 
     def _work(self, trainer: str, about: RoundId, count: int) -> Message:
-        """Return a micro-batch of a round, or the result of the round. If neither is available
-        after a certain time, return an answer without both.
+        """Return a micro-batch of a round, or the result of the round if the round is over. If
+        neither a micro-batch nor a result becomes available within a certain time, the answer
+        contains neither of them.
         """
         about = (about[0], about[1], about[2])  # a list, if it was sent
 

@@ -1,4 +1,4 @@
-"""A stage of a pipeline with its weights, optimizer and gradients, as stored by one peer."""
+"""A stage of a pipeline on one peer, with its weights, optimizer and gradients."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ _INDEX = "swarm.json"
 
 
 def save_swarm(folder: str | os.PathLike[str], step: int, states: list[Message]) -> Path:
-    """Write the state of all stages after one step. The previous files stay valid until the last
-    file is written.
+    """Write the state of all stages after a step. The previous files stay valid until all new files
+    are written.
     """
     path = make_folder(folder)
     names = [f"step_{step}_stage_{number}.pt" for number in range(len(states))]
@@ -43,11 +43,11 @@ def save_swarm(folder: str | os.PathLike[str], step: int, states: list[Message])
 
 
 def load_swarm(folder: str | os.PathLike[str], stages: int) -> tuple[int, list[Message | None]]:
-    """Return the step and the state of each stage from a folder written by `save_swarm`.
+    """Read a folder that `save_swarm` has written. Return the step and the state of each stage.
 
     Raises:
-        ValueError: If the folder does not exist, has a different number of stages, or contains a
-            damaged file.
+        ValueError: If the folder does not exist, contains a different number of stages, or contains
+            a damaged file.
     """
     path = Path(folder) / _INDEX
     if not path.is_file():
@@ -77,23 +77,24 @@ Loss = Callable[[Tensor, Any], Any]  # returns a loss, or (loss, additional valu
 
 def make_stage(stages: Sequence[MakeStage], number: int, seed: int,
                device: torch.device = torch.device("cpu")) -> nn.Module:  # noqa: B008
-    """Create a stage's module with initial weights that are the same in every run with this
-    seed.
+    """Create the module of a stage. For the same seed, the initial weights are the same in every
+    run.
     """
     with seeded(device, seed + number):
         return stages[number]().to(device).train()
 
 
 class ServedStage:
-    """A stage as stored on one peer; see the module docstring.
+    """A stage on one peer; see the docstring of this module.
 
     Args:
-        module: module that computes the stage.
-        optimizer: function that creates the optimizer for a list of parameters.
-        loss: loss function of the last stage. The value is None for all other stages.
-        seed: seed of the whole run.
+        module: module with which the stage computes its output.
+        optimizer: function that creates an optimizer for a list of parameters.
+        loss: loss function of the last stage. `loss` is None for all other stages.
+        seed: random seed of the whole run.
         step: number of completed steps.
-        takes_target: whether the module's second argument is a micro-batch's target.
+        takes_target: whether the module receives the target of a micro-batch as its second
+            argument.
     """
 
     def __init__(self, module: nn.Module, optimizer: MakeOptimizer, loss: Loss | None, seed: int,
@@ -115,7 +116,7 @@ class ServedStage:
 
     def forward(self, micro_batch: int, x: Tensor, target: Any = None, train: bool = True
                 ) -> Tensor:
-        """Return the stage's output, without an autograd graph."""
+        """Return the output of the stage, without an autograd graph."""
         self.module.train(train)
         try:
             with torch.no_grad(), self._pass(micro_batch):
@@ -124,8 +125,8 @@ class ServedStage:
             self.module.train()
 
     def evaluate(self, micro_batch: int, x: Tensor, target: Any) -> tuple[float, Message]:
-        """Return the loss computed by the last stage, without training, and the additional values
-        of the loss function.
+        """Return the loss that the last stage computes in evaluation mode, and the additional
+        values of the loss function.
         """
         with torch.no_grad():
             loss, logged = self._loss_of(self.forward(micro_batch, x, target, False), target)
@@ -142,17 +143,17 @@ class ServedStage:
 
     def backward(self, micro_batch: int, x: Tensor, grad: Tensor | None, target: Any
                  ) -> tuple[Tensor | None, float, Message]:
-        """Recompute the stage from `x`, and run its backward pass. The gradients of the weights are
-        not added until `count` is called.
+        """Recompute the stage from `x`, and run its backward pass. The weight gradients are not
+        accumulated until `count` is called.
 
         Args:
             micro_batch: index of the micro-batch.
             x: input of the stage.
-            grad: gradient of the stage's output; None in the last stage, which uses `target`.
+            grad: gradient of the stage's output. `grad` is None in the last stage, which uses
+                `target` instead.
             target: target of the micro-batch.
-        Returns:
-            The gradient of `x` (None for integers), the sum of the losses of this stage, and the
-                additional values of the loss function.
+        Returns: The gradient of `x` (None for integer inputs), the sum of the losses of this stage,
+            and the additional values of the loss function.
         """
         x = x.to(self.device)
         if x.is_floating_point():
@@ -177,14 +178,16 @@ class ServedStage:
         return x.grad, float(sum(loss.detach() for loss in losses)), logged
 
     def count(self, micro_batch: int) -> None:
-        """Add the gradients of a backward pass, whose answer the trainer has used, to the sum."""
+        """Accumulate the gradients of a backward pass. Called when the trainer has used the answer
+        of this backward pass.
+        """
         with self._lock:
             if micro_batch in self._pending:
                 self._sum += self._pending.pop(micro_batch)
                 self.counted.add(micro_batch)
 
     def forget(self) -> None:
-        """Discard all gradients before a step starts or is repeated."""
+        """Discard all gradients. Called before a step starts or is repeated."""
         with self._lock:
             self.counted: set[int] = set()
             self._pending: dict[int, Tensor] = {}
@@ -192,25 +195,27 @@ class ServedStage:
 
     @property
     def gradients(self) -> Tensor:
-        """The sum of all counted gradients, as a float32 vector [`size`]."""
+        """The sum of all counted gradients, as a float32 vector of length `size`."""
         return self._sum
 
     def norm(self, sum_S: Tensor) -> float:
-        """Return the L2 norm of the gradients, given their sum over all peers of the stage."""
+        """Return the L2 norm of the gradients, given the sum of the gradients over all peers of the
+        stage.
+        """
         return float(sum_S[:self.weights].double().norm())
 
     def apply(self, sum_S: Tensor, scale: float | None, groups: Sequence[Message] = ()) -> None:
-        """Run the optimizer's step with the gradients summed over all peers of the stage, and start
-        the next step.
+        """Perform an optimizer step with the sum of the gradients over all peers of the stage, and
+        start the next step.
 
-        If a parameter has no gradient on any peer, it also has no gradient in the optimizer, as in
-        a run with one process. The optimizer then does not change the parameter or its momentum,
-        and does not apply weight decay.
+        If no peer has a gradient for a parameter, the parameter is left out of the optimizer step,
+        as in a run with a single process. For such a parameter, the optimizer changes neither the
+        parameter nor its momentum, and does not apply weight decay.
 
         Args:
-            sum_S: sum of the gradients over all peers, with shape [`size`].
-            scale: factor by which the gradients are multiplied. If `scale` is None, no weights are
-                changed.
+            sum_S: sum of the gradients over all peers, a vector of length `size`.
+            scale: factor by which the gradients are multiplied. If `scale` is None, the weights are
+                not changed.
             groups: see `Swarm.update`.
         """
         for new in groups:
@@ -228,11 +233,11 @@ class ServedStage:
         self.forget()
 
     def state(self) -> Message:
-        """Return the state that a different peer needs to compute this stage."""
+        """Return the state that another peer needs in order to compute this stage."""
         return {"module": self.module.state_dict(), "optimizer": self.optimizer.state_dict()}
 
     def load(self, state: Message) -> None:
-        """Load the state returned by a different peer."""
+        """Load a state that another peer has returned."""
         self.module.load_state_dict(state["module"])
         self.optimizer.load_state_dict(state["optimizer"])
 
@@ -242,7 +247,8 @@ class ServedStage:
 
     @contextlib.contextmanager
     def _no_state(self) -> Iterator[None]:
-        """In the first pass, check that the module has no state that would exist only on this peer.
+        """In the first pass, check that the pass does not change any buffer. Raise an error if it
+        does, because the changed buffer would exist only on this peer.
         """
         if self._checked:
             yield

@@ -1,12 +1,12 @@
-"""`Swarm`, which trains a pipeline on peers of unequal speed (SWARM, Ryabinin and others, 2023).
+"""`Swarm` trains a pipeline on peers of unequal speed (SWARM, Ryabinin and others, 2023).
 
-Peers compute the stages, and may join or leave at any time. At each stage, a micro-batch is
-computed by the peer that will be free first (`planner.peer_choice.Wiring`). A task that is not
-answered in time is sent to a different peer. The trainer stores the inputs of every stage until the
-step ends, so other peers can recompute the gradients of a lost peer. Micro-batches that other
-trainers processed (`rounds`) are processed again for this purpose. At the end of a step the peers
-of a stage sum their gradients (a butterfly all-reduce, weighted by bandwidth) and update the
-weights.
+Peers compute the stages. Peers may join or leave at any time. In each stage, a micro-batch is
+assigned to the peer that will be free first (`planner.peer_choice.Wiring`). If a peer does not
+answer a task in time, the task is sent to another peer. The trainer keeps the inputs of every stage
+until the end of the step. With these inputs, other peers can recompute the gradients of a lost
+peer. To obtain all inputs, micro-batches that other trainers have processed (`rounds`) are
+processed again. At the end of a step, the peers of each stage sum their gradients (a butterfly
+all-reduce, weighted by bandwidth) and update the weights.
 """
 
 from __future__ import annotations
@@ -47,33 +47,38 @@ _Taken = dict[tuple[int, int], tuple[Address, Message | None]]
 
 
 class Swarm:
-    """The trainer of a swarm, or the leading trainer if there are several (`JoinedTrainer`).
+    """The trainer of a swarm. If there are several trainers, `Swarm` is the leading trainer and the
+    others are `JoinedTrainer`s.
 
     Args:
         stages: number of pipeline stages.
-        host, port: address at which peers reach the trainer. If the port is 0, any free port is
-            used.
-        wire: format of tensors sent between stages: `none`, `bf16`, `fp16`, `fp8` or `mxfp8`, with
-            the error bounds of `dispatch.wire`.
-        dtype: dtype of these tensors after they are decoded.
-        in_flight: number of micro-batches that are processed at the same time; 0: two per peer.
-        clip: maximum L2 norm of all gradients together, or None if they are not clipped.
-        timeout_s: time in seconds without an answer after which a task is sent to a different peer.
-        rebalance_s: interval in seconds. After each interval, one peer may move to the slowest
-            stage between two steps, if this speeds up the pipeline enough. None: never.
-        seed: seed of the initial weights and of random numbers.
-        target_to_all: whether the modules of all stages receive the target as a second argument.
-        resume: optional. A folder written by `save`.
-        secret: optional. A secret string that peers must know. Without a secret, every machine that
-            can reach `host` can join.
-        message_bytes: maximum size in bytes of a message (such as a stage's weights).
+        host, port: address under which peers can reach the trainer. If the port is 0, an arbitrary
+            free port is used.
+        wire: format of the tensors that are sent between stages: `none`, `bf16`, `fp16`, `fp8` or
+            `mxfp8`. For error bounds, see `dispatch.wire`.
+        dtype: dtype of the tensors between stages after decoding.
+        in_flight: number of micro-batches that are processed at the same time, or 0 for two
+            micro-batches per peer.
+        clip: maximum L2 norm of all gradients together, or None for no clipping.
+        timeout_s: time in seconds after which a task without an answer is sent to another peer.
+        rebalance_s: interval in seconds at which peers may change their stage. After each interval,
+            between two steps, one peer may move to the slowest stage if this would speed up the
+            pipeline enough. None: never.
+        seed: random seed of the initial weights and of random numbers during training.
+        target_to_all: whether the modules of all stages receive the target as their second
+            argument.
+        resume: optional. A folder to which `save` has written.
+        secret: optional. A secret string that peers must know in order to connect. Without a
+            secret, any machine that can reach `host` can join.
+        message_bytes: maximum size of a message (such as the weights of a stage), in bytes.
 
     Attributes:
-        address: the address that is passed to `StagePeer`.
+        address: address to pass to `StagePeer`.
         members: the peers of each stage.
         steps: number of completed steps.
     Raises:
-        ValueError: If an argument is out of bounds, or if `save` has not written `resume`.
+        ValueError: If an argument is out of bounds, or if the folder `resume` was not written by
+            `save`.
     """
 
     def __init__(self, stages: int, *, host: str = "127.0.0.1", port: int = 0, wire: str = "fp8",
@@ -109,22 +114,25 @@ class Swarm:
         self.address = self._server.address
 
     def wait_for(self, peers: int) -> None:
-        """Wait up to `timeout_s` until `peers` peers have connected, or raise a `TimeoutError`."""
+        """Wait up to `timeout_s` for `peers` peers to connect, or raise a `TimeoutError`."""
         if not self.members.wait_for(peers, self.timeout_s):
             raise TimeoutError(f"{len(self.members)} of {peers} peers have connected to "
                                f"{self.address} within {self.timeout_s} s")
 
     def step(self, micro_batches: MicroBatches) -> SwarmStep:
-        """Run a step with micro-batches (input [B, ...], target) using `accumulate` and `update`.
+        """Perform a training step with micro-batches (input [B, ...], target), by calling
+        `accumulate` and `update`.
         """
         result = self.accumulate(micro_batches)
         self.update()
         return result
 
     def accumulate(self, micro_batches: MicroBatches) -> SwarmStep:
-        """Run the passes of a step. The gradients stay on the peers until `update` is called.
+        """Run the forward and backward passes of a step. The gradients stay on the peers until
+        `update` is called.
 
-        A `RuntimeError` with the reason is raised if a stage has no peer or all its peers failed.
+        If a stage has no peer, or if all of its peers have failed, a `RuntimeError` that states the
+        reason is raised.
         """
         self._result = result = SwarmStep()
         self._taken, self._driver.resent = {}, 0
@@ -138,13 +146,14 @@ class Swarm:
         return result
 
     def update(self, skip: bool = False, groups: Sequence[Message] = ()) -> None:
-        """Update the weights on all peers with the clipped gradients of `accumulate`.
+        """Update the weights on all peers with the gradients of `accumulate`, which are clipped
+        first.
 
         Args:
-            skip: leave all weights and optimizer states unchanged.
-            groups: new values for options of the optimizers' parameter groups, such as `{"lr":
-                0.1}`. If the dictionary contains `wd_mult`, it applies only to parameter groups
-                with the same value of `wd_mult`.
+            skip: whether to leave all weights and optimizer states unchanged.
+            groups: new option values for the optimizers' parameter groups, such as `{"lr": 0.1}`.
+                If a dictionary in `groups` contains `wd_mult`, it is applied only to parameter
+                groups with this value of `wd_mult`.
         """
         norm = self._result.norm
         scale = 1.0 if self.clip is None else min(1.0, self.clip / (norm + 1e-6))
@@ -154,7 +163,8 @@ class Swarm:
         self._evaluations = 0
 
     def evaluate(self, micro_batches: MicroBatches) -> SwarmStep:
-        """Compute the losses of micro-batches with stages in evaluation mode, without training."""
+        """Compute the losses of micro-batches without training. The stages are in evaluation mode.
+        """
         self._result, self._evaluations = SwarmStep(), self._evaluations + 1
         self._place()
         with self._round(("evaluate", self.steps, self._evaluations), micro_batches):
@@ -163,7 +173,9 @@ class Swarm:
     @contextlib.contextmanager
     def _round(self, about: RoundId, micro_batches: MicroBatches
                ) -> Iterator[Callable[[int], object]]:
-        """Process all micro-batches with all trainers, and send them the result at the end."""
+        """Process all micro-batches with all trainers. At the end, send the result to the other
+        trainers.
+        """
         now, result, done = self._rounds.begin(about, len(micro_batches)), self._result, False
 
         def again(number: int) -> Driven:
@@ -192,17 +204,18 @@ class Swarm:
                                      "norm": result.norm} if done else None, result.by)
 
     def save(self, folder: str | os.PathLike[str]) -> Path:
-        """Write all weights and optimizer states to a folder, which is locked until `close`.
+        """Write all weights and optimizer states to a folder, which stays locked until `close`.
 
-        If the process is killed while saving, the previous files stay valid. A `ValueError` is
-        raised if another run uses the folder.
+        If the process is killed during saving, the previous files stay valid. If another run uses
+        the folder, a `ValueError` is raised.
         """
         if (name := os.path.realpath(folder)) not in self._locks:
             self._locks[name] = hold_saved(folder)
         return save_swarm(folder, self.steps, [self._state(stage) for stage in range(self.stages)])
 
     def close(self) -> None:
-        """Inform the peers that training has ended after joined trainers received the last result.
+        """Wait until joined trainers have the last result, and inform the peers that training has
+        ended.
         """
         for lock in filter(None, self._locks.values()):
             lock.release()
@@ -227,7 +240,9 @@ class Swarm:
         return {}
 
     def _place(self) -> None:
-        """Assign new peers to the slowest stage, and then move at most one peer to it."""
+        """Assign new peers to the slowest stage, and then move at most one other peer to the
+        slowest stage.
+        """
         for member in self.members.newcomers:
             self._become(member, self.members.place(member))
         self._all_served()
@@ -275,7 +290,7 @@ class Swarm:
     # -- tasks
 
     def _took(self, stage: int, number: int, address: Address, values: Message | None) -> bool:
-        """Count a backward pass, unless this micro-batch has already been counted at this stage."""
+        """Count a backward pass, unless this micro-batch was already counted in this stage."""
         with self._ledger:
             before = self._taken.get((stage, number))
             if before is not None and before[0] in self.members.stages[stage]:
@@ -292,7 +307,7 @@ class Swarm:
     # -- end of a step
 
     def _reduce(self, again: Callable[[int], object]) -> float:
-        """Sum the gradients over the peers of each stage, and return the norm of all gradients."""
+        """Sum the gradients over the peers of each stage. Return the norm of all gradients."""
         norms: dict[int, float] = {}
         for attempt in range(1 + len(self.members)):
             left = [stage for stage in range(self.stages) if stage not in norms]
@@ -313,13 +328,17 @@ class Swarm:
 
     def _missing(self, stages: Sequence[int], members: list[list[Address]]
                  ) -> list[tuple[int, int]]:
-        """Return the pairs (stage, micro-batch) whose gradients none of these members stores."""
+        """Return the pairs (stage, micro-batch) whose gradients are not stored on any of these
+        members.
+        """
         with self._ledger:
             return [(stage, n) for (stage, n), (address, _) in self._taken.items()
                     if stage in stages and address not in members[stage]]
 
     def _redo(self, stages: Sequence[int], again: Callable[[int], object]) -> None:
-        """Recompute gradients of lost peers until none are missing, even if more peers are lost."""
+        """Recompute the gradients of lost peers. If more peers are lost meanwhile, continue until
+        no gradients are missing.
+        """
         while lost := self._missing(stages, self.members.stages):
             stage, number = lost[0]
             values = self._taken[stage, number][1]
@@ -332,9 +351,9 @@ class Swarm:
     def _ask_members(self, what: str, values: Callable[[int, int], Message],
                      stages: Iterable[int] | None = None,
                      members: list[list[Address]] | None = None) -> dict[int, float]:
-        """Send a request to all members of these stages, and remove members without an answer.
+        """Send a request to all members of these stages. Members that do not answer are removed.
 
-        The result contains the norms that stages report if all their members succeeded.
+        For each stage in which all members answered, return the norm that the stage reports.
         """
         members = members or self.members.stages
         chosen = range(self.stages) if stages is None else stages
@@ -369,7 +388,9 @@ class Swarm:
 
 
 def _results(futures: list[Future]) -> list[Any]:
-    """Return the results of all futures. After a failure, futures not yet started are cancelled."""
+    """Return the results of all futures. If a future fails, all futures that have not started are
+    cancelled.
+    """
     try:
         return [future.result() for future in futures]
     except BaseException:
