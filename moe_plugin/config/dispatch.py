@@ -1,4 +1,4 @@
-"""Settings of the exchange between ranks (`comm`) and of the dispatcher and its capacity
+"""Settings for exchanging rows between ranks (`comm`), and for the dispatcher and its capacity
 (`dispatch`).
 """
 
@@ -58,7 +58,7 @@ class CommConfig(SettingsSection):
 
 @dataclass(kw_only=True)
 class DispatchConfig(SettingsSection):
-    """How tokens are converted to expert rows, and how many rows an expert accepts."""
+    """How tokens are arranged as rows for the experts, and how many rows an expert accepts."""
 
     PATH = "dispatch."
 

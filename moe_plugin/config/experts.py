@@ -17,7 +17,7 @@ ROUNDED = ("fp8", "fp8_blockwise", "fp8_blockwise_hybrid", "mxfp8", "mxfp8_hybri
 
 @dataclass(kw_only=True)
 class ExpertsConfig(SettingsSection):
-    """Structure of an expert, and how a rank computes the experts that it stores."""
+    """Structure of an expert, and the method by which a rank computes its local experts."""
 
     PATH = "experts."
 
@@ -113,8 +113,8 @@ class ExpertsConfig(SettingsSection):
                         "use experts.store=disk", "store_path")
 
     def in_steps(self) -> list[str]:
-        """Return the names of the enabled settings that the torch strategies support but the fused
-        kernels do not.
+        """Return the names of the enabled settings that are supported by the torch strategies but
+        not by the fused kernels.
         """
         return [name for name in ("dropout", "clamp", "linear_offset") if getattr(self, name)]
 

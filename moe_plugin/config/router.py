@@ -1,5 +1,5 @@
-"""Settings of the routers (`router`): the settings that all routers share, and one small section
-for each router that needs more.
+"""Settings of the routers (`router`). Most settings are shared by all routers, and routers that
+need more settings have a nested section.
 """
 
 from __future__ import annotations
@@ -54,7 +54,9 @@ class HashConfig(SettingsSection):
 
 @dataclass(kw_only=True)
 class SparsityConfig(SettingsSection):
-    """Temperature schedule of the dense-to-sparse router, which gradually uses fewer experts."""
+    """Temperature schedule of the dense-to-sparse router, which uses fewer and fewer experts during
+    training.
+    """
 
     PATH = "router.sparsity."
 
@@ -75,7 +77,7 @@ class SparsityConfig(SettingsSection):
 
 @dataclass(kw_only=True)
 class LinksConfig(SettingsSection):
-    """How routers and losses use the costs of network links."""
+    """How the costs of network links affect routers and balance losses."""
 
     PATH = "router.links."
 
@@ -116,7 +118,9 @@ class LinksConfig(SettingsSection):
 
 @dataclass(kw_only=True)
 class SelectionConfig(SettingsSection):
-    """Which of several configured routers is used for a call without a router index."""
+    """How a router is selected if several routers are configured and a call does not specify a
+    router index.
+    """
 
     PATH = "router.selection."
 
@@ -147,7 +151,7 @@ _SECTIONS = {"hash": HashConfig(), "sparsity": SparsityConfig()}  # read by one 
 
 
 def router_names(text: str) -> list[str]:
-    """Return the routers listed in `router.name`."""
+    """Return the router names listed in `router.name`."""
     return [name.strip() for name in text.split(",")]
 
 
@@ -286,7 +290,7 @@ class RouterConfig(SettingsSection):
         self.check_read()
 
     def check_read(self) -> None:
-        """Reject settings that no configured router reads."""
+        """Raise a `ValueError` for settings that no configured router reads."""
         where = f"where router.name={short(self.name)}"
         for f in dataclasses.fields(self):
             value, section = getattr(self, f.name), f.default is dataclasses.MISSING
@@ -325,7 +329,7 @@ class RouterConfig(SettingsSection):
                         "use 2, or router.name=topk with router.noise")
 
     def may_be_read(self, readers: Collection[str]) -> bool:
-        """Return whether any configured router is one of `readers` or a user's own router."""
+        """Return whether any configured router is in `readers` or was registered by a user."""
         return may_be_read(self.names, readers)
 
     @property
@@ -335,20 +339,23 @@ class RouterConfig(SettingsSection):
 
     @property
     def several_k(self) -> list[int]:
-        """All configured numbers of experts per token: `top_k`, followed by the values in
-        `top_k_at`."""
+        """All configured values of k, the number of experts per token: `top_k`, followed by the
+        values in `top_k_at`.
+        """
         return [self.top_k, *self.top_k_at.values()]
 
     @property
     def experts_per_token(self) -> int:
-        """The largest number of experts per token over all configured routers and steps."""
+        """The maximum number of experts per token, over all configured routers and all training
+        steps.
+        """
         return max(fixed_k_of(name) or max(self.several_k) for name in self.names)
 
     def most_per_token(self, experts: int) -> int:
-        """Return the largest number of experts that one token can have.
+        """Return the maximum number of experts that can be chosen for one token.
 
         Args:
-            experts: number of experts of the layer.
+            experts: number of experts in the layer.
         """
         return max(experts if getattr(router_class(name), "any_number", False)
                    else fixed_k_of(name) or max(self.several_k) for name in self.names)

@@ -1,7 +1,7 @@
-"""An event simulator with resources that each run one task at a time.
+"""Event simulation of tasks on resources. Each resource runs one task at a time.
 
-With `simulate`, tasks start in issue order. With `simulate_ready`, each task starts as soon as
-possible.
+`simulate` starts the tasks of a resource in the order in which they were issued. `simulate_ready`
+starts each task as soon as possible.
 """
 
 from __future__ import annotations
