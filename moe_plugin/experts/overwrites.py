@@ -32,10 +32,10 @@ _APART = 0.05  # experts with a larger distance, relative to their norms, count 
 
 
 class OverwriteCheck:
-    """Compare the experts of all expert-parallel ranks in the training calls 2, 4, 7, 13, 25, 61,
-    121 and 241.
+    """A comparison of the experts of all expert-parallel ranks, which runs in the training calls 2,
+    4, 7, 13, 25, 61, 121 and 241.
 
-    This makes 8 comparisons per layer. Each comparison uses one all-gather of 4 KiB from each rank
+    Each layer runs these 8 comparisons. Each comparison uses one all-gather of 4 KiB from each rank
     (5 KiB the first time), and a second all-gather over `world`. The ranks compare changes since
     the previous comparison, so experts that are equal from the start do not raise an error. The
     first comparison covers two periods, namely the period from building or loading the layer to the
