@@ -1,17 +1,20 @@
-"""Least-loaded expert parallelism (LLEP, arXiv 2601.17111).
+"""Plan how ranks compute rows of overloaded experts: least-loaded expert parallelism (LLEP, arXiv
+2601.17111).
 
-Rows that exceed a rank's share are computed by the least loaded ranks, to which the owner of an
-expert lends the expert's weights for one call. In FasterMoE's shadowing, every rank borrows an
-expert with a high load and computes its own rows of this expert. Both LLEP and shadowing produce a
-table that lists, for every lent expert, the number of rows that each rank computes. Any table leads
-to the same outputs and gradients. A borrower's own rows are not sent.
+In LLEP, the least loaded ranks compute the rows that exceed another rank's share. For one call, the
+rank that owns an expert lends the expert's weights to these ranks. In FasterMoE's shadowing, every
+rank borrows the experts with a high load and computes its own rows of these experts. Both LLEP and
+shadowing create a table that contains, for every lent expert, the number of rows that each rank
+computes. The outputs and gradients do not depend on this table. Rows of a lent expert that are
+already on a borrowing rank stay there.
 
-An owner sends each of h borrowers one of h equal parts of the weights, and the borrowers exchange
-the parts. Therefore, for any h, the owner sends an expert's weights only once and receives their
-gradient only once.
+If there are h borrowers, the owner divides the weights into h equal parts and sends a different
+part to each borrower. The borrowers then exchange their parts. As a result, the owner sends the
+weights of an expert only once and receives the gradient of these weights only once, for any number
+of borrowers.
 
-In names and formulas, W is the number of ranks, V is the number of experts (or shards of experts)
-    of the group, and L = V / W is the number of experts on each rank.
+In names and formulas, W is the number of ranks, and V is the number of experts (or shards of
+    experts) of the group. Each rank stores L = V / W experts.
 """
 
 from __future__ import annotations
@@ -28,13 +31,14 @@ Amounts = dict[int, list[int]]  # for each lent expert: rows by the rank that co
 
 
 def round_shares(shares: Sequence[float], total: int) -> list[int]:
-    """Return integers proportional to `shares` that sum to `total` (Hagenbach-Bischoff method).
+    """Return integers that are proportional to `shares` and sum to `total` (Hagenbach-Bischoff
+    method).
 
-    With the quota `sum / (total + 1)`, each share first receives the integer part of `share /
-    quota`. Each remaining unit is assigned to the entry with the largest `share / (number + 1)`,
-    where `number` is the integer that the entry has received so far. Among equal entries, the first
-    one is chosen. The computation is exact, because floats are converted to the fractions that they
-    represent.
+    The quota is `sum / (total + 1)`. Each share first receives the integer part of `share / quota`.
+    Each remaining unit is given to the share with the largest `share / (number + 1)`, where
+    `number` is the integer that this share has received so far. If several shares are equal, the
+    unit is given to the first of these shares. The computation is exact, because floating-point
+    shares are converted to exact fractions.
 
     Raises:
         ValueError: If a share or the total is negative, or if no share is positive.
@@ -56,8 +60,9 @@ def round_shares(shares: Sequence[float], total: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Loan:
-    """An expert that the owner lends to other ranks for one call. helpers: ranks that borrow the
-    expert, in ascending order."""
+    """An expert that its owner lends to other ranks for one call. helpers: the ranks that borrow
+    the expert, in ascending order.
+    """
 
     expert: int
     owner: int
@@ -66,12 +71,12 @@ class Loan:
 
 @dataclass(frozen=True)
 class SpillPlan:
-    """Assignment of rows to the ranks that compute them.
+    """A plan that assigns rows to the ranks that compute them.
 
     Attributes:
         counts_WV: number of rows by source rank and expert.
         amounts: for each lent expert, the number of rows that each rank computes.
-        loans: loans in ascending order of the expert's index.
+        loans: the lent experts, sorted by index.
     """
 
     counts_WV: Counts
@@ -94,7 +99,7 @@ class SpillPlan:
 
     @property
     def local(self) -> int:
-        """Number of experts on each rank, called L."""
+        """Number of experts that each rank stores, called L."""
         return len(self.counts_WV[0]) // self.ranks
 
     def owner(self, expert: int) -> int:
@@ -102,7 +107,7 @@ class SpillPlan:
         return expert // self.local
 
     def guests(self, rank: int) -> list[int]:
-        """Return the indices of the experts that a rank borrows in ascending order."""
+        """Return the indices of the experts that a rank borrows, in ascending order."""
         return [loan.expert for loan in self.loans if rank in loan.helpers]
 
     @property

@@ -175,7 +175,7 @@ def best(costs: Sequence[DesignCost], limit: int) -> DesignCost:
 
 
 def explain(costs: Sequence[DesignCost], limit: int) -> str:
-    """Return a string that contains a table of the costs and the settings for the best design."""
+    """Return a text with a table of all costs and the settings that select the best design."""
     chosen = best(costs, limit)
     lines = [f"{'design':14}{'a pass':>12}{'waits':>12}{'experts':>13}{'device':>13}"]
     lines += [f"{c.design:14}{show_time(c.seconds):>12}{show_time(c.outcome.stall_s):>12}"
@@ -206,8 +206,9 @@ def _check(model: ExpertModel, number: int, active: Pass) -> None:
 
 
 class _Writer:
-    """Writer of the schedule's steps for consecutive passes. The layers of all passes are numbered
-    consecutively."""
+    """Writes the steps of a schedule for several consecutive passes. The MoE layers of all passes
+    are counted consecutively.
+    """
 
     def __init__(self, design: str, model: ExpertModel) -> None:
         self.design, self.model = design, model
@@ -231,8 +232,9 @@ class _Writer:
             self._compute(label, len(experts), copies)
 
     def _copy(self, label: str, experts: list[int], decided: str) -> list[OffloadStep]:
-        """Issue copies of the active experts into the buffers that the layer before the last one
-        used."""
+        """Add steps that copy the active experts. The copies reuse the buffers of the layer before
+        the previous layer.
+        """
         after = (decided, *self.computed[-1:])
         copies = [OffloadStep(f"copy {label} expert {e}", "in", self.model.copy_s(1), after,
                               takes=self.model.expert_bytes, block=label) for e in experts]
@@ -240,7 +242,9 @@ class _Writer:
         return copies
 
     def _copy_all(self, label: str) -> list[OffloadStep]:
-        """Issue a copy of all experts into the buffers that the layer before the last one used."""
+        """Add a step that copies all experts of a layer. The copy reuses the buffers of the layer
+        before the previous layer.
+        """
         after = tuple(self.computed[-2:-1])
         count = self.model.experts
         copy = OffloadStep(f"copy {label}", "in", self.model.copy_s(count), after,
