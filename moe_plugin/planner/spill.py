@@ -124,7 +124,7 @@ class SpillPlan:
         return draft.spread()
 
     def flows(self, expert: int) -> list[list[int]]:
-        """Return the number of rows [W][W] of a lent expert by source rank and computing rank.
+        """For a lent expert, return the number of rows [W][W] by source rank and computing rank.
 
         As many rows as possible remain on their source rank. The remaining rows are distributed in
         the order of the ranks.
@@ -153,10 +153,11 @@ class Spread:
     """Load of the busiest rank under a plan.
 
     Attributes:
-        rows: number of rows that the rank computes, divided by the rank's speed if speeds differ.
-        travel: number of rows that the rank sends or receives in one exchange.
-        lending: amount of expert weights that the rank sends or receives in one direction,
-            including exchanges among borrowers, in units of one expert.
+        rows: number of rows that the busiest rank computes. If ranks have different speeds, the
+            number is divided by the speed of the rank.
+        travel: maximum number of rows that any rank sends or receives in one exchange.
+        lending: maximum amount of expert weights that any rank sends or receives in one direction,
+            including exchanges among borrowers. The unit is the weights of one expert.
     """
 
     rows: float
@@ -165,12 +166,12 @@ class Spread:
 
 
 class _Draft:
-    """A plan under construction, with the resulting load of every rank.
+    """A plan under construction, and the load of every rank under this plan.
 
     Attributes:
-        speeds: number of rows that each rank computes in the time in which a rank of speed 1
-            computes one row, or None if all ranks are equally fast.
-        shares: number of rows of each rank if all ranks need the same time.
+        speeds: relative speed of each rank, or None if all ranks are equally fast. A rank of speed
+            1 computes one row per unit of time.
+        shares: for each rank, the number of rows with which all ranks would need the same time.
     """
 
     def __init__(self, counts_WV: Counts, speeds: Sequence[float] | None = None) -> None:
@@ -191,18 +192,20 @@ class _Draft:
             self.shares = round_shares(speeds, total)
 
     def loads(self) -> Sequence[float]:
-        """Return the time of each rank's rows in units of one row on a rank of speed 1."""
+        """Return the time that each rank needs to compute its rows. The unit is the time of one row
+        on a rank of speed 1.
+        """
         if self.speeds is None:
             return self.rows
         return [rows / speed for rows, speed in zip(self.rows, self.speeds, strict=True)]
 
     @property
     def busiest(self) -> float:
-        """Largest load of any rank."""
+        """The largest load of any rank."""
         return max(self.loads())
 
     def at_owner(self, expert: int) -> int:
-        """Return the number of rows of an expert that its owner computes."""
+        """Return how many rows of an expert are computed by the rank that owns the expert."""
         if expert in self.amounts:
             return self.amounts[expert][expert // self.local]
         return self.totals[expert]
@@ -244,15 +247,15 @@ class _Draft:
 
 @dataclass(frozen=True, kw_only=True)
 class SpillCosts:
-    """Costs of rows and loans in seconds, for the forward and backward passes together.
+    """Costs of moving rows and lending experts. All costs include the forward and backward passes.
 
     Attributes:
-        row_s: time in seconds of one row's matmuls.
-        travel_s: time in seconds for a row to enter or leave a rank on the way to its expert and
-            back, including the row's gradient.
-        lend_s: time in seconds to send one expert's weights and to return their gradient.
-        fixed_s: fixed time in seconds of the exchanges in a call in which at least one expert is
-            lent.
+        row_s: time in seconds of the matmuls for one row.
+        travel_s: time in seconds for one row to enter or leave a rank. It includes the way to the
+            expert, the way back, and the row's gradient.
+        lend_s: time in seconds to send the weights of one expert and to return their gradient.
+        fixed_s: fixed time in seconds of the additional exchanges in a call that lends at least one
+            expert.
     """
 
     row_s: float
@@ -261,16 +264,17 @@ class SpillCosts:
     fixed_s: float = 0.0
 
     def seconds(self, spread: Spread) -> float:
-        """Return the modelled time in seconds of a call with the given load of the busiest rank."""
+        """Predict the time of a call in seconds from the load of the busiest rank."""
         lending = self.lend_s * spread.lending + self.fixed_s if spread.lending else 0.0
         return self.row_s * spread.rows + self.travel_s * spread.travel + lending
 
 
 def _least_loaded(draft: _Draft, guests: int) -> Iterator[None]:
-    """Move rows by the rule "longest processing time first", yielding after each move.
+    """Move rows from overloaded ranks to the least loaded ranks, with the heuristic "longest
+    processing time first". The generator yields after each move.
 
-    Each move selects the largest expert of the fullest rank, and moves the rows that exceed the
-    rank's share to the least loaded rank that can borrow the expert.
+    Each move takes the expert with the most rows on the busiest rank. The rows that exceed the
+    busiest rank's share are moved to the least loaded rank that can borrow the expert.
     """
     while (move := _next_move(draft, guests)) is not None:
         draft.move(*move)
@@ -296,8 +300,8 @@ def _next_move(draft: _Draft, guests: int) -> tuple[int, int, int] | None:
 
 
 def _everywhere(draft: _Draft, guests: int) -> Iterator[None]:
-    """Lend experts to all ranks in the order of decreasing load (FasterMoE), yielding after each
-    expert.
+    """Lend the experts with the highest loads to all ranks (FasterMoE). The generator yields after
+    each expert.
 
     Every rank computes its own rows of the lent experts.
     """
@@ -316,9 +320,10 @@ POLICIES = ("never", *_POLICIES)
 
 def saves(counts_WV: Counts, amounts: Mapping[int, Sequence[int]], costs: SpillCosts,
           speeds: Sequence[float] | None = None) -> bool:
-    """Return True if an assignment of rows to ranks saves at least `LEAST_GAIN` of a call's time.
+    """Return whether an assignment of rows to ranks saves at least the fraction `LEAST_GAIN` of a
+    call's time.
 
-    The result is False if the busiest rank would compute longer than without the assignment.
+    Returns False if the busiest rank would compute for longer than without the assignment.
     """
     draft = _Draft(counts_WV, speeds)
     before = draft.spread()
@@ -333,19 +338,20 @@ def saves(counts_WV: Counts, amounts: Mapping[int, Sequence[int]], costs: SpillC
 
 def plan_spill(counts_WV: Counts, costs: SpillCosts, policy: str, guests: int,
                speeds: Sequence[float] | None = None) -> SpillPlan | None:
-    """Return the fastest plan of a policy, or None if no plan saves the fraction `LEAST_GAIN` of
-    the time.
+    """Return the fastest plan of a policy. Return None if no plan saves at least the fraction
+    `LEAST_GAIN` of a call's time.
 
-    With the plan, the busiest rank never computes longer than without it, and no rank borrows more
-    than `guests` experts.
+    Under the returned plan, the busiest rank does not compute for longer than without a plan, and
+    no rank borrows more than `guests` experts.
 
     Args:
-        counts_WV: number of rows by source rank and expert. Rank i owns the experts from `i L` to
-            `(i + 1) L - 1`.
-        costs: modelled costs of rows and loans in seconds.
-        policy: name of the policy, which is one of `POLICIES`.
-        guests: maximum number of experts that a rank may borrow at a time.
-        speeds: speed of each rank relative to the device of `costs`. By default, all speeds are 1.
+        counts_WV: number of rows by source rank and expert. Rank i owns the experts with the
+            indices `i L` to `(i + 1) L - 1`.
+        costs: predicted costs of moving rows and lending experts.
+        policy: name of the policy, one of `POLICIES`.
+        guests: maximum number of experts that a rank may borrow at the same time.
+        speeds: speed of each rank, relative to the device for which `costs` is valid. By default,
+            all ranks have speed 1.
     """
     if policy == "never" or len(counts_WV) == 1:
         return None
@@ -366,6 +372,8 @@ def plan_spill(counts_WV: Counts, costs: SpillCosts, policy: str, guests: int,
 @lru_cache(maxsize=8)  # many choices share a spread, because they differ in other fields
 def spread_of(row: tuple[int, ...], ranks: int, costs: SpillCosts, policy: str,
               guests: int) -> Spread | None:
-    """Return the busiest rank's load if every rank has `row[v]` rows for each expert v."""
+    """Return the load of the busiest rank if every rank sends `row[v]` rows to each expert v.
+    Return None if no row is spilled.
+    """
     plan = plan_spill([row] * ranks, costs, policy, guests)
     return None if plan is None else plan.spread()

@@ -1,8 +1,8 @@
-"""Access to the parts of a checkout that are outside the package folder.
+"""Give access to files of a checkout that are outside the package folder.
 
-These are `moe_plugin.kernels`, `moe_plugin.configs` and the benchmark scripts in `scripts`. An
-installed package contains `moe_plugin.kernels` and `moe_plugin.configs`, because pyproject.toml
-maps them into the wheel, but it does not contain the scripts.
+These files are `moe_plugin.kernels`, `moe_plugin.configs`, and the benchmark scripts in `scripts`.
+An installed package also contains `moe_plugin.kernels` and `moe_plugin.configs`, because
+pyproject.toml maps these folders into the wheel. It does not contain the scripts.
 """
 
 from __future__ import annotations
