@@ -54,9 +54,7 @@ class RowCounts:
 
     @property
     def real(self) -> int | Tensor:
-        """The number of rows that contain tokens. A scalar tensor if this number is known only on
-        the device.
-        """
+        """The number of rows with tokens. A scalar tensor if only the device knows this number."""
         return sum(self.host)
 
     def lengths(self) -> list[int]:
@@ -64,8 +62,7 @@ class RowCounts:
         return self.host
 
     def device(self, device: torch.device) -> Tensor:
-        """Return the number of rows of each expert, not counting filler rows, as an int64 tensor
-        [L].
+        """Return the number of rows of each expert as int64 [L], not counting filler rows.
 
         The host does not wait for a GPU.
         """
@@ -133,9 +130,7 @@ class DeviceCounts(RowCounts):
 
     @property
     def real(self) -> Tensor:
-        """The total number of rows of all experts, not counting filler rows, as an int64 scalar on
-        the device.
-        """
+        """The total number of rows of all experts without filler rows, as an int64 scalar."""
         return self.lengths_L.sum()
 
     def lengths(self) -> list[int]:
@@ -152,8 +147,7 @@ class DeviceCounts(RowCounts):
 
 @dataclass(frozen=True)
 class RowPlan:
-    """Describes which tokens each expert reads as its rows, and which rows contain the results of
-    each token.
+    """A mapping between tokens and expert rows, in both directions.
 
     Without an exchange between ranks, the tokens are this rank's own tokens. After an exchange, the
     tokens are the received rows, in the order in which they arrived.
@@ -162,8 +156,7 @@ class RowPlan:
         source_R, position_TK: mappings from rows to choices and from choices to rows, as described
             in `kernels.rows`. Rows are sorted by expert.
         weights_TK: [T, K], differentiable gate weights. None if all weights are 1.
-        counts: the number of rows of each expert. With fixed slots, these numbers also include
-            empty slots.
+        counts: the number of rows of each expert, including empty slots if slots are fixed.
         complete: True if every choice has a row and no slot is empty. False if this is not certain.
     """
 
@@ -187,8 +180,8 @@ class ExpertRows:
 
     Attributes:
         x: the rows [R, D], sorted by expert. If `rows` is a `RowPlan`, x contains tokens [T, D].
-        rows: the number of rows of each expert, or a `RowPlan`. With a `RowPlan`, the result is [T,
-            D]: for each token, the weighted sum of its rows.
+        rows: the number of rows of each expert, or a `RowPlan`. With a `RowPlan`, the result
+            contains the weighted sum of each token's rows, [T, D].
         parameters: the `FFNParameters` to use, such as parameters gathered from other ranks. None
             to use the stored parameters.
         strategy: a `kernels.expert_ffn.Strategy` that computes the experts. None to use the
@@ -206,8 +199,7 @@ class ExpertRows:
 
 
 class ParameterRequest:
-    """An input that makes experts return the result of `local_parameters` instead of computing
-    rows.
+    """An input that makes experts return their `local_parameters` instead of computing rows.
 
     This request is passed to `forward`, because an adapter that wraps the experts changes the
     experts' parameters only while its own `forward` runs.
@@ -271,8 +263,7 @@ class TokenInfo:
         return self._each(lambda x: x.reshape(-1))
 
     def piece(self, pieces: int, index: int) -> "TokenInfo":
-        """Divide flattened tensors into `pieces` equal parts, and return the part with the given
-        index.
+        """Return part `index` of the flattened tensors, divided into `pieces` equal parts.
 
         The last part is padded with zeros.
         """
@@ -313,21 +304,18 @@ class Routing:
             batch-prioritized. Tokens with the lowest priority are dropped first. None if the
             capacity is not batch-prioritized.
         losses: the differentiable scalar losses by name, before multiplication with their weights.
-        entropy: a scalar, the mean entropy, in nats, of the scores of all tokens that are not
-            padding.
+        entropy: a scalar, the mean entropy of the scores in nats, over all tokens but padding.
         tokens: an int64 scalar, the number of tokens that are not padding.
         passthrough_T: the differentiable weight with which each token is added to its own output
             (BASE layers). None if tokens are not added to their outputs.
-        router: the name of the router that routed this call, or None if only one router is
-            configured.
+        router: the name of the router that routed this call. None if there is only one router.
         chosen_TK: int64, the choices before a second-expert policy removed some of them. -1 for
             padding tokens. None if no choice was removed.
         undropped_TK: int64, the choices before the router itself applied a capacity (Megatron's
             router). -1 for padding tokens. None if the router does not apply a capacity.
         capacity: the number of slots per expert in the capacity that the router applied. It is None
             if the router has no capacity.
-        counted: the load of the choices, for `dispatch.rows.known_load`. None if the load was not
-            counted.
+        counted: the load of the choices, for `dispatch.rows.known_load`. None if not counted.
         sizes: the exchange of row counts between ranks, if a dispatcher has started it one block
             early, as soon as the choices were known. None if no exchange was started. See
             `moe_plugin.dispatch.base.Dispatcher.start_sizes`.

@@ -107,16 +107,12 @@ class RoutedExperts:
 
     Attributes:
         layouts: all layouts that can be selected.
-        prefill: divides the rows of evaluation calls into pieces, depending on the load. None if
-            `parallel.prefill` is off.
+        prefill: divides the rows of evaluation calls into pieces. None without `parallel.prefill`.
         fixed: the layout from the settings.
-        fixed_slots: whether the dispatcher sends a fixed number of slots. Such a dispatcher
-            requires a capacity.
+        fixed_slots: whether the dispatcher sends a fixed number of slots and requires a capacity.
         load_comm: the group of ranks that process different tokens and must agree on a capacity.
-        tuner: selects the layout if `parallel.mode` is `auto` or `predicted`. None if the layout is
-            fixed.
-        self_balanced: whether the router balances the load without a balance loss (see
-            `LayerStats`). The layer sets this attribute.
+        tuner: selects the layout if `parallel.mode` is `auto` or `predicted`, otherwise None.
+        self_balanced: whether the router balances the load without a loss. Set by the layer.
     """
 
     self_balanced = False
@@ -168,8 +164,7 @@ class RoutedExperts:
 
     def __call__(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, *,
                  training: bool = True) -> Tensor:
-        """For tokens that have already been routed, compute the weighted sum of each token's
-        experts.
+        """Compute the weighted sum of the experts of each token, for tokens already routed.
 
         Args:
             x_TD: the tokens of this rank, [T, D]. T may be zero and may be different on each rank.
@@ -277,8 +272,7 @@ class RoutedExperts:
 
     def move_row_limit(self) -> None:
         """Move the row limit to the device of the parameters. Called after the parameters were
-        moved.
-        """
+        moved."""
         limit, anchor = self.layouts.limit, self.experts.anchor
         if limit is not None and anchor is not None:
             limit.to(anchor.device)
@@ -333,9 +327,7 @@ class RoutedExperts:
                 RoutedCall(layout, kept, rows, sent, self.experts)))
 
     def _more(self, call: RoutedCall) -> dict[str, Any]:
-        """Return the values of all statistics that define a `measure` function, detached from the
-        autograd graph.
-        """
+        """Return the detached values of all statistics that define a `measure` function."""
         found = {s.name: s.measure(call) for s in self._measured if s.measure is not None}
         return {name: x.detach() if isinstance(x, Tensor) else x for name, x in found.items()}
 
@@ -361,8 +353,7 @@ class RoutedExperts:
 
     def state(self) -> dict[str, Any]:
         """Return which experts this rank stores, the state of the tuner, and the state of the
-        expert replicas.
-        """
+        expert replicas."""
         place = self.placement
         optional: dict[str, Any] = {}
         if self.layouts.replicas is not None:

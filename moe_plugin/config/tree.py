@@ -154,8 +154,7 @@ class MoEConfig(SettingsSection):
 
     def prepare(self) -> None:
         """Import the user's modules, and check the requirements that apply only when a layer is
-        built.
-        """
+        built."""
         import_user_modules(self.imports)
         determinism.check(self.deterministic)
         check(self.model_dim >= 1, "model_dim", self.model_dim, ">= 1",
@@ -212,8 +211,7 @@ def _build(tree: type[_Tree], values: Mapping[str, Any], base: _Tree | None = No
 
 def _part(tree: type[MoEConfig] | type[RunConfig], values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values that belong to one settings tree. `values` may be nested or keyed by dotted
-    path.
-    """
+    path."""
     names = {f.name for f in dataclasses.fields(tree)}
     return {path: value for path, value in values.items() if str(path).split(".")[0] in names}
 
@@ -234,8 +232,7 @@ def of_layer(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def run_config(settings: Mapping[str, Any]) -> RunConfig:
     """Build the settings of a run from a mapping of dotted paths to values. Layer settings in the
-    mapping are ignored.
-    """
+    mapping are ignored."""
     return with_overrides(RunConfig(), of_run(settings))
 
 
@@ -261,8 +258,7 @@ def from_yaml(path: str, *, trust_imports: bool = False,
 def both_from_yaml(path: str, *, trust_imports: bool = False,
                    model_dim: int | None = None) -> tuple[MoEConfig, RunConfig]:
     """Read a YAML file that contains both layer settings and run settings. The hosts use this
-    function. The arguments and the errors are the same as in `from_yaml`.
-    """
+    function. The arguments and the errors are the same as in `from_yaml`."""
     values = _read(path, trust_imports)
     with _of_file(path):
         extra = {} if model_dim is None else {"model_dim": model_dim}
@@ -354,8 +350,7 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def to_dict(config: MoEConfig | RunConfig) -> dict[str, Any]:
     """Convert the settings of a layer or run to a nested dictionary. This function is the inverse
-    of `from_dict`.
-    """
+    of `from_dict`."""
     return dataclasses.asdict(config)
 
 
@@ -381,8 +376,7 @@ def with_overrides(config: _Tree, overrides: Mapping[str, Any]) -> _Tree:
 def _section_at(config: MoEConfig | RunConfig, values: dict[str, Any], above: list[str],
                 path: str) -> dict[str, Any]:
     """Return the mapping for the section whose path is `above`. If `values` does not contain the
-    section, add it.
-    """
+    section, add it."""
     hint: Any = type(config)
     for part in above:
         hint = hints_of(hint).get(part) if is_section(hint) else None
@@ -399,8 +393,7 @@ def _section_at(config: MoEConfig | RunConfig, values: dict[str, Any], above: li
 
 def register_hydra() -> None:
     """Register the settings of layers and runs in Hydra's `ConfigStore` as `moe/base` (group `moe`,
-    name `base`).
-    """
+    name `base`)."""
     from hydra.core.config_store import ConfigStore
 
     node = dataclasses.make_dataclass("Settings", (), bases=(RunConfig, MoEConfig), kw_only=True)

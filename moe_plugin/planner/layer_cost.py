@@ -41,8 +41,7 @@ class LayerShape:
 
     Attributes:
         tokens: number T of tokens per rank.
-        capacity_factor: factor by which padding increases the number of rows, or None without
-            padding.
+        capacity_factor: factor by which padding increases the number of rows. None: no padding.
         gated: if True, each expert has three weight matrices instead of two.
         latent_dim: width to which tokens are projected before they are sent to the experts, or 0
             without a projection.
@@ -52,7 +51,7 @@ class LayerShape:
         shards: number of ranks that share an expert. Defaults to `ranks / experts`, but at least 1.
         guests: maximum number of experts that a rank may borrow at the same time.
         limits: restrictions of the router on which experts a token can select.
-        visits: how many ranks and nodes tokens were sent to in a measured run. None means unknown.
+        visits: measured numbers of ranks and nodes to which a token is sent. None means unknown.
     """
 
     tokens: int
@@ -124,9 +123,7 @@ class LayerCost:
         return self.forward.hidden + self.backward.hidden
 
     def phases(self) -> dict[str, float]:
-        """For each phase, return the sum of the durations of its tasks in seconds. The phases have
-        the order of `PHASES`.
-        """
+        """Return the total task time of each phase in seconds, in the order of `PHASES`."""
         both = [self.forward.phases(), self.backward.phases()]
         return {phase: sum(p.get(phase, 0.0) for p in both) for phase in PHASES}
 
@@ -167,9 +164,7 @@ class _Sizes:
 
 
 def spill_costs(shape: LayerShape, cluster: Cluster, device: Device) -> SpillCosts:
-    """Return the costs of moving a row to another rank and of lending an expert or shard. The costs
-    include the forward and backward passes.
-    """
+    """Return the costs of moving rows and lending experts, for both passes together."""
     link, sharing = cluster.intra, 1.0
     if cluster.nodes > 1:
         link = cluster.inter
@@ -232,9 +227,7 @@ def _sizes(shape: LayerShape, cluster: Cluster, device: Device, choice: LayoutCh
 
 @dataclass(frozen=True)
 class _Work:
-    """The computation of the experts in one pass. passes: factor on the time, which is 1 for the
-    forward pass and 2 for the backward pass.
-    """
+    """Computation of the experts in one pass. passes: 1 for forward, 2 for backward."""
 
     shape: LayerShape
     sizes: _Sizes
@@ -243,8 +236,7 @@ class _Work:
 
     def seconds(self, share: float, by_experts: bool = False) -> float:
         """Return the time in seconds to compute a fraction of the rows of every expert or, with
-        `by_experts`, all rows of a fraction of the experts.
-        """
+        `by_experts`, all rows of a fraction of the experts."""
         shape, sizes, rows = self.shape, self.sizes, self.sizes.rows_here * share
         experts = max(1.0, sizes.experts_here * share) if by_experts else sizes.experts_here
         flops = 2 * shape.matrices * rows * shape.row_dim * sizes.inner
@@ -284,7 +276,6 @@ def _through_experts(cluster: Cluster, work: _Work, choice: LayoutChoice, d: int
 
 def _exchange_s(cluster: Cluster, shape: LayerShape, sizes: _Sizes, choice: LayoutChoice,
                 d: int) -> float:
-    """Return the time in seconds to send one of the `d` groups of pieces in one direction."""
     group = GroupShape(cluster.ranks)
     if sizes.tokens:
         return all_gather_s(cluster, group, sizes.tokens)
@@ -295,18 +286,13 @@ def _exchange_s(cluster: Cluster, shape: LayerShape, sizes: _Sizes, choice: Layo
 
 
 def _staying(work: _Work, share: float, name: str, after: tuple[str, ...]) -> list[Task]:
-    """If rows that stay on their rank do not belong to any piece, return a task that computes half
-    of these rows.
-    """
+    """Return a task that computes half of the rows that stay on their rank."""
     seconds = work.seconds(share / 2)
     return [Task(f"experts_{name}", COMPUTE, seconds, after, "experts")] if share else []
 
 
 def _copies_s(shape: LayerShape, sizes: _Sizes, cluster: Cluster, device: Device,
               r: int) -> float:
-    """Return the time in seconds to permute the rows of one rank and to copy rows to and from send
-    buffers.
-    """
     rows = shape.rows * r if sizes.out else sizes.rows_here
     if sizes.once is not None:
         rows = sizes.out / shape.row_bytes
@@ -315,8 +301,6 @@ def _copies_s(shape: LayerShape, sizes: _Sizes, cluster: Cluster, device: Device
 
 
 def _token_matmul_s(shape: LayerShape, device: Device, width: int, bytes_each: int) -> float:
-    """Return the time in seconds to multiply the tokens of one rank by a [model_dim, width] matrix.
-    """
     flops = 2.0 * shape.tokens * shape.model_dim * width
     moved = shape.tokens * (shape.model_dim * shape.element_bytes + bytes_each * width)
     return device.matmul_s(shape.tokens, flops, moved) if width else 0.0
@@ -328,7 +312,6 @@ def _names(tasks: list[Task], phase: str) -> tuple[str, ...]:
 
 def _forward_tasks(shape: LayerShape, cluster: Cluster, device: Device, choice: LayoutChoice,
                    sizes: _Sizes) -> list[Task]:
-    """Return the tasks of the forward pass, in the order in which they are issued."""
     d = choice.d if sizes.out else 1
     gate = _token_matmul_s(shape, device, shape.experts, 8)
     project = _token_matmul_s(shape, device, shape.latent_dim, shape.element_bytes)
@@ -349,9 +332,6 @@ def _forward_tasks(shape: LayerShape, cluster: Cluster, device: Device, choice: 
 
 def _backward_tasks(shape: LayerShape, cluster: Cluster, device: Device, choice: LayoutChoice,
                     sizes: _Sizes) -> list[Task]:
-    """Return the tasks of the backward pass with `choice.backward_d` pieces, in the order in which
-    they are issued.
-    """
     d = choice.backward_d if sizes.out else 1
     copies = _copies_s(shape, sizes, cluster, device, choice.r)
     copies += 2 * _token_matmul_s(shape, device, shape.latent_dim, shape.element_bytes)
@@ -371,16 +351,10 @@ def _backward_tasks(shape: LayerShape, cluster: Cluster, device: Device, choice:
 
 
 def _lend_s(cluster: Cluster, sizes: _Sizes) -> float:
-    """Return the time in seconds to send weights to the ranks that borrow them. Sending the
-    weights' gradients back takes the same time.
-    """
     return all_to_all_s(cluster, GroupShape(cluster.ranks), "linear", sizes.lend)
 
 
 def _memory(shape: LayerShape, sizes: _Sizes) -> float:
-    """Return the size in bytes of gathered and borrowed parameters, their gradients, rows and
-    activations.
-    """
     gathered = 2 * (sizes.piece * sizes.gather.size
                     + sizes.guests * shape.expert_bytes / sizes.shards)
     width = 2 * shape.row_dim + sizes.inner * (shape.matrices - 1)
@@ -389,7 +363,6 @@ def _memory(shape: LayerShape, sizes: _Sizes) -> float:
 
 
 def _of_all(sizes: _Sizes, cluster: Cluster, collectives: Seconds | None) -> _Sizes:
-    """Return a copy of `sizes` that also contains the times of the parameter collectives."""
     native = {"all_gather": all_gather_s(cluster, sizes.gather, sizes.piece),
               "reduce_scatter": reduce_scatter_s(cluster, sizes.gather, sizes.piece)}
     if collectives is not None and sizes.piece and sizes.gather.size == cluster.ranks:
@@ -420,9 +393,7 @@ def layer_cost(shape: LayerShape, cluster: Cluster, device: Device, choice: Layo
 def rank_choices(shape: LayerShape, cluster: Cluster, device: Device,
                  choices: Iterable[LayoutChoice] | None = None,
                  collectives: Seconds | None = None) -> list[LayerCost]:
-    """Return the predicted costs of all layouts, sorted from fastest to slowest. See `layer_cost`
-    for the argument `collectives`.
-    """
+    """Return the predicted costs of all layouts, fastest first. See `layer_cost`."""
     if choices is None:
         choices = legal_choices(shape.experts, cluster.ranks, algorithms=tuple(COSTS))
     costs = [layer_cost(shape, cluster, device, choice, collectives) for choice in choices]

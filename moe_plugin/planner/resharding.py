@@ -4,8 +4,7 @@ A layout assigns to each device a box, which is a rectangular part of the tensor
 all boxes in the old and the new layout divide the tensor into unique slices. A device stores each
 slice either completely or not at all. One of the devices that store a slice in the old layout sends
 it by multicast to all devices that store the slice only in the new layout. A device may belong to
-both layouts, for example if the number of expert-parallel ranks changes. No data is sent to a
-device that already stores it.
+both layouts. No data is sent to a device that already stores it.
 
 A slice is sent to each node only once (section 3 of the paper). If g devices of a node need a
 slice, each of these devices receives one of g equal parts. The devices then exchange these parts
@@ -17,8 +16,7 @@ A node sends only one slice at a time, and receives only one slice at a time. Ra
 rounds search for a good sender of each slice and a good order of the slices. If there are few
 slices, a depth-first search with pruning follows (section 4 of the paper, `best_order`). `relays`
 uses the result of this search if it is faster than a simple plan. In the simple plan, large slices
-are sent first, and each slice is sent by the device that has the least data to send so far.
-"""
+are sent first, and each slice is sent by the device that has the least data to send so far."""
 
 from __future__ import annotations
 
@@ -64,19 +62,16 @@ class TensorLayout:
                 devices: Sequence[int] | None = None) -> TensorLayout:
         """Return the layout of a tensor that is sharded over a device mesh, as in Alpa and JAX.
 
-        If a dimension of the tensor cannot be divided evenly, the shards differ by at most one
-        element in length.
+        If a dimension cannot be divided evenly, the lengths of its shards differ by at most 1.
 
         Args:
             shape: shape of the tensor.
-            mesh: mapping from the name of each mesh axis to its size. The axis that varies most
-                slowly comes first.
+            mesh: mapping from the name of each mesh axis to its size, slowest axis first.
             spec: for each dimension of the tensor, the mesh axes over which the dimension is
                 sharded. The tensor is replicated over all other mesh axes.
             devices: device indices in the order of the mesh. Defaults to 0, 1, 2 and so on.
-        Raises: ValueError: If mesh axes are unknown or used twice, or if the number of devices is
-            wrong.
-        """
+        Raises:
+            ValueError: If mesh axes are unknown or used twice, or if `devices` does not fit."""
         count = math.prod(mesh.values())
         devices = range(count) if devices is None else devices
         used = [name for names in spec for name in names]
@@ -105,8 +100,7 @@ def _part(size: int, names: Sequence[str], at: Mapping[str, int],
 
 @dataclass(frozen=True)
 class Slice:
-    """A unique slice of a tensor, which is sent with a single multicast. Device indices are in
-    ascending order.
+    """A unique slice of a tensor. Device indices are in ascending order.
 
     Attributes:
         box: position of the slice in the tensor.
@@ -134,9 +128,8 @@ class Slice:
 def unique_slices(source: TensorLayout, target: TensorLayout) -> list[Slice]:
     """Return all slices that at least one device needs in the new layout, sorted by their boxes.
 
-    Raises: ValueError: If the layouts have different tensor shapes, or if no device stores a slice
-    that is needed.
-    """
+    Raises:
+        ValueError: If the tensor shapes differ, or if no device stores a slice that is needed."""
     if source.shape != target.shape:
         raise ValueError(f"layouts of shapes {source.shape} and {target.shape} do not describe the "
                          "same tensor; the shapes must be equal")
@@ -165,9 +158,7 @@ def _by_box(layout: TensorLayout) -> dict[Box, list[int]]:
 
 def _cells(side: Mapping[Box, list[int]], cuts: Sequence[list[int]]
            ) -> dict[tuple[int, ...], list[int]]:
-    """For each slice, return the devices that store it. A slice is identified by its index along
-    each dimension.
-    """
+    """Return the devices that store each slice, by the slice's index along each dimension."""
     cells: dict[tuple[int, ...], list[int]] = {}
     for box, devices in side.items():
         runs = [range(bisect_left(cut, start), bisect_left(cut, stop))
@@ -187,8 +178,7 @@ class Hop:
     Attributes:
         slice: index of the slice.
         part: range (start, stop) of the slice's elements that is sent, in row-major order.
-        depth: 0 if the sender stored the slice in the old layout. Otherwise, 1 plus the depth of
-            the hop in which the sender received the data.
+        depth: number of earlier hops of the same data.
         chunk: index of the chunk to which the data belongs. Chunks with lower indices arrive first.
     """
 
@@ -234,12 +224,9 @@ def _in_order(slices: Sequence[Slice], nodes: Sequence[int], chunks: int,
 
 
 def hops_s(hops: Sequence[Hop], nodes: Sequence[int]) -> float:
-    """Return the simulated time of all hops. The unit is the time to send one element over one
-    link.
+    """Return the simulated time of all hops. The unit is the time of one element on one link.
 
-    A node sends one hop at a time and receives one hop at a time. Transfers inside a node are
-    assumed to take no time.
-    """
+    A node sends one hop and receives one hop at a time. Transfers inside a node take no time."""
     tasks: list[Task] = []
     last: dict[tuple[int, tuple[int, int], int], str] = {}  # hop that brought a part to a device
     for number, hop in enumerate(hops):
@@ -263,10 +250,8 @@ class SliceOrder:
     """Result of `best_order`.
 
     Attributes:
-        steps: pairs (index of a slice, index of the sending node) in the order of sending. Only
-            slices that leave a node are included.
-        seconds: time until the last slice has arrived. The unit is the time to send one element
-            over one link.
+        steps: pairs (slice, sending node), in the order of sending, of slices that leave a node.
+        seconds: arrival time of the last slice. The unit is the time of one element on one link.
     """
 
     steps: tuple[tuple[int, int], ...]
@@ -296,16 +281,13 @@ def _crossings(slices: Sequence[Slice], nodes: Sequence[int], chunks: int) -> li
 
 def best_order(slices: Sequence[Slice], nodes: Sequence[int], chunks: int = CHUNKS,
                rounds: int = ROUNDS) -> SliceOrder:
-    """Return a sender for each slice, and a fast order of the slices. All devices compute the same
-    senders and order.
+    """Return a sender for each slice and a fast order of the slices (section 4 of AlpaComm).
 
-    The best of `rounds` randomized greedy orders is returned, unless a further search improves this
-    order. Each greedy round sends a maximal set of slices that use different nodes. Each slice is
+    All devices compute the same senders and order. The best of `rounds` randomized greedy orders is
+    used. Each greedy round sends a maximal set of slices that use different nodes. Each slice is
     sent from the sender that has the least data to send so far. With up to 8 slices, a depth-first
-    search with pruning tries to improve the best greedy order. If the depth-first search ends
-    within 20,000 steps, the order is optimal. The method is described in section 4 of the AlpaComm
-    paper.
-    """
+    search with pruning tries to improve the best greedy order. If this search ends within 20,000
+    steps, the order is optimal."""
     tasks = _crossings(slices, nodes, chunks)
     source = random.Random(0)
     best = min((_greedy(tasks, source) for _ in range(rounds)), key=lambda found: found.seconds,
@@ -314,9 +296,7 @@ def best_order(slices: Sequence[Slice], nodes: Sequence[int], chunks: int = CHUN
 
 
 def _add(task: _Crossing, sender: int, free: dict[str, float]) -> tuple[dict[str, float], float]:
-    """Return the times at which nodes become free after sending a slice, and the time at which the
-    slice arrives.
-    """
+    """Return the times at which nodes are free after sending a slice, and the arrival time."""
     ports = [f"out {sender}", *(f"in {node}" for node in task.receivers)]
     end = max(free.get(port, 0.0) for port in ports) + task.seconds
     return {**free, **dict.fromkeys(ports, end)}, end
@@ -344,9 +324,7 @@ def _greedy(tasks: Sequence[_Crossing], source: random.Random) -> SliceOrder:
 
 
 def _depth_first(tasks: Sequence[_Crossing], best: SliceOrder) -> SliceOrder:
-    """Return the optimal order if the search ends within `STEPS` steps. Otherwise, return the best
-    order that was found.
-    """
+    """Return the optimal order, or the best order found within `STEPS` steps."""
     count = itertools.count(1)
 
     def bound(left: Sequence[_Crossing], free: Mapping[str, float]) -> float:
@@ -376,8 +354,7 @@ def _depth_first(tasks: Sequence[_Crossing], best: SliceOrder) -> SliceOrder:
 def _of_a_slice(index: int, each: Slice, nodes: Sequence[int], chunks: int,
                 load: dict[int, int], home: int | None = None) -> list[Hop]:
     """Return the hops that send one slice. home: the node whose devices send the slice to other
-    nodes. None if any node that stores the slice may send it.
-    """
+    nodes. None if any node that stores the slice may send it."""
     near: dict[int, list[int]] = {}
     for device in each.receivers:
         near.setdefault(nodes[device], []).append(device)
@@ -399,9 +376,7 @@ def _of_a_slice(index: int, each: Slice, nodes: Sequence[int], chunks: int,
 
 def _chain(index: int, run: tuple[int, int], chunk: int, sender: int, lane: int,
            by_node: Sequence[Sequence[int]]) -> list[Hop]:
-    """Return the hops that send one chunk along the chain of nodes, including the exchange within
-    each node.
-    """
+    """Return the hops of one chunk along the nodes, including exchanges within each node."""
     hops = []
     for depth, devices in enumerate(by_node):
         entry = devices[lane % len(devices)]

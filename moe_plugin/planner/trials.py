@@ -1,5 +1,4 @@
-"""Measure candidates with noisy times and choose the fastest candidate. All tuners share this
-module.
+"""Choose the fastest of several candidates from noisy times. All tuners share this module.
 
 This module is pure Python and does not measure time. Callers report which candidates were tried and
 how long each candidate took. Candidates are tried in rounds, with one call per candidate, so that
@@ -36,8 +35,7 @@ NEVER_COME = 8  # calls without a time after which a round stops waiting for tim
 
 
 class PairedComparison(NamedTuple):
-    """The difference between two candidates, expressed as the logarithm of the ratio of their
-    times.
+    """The difference between two candidates: the logarithm of the ratio of their times.
 
     Attributes:
         middle: logarithm of the ratio of times. It is negative if the first candidate is faster.
@@ -76,15 +74,11 @@ class PairedComparison(NamedTuple):
         return cls(middle, half * (1 + FEW_ROUNDS / rounds), rounds)
 
     def faster(self, gain: float) -> bool:
-        """Return whether the first candidate certainly saves at least the fraction `gain` of the
-        second candidate's time.
-        """
+        """Return whether the first candidate certainly saves at least the fraction `gain`."""
         return self.middle + self.spread < math.log1p(-gain)
 
     def not_faster(self, gain: float) -> bool:
-        """Return whether the first candidate certainly saves less than the fraction `gain` of the
-        second candidate's time.
-        """
+        """Return whether the first candidate certainly saves less than the fraction `gain`."""
         return self.middle - self.spread >= math.log1p(-gain)
 
 
@@ -96,12 +90,10 @@ class ContestRules:
         warm_up: number of rounds at the beginning whose times are ignored.
         least: minimum number of rounds before a decision.
         most: a decision is based on at most this number of recent rounds.
-        gain: fraction of the current choice's time that another candidate must save to replace the
-            current choice.
+        gain: fraction of the current choice's time that a candidate must save to replace it.
         behind: a candidate is excluded if it took more than this multiple of the fastest
             candidate's time in every round. At least two rounds are required.
-        ordered: whether a candidate must save the fraction `gain` compared with every earlier
-            candidate.
+        ordered: whether a candidate must save `gain` compared with every earlier candidate.
         smallest: whether comparisons may use the smallest times of candidates. The smallest times
             are misleading if a candidate is fast only occasionally.
     """
@@ -164,9 +156,7 @@ class Contest(Generic[Choice]):
 
     @property
     def running(self) -> bool:
-        """True if some candidates of the current round have not been tried, or if their times have
-        not been reported.
-        """
+        """True if some times of the current round have not been reported."""
         return bool(self._queue or self._awaited)
 
     @property
@@ -204,18 +194,14 @@ class Contest(Generic[Choice]):
         self._round, self._first, self._idle = {}, {}, 0
 
     def next(self) -> Choice:
-        """Return the next candidate to try. The caller must then report the time of the candidate
-        with `add`.
-        """
+        """Return the next candidate to try. The caller must then report its time with `add`."""
         choice = self._queue.popleft()
         self._awaited.append(choice)
         self._idle = 0
         return choice
 
     def wait(self) -> None:
-        """Record a call for which no time was reported. After several calls without a time, the
-        round ends.
-        """
+        """Record a call without a reported time. After several such calls, the round ends."""
         self._idle += 1
         if self._idle > NEVER_COME:
             self._awaited.clear()
@@ -301,15 +287,11 @@ class Contest(Generic[Choice]):
         return Decision(best, not unclear, still)
 
     def factor(self, choice: Choice) -> float:
-        """Return a lower bound on the ratio of a candidate's time to the time of the fastest
-        candidate.
-        """
+        """Return a lower bound on a candidate's time divided by the shortest time."""
         return min(self._factors[choice], default=1.0)
 
     def excess(self) -> float:
-        """Return how much additional time one trial of all excluded candidates costs. The unit is
-        the time of the fastest candidate.
-        """
+        """Return the cost of a trial of all excluded candidates, relative to the shortest time."""
         return sum(self.factor(c) - 1 for c in self.behind)
 
     def take_behind(self, factors: Mapping[Choice, float]) -> None:
@@ -323,9 +305,7 @@ class Contest(Generic[Choice]):
             self._factors[choice] = [factors[choice]]
 
     def contradicts(self) -> bool:
-        """Return whether some candidate was faster than the current candidate in the most recent
-        round.
-        """
+        """Return whether a candidate was faster than the current candidate in the latest round."""
         times = self.rounds[-1] if self.rounds else {}
         current_s = times.get(self.current)
         return current_s is not None and any(
@@ -344,9 +324,7 @@ class Contest(Generic[Choice]):
         return {c: statistics.median(every[c]) for c in self.choices if c in every}
 
     def spread(self) -> float:
-        """Return the largest spread of any comparison with the current candidate, or 0 if there is
-        no comparison.
-        """
+        """Return the largest spread of any comparison with the current candidate, or 0."""
         comparisons = (self.compare(c, self.current) for c in self.alive() if c != self.current)
         return max((one.spread for one in comparisons if one.rounds > 1), default=0.0)
 
@@ -409,16 +387,12 @@ class Steady:
                 or others[0] <= (1 + self.within) * least)
 
     def best(self) -> dict[Hashable, float]:
-        """Return the minimum of each value over all steps. Background noise can only increase
-        times.
-        """
+        """Return the minimum of each value over all steps, because noise only increases times."""
         keys = dict.fromkeys(key for step in self.steps for key in step)
         return {key: min(step[key] for step in self.steps if key in step) for key in keys}
 
     def contradicts(self, numbers: Mapping[Hashable, float]) -> bool:
-        """Return whether a later step was so fast that the earlier steps must have been disturbed
-        by background noise.
-        """
+        """Return whether a later step was so fast that the earlier steps must be too slow."""
         known = self.best()
         known_s = sum(known[key] for key in numbers if key in known)
         return sum(numbers[key] for key in numbers if key in known) < BUSY * known_s

@@ -29,7 +29,8 @@ _DIGITS = 3  # significant digits of a measured bandwidth; more digits only prod
 class Wire:
     """One direction of a link.
 
-    Attributes: source, target: names of the nodes at which the wire starts and ends.
+    Attributes:
+        source, target: names of the nodes at which the wire starts and ends.
         bandwidth: bandwidth in GB/s (10^9 bytes per second).
         alpha_s: fixed time of each message, in seconds.
     """

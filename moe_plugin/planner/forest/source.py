@@ -60,7 +60,8 @@ class Speeds:
 class TopologyTable:
     """The connections listed in the table that `nvidia-smi topo -m` prints.
 
-    Attributes: gpus, cards: names of the GPUs and of the network cards, in the order of the table.
+    Attributes:
+        gpus, cards: names of the GPUs and of the network cards, in the order of the table.
         classes: for each ordered pair of names, the class of the connection, such as `NV4`.
     """
 

@@ -7,13 +7,11 @@ stage starts when the computation and both copies are done. The last two segment
 between the forward pass and the backward pass. Conditions:
 
 (i) Two neighboring segments, including gradients and activations, must fit in the memory limit.
-(ii) If each segment's computation takes at least as long as the copies that overlap with it, the
-computation only waits for the first copy. (iii) If several divisions of the model are equally fast,
-the division with the smallest tensors at the borders of its segments is used.
+(ii) If every segment computes for longer than its copies take, it waits only for the first copy.
+(iii) Among equally fast divisions, the one with the smallest tensors between segments is used.
 
 The time of a stage depends on three neighboring segments. Therefore the best division is found by a
-dynamic program over the ends of two segments.
-"""
+dynamic program over the ends of two segments."""
 
 from __future__ import annotations
 
@@ -37,16 +35,13 @@ class Layer:
     """Times and sizes of one layer for one micro-batch. All times are in seconds.
 
     Attributes:
-        backward_s: time of the backward pass. This time includes recomputation, because only the
-            inputs of layers are stored.
+        backward_s: time of the backward pass, including the recomputation of activations.
         load_s: time to copy the layer's weights to the device.
         out_s: time to copy the layer's gradients from the device.
-        weight_bytes, gradient_bytes: size of the layer's weights and size of the layer's gradients,
-            in bytes.
+        weight_bytes, gradient_bytes: sizes of the layer's weights and of their gradients.
         kept_bytes: size in bytes of the layer's input, which is stored for the backward pass. If
             the model is divided before this layer, the same number of bytes is sent.
-        workspace_bytes: number of additional bytes that the layer needs while it computes one
-            micro-batch.
+        workspace_bytes: additional bytes that the layer needs to compute one micro-batch.
     """
 
     name: str
@@ -67,9 +62,7 @@ class Layer:
 
 
 def layers_of(profile: ModelProfile) -> list[Layer]:
-    """Convert the blocks of a profile to layers. Raises a `ValueError` if a bandwidth in the
-    profile is 0.
-    """
+    """Convert the blocks of a profile to layers. Both bandwidths must be > 0."""
     into, out = profile.in_bytes_s, profile.out_bytes_s
     if not into or not out:
         raise ValueError(f"profile {short(profile.name)}: in_bytes_s={into} and out_bytes_s={out} "
@@ -83,12 +76,10 @@ def layers_of(profile: ModelProfile) -> list[Layer]:
 
 @dataclass(frozen=True)
 class Segment:
-    """Consecutive layers that are on the device at the same time. Times and sizes are totals over
-    all micro-batches.
+    """Layers that are on the device at the same time, with totals over all micro-batches.
 
     Attributes:
-        begin, end: index of the segment's first layer, and index of the layer after the segment's
-            last layer.
+        begin, end: index of the first layer, and index of the layer after the last layer.
         kept_before: number of bytes that all earlier layers store for their inputs.
     """
 
@@ -108,12 +99,9 @@ class Segment:
 
 @dataclass(frozen=True)
 class Stage:
-    """A stage in which one segment computes, one segment loads its weights, and one segment sends
-    its gradients, all at the same time.
+    """A stage in which one segment computes, one loads weights, and one sends gradients.
 
-    need: number of bytes on the device during the stage, not counting the bytes that are always in
-    use.
-    """
+    need: number of bytes on the device in this stage, except bytes that are always in use."""
 
     compute: Segment | None = None
     load: Segment | None = None
@@ -139,13 +127,12 @@ class Streamed:
     """A model whose layers are streamed through a device, with several accumulated micro-batches.
 
     Args:
-        layers: the layers in the order of the forward pass. At most `MOST_LAYERS` layers are
-            allowed.
+        layers: at most `MOST_LAYERS` layers, in the order of the forward pass.
         batches: number g of micro-batches that are accumulated per step.
         limit: memory limit of the device, in bytes.
         base: number of bytes that are always in use on the device. Defaults to 0.
-    Raises: ValueError: If the number of layers or the number of micro-batches is out of bounds.
-    """
+    Raises:
+        ValueError: If the number of layers or the number of micro-batches is out of bounds."""
 
     def __init__(self, layers: Sequence[Layer], batches: int, limit: int, base: int = 0) -> None:
         if not 1 <= len(layers) <= MOST_LAYERS:
@@ -172,9 +159,7 @@ class Streamed:
         return self._segments[begin, end]
 
     def segments(self, ends: Sequence[int]) -> list[Segment]:
-        """Split the model into segments. Each number in `ends` is the index of the layer after a
-        segment.
-        """
+        """Split the model into segments. `ends` lists the layer after each segment."""
         return [self.segment(begin, end) for begin, end in pairwise((0, *ends))]
 
     def forward_stage(self, here: Segment, following: Segment | None) -> Stage:
@@ -185,12 +170,9 @@ class Streamed:
 
     def backward_stage(self, before: Segment | None, here: Segment,
                        behind: Segment | None) -> Stage:
-        """Return the stage of a segment's backward pass, during which data of the neighboring
-        segments is copied.
+        """Return the stage of a segment's backward pass, which overlaps with two copies.
 
-        In the stage of the last segment, no weights are loaded, because the previous segment is
-        still on the device.
-        """
+        For the last segment, no weights are loaded, as the previous segment is still resident."""
         need = here.kept_before + here.kept + here.workspace + here.weights + here.gradients
         need += (before.weights if before else 0) + (behind.gradients if behind else 0)
         return Stage(here, before if behind else None, behind, True, need=need)
@@ -206,8 +188,7 @@ class Streamed:
         yield Stage(out=parts[0], need=parts[0].gradients)
 
     def seconds(self, ends: Sequence[int]) -> float:
-        """Return the time of a training step in seconds, or inf if a stage does not fit in memory.
-        """
+        """Return the time of a step in seconds, or inf if a stage does not fit in memory."""
         stages = list(self.stages(self.segments(ends)))
         return sum(stage.seconds for stage in stages) if self.fits(*stages) else math.inf
 
@@ -250,8 +231,7 @@ class Streamed:
                            frees + part.workspace, label)
 
     def label(self, part: Segment) -> str:
-        """Return the name of a segment, which consists of the names of its first and last layers.
-        """
+        """Return the name of a segment: the names of its first and last layers."""
         first, last = self.layers[part.begin].name, self.layers[part.end - 1].name
         return first if first == last else f"{first}-{last}"
 
@@ -261,14 +241,12 @@ _State = tuple[Segment | None, Segment]  # the last two segments
 
 
 def best_ends(model: Streamed) -> tuple[int, ...] | None:
-    """Return the ends of the segments that give the shortest training step, or None if no division
-    fits in memory.
+    """Return the ends of the segments with the shortest step, or None if no division fits.
 
     Among divisions with equally short steps, the division with the smallest tensors at the borders
     of its segments is chosen. The dynamic program runs over the last two segments and the cost of
     all earlier stages. Divisions that cannot be faster than the best division into segments of
-    similar size are skipped.
-    """
+    similar size are skipped."""
     size = len(model.layers)
     even = min(model.seconds([size * (i + 1) // count for i in range(count)])
                for count in range(1, size + 1))  # best division into parts of similar size
@@ -312,9 +290,7 @@ def best_ends(model: Streamed) -> tuple[int, ...] | None:
 
 
 def _added(model: Streamed, cost: _Cost, state: _State, following: Segment | None) -> _Cost:
-    """Add the cost of the last segment's forward and backward stages to a cost. Return inf if one
-    of these stages does not fit in memory.
-    """
+    """Add the cost of the last segment's two stages. Return inf if a stage does not fit."""
     before, here = state
     stages = (model.forward_stage(here, following), model.backward_stage(before, here, following))
     if not model.fits(*stages):
@@ -356,9 +332,7 @@ class StreamPlan:
     def hides(self) -> bool:
         """True if computation overlaps with all copies that can overlap (condition (ii)).
 
-        Two copies are not considered: the first load, and the copy of the first segment's
-        gradients.
-        """
+        Copies before the first forward pass or from the last backward pass on are ignored."""
         inner = list(self.model.stages(self.parts))[1:-2]
         return all(stage.seconds <= stage.compute_s for stage in inner)
 
@@ -384,9 +358,8 @@ def plan(layers: Sequence[Layer], batches: int, limit: int, base: int = 0) -> St
 
     Args:
         layers, batches, limit, base: as in `Streamed`.
-    Raises: ValueError: If no division fits in memory. The message contains the number of bytes that
-    are needed.
-    """
+    Raises:
+        ValueError: If no division fits in memory. The message contains the required bytes."""
     model = Streamed(layers, batches, limit, base)
     ends = best_ends(model)
     if ends is None:
@@ -401,12 +374,10 @@ MOST = 256  # largest number of micro-batches that `fewest_batches` tries
 
 
 def fewest_batches(layers: Sequence[Layer], limit: int, base: int = 0) -> StreamPlan | None:
-    """Return the division with the fewest micro-batches for which computation overlaps with all
-    copies, or None if there is none.
+    """Return the division with the fewest micro-batches that hides all copies, or None.
 
     The number of micro-batches is found by bisection. Bisection is possible because computation
-    hides more copies if there are more micro-batches.
-    """
+    hides more copies if there are more micro-batches."""
     low, high, best = 0, 1, None
     while best is None:
         if high > MOST:
