@@ -1,6 +1,6 @@
 """`MoELayer`, a Mixture-of-Experts feed-forward layer.
 
-A call checks the input, routes the tokens and applies the capacity. It then calls
+A call checks the input, routes the tokens and applies the capacity. The call then runs
 `moe_plugin.routed_experts.RoutedExperts`, which sends the rows, computes the experts and combines
 their outputs.
 """
@@ -61,7 +61,7 @@ class LayerState(HasFinishStep, LinkableLayer):
         routed_experts: selects the layout of a call and computes the experts.
         has_own_router: whether the caller passed a router module.
         route: function that chooses the experts of each token. With `router.pre_gate` or
-            `router.predict`, this function raises an error until `moe_plugin.routing.pregate.link`
+            `router.predict`, `route` raises an error until `moe_plugin.routing.pregate.link`
             replaces it.
     """
 
@@ -215,8 +215,8 @@ class MoELayer(LayerState):
 
     Each expert parameter has the attribute `expert = True`. After the backward pass, the gradient
     of an expert parameter is the sum over the tokens of all ranks in `comm`. The gradient of any
-    other parameter covers only the tokens of this rank. These gradients are reduced and scaled by
-    the host framework, or by `moe_plugin.training.gradients.sync`.
+    other parameter covers only the tokens of this rank. The host framework, or
+    `moe_plugin.training.gradients.sync`, reduces and scales the gradients of all parameters.
 
     Args:
         config: a `MoEConfig` that sets `model_dim`. Alternatively, pass the width of a token as an

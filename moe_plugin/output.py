@@ -38,8 +38,8 @@ class LayerStats:
         entropy: the mean entropy, in nats, of the router's scores (`Routing.entropy`).
         tokens: the number of tokens without padding (`Routing.tokens`).
         losses: the unweighted losses by name, detached from the autograd graph.
-        bytes_sent: the number of bytes that this rank sent to other ranks in the forward pass. This
-            number includes rows in both directions, counts, outputs of the shared expert, and
+        bytes_sent: the number of bytes that this rank sent to other ranks in the forward pass.
+            `bytes_sent` includes rows in both directions, counts, outputs of the shared expert, and
             gathered parameters. An all-reduce is counted as a ring all-reduce. Bytes sent by
             packages such as DeepEP are not included.
         rows: the number of rows that this rank's experts computed (`DispatchPlan.rows`).
@@ -51,8 +51,8 @@ class LayerStats:
         capacity: the number of slots per expert and source rank. None if no token can be dropped.
         layout: the label of the layout, such as `r=1 d=2 linear auto`.
         exchanges: the number of all-to-all exchanges, by algorithm.
-        collectives: the name of the active algorithm for gathering and summing
-            (`comm.collectives`), such as `forest`. None if the group has only one rank.
+        collectives: the name of the active implementation of collectives (`comm.collectives`), such
+            as `forest`. None if the group has only one rank.
         decisions: the tuner's decisions since the last call, as plain values.
         copies: the number of ranks that report statistics of the same tokens. A sum over ranks must
             multiply the statistics of each rank by 1/copies.

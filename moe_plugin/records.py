@@ -54,7 +54,8 @@ class RowCounts:
 
     @property
     def real(self) -> int | Tensor:
-        """The number of rows with tokens. A scalar tensor if only the device knows this number."""
+        """The number of rows with tokens. If this number is known only on the device, the property
+        is a scalar tensor."""
         return sum(self.host)
 
     def lengths(self) -> list[int]:
@@ -134,14 +135,14 @@ class DeviceCounts(RowCounts):
         return self.lengths_L.sum()
 
     def lengths(self) -> list[int]:
-        """Return the number of rows of each expert, without filler rows.
+        """Return the number of rows of each expert, not counting filler rows.
 
         The host waits for the device unless the buffer is empty.
         """
         return self.lengths_L.tolist() if self.rows else [0] * self.number
 
     def device(self, device: torch.device) -> Tensor:
-        """Return the number of rows of each expert, without filler rows, as int64 [L]."""
+        """Return the number of rows of each expert as int64 [L], not counting filler rows."""
         return self.lengths_L
 
 
@@ -263,7 +264,8 @@ class TokenInfo:
         return self._each(lambda x: x.reshape(-1))
 
     def piece(self, pieces: int, index: int) -> "TokenInfo":
-        """Return part `index` of the flattened tensors, divided into `pieces` equal parts.
+        """Divide the flattened tensors into `pieces` equal parts, and return the part with the
+        given index.
 
         The last part is padded with zeros.
         """
@@ -313,8 +315,8 @@ class Routing:
             padding tokens. None if no choice was removed.
         undropped_TK: int64, the choices before the router itself applied a capacity (Megatron's
             router). -1 for padding tokens. None if the router does not apply a capacity.
-        capacity: the number of slots per expert in the capacity that the router applied. It is None
-            if the router has no capacity.
+        capacity: the number of slots per expert in the capacity that the router applied. `capacity`
+            is None if the router does not apply a capacity.
         counted: the load of the choices, for `dispatch.rows.known_load`. None if not counted.
         sizes: the exchange of row counts between ranks, if a dispatcher has started it one block
             early, as soon as the choices were known. None if no exchange was started. See
@@ -352,7 +354,7 @@ class KeptRouting:
             choices. None without a capacity.
         capacity: the number of slots per expert and source rank. Equal on all ranks. None without a
             capacity.
-        any_load: True if the capacity is large enough for any load. In this case no choice is
+        any_load: True if the capacity is large enough for any load. With `any_load`, no choice is
             dropped, and the host does not need to know the load.
     """
 
@@ -374,8 +376,7 @@ class Tokens:
         info: additional inputs for routers and losses.
         shape: the shape of the layer's input.
         count: the number of tokens in the layer's input, before the tokens were divided among
-            ranks.
-    """
+            ranks."""
 
     x_TD: Tensor
     mask_T: Tensor | None
@@ -393,8 +394,7 @@ class DispatchPlan:
     wait for a device.
 
     Attributes:
-        rows: the number of rows that this rank's experts compute. A scalar tensor if this number is
-            known only on the device.
-    """
+        rows: the number of rows that this rank's experts compute. If this number is known only on
+            the device, it is a scalar tensor."""
 
     rows: int | Tensor

@@ -81,7 +81,7 @@ class RoutedCall:
         layout: the layout of the call.
         kept: the routing of the call.
         rows: the number of rows that the experts of this rank computed.
-        sent: how much this rank sent in the call.
+        sent: counters of the data that this rank sent in the call.
         experts: the experts of this rank.
     """
 
@@ -164,7 +164,7 @@ class RoutedExperts:
 
     def __call__(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, *,
                  training: bool = True) -> Tensor:
-        """Compute the weighted sum of the experts of each token, for tokens already routed.
+        """For tokens that are already routed, compute the weighted sum of each token's experts.
 
         Args:
             x_TD: the tokens of this rank, [T, D]. T may be zero and may be different on each rank.
@@ -177,8 +177,8 @@ class RoutedExperts:
         Returns: the outputs, [T, D], in the dtype of `x_TD`.
         Raises:
             ValueError: `ids_TK` contains the index of an expert that does not exist.
-            CommError: a collective failed or timed out. The message names the rank, the collective
-                and the sizes.
+            CommError: a collective failed or timed out. The message contains the rank, the name of
+                the collective and the sizes.
         """
         last = self.placement.experts - 1
         check_range(ids_TK, -1, last, f"ids_TK has experts {{}}..{{}}: must be in 0..{last}, or -1 "
@@ -203,7 +203,7 @@ class RoutedExperts:
             kept: the routing after the capacity has been applied.
             choice: the layout that the caller requests. None to use the layout from the tuner or
                 the settings.
-            training: whether this is a training call.
+            training: whether the call is part of training.
         Returns: the layout and the routing. If the ranks had to exchange row counts to select the
             layout, the returned routing contains these counts.
         """
@@ -235,7 +235,7 @@ class RoutedExperts:
         Args:
             experts: the experts of this rank, or an adapter that wraps them.
             layout: the layout returned by `select`.
-            x_TD: [T, D] tokens of this rank.
+            x_TD: the tokens of this rank, [T, D].
             kept: the routing returned by `select`.
             alongside: work that runs after the rows were sent and before the experts compute.
         Returns: the combined results of the tokens, [T, D], and the number of rows that this rank's
@@ -263,7 +263,7 @@ class RoutedExperts:
         (`Dispatcher.start_sizes`).
 
         This exchange assumes that the next call uses the current layout. If the next call uses a
-        different layout, it exchanges its row counts again. Returns None if no exchange was
+        different layout, the call exchanges its row counts again. Returns None if no exchange was
         started.
         """
         if self.prefill is not None and not training:
@@ -281,7 +281,7 @@ class RoutedExperts:
     def current(self) -> LayoutChoice:
         """The layout of the most recent call for which the caller did not request a layout.
 
-        Before the first of these calls, this is the layout that the first call will use.
+        Before the first of these calls, the layout that the first call will use is returned.
         """
         return self.layouts.fixed if self.tuner is None else self.tuner.current
 
@@ -293,7 +293,7 @@ class RoutedExperts:
             layout: the layout of the call.
             kept: the routing of the call.
             rows: the number of rows that this rank's experts computed (`DispatchPlan`).
-            traffic: how much this rank sent in the call. None if the group has only one rank.
+            traffic: counters of the data that this rank sends. None if the group has only one rank.
         """
         routing, after, experts = kept.before, kept.routing, self.config.num_experts
         # the router may have counted the load already

@@ -1,8 +1,9 @@
 """Command-line flags generated from the settings: every setting that declares a `flag` becomes
 `--moe-<flag>`, or `--<flag>` for settings of a whole model.
 
-The parsed value of a flag is `None` if the user does not give the flag. In this case, the setting
-is read from the `--moe-config` file, or keeps its default if the file does not set it.
+The parsed value of a flag is `None` if the user does not give the flag. For a flag that is not
+given, the setting is read from the `--moe-config` file, or keeps its default if the file does not
+contain the setting.
 """
 
 from __future__ import annotations
@@ -52,8 +53,7 @@ class FlagSpec:
             specify a settings file.
         kind: type of the setting's value.
         help: help text, including the default value.
-        choices: allowed values, or an empty tuple if the flag accepts other values than a fixed
-            set.
+        choices: allowed values, or an empty tuple if the flag does not have a fixed set of values.
         entry: if the setting is a mapping, the form of one entry on the command line, such as
             `name=weight`. For all other settings, `entry` is an empty string.
         optional: whether the setting may be None. On the command line, None is written as `none`.
@@ -173,13 +173,13 @@ def _say_once(text: str) -> None:
 
 def as_given(text: str, values: Mapping[str, Any],
              other_flags: Mapping[str, str] = types.MappingProxyType({})) -> str:
-    """Return an error message with the flag or file that set each of the settings it mentions.
+    """For each setting that an error message mentions, append the flag or file that set it.
 
     Args:
         text: the error message.
         values: parsed values of the flags, by `FlagSpec.dest`.
-        other_flags: optional. For settings that are set by the host's own flags: the flag's name,
-            by dotted path of the setting.
+        other_flags: optional. Names of the host's own flags, by the dotted path of the setting that
+            each flag sets.
     """
     names = {path: f"in {values[CONFIG_FLAG.dest]}" for path in _in_file(values)}
     names |= {path: flag for path, flag in other_flags.items()}
@@ -286,8 +286,8 @@ def run_from_flags(values: Mapping[str, Any]) -> RunConfig:
     """Build the settings of a run from the defaults, the `--moe-config` file and the flags.
 
     Args:
-        values: parsed values of the flags, by `FlagSpec.dest`. A flag that is absent or None was
-            not given.
+        values: parsed values of the flags, by `FlagSpec.dest`. A flag counts as not given if its
+            value is missing or None.
     Raises:
         ValueError: If a setting is invalid, as in `config_from_flags`.
     """

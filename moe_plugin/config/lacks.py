@@ -20,7 +20,7 @@ OF_HOSTS = "offload.weights", "pipeline.schedule", "swarm.role"
 
 @dataclass(frozen=True)
 class Lack:
-    """Why a host does not support a setting, and what to use instead."""
+    """The reason why a host does not support a setting, and what to use instead."""
 
     reason: str
     remedy: str
@@ -60,7 +60,7 @@ def refuse_lacking(settings: RunConfig, host: str) -> None:
     """Raise a `ValueError` if a run uses a setting that its host does not support.
 
     Args:
-        settings: settings of the run.
+        settings: the settings of the run.
         host: a key of `HOSTS`.
     """
     defaults, given = (flatten(to_dict(config)) for config in (RunConfig(), settings))

@@ -61,8 +61,8 @@ def unread_allowed() -> Iterator[set[str]]:
     that were read from a file and may still be overridden by flags, and for the settings of a
     finished run.
 
-    Yields: The set of dotted paths of all settings found to have no effect. Paths are added to the
-        set while the block runs.
+    Yields: The set of dotted paths of all settings that have no effect. Paths are added to the set
+        while the block runs.
     """
     token = _UNREAD.set(met := set[str]())
     try:
@@ -81,7 +81,7 @@ class SettingsSection:
     Attributes:
         PATH: dotted path of the section in the tree, with a trailing dot.
         SHORTHAND: the setting that is set if the user gives a string in place of a whole section.
-            An empty string if the section has no short form.
+            `SHORTHAND` is an empty string if the section has no short form.
     """
 
     PATH: ClassVar[str] = ""
@@ -123,7 +123,7 @@ class SettingsSection:
 
     def unread(self, name: str, bound: str, remedy: str) -> None:
         """Handle a setting that has no effect. Inside `unread_allowed`, the setting is recorded.
-        Otherwise a `ValueError` is raised.
+        Outside `unread_allowed`, a `ValueError` is raised.
         """
         met = _UNREAD.get()
         if met is None:
@@ -133,7 +133,7 @@ class SettingsSection:
 
     def within(self, name: str, least: float, most: float, remedy: str) -> None:
         """Require that the number `name` is between `least` and `most`. `most` is far above any
-        practical value. It prevents excessive memory use and loops that never end.
+        practical value. This upper bound prevents excessive memory use and loops that never end.
         """
         value = operator.attrgetter(name)(self)
         if value is not None:
@@ -218,10 +218,10 @@ def build(cls: type, values: Mapping[str, Any], prefix: str, base: Any = None,
         cls: class of the section.
         values: values of the settings, by name.
         prefix: dotted path of the section, with a trailing dot.
-        base: optional. A section whose values are used for all settings that are missing from
+        base: optional. A section that provides the values of all settings that are missing from
             `values`. If `base` is None, missing settings get their default values.
-        root: optional. The settings tree in which similar names are searched for the error message
-            about an unknown key. Defaults to `cls`.
+        root: optional. The settings tree that is searched for similar names if a key is unknown.
+            The error message shows these names. Defaults to `cls`.
     Raises:
         ValueError: If a key is unknown, if a setting is given under both its name and its alias, or
             if a value is invalid or has a wrong type. The error message contains the dotted path of

@@ -137,9 +137,7 @@ def _are_speeds(text: str) -> bool:
 
 @dataclass(kw_only=True)
 class TunerConfig(SettingsSection):
-    """How the tuner searches for the fastest layout with `parallel.mode: auto`. See
-    docs/adaptive.md.
-    """
+    """How `parallel.mode: auto` searches for the fastest layout. See docs/adaptive.md."""
 
     PATH = "tuner."
 

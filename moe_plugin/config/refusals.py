@@ -79,7 +79,7 @@ class Request:
         name: the requested setting or flag, as written in error messages. Setting names in braces
             are replaced with their values, as in `Refusal.setting`.
         rows: the excluded settings, in the order in which they are checked.
-        example: setting values that make the request.
+        example: setting values that contain the request.
         message: template of the error message, with the placeholders `request`, `setting` and
             `remedy`.
     """
@@ -125,7 +125,7 @@ def off(remedy: str, *names: str, shown: str = "{flag}", given: Any = True) -> t
         remedy: remedy for all these settings. `{flag}` is replaced with the flag of the setting,
             and `{}` with its name.
         names: names of the settings.
-        shown: how error messages write the setting, with the same replacements.
+        shown: how error messages refer to the setting. The same placeholders are replaced.
         given: value of each setting in the examples.
     """
     return tuple(Refusal(_named(shown, name), operator.itemgetter(name), _named(remedy, name),
@@ -143,8 +143,8 @@ def at_most_one(remedy: str, *names: str, shown: str = "{flag}") -> tuple[Refusa
 
 
 def one_of(remedy: str, name: str, *accepted: Any, shown: str, given: Any) -> tuple[Refusal, ...]:
-    """Return a `Refusal` for a setting that must have one of the accepted values or not be set. See
-    `off`.
+    """Return a `Refusal` for a setting that may only have one of the accepted values or not be set.
+    See `off`.
     """
     return (Refusal(_named(shown, name), lambda values: values[name] not in (None, *accepted),
                     _named(remedy, name), {name: given}),)

@@ -54,9 +54,7 @@ class HashConfig(SettingsSection):
 
 @dataclass(kw_only=True)
 class SparsityConfig(SettingsSection):
-    """Temperature schedule of the dense-to-sparse router, which uses fewer and fewer experts during
-    training.
-    """
+    """Temperature schedule of the dense-to-sparse router, which gradually uses fewer experts."""
 
     PATH = "router.sparsity."
 
@@ -118,16 +116,14 @@ class LinksConfig(SettingsSection):
 
 @dataclass(kw_only=True)
 class SelectionConfig(SettingsSection):
-    """How a router is selected if several routers are configured and a call does not specify a
-    router index.
-    """
+    """How one of several configured routers is selected, if a call has no router index."""
 
     PATH = "router.selection."
 
-    rule: str = option("first", "with several routers in `name`, the rule that selects one. first: "
-                       "always the first; layer: MoE layer n uses router n modulo the number of "
+    rule: str = option("first", "rule that selects one of several routers in `name`. first: always "
+                       "the first router; layer: MoE layer n uses router n modulo the number of "
                        "routers; cycle: the routers in order, changing with the optimizer step; "
-                       "random: a seeded draw by step and layer; or a registered name",
+                       "random: a seeded draw for each step and layer; or a registered name",
                        flag="router-selection")
     every: int = option(1, "cycle, random: number of optimizer steps until the next selection",
                         flag="router-selection-every")
@@ -198,7 +194,7 @@ class RouterConfig(SettingsSection):
         "with probability min(1, 2 g2)", choices=("all", "sampling", "random"),
         flag="router-second-expert")
     batch_prioritized: bool = option(False, "when an expert's slots run out, drop the least "
-                                     "confident tokens rather than the last ones",
+                                     "confident tokens rather than the last tokens",
                                      flag="batch-prioritized")
     groups: int = option(0, "sam, group_limited, sigmoid_bias: number of groups of consecutive "
                          "experts, e.g. one group per node; 0: no groups", flag="router-groups")

@@ -86,8 +86,9 @@ class GuardConfig(SettingsSection):
     PATH = "guard."
 
     twins: int = option(
-        0, "interval in steps at which ranks that store the same experts compute the same "
-        "micro-batch, and a rank with different bits is reported; 0: never", flag="check-twins")
+        0, "number of steps between two checks. In a check, ranks that store the same experts "
+        "compute the same micro-batch, and a rank whose bits differ is reported. 0: no checks",
+        flag="check-twins")
     votes: int = option(0, "number of workers that compute each part of a batch; the gradient "
                         "computed by the majority is used. A worker is a rank, an expert-parallel "
                         "group or a pipeline. Must be odd; the compute per rank grows by this "
@@ -234,9 +235,7 @@ class PipelineConfig(SettingsSection):
 
 @dataclass(kw_only=True)
 class SwarmConfig(SettingsSection):
-    """Settings for swarm training, in which peers compute pipeline stages and may join and leave
-    (Megatron only). See docs/swarm.md.
-    """
+    """Training with peers that each compute a pipeline stage (Megatron). See docs/swarm.md."""
 
     PATH = "swarm."
     SHORTHAND = "role"

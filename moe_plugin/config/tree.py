@@ -6,10 +6,10 @@ so a single file, mapping or command line can contain settings of both trees. Al
 defined in `moe_plugin.config`. `moe_plugin.config.flags` generates the hosts' command-line flags
 from the two trees.
 
-Each setting declares a `help` text. It may also declare `choices` (a fixed set of allowed values)
-and a `flag` (the name of its command-line flag after `--moe-`). The names of routers, dispatchers,
-all-to-all algorithms and compute strategies are checked only when the layer is built, because users
-can register their own.
+Each setting declares a `help` text. A setting may also declare `choices` (a fixed set of allowed
+values) and a `flag` (the name of its command-line flag after `--moe-`). The names of routers,
+dispatchers, all-to-all algorithms and compute strategies are checked only when the layer is built,
+because users can register their own.
 """
 
 from __future__ import annotations
@@ -63,9 +63,9 @@ class MoEConfig(SettingsSection):
     deterministic: bool = option(False, "the same seed and settings produce the same bits, "
                                  "including on GPUs of the same model; a nondeterministic operator "
                                  "is an error (docs/own_routers.md)", flag="deterministic")
-    batch_invariant: bool = option(False, "a token's output is bitwise identical whatever else is "
-                                   "in the batch: the router and the experts multiply in blocks of "
-                                   "one fixed size (docs/rollouts.md)", flag="batch-invariant")
+    batch_invariant: bool = option(False, "make each token's output bitwise independent of the "
+                                   "rest of the batch, with matmuls in blocks of a fixed size "
+                                   "(docs/rollouts.md)", flag="batch-invariant")
     router: RouterConfig = field(default_factory=RouterConfig)
     losses: dict[str, float] = field(
         default_factory=lambda: {"gshard": 0.01}, metadata={
@@ -277,7 +277,7 @@ def _of_file(path: str) -> Iterator[None]:
 def without_hosts(values: Mapping[str, Any]) -> dict[str, Any]:
     """Remove the sections in `HOSTS`, which contain the hosts' own arguments, from nested values.
 
-    This allows one settings file to be used with every host.
+    As a result, one settings file can be used with every host.
     """
     return {name: value for name, value in values.items() if name not in HOSTS}
 
@@ -286,8 +286,9 @@ def describes_layers(settings: Mapping[str, Any]) -> bool:
     """Return whether the given dotted paths fully specify a layer, that is, whether they include
     `num_experts`.
 
-    If they do, missing settings for routing, losses, dispatch and capacity get the defaults of
-    `MoEConfig` in every host. Otherwise missing settings get the host's own arguments and defaults.
+    If the paths include `num_experts`, missing settings for routing, losses, dispatch and capacity
+    get the defaults of `MoEConfig` in every host. If the paths do not include `num_experts`,
+    missing settings get the host's own arguments and defaults.
     """
     return "num_experts" in settings
 
@@ -358,8 +359,7 @@ def with_overrides(config: _Tree, overrides: Mapping[str, Any]) -> _Tree:
     """Return new settings in which the values of the given dotted paths are replaced, for example
     `{"router.top_k": 1}`.
 
-    Sections without replaced values are shared between the old and the new settings.
-    """
+    Sections without replaced values are shared between the old and the new settings."""
     values: dict[str, Any] = {}
     hints = hints_of(type(config))
     for path, value in canonical(flatten(overrides), aliases(type(config))).items():

@@ -30,7 +30,9 @@ _IN_FULL = re.compile(rf"(?<![^.])experts\.((?:base_layer\.)*)({'|'.join(FORMER)
 
 
 def current_name(name: str) -> str:
-    """Replace a former parameter name in the name of a tensor with the current parameter name."""
+    """If the name of a tensor contains a former parameter name, replace it with the current
+    parameter name.
+    """
     return _IN_FULL.sub(lambda found: f"experts.{found[1]}{FORMER[found[2]]}", name)
 
 
@@ -78,7 +80,7 @@ def mark_experts(module: nn.Module, ranks: int | None = None) -> None:
         module: the experts, or an adapter that wraps the experts. Parameters of an adapter also
             belong to this rank's experts, so they are also marked.
         ranks: the size of the expert-parallel group, which is stored on each parameter. If `ranks`
-            is None, the stored size does not change.
+            is None, the size stored earlier does not change.
     """
     for parameter in module.parameters():
         mark_expert(parameter)
@@ -107,15 +109,15 @@ def expert_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 class Experts(nn.Module):
     """The base class of the experts of one rank.
 
-    Parameters remain marked when torch replaces them. This happens in deepcopy, when parameters
-    leave the meta device, and in `load_state_dict(..., assign=True)`.
+    Parameters remain marked when torch replaces them. Torch replaces parameters in deepcopy, when
+    parameters leave the meta device, and in `load_state_dict(..., assign=True)`.
 
     Attributes:
         supports_gather: whether the experts can compute with parameters gathered from other ranks.
             If `supports_gather` is True, the subclass implements `local_parameters`,
             `compute_parameters` and `gathered_parameters`.
-        stored: whether the parameters are stored outside the device. If True, `prefetch` can hide
-            the time to load them.
+        stored: whether the parameters are stored outside the device. If `stored` is True,
+            `prefetch` can hide the time to load the parameters.
         traceable: whether `torch.compile` can trace the experts.
         reduced: whether `gradients.sync.reduce_experts` was called for these experts.
             `reduce_experts` also sets the attribute `reduced` of each parameter on which it
@@ -189,7 +191,7 @@ class Experts(nn.Module):
             tensors: parameters in the form of `local_parameters`. If `tensors` is None, the stored
                 parameters are used.
             first_shard: the index of the first expert shard in `tensors`. If `first_shard` is None,
-                this is the first shard of this rank.
+                the first shard of this rank is used.
         """
         raise NotImplementedError(f"{type(self).__name__} does not support gathered parameters")
 

@@ -101,7 +101,7 @@ def check_memory(config: MoEConfig, place: Placement, factory: Callable[[int], n
 
     Args:
         config: the settings of the layer.
-        place: the ranks that store each expert.
+        place: describes which ranks store each expert.
         factory: the function that creates custom experts, or None.
         dtype: the dtype of the parameters. Defaults to torch's default dtype.
         device: the device of the parameters. Defaults to torch's default device.

@@ -21,8 +21,8 @@ class DDPCheck:
     (`OverwriteCheck`), and parameters that were replaced after `reduce_experts`. Once a wrapper
     that excludes experts has been found, wrappers are no longer checked.
 
-    If the expert-parallel group has only one rank, experts are replicas and may be averaged, so
-    nothing is checked.
+    If the expert-parallel group has only one rank, all ranks of the data-parallel group store the
+    same experts, which may be averaged. In this case, nothing is checked.
 
     Args:
         comm: the expert-parallel group.

@@ -4,7 +4,8 @@ If ranks pass plain tensors with the same name to DCP, DCP assumes that they are
 only one of them. Therefore a state dict that DCP requests contains the experts of all ranks as
 DTensors. DCP requests a state dict in `get_state_dict`, or from a model or optimizer that was
 passed to DCP. When loading, experts may be given either as DTensors or as full tensors. All other
-callers of `state_dict` receive only the experts of this rank. DCP refuses to save these tensors.
+callers of `state_dict` receive only the experts of this rank. DCP refuses to save the tensors that
+these callers receive.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ def window_of(name: str, sizes: Sequence[int], place: Placement, *,
         name: the name of the tensor. The last component of the name is a parameter name
             (`PART_AXIS`).
         sizes: the shape of this rank's local tensor.
-        place: the ranks that store each expert.
+        place: describes which ranks store each expert.
         of_parameter: whether the tensor has the same dimensions as the parameter. For other
             tensors, such as factored optimizer states, the position is known only if experts are
             not sharded.
@@ -99,12 +100,12 @@ def window_in(name: str, shape: Sequence[int], place: Placement, *,
 
     Args:
         name: the name of the tensor, as in `window_of`.
-        shape: the shape of the whole tensor.
+        shape: the shape of the full tensor.
         place: the ranks that store each expert.
-        of_parameter: whether the tensor has the same axes as the parameter.
+        of_parameter: whether the tensor has the same dimensions as the parameter.
     Raises:
-        ValueError: If the first axis does not count experts, or experts are split along an unknown
-            axis.
+        ValueError: If the first dimension does not index experts, or if experts are split along an
+            unknown dimension.
     """
     sizes = list(shape)
     if not sizes or sizes[0] != place.experts:
@@ -230,9 +231,9 @@ def give(layer: Any, state: dict[str, Any], prefix: str, _: object) -> None:
     """Convert a layer's experts in a state dict that was just created. This function is a hook that
     runs after `state_dict`.
 
-    If DCP requested the state dict, the layer's extra state describes the experts of all ranks. In
-    this case, the tuner's state is omitted, because it is valid only for the current number of
-    ranks.
+    If DCP requested the state dict, the layer's extra state describes the experts of all ranks. If
+    DCP requested the state dict, the tuner's state is omitted, because it is valid only for the
+    current number of ranks.
     """
     dcp, place = asked_by_dcp(), layer.placement
     for key in [key for key in state if key.startswith(prefix + "experts.")]:

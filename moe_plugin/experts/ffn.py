@@ -110,8 +110,8 @@ class FFNExperts(Experts):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Initialize the weights as if each expert were stored whole on one rank, and set the
-        biases to zero.
+        """Initialize the weights of complete experts, and set the biases to zero. If experts are
+        sharded, each rank keeps its shard.
 
         Weights are drawn from a Xavier uniform distribution, or from a normal distribution with
         standard deviation `experts.init_std`. The seed of an expert is one draw from torch's
@@ -279,14 +279,14 @@ class FFNExperts(Experts):
 
     def compute_parameters(self, tensors: Mapping[str, Tensor] | None = None,
                            first_shard: int | None = None) -> FFNParameters:
-        """Return the parameters in the form that strategies use.
+        """Return the parameters in the form that compute strategies use.
 
         Args:
             tensors: parameters in the form of `local_parameters`. The weights may belong to experts
                 of other ranks, to more experts than this rank stores, or to several consecutive
-                shards. Defaults to the stored parameters.
-            first_shard: the index of the first shard in `tensors`. If `first_shard` is None, this
-                is the shard of this rank.
+                shards. If `tensors` is None, the stored parameters are used.
+            first_shard: the index of the first shard in `tensors`. If `first_shard` is None, the
+                shard of this rank is used.
         """
         redirected, rounded, borrowed = {}, None, tensors is not None
         if tensors is None and self.adds_to_main_grad:
@@ -322,8 +322,8 @@ class GatedFFNExperts(FFNExperts):
     """Experts that each compute `(act(x w_gate + bias_gate) * (x w_in + bias_in)) w_out +
     bias_out`.
 
-    With the silu activation, this expert is SwiGLU (Shazeer 2020). `experts.clamp` limits both
-    factors of the product, and `experts.linear_offset` is added to the second factor
+    With the silu activation, a gated expert is a SwiGLU layer (Shazeer 2020). `experts.clamp`
+    limits both factors of the product, and `experts.linear_offset` is added to the second factor
     (`kernels.expert_ffn.gated`).
     """
 

@@ -40,7 +40,7 @@ class ExpertRanks:
             expert has no adapter. The tensors a and b of every expert have the width of the largest
             r. Columns beyond an expert's own r have no effect.
         alphas: for each key of `PLACES`, the value of alpha. The scale of an adapter is alpha / r.
-        rooted: if True, the scale of an adapter is alpha / sqrt(r) (rsLoRA).
+        rooted: whether the scale of an adapter is alpha / sqrt(r) (rsLoRA) instead of alpha / r.
         dora: whether the adapters have column lengths m (DoRA).
         merged: the adapters that were added to the weights and are no longer computed separately,
             or None if the adapters are not merged.
@@ -83,8 +83,8 @@ def column_lengths(w_LIO: Tensor, adapter: LowRank | None, shards: Comm | None) 
 
     Args:
         w_LIO: the weights, [L, I, O].
-        adapter: the matrices a and b. The scale is already included in b. If `adapter` is None, the
-            column lengths of w are returned.
+        adapter: the matrices a and b. The matrix b must already include the scale. If `adapter` is
+            None, the column lengths of w are returned.
         shards: the ranks that store the other slices of the dimension I, or None if this rank
             stores the whole dimension.
     """

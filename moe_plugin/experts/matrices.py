@@ -94,8 +94,8 @@ class MatrixForm:
 
     Attributes:
         transposed: True if the last two dimensions are [in, out] instead of [out, in].
-        halves: one of `HALVES`. It states whether the dimension `out` contains one matrix, two
-            matrices one after the other, or two matrices with alternating rows.
+        halves: one of `HALVES`. This value states whether the dimension `out` contains one matrix,
+            two matrices one after the other, or two matrices with alternating rows.
     """
 
     transposed: bool = False

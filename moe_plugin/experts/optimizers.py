@@ -50,10 +50,11 @@ def watch_optimizers() -> None:
 
     Later steps need only one dictionary lookup.
 
-    The first step raises a `ValueError` in two cases. Either an optimizer or tool treats the
-    experts of several ranks as copies of each other, or the step runs inside the backward pass
-    although the gradients of experts are only averaged at the end of the backward pass. The first
-    step also logs a warning if the model no longer contains some of the optimizer's parameters.
+    The first step raises a `ValueError` in two cases. The first case is an optimizer or tool that
+    treats the experts of several ranks as copies of each other. The second case is a step that runs
+    inside the backward pass, although the gradients of experts are only averaged at the end of the
+    backward pass. The first step also logs a warning if the model no longer contains some of the
+    optimizer's parameters.
     """
     if not _watched:
         _watched.append(register_optimizer_step_pre_hook(_before_step))
@@ -134,7 +135,7 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 def _is_mixed(group: dict[str, Any]) -> bool:
     """Return whether torch's `foreach` and `fused` optimizers would fail for a parameter group.
-    They do not accept sharded and unsharded parameters in the same call.
+    These optimizers do not accept sharded and unsharded parameters in the same call.
     """
     return ("foreach" in group or "fused" in group) and len(_parts(group)) > 1
 

@@ -36,11 +36,11 @@ class OverwriteCheck:
     4, 7, 13, 25, 61, 121 and 241.
 
     Each layer runs these 8 comparisons. Each comparison uses one all-gather of 4 KiB from each rank
-    (5 KiB the first time), and a second all-gather over `world`. The ranks compare changes since
-    the previous comparison, so experts that are equal from the start do not raise an error. The
-    first comparison covers two periods, namely the period from building or loading the layer to the
-    first call and the period from the first to the second call. An error is raised if experts were
-    changed and are equal in two comparisons.
+    (5 KiB the first time), and a second all-gather over `world`. The ranks compare how values have
+    changed since the previous comparison. Therefore experts that are equal from the start do not
+    cause an error. The first comparison covers two periods, namely the period from building or
+    loading the layer to the first call and the period from the first to the second call. An error
+    is raised if experts were changed and are equal in two comparisons.
 
     Args:
         comm: the expert-parallel group.
@@ -75,7 +75,7 @@ class OverwriteCheck:
 
         Args:
             experts: the experts of this rank.
-            layer: the layer. All of the layer's parameters outside the experts are shared
+            layer: the layer. All parameters of the layer that do not belong to experts are shared
                 parameters. None if the layer is unknown.
         Raises:
             ValueError: If the caller runs inside a tool that is known to overwrite experts. All
@@ -198,7 +198,7 @@ def _equal_and_moved(before_RN: Tensor, now_RN: Tensor, is_RR: Tensor) -> Tensor
 
 
 def _tells_apart(router: nn.Module | None) -> bool:
-    """Return whether the router's weights for different experts differ.
+    """Return whether the rows of the router's weights, which belong to different experts, differ.
 
     If the router's weights are equal, experts may receive the same tokens.
     """
@@ -246,12 +246,12 @@ def _distances(x_RN: Tensor) -> Tensor:
 
 
 def _norms(x_RN: Tensor) -> Tensor:
-    """For each pair of ranks, return the mean of the two norms, [R, R]."""
+    """For each pair of ranks, return the mean of the norms of both ranks, [R, R]."""
     norm_R = x_RN.norm(dim=1)
     return (norm_R[:, None] + norm_R) / 2
 
 
 def _pair(found_RR: Tensor) -> tuple[int, int] | None:
-    """Return the first pair of ranks that is true in the matrix, or None."""
+    """Return the first pair of ranks for which the matrix is true, or None."""
     pairs = found_RR.triu(1).nonzero()
     return None if len(pairs) == 0 else (int(pairs[0, 0]), int(pairs[0, 1]))

@@ -142,9 +142,7 @@ class OverlappedWork:
         self._shared_TD: Tensor | None = None
 
     def __call__(self) -> None:
-        """Run the work. The dispatcher calls this method after it has sent the rows to their
-        experts.
-        """
+        """Run the work. This method runs after the rows have been sent to their experts."""
         if self.shared is not None and self.shared.overlap:
             self.shared_TD()
         if self.more is not None:
@@ -189,8 +187,9 @@ class LatentProjection(nn.Module):
     and the other projects back.
 
     `down` projects tokens from width D to the smaller width L. Rows are sent and experts compute in
-    width L. `up` projects the combined expert outputs of a token from L back to D. The router and
-    the shared expert use width D. The parameters of both linear layers are replicated on all ranks.
+    width L. `up` projects the combined expert outputs of a token from width L back to width D. The
+    router and the shared expert use width D. The parameters of both linear layers are replicated on
+    all ranks.
     Source: Elango et al. 2026, LatentMoE, arXiv 2601.18089; Megatron's `--moe-latent-size`.
     """
 

@@ -1,5 +1,5 @@
-"""`LayoutChoice`, the description of a layer's layout that the settings, the planner and the tuner
-share.
+"""`LayoutChoice`, the description of a layer's parallel layout. It is used by the settings, the
+planner and the tuner.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ class LayoutChoice:
         piece_axis: how rows are divided into pieces: by `rows`, by `experts` or by `peers`. If
             there is only one piece, this field has no effect.
         gather_tokens: if True, every rank gathers all tokens of the group and computes the rows of
-            its own experts, without an all-to-all. The dispatcher `all_gather` works in this way.
-            In this case, the parameters are not gathered.
+            its own experts, without an all-to-all. The dispatcher `all_gather` also gathers all
+            tokens in this way. With `gather_tokens`, parameters are not gathered.
         spill: a policy from `planner.spill.POLICIES`, which selects the ranks that compute rows of
-            overloaded experts. Spilling requires the largest possible r. With this r, every row is
-            sent to all slices of its expert.
-        send: a value from `SENDS`. It determines whether a token's row is sent once per selected
-            expert, once per rank that stores selected experts, or once per node that stores
-            selected experts.
+            overloaded experts. Spilling requires the largest possible r. With the largest r, every
+            row is sent to all slices of its expert.
+        send: a value from `SENDS`. This value determines whether a token's row is sent once per
+            selected expert, once per rank that stores selected experts, or once per node that
+            stores selected experts.
     """
 
     r: int
@@ -200,11 +200,11 @@ def combinations(values: Mapping[str, Sequence[Any]], ranks: int) -> Iterator[La
 
     The mapping `values` contains a list of values for each field name.
 
-    Without an all-to-all (r = 0, gathered tokens, or a single rank), there is no exchange that
-    could overlap. Layouts without an all-to-all therefore use d = 1 and the first algorithm, and
-    rows are never spilled. Layouts that gather tokens, and layouts that spill rows, use the largest
-    possible r. Layouts that send each token once per rank or once per node cannot divide rows by
-    `experts`.
+    Layouts without an all-to-all (r = 0, gathered tokens, or a single rank) have no exchange that
+    could overlap with computation. These layouts therefore use d = 1 and the first algorithm, and
+    their rows are never spilled. Layouts that gather tokens, and layouts that spill rows, use the
+    largest possible r. Layouts that send each token once per rank or once per node cannot use the
+    piece axis `experts`.
     """
     choices: dict[LayoutChoice, None] = {}
     for row in itertools.product(*values.values()):

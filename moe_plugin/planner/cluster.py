@@ -55,16 +55,15 @@ class Device:
 
     @property
     def usable_bytes(self) -> float:
-        """Number of bytes of memory that a plan may use. This number does not include the
-        head-room.
-        """
+        """Number of bytes of memory that a plan may use. The head-room is not included."""
         return (1 - HEAD_ROOM) * self.memory_bytes
 
     def matmul_s(self, rows: float, flops: float, traffic: float = 0.0) -> float:
         """Predict the time in seconds of a matmul, including one launch, with the roofline model.
 
         Args:
-            rows: number of rows of the matmul. It determines how efficiently the device computes.
+            rows: number of rows of the matmul. The number of rows determines how efficiently the
+                device computes.
             flops: number of floating-point operations of the matmul.
             traffic: number of bytes that the matmul reads and writes. Defaults to 0.
         """

@@ -45,7 +45,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Span:
-    """The time interval in which a task ran. `start` and `end` are times in seconds."""
+    """The time interval in which a task ran. The fields `start` and `end` are times in seconds."""
 
     task: Task
     start: float
@@ -205,7 +205,8 @@ class ParmShape:
     Attributes:
         tokens: number of tokens per rank, called BL in the paper.
         model_dim: model dimension, called M in the paper.
-        rows_factor: number of rows per token. In the paper, this is the product of k and f.
+        rows_factor: number of rows per token. In the Parm paper, this number is the product of k
+            and f.
         element_bytes: number of bytes per element of a token. Defaults to 4.
         replicas: number of ranks that process the same tokens, called N_MP in the paper.
         shards: number of ranks that share an expert, called N_ESP in the paper.
@@ -286,8 +287,8 @@ def run_s(shape: ParmShape, cluster: Cluster, schedule: str, pieces: int = 1) ->
 
     The exchanges are split into `pieces` pieces, and the messages of each piece are sent
     separately. In schedule `s2`, the all-gather of a piece can overlap with the all-to-all of the
-    next piece only if the two use different links. The two exchanges use different links if the
-    cluster has several nodes and the all-gather stays within a node.
+    next piece only if the two exchanges use different links. The two exchanges use different links
+    if the cluster has several nodes and the all-gather stays within a node.
     """
     world, mp = GroupShape(cluster.ranks), GroupShape(shape.replicas)
     volume = shape.bytes_rows * shape.shards / shape.replicas
@@ -301,7 +302,7 @@ def run_s(shape: ParmShape, cluster: Cluster, schedule: str, pieces: int = 1) ->
 
 
 def choose_run(shape: ParmShape, cluster: Cluster, pieces: int = 1) -> str:
-    """Return `s1` or `s2`, whichever `run_s` predicts to be faster. If both are equally fast,
-    return `s1`.
+    """Return `s1` or `s2`, whichever `run_s` predicts to be faster. If both schedules are equally
+    fast, return `s1`.
     """
     return min(("s1", "s2"), key=lambda s: run_s(shape, cluster, s, pieces))

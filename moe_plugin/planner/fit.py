@@ -57,8 +57,8 @@ def fit(measurements: Sequence[Measurement], shape: Cluster, emulated: bool = Fa
         measurements: measured exchanges. To tell the links apart, the fit needs at least two sizes
             and several algorithms. For an emulated cluster, the fit also needs several numbers of
             nodes, because all emulated nodes share one machine.
-        shape: a cluster that defines the number of nodes, of ranks per node and of network cards in
-            the fitted cluster. The link constants of `shape` are ignored.
+        shape: a cluster with the number of nodes, of ranks per node and of network cards that the
+            fitted cluster should have. The link constants of `shape` are ignored.
         emulated: whether `host` and `wake_s` are also fitted to the measured CPU times.
 
     Raises:
@@ -82,8 +82,8 @@ def _machine(measurements: Sequence[Measurement], shape: Cluster) -> dict[str, f
     """Fit the constants `host` and `wake_s` to the measured CPU times.
 
     The linear system has an additional column for memory copies, because copies also use CPU time.
-    The coefficient of this column is discarded. Copies never overlap with the network, and `copy_s`
-    already accounts for them.
+    The coefficient for memory copies is discarded. Memory copies never overlap with the network,
+    and `copy_s` already accounts for the time of memory copies.
     """
     if any(m.machine_s is None for m in measurements):
         raise ValueError(
@@ -101,7 +101,7 @@ def _machine(measurements: Sequence[Measurement], shape: Cluster) -> dict[str, f
 def _links(measurements: Sequence[Measurement], cluster: Cluster) -> Cluster:
     """Fit the constants of the network links.
 
-    The time of a phase is `(wire ** q + machine ** q) ** (1 / q)`. It is written as
+    The time of a phase is `(wire ** q + machine ** q) ** (1 / q)`. This time is written as
     `wire * u + machine * v`, where u and v depend only weakly on the constants. Therefore the
     constants are found by repeated linear least squares. Each iteration computes u and v from the
     constants of the previous iteration. Without CPU costs, u is 1, and a single iteration gives the
@@ -120,7 +120,7 @@ def _links(measurements: Sequence[Measurement], cluster: Cluster) -> Cluster:
 
 
 def _linear(m: Measurement, cluster: Cluster, first: bool) -> tuple[np.ndarray, float]:
-    """Return the coefficients of the constants in `LINKS` in the linearized time of an exchange,
+    """For the linearized time of an exchange, return the coefficients of the constants in `LINKS`,
     and the measured time minus the CPU time.
     """
     row, rest, cluster = np.zeros(len(LINKS)), m.seconds, cluster.resized(m.nodes, m.ranks_per_node)

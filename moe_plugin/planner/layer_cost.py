@@ -164,7 +164,8 @@ class _Sizes:
 
 
 def spill_costs(shape: LayerShape, cluster: Cluster, device: Device) -> SpillCosts:
-    """Return the costs of moving rows and lending experts, for both passes together."""
+    """Return the costs of moving rows and lending experts. The costs cover both the forward and
+    backward pass."""
     link, sharing = cluster.intra, 1.0
     if cluster.nodes > 1:
         link = cluster.inter
@@ -227,7 +228,8 @@ def _sizes(shape: LayerShape, cluster: Cluster, device: Device, choice: LayoutCh
 
 @dataclass(frozen=True)
 class _Work:
-    """Computation of the experts in one pass. passes: 1 for forward, 2 for backward."""
+    """Computation of the experts in one pass. passes: factor on the time, 1 for forward and 2 for
+    backward."""
 
     shape: LayerShape
     sizes: _Sizes
@@ -253,8 +255,7 @@ def _through_experts(cluster: Cluster, work: _Work, choice: LayoutChoice, d: int
     """Return the tasks for exchanging rows and computing experts. All pieces are sent to the
     experts before the first piece is sent back.
 
-    Pieces are sent over `links[0]` and sent back over `links[1]`, in `d` groups.
-    """
+    Pieces are sent over `links[0]` and sent back over `links[1]`, in `d` groups."""
     sizes = work.sizes
     if not sizes.out:
         return [Task("experts0", COMPUTE, work.seconds(1.0), (*parameters, after), "experts")]
@@ -378,8 +379,7 @@ def layer_cost(shape: LayerShape, cluster: Cluster, device: Device, choice: Layo
     """Predict the cost of a layer that uses all ranks of `cluster`.
 
     collectives: function that returns the times of planned parameter collectives. By default, the
-    times of native collectives are used.
-    """
+    times of native collectives are used."""
     if choice.r and cluster.ranks > 1 and shape.cut(cluster.ranks) % choice.r:
         raise ValueError(
             f"r={choice.r} is not possible with {shape.experts} experts on {cluster.ranks} ranks. "

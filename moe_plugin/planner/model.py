@@ -24,8 +24,8 @@ class MeasuredNetwork:
     Attributes:
         about: properties of the ranks. A measurement can be reused on other ranks if all properties
             are the same.
-        cluster: cluster whose constants were fitted to measured all-to-alls. Its number of ranks is
-            that of the measurement.
+        cluster: cluster whose constants were fitted to measured all-to-alls. The fitted cluster has
+            the number of ranks that took part in the measurement.
     """
 
     about: dict[str, str] = field(default_factory=dict)
@@ -37,7 +37,8 @@ class Processor:
     """Compute speed of real ranks, measured while all ranks compute at the same time.
 
     Attributes:
-        about: properties that must be the same on different ranks if they reuse this measurement.
+        about: properties of the ranks. A measurement can be reused on other ranks if all properties
+            are the same.
         device: device whose constants were fitted to measured matmuls.
     """
 
@@ -74,29 +75,30 @@ class ModelShape:
 
     Attributes:
         moe_first: if True, the first of every `moe_every` layers is an MoE layer, as with
-            Megatron's `--moe-layer-freq`. If False, the last of every `moe_every` layers is an MoE
-            layer, as with fairseq's `--moe-freq`. The method `in_host` sets this field.
+            Megatron's `--moe-layer-freq`. If `moe_first` is False, the last of every `moe_every`
+            layers is an MoE layer, as with fairseq's `--moe-freq`. The method `in_host` sets this
+            field.
         sharded_optimizer: if True, the optimizer state of replicated parameters is divided equally
             among the data-parallel ranks (Megatron's `--use-distributed-optimizer`). The method
             `in_host` sets this field.
         ffn_dim: inner width of dense layers.
         hidden_dim: inner width of an expert. 0 means `ffn_dim`.
-        latent_dim: width of the rows that are sent to the experts. This is also the input and
-            output width of the experts. 0 means `model_dim`.
+        latent_dim: width of the rows that are sent to the experts. The input and output width of
+            the experts is also `latent_dim`. 0 means `model_dim`.
         sequence: number of tokens per sequence.
         global_batch: number of sequences per training step.
         groups, group_top_k: number of groups into which consecutive experts are divided, and number
             of groups from which a token may select experts. In DeepSeek's node-limited routing,
-            each group corresponds to a node. The limit then bounds the number of ranks and nodes to
-            which a token is sent. With `groups=1`, a token may select any experts.
+            each group corresponds to a node. `group_top_k` then bounds the number of ranks and
+            nodes to which a token is sent. With `groups=1`, a token may select any experts.
         capacity_factor: capacity factor of the experts, or None if no token is dropped.
         skew: number of rows on the busiest rank divided by the mean number of rows per rank. At
             least 1.
         element_bytes: number of bytes per element of weights and activations.
         state_bytes: number of bytes per parameter for the gradient and the optimizer state, not
             counting the weight itself. An fp32 gradient takes 4 bytes, an fp32 master weight 4
-            bytes, and the two Adam moments 8 bytes. With values up to 4, there is a gradient but no
-            optimizer state.
+            bytes, and the two Adam moments 8 bytes. If `state_bytes` is at most 4, there is a
+            gradient but no optimizer state.
     """
 
     layers: int
@@ -219,7 +221,7 @@ class ModelShape:
         return self.hidden_dim or self.ffn_dim
 
     def layer(self, tokens: int) -> LayerShape:
-        """Return the shape of one MoE layer if each rank processes `tokens` tokens."""
+        """Return the shape of one MoE layer in which each rank processes `tokens` tokens."""
         return LayerShape(tokens=max(1, tokens), model_dim=self.model_dim,
                           latent_dim=self.latent_dim, hidden_dim=self.expert_dim,
                           experts=self.experts,
@@ -235,7 +237,7 @@ class ModelShape:
 
 @dataclass(frozen=True, order=True, kw_only=True)
 class ModelPlan:
-    """Describes how a model is distributed over a cluster.
+    """A description of how a model is distributed over a cluster.
 
     As in Megatron, the parallel dimensions are ordered from innermost to outermost as tensor,
     expert, data, pipeline. Expert groups are folded over the tensor-parallel and data-parallel

@@ -31,8 +31,8 @@ class Space:
         algorithms: all-to-all algorithms to try.
         sends: values of `LayoutChoice.send` to try.
         micro_batches: numbers of sequences per micro-batch to try.
-        data_parallel_only: if True, tensor and pipeline parallelism are excluded. Used for host
-            frameworks that support neither.
+        data_parallel_only: if True, tensor and pipeline parallelism are excluded. This is used for
+            host frameworks that support neither tensor nor pipeline parallelism.
     """
 
     degrees: tuple[int, ...] = (1, 2, 4)
@@ -60,7 +60,7 @@ class Found:
 
 
 def outlines(model: ModelShape, cluster: Cluster, space: Space) -> Iterator[ModelPlan]:
-    """Yield all possible plans. Their layouts are placeholders.
+    """Yield all possible plans, with placeholder layouts.
 
     Tensor parallelism stays within a node, and all pipeline stages have the same number of layers.
     The size of an expert group is a multiple or a divisor of the number of experts.
@@ -163,8 +163,8 @@ def alternatives(model: ModelShape, cluster: Cluster, device: Device, best: Plan
     """For each axis, return the best plan whose value on this axis differs from the value of
     `best`.
 
-    The values on all other axes may also differ. A plan that does not fit in the device's memory is
-    returned only if no plan that differs on this axis fits.
+    The returned plan may also differ from `best` on all other axes. A plan that does not fit in the
+    device's memory is returned only if no plan that differs on this axis fits.
     """
     best_by_axis: dict[str, PlanCost] = {}
     for outline in tracked(list(outlines(model, cluster, space)), "comparing", "plan"):
@@ -186,7 +186,7 @@ def value_of(plan: ModelPlan, axis: str) -> int | str:
 
 def _rank(cost: PlanCost, device: Device) -> tuple:
     """Return a sort key for plans. Plans that fit in memory come first and are sorted by time. All
-    other plans are sorted by the memory they need.
+    other plans are sorted by the amount of memory they need.
     """
     over = cost.memory_bytes > device.usable_bytes
     return over, cost.memory_bytes if over else 0.0, _order(cost)

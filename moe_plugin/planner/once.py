@@ -1,13 +1,14 @@
-"""Predict the traffic and the time if each token is sent once per rank or once per node, and the
+"""Predict the traffic and the time of sending each token once per rank or once per node, and the
 time of ring collectives.
 
 Assume that each of a token's k choices is one of W targets, and that all targets are equally likely
 and independent. The token is then sent to `W (1 - (1 - 1/W)^k)` different targets on average
 (`expected_targets`). With `send=nodes`, a token's row is sent once to each node. On each node, the
 rank with the same local index as the sender receives the row and forwards it to other ranks of the
-node. These are the two phases of the 2DH algorithm, but with different numbers of rows. Pairs of an
-expert index and a routing weight are sent in separate exchanges. In the forward pass, the pairs are
-sent to the experts. In the backward pass, the gradients of the routing weights are sent back.
+node. These two steps are the two phases of the 2DH algorithm, but with different numbers of rows.
+Pairs of an expert index and a routing weight are sent in separate exchanges. In the forward pass,
+the pairs are sent to the experts. In the backward pass, the gradients of the routing weights are
+sent back.
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ def _two_steps_s(cluster: Cluster, group: GroupShape, piece: float) -> float:
 
     There are n nodes of p ranks. In the first step, ranks with the same local index on different
     nodes exchange data. In the second step, the ranks of each node exchange data. The network cards
-    of each node send `(n - 1) p` pieces. In a ring, they would send `n p - 1` pieces.
+    of each node send `(n - 1) p` pieces. In a ring, the network cards would send `n p - 1` pieces.
     """
     shape = group.shape(cluster)
     n, p = shape.nodes, shape.ranks_per_node
@@ -174,7 +175,7 @@ class Limits:
 class OnceRows:
     """Expected numbers of rows and of (expert, weight) pairs that are sent for one token.
 
-    These numbers include rows and pairs that stay on the token's own rank or node.
+    The numbers include rows and pairs that stay on the token's own rank or node.
 
     Attributes:
         ranks: number of ranks to which the token's row is sent.
@@ -199,8 +200,8 @@ def rows_of_token(cluster: Cluster, top_k: float, r: int = 1, limits: Limits = L
         cluster: the cluster to whose ranks and nodes the token is sent.
         top_k: number of choices per token.
         r: number of consecutive ranks to which the token is sent for each choice.
-        limits: router limits. By default, there are no restrictions.
-        visits: how many ranks and nodes tokens were sent to in a measured run. By default, all
+        limits: router limits. By default, the router has no restrictions.
+        visits: measured numbers of ranks and nodes to which a token is sent. By default, all
             experts are assumed to be equally likely.
     """
     if visits is not None:
@@ -217,7 +218,7 @@ class TokenBytes:
     """Number of bytes that a rank sends for one token in one direction.
 
     Attributes:
-        inside: number of bytes sent to ranks of the same node. With `send=nodes`, this is the
+        inside: number of bytes sent to ranks of the same node. With `send=nodes`, `inside` is the
             number of bytes that are forwarded inside a node.
         between: number of bytes sent to other nodes.
     """
@@ -238,7 +239,7 @@ def bytes_of_token(cluster: Cluster, send: str, top_k: float, row_bytes: float,
         send: how often a row is sent, one of `choice.SENDS`.
         top_k: number of choices per token.
         row_bytes: size of a row in bytes.
-        limits: router limits. By default, there are no limits.
+        limits: router limits. By default, the router has no restrictions.
     """
     rows = rows_of_token(cluster, top_k, limits=limits)
     away, apart = cluster.between, 1 - 1 / cluster.ranks

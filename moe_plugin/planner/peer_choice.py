@@ -1,8 +1,8 @@
 """The policies that SWARM uses for unequal and unreliable peers (Ryabinin et al., 2023).
 
-- `Wiring` selects the peer for the next task. It uses interleaved weighted round-robin scheduling,
-  where the weights are average throughputs. If a peer fails, its task is sent to another peer. A
-  peer that responds with an error is banned.
+- `Wiring` selects the peer for the next task. `Wiring` uses interleaved weighted round-robin
+  scheduling, where the weights are average throughputs. If a peer fails, the task of this peer is
+  sent to another peer. A peer that responds with an error is banned.
 - `butterfly_weights` computes which fraction of a vector each peer sums in an all-reduce.
 """
 
@@ -57,10 +57,10 @@ class Wiring:
     """Selects a peer for each task of one pipeline stage.
 
     For every peer, this class predicts the time at which the peer will have finished its tasks. The
-    next task is sent to the peer with the earliest predicted time. This time is then increased by
-    the size of the task divided by the throughput of the peer. For N equal tasks and n peers with
-    constant throughputs t_i, let p_i be `t_i / sum t`. The number of tasks of peer i then differs
-    from `N p_i` by at most `max(1, n p_i)`.
+    next task is sent to the peer with the earliest predicted time. The predicted time of this peer
+    is then increased by the size of the task divided by the throughput of the peer. For N equal
+    tasks and n peers with constant throughputs t_i, let p_i be `t_i / sum t`. The number of tasks
+    of peer i then differs from `N p_i` by at most `max(1, n p_i)`.
 
     Args:
         seed: seed of the random numbers that determine the order of peers with equal times.
@@ -106,8 +106,8 @@ class Wiring:
             but: peers that are excluded because they did not respond to this task in time.
 
         Raises:
-            LookupError: If there is no peer that is not excluded. The caller should announce an
-                additional peer, or wait.
+            LookupError: If all peers are excluded, or if there are no peers. The caller should
+                announce an additional peer, or wait.
         """
         passed = []
         while self._heap and self._heap[0].peer in but:
@@ -133,8 +133,8 @@ class Wiring:
     def throughput(self, peer: Hashable) -> float:
         """Return the throughput that is assumed for a peer.
 
-        Before the peer has finished its first task, this is the announced throughput. Afterwards,
-        it is the measured average.
+        Before the peer has finished its first task, the announced throughput is returned. After the
+        first task, the measured average is returned.
         """
         measured = self._throughput[peer].value
         return self._start[peer] if measured is None else measured

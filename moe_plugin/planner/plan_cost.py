@@ -3,12 +3,12 @@
 The prediction combines a roofline model, alpha-beta costs, event timelines and the 1F1B schedule.
 The time of the stage with the most MoE layers is used for all stages. With m micro-batches and pp
 stages, a step takes `m + pp - 1` times as long as the forward and backward passes of a stage (1F1B
-without interleaving). The time to reduce gradients is added to this time. In 16-bit precision, the
-activations of a dense layer take 34 bytes per token and model dimension, divided by the
-tensor-parallel size (Korthikanti et al., 2022). This number does not include attention scores, and
-assumes that nothing is recomputed. In 32-bit precision, host frameworks also store the attention
-scores, because fused attention kernels support only 16-bit precision. Logits and their gradients
-are stored in 32-bit precision.
+without interleaving). The time to reduce gradients is added to the time of the passes. In 16-bit
+precision, the activations of a dense layer take 34 bytes per token and model dimension, divided by
+the tensor-parallel size (Korthikanti et al., 2022). The 34 bytes do not include attention scores,
+and are valid if nothing is recomputed. In 32-bit precision, host frameworks also store the
+attention scores, because fused attention kernels support only 16-bit precision. Logits and their
+gradients are stored in 32-bit precision.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class PlanCost:
             memory use.
         layer: predicted cost of one MoE layer.
         activations: for each layer of the model, whether to keep or to recompute its activations.
-            Empty if all layers keep their activations.
+            `activations` is empty if all layers keep their activations.
     """
 
     plan: ModelPlan
@@ -103,7 +103,7 @@ def dense_s(model: ModelShape, device: Device, tokens: int, tp: int = 1) -> dict
     dense layers and the output head.
 
     Args:
-        model: shape of the model.
+        model: sizes of the model.
         device: processor of each rank.
         tokens: number of tokens. The tokens form complete sequences.
         tp: number of tensor-parallel ranks. Defaults to 1.
@@ -245,7 +245,7 @@ def recomputed(model: ModelShape, costs: Iterable[PlanCost], memory: float) -> l
     The returned costs list the recomputed layers in `PlanCost.activations`. The time of
     recomputation is listed as the component `RECOMPUTED`. KARMA's search selects the layers to
     recompute. The search uses the predicted times and sizes of the dense layers and MoE layers of
-    each stage, in the order in which the host framework arranges the layers (`ModelShape.in_host`).
+    each stage. The layers have the same order as in the host framework (`ModelShape.in_host`).
     Activations are not swapped.
     """
     fitting = []
@@ -282,8 +282,8 @@ def _stages(model: ModelShape, cost: PlanCost, room: int) -> list[SwapPlan]:
 
 
 def _blocks(model: ModelShape, cost: PlanCost, experts: tuple[bool, ...]) -> list[SwapBlock]:
-    """Return the layers of a stage as blocks. The activations of a block are those of all
-    micro-batches in flight.
+    """Return the layers of a stage as blocks. The activations of a block are the layer's
+    activations for all micro-batches in flight.
 
     Args:
         model: shape of the model.

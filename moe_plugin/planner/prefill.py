@@ -37,8 +37,8 @@ class Kernel:
             rows. Times between these points are interpolated linearly, and times outside these
             points are extrapolated linearly.
         launch_s: time of a kernel launch, in seconds.
-        each: if True, every expert is a separate kernel launch. If False, one launch computes all
-            experts of a piece.
+        each: if True, every expert is a separate kernel launch. If `each` is False, one launch
+            computes all experts of a piece.
     """
 
     points: tuple[tuple[int, float], ...]
@@ -104,7 +104,8 @@ class PrefillLoad:
         rows: number of rows per expert.
         row_s: time in seconds to send one row over the network in one direction.
         exchange_s: fixed time of an exchange, in seconds.
-        host_s: CPU time per piece in seconds. It is counted only if there are several pieces.
+        host_s: CPU time per piece in seconds. This time is counted only if there are several
+            pieces.
     """
 
     experts: int
@@ -151,8 +152,8 @@ def crossovers(profile: Profile, experts: int, rows: range) -> list[tuple[int, s
     """Return each number of rows per expert at which the fastest kernel changes, together with the
     names of the two kernels.
 
-    The first kernel is the fastest for fewer rows. The second kernel is the fastest from this
-    number of rows on.
+    The first kernel is the fastest below this number of rows. The second kernel is the fastest at
+    and above this number of rows.
 
     Args:
         profile: measured kernels by name.
@@ -206,12 +207,12 @@ def choices(load: PrefillLoad, profile: Profile, cut: str = "experts",
     Among equally fast choices, the choice with the fewest pieces comes first.
 
     Args:
-        load: work of the rank.
+        load: experts and rows of the rank, and times of exchanges.
         profile: measured kernels by name.
         cut: how rows are divided into pieces, "experts" or "rows".
-        pieces: numbers of pieces to try. Numbers that exceed the number of experts (or rows per
-            expert) are ignored. All pieces are assumed to be equally large, even if the experts or
-            rows cannot be divided evenly.
+        pieces: numbers of pieces to try. Numbers of pieces that exceed the number of experts (or
+            rows per expert) are ignored. All pieces are assumed to be equally large, even if the
+            experts or rows cannot be divided evenly.
 
     Raises:
         ValueError: If `cut` is unknown, or if `pieces` contains no possible number.

@@ -62,7 +62,7 @@ class ReplicaMap:
         return tuple(sorted({slot // self.slots for slot in self.physical[expert]}))
 
     def incoming(self, before: ReplicaMap) -> list[tuple[int, ...]]:
-        """For each rank, return the experts whose weights the rank must receive if the placement
+        """For each rank, return the experts whose weights the rank must receive when the placement
         changes from `before` to this placement.
         """
         def experts(placed: ReplicaMap, rank: int) -> set[int]:
@@ -83,7 +83,7 @@ def replicate(loads: Loads, slots: int, most: int | None = None) -> list[int]:
         loads: load of each expert.
         slots: total number of replicas, counting those of all experts.
         most: maximum number of replicas per expert. If `most` is given, some slots may remain
-            unused. By default, there is no limit.
+            unused. By default, the number of replicas per expert is not limited.
     """
     counts = [1] * len(loads)
     heap = [(-load, expert) for expert, load in enumerate(loads) if most is None or most > 1]
@@ -129,8 +129,8 @@ def place_replicas(loads: Loads, slots: int, ranks: int, *, nodes: int = 1,
 
     Args:
         loads: load >= 0 of each logical expert, in any unit.
-        slots: number of physical experts. Must be a multiple of `ranks`, and at least the number of
-            logical experts.
+        slots: number of physical experts. The number of slots must be a multiple of `ranks`, and at
+            least the number of logical experts.
         ranks: number of ranks.
         nodes: number of nodes. All nodes have the same number of ranks. Defaults to 1.
         groups: number of groups of consecutive experts. All experts of a group are placed on the
@@ -175,7 +175,7 @@ def host_replicas(loads: Loads, ranks: int, guests: int,
     first expert.
 
     Args:
-        loads: load >= 0 of each logical expert in any unit.
+        loads: load >= 0 of each logical expert, in any unit.
         ranks: number of ranks.
         guests: number of slots per rank for replicas of other experts.
         speeds: speed of each rank. The load of a rank is divided by the speed of the rank. By
@@ -216,7 +216,7 @@ def host_placed(loads: Loads, ranks: int, guests: int) -> ReplicaMap:
     Each pack of experts from `place_replicas` is assigned, if possible, to the rank that stores the
     largest part of the pack's load. The rank then hosts those experts of its pack that it does not
     store itself. Experts with the highest load per replica are hosted first. As a result, all rows
-    of an expert may be computed on another rank than its own.
+    of an expert may be computed on a rank that is not the expert's own rank.
     """
     local = len(loads) // ranks
     placed = place_replicas(loads, len(loads) + ranks * guests, ranks)

@@ -2,9 +2,9 @@
 
 A layout assigns to each device a box, which is a rectangular part of the tensor. The boundaries of
 all boxes in the old and the new layout divide the tensor into unique slices. A device stores each
-slice either completely or not at all. One of the devices that store a slice in the old layout sends
-it by multicast to all devices that store the slice only in the new layout. A device may belong to
-both layouts. No data is sent to a device that already stores it.
+slice either completely or not at all. To move a slice, one of the devices that store the slice in
+the old layout multicasts it to all devices that store the slice only in the new layout. A device
+may belong to both layouts. No data is sent to a device that already stores it.
 
 A slice is sent to each node only once (section 3 of the paper). If g devices of a node need a
 slice, each of these devices receives one of g equal parts. The devices then exchange these parts
@@ -37,12 +37,12 @@ Box = tuple[tuple[int, int], ...]  # (start, stop) along each axis of the tensor
 
 @dataclass(frozen=True)
 class TensorLayout:
-    """A layout of a tensor. It assigns to each device the box of the tensor that the device stores.
+    """A layout of a tensor. The layout assigns to each device the box of the tensor that the device
+    stores.
 
     Attributes:
         shape: shape of the tensor.
-        boxes: the box that each device stores. Several devices may store the same elements.
-    """
+        boxes: the box that each device stores. Several devices may store the same elements."""
 
     shape: tuple[int, ...]
     boxes: Mapping[int, Box]
@@ -66,7 +66,7 @@ class TensorLayout:
 
         Args:
             shape: shape of the tensor.
-            mesh: mapping from the name of each mesh axis to its size, slowest axis first.
+            mesh: mapping from the name of each mesh axis to its size. The slowest axis comes first.
             spec: for each dimension of the tensor, the mesh axes over which the dimension is
                 sharded. The tensor is replicated over all other mesh axes.
             devices: device indices in the order of the mesh. Defaults to 0, 1, 2 and so on.
@@ -106,8 +106,7 @@ class Slice:
         box: position of the slice in the tensor.
         senders: devices that store the slice in the old layout.
         receivers: devices that store the slice only in the new layout.
-        keepers: devices that store the slice in both layouts.
-    """
+        keepers: devices that store the slice in both layouts."""
 
     box: Box
     senders: tuple[int, ...]
@@ -158,7 +157,8 @@ def _by_box(layout: TensorLayout) -> dict[Box, list[int]]:
 
 def _cells(side: Mapping[Box, list[int]], cuts: Sequence[list[int]]
            ) -> dict[tuple[int, ...], list[int]]:
-    """Return the devices that store each slice, by the slice's index along each dimension."""
+    """Return the devices that store each slice. The keys are the slice's indices along each
+    dimension."""
     cells: dict[tuple[int, ...], list[int]] = {}
     for box, devices in side.items():
         runs = [range(bisect_left(cut, start), bisect_left(cut, stop))
@@ -201,8 +201,7 @@ def relays(slices: Sequence[Slice], nodes: Sequence[int], chunks: int = CHUNKS) 
 
     Args:
         nodes: for each device, the index of its node.
-        chunks: number of chunks into which the data is split if several nodes receive it.
-    """
+        chunks: number of chunks into which the data is split if several nodes receive it."""
     largest = sorted(range(len(slices)), key=lambda i: (-slices[i].elements, i))
     plain = _in_order(slices, nodes, chunks, [(i, None) for i in largest])
     order = best_order(slices, nodes, chunks).steps
@@ -226,7 +225,8 @@ def _in_order(slices: Sequence[Slice], nodes: Sequence[int], chunks: int,
 def hops_s(hops: Sequence[Hop], nodes: Sequence[int]) -> float:
     """Return the simulated time of all hops. The unit is the time of one element on one link.
 
-    A node sends one hop and receives one hop at a time. Transfers inside a node take no time."""
+    A node sends only one hop and receives only one hop at a time. Transfers inside a node take no
+    time."""
     tasks: list[Task] = []
     last: dict[tuple[int, tuple[int, int], int], str] = {}  # hop that brought a part to a device
     for number, hop in enumerate(hops):
@@ -251,8 +251,7 @@ class SliceOrder:
 
     Attributes:
         steps: pairs (slice, sending node), in the order of sending, of slices that leave a node.
-        seconds: arrival time of the last slice. The unit is the time of one element on one link.
-    """
+        seconds: arrival time of the last slice. The unit is the time of one element on one link."""
 
     steps: tuple[tuple[int, int], ...]
     seconds: float
@@ -296,7 +295,8 @@ def best_order(slices: Sequence[Slice], nodes: Sequence[int], chunks: int = CHUN
 
 
 def _add(task: _Crossing, sender: int, free: dict[str, float]) -> tuple[dict[str, float], float]:
-    """Return the times at which nodes are free after sending a slice, and the arrival time."""
+    """Return the times at which nodes are free after sending a slice, and the slice's arrival time.
+    """
     ports = [f"out {sender}", *(f"in {node}" for node in task.receivers)]
     end = max(free.get(port, 0.0) for port in ports) + task.seconds
     return {**free, **dict.fromkeys(ports, end)}, end
@@ -354,7 +354,7 @@ def _depth_first(tasks: Sequence[_Crossing], best: SliceOrder) -> SliceOrder:
 def _of_a_slice(index: int, each: Slice, nodes: Sequence[int], chunks: int,
                 load: dict[int, int], home: int | None = None) -> list[Hop]:
     """Return the hops that send one slice. home: the node whose devices send the slice to other
-    nodes. None if any node that stores the slice may send it."""
+    nodes. If `home` is None, any node that stores the slice may send it."""
     near: dict[int, list[int]] = {}
     for device in each.receivers:
         near.setdefault(nodes[device], []).append(device)
@@ -376,7 +376,7 @@ def _of_a_slice(index: int, each: Slice, nodes: Sequence[int], chunks: int,
 
 def _chain(index: int, run: tuple[int, int], chunk: int, sender: int, lane: int,
            by_node: Sequence[Sequence[int]]) -> list[Hop]:
-    """Return the hops of one chunk along the nodes, including exchanges within each node."""
+    """Return the hops that send one chunk along the nodes, including exchanges within each node."""
     hops = []
     for depth, devices in enumerate(by_node):
         entry = devices[lane % len(devices)]

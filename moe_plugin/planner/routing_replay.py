@@ -1,11 +1,11 @@
 """Replay a routing trace in the planner's simulation to choose a policy for overloaded experts.
 
-This choice can be made before a cluster is rented. The trace contains the loads of all experts in
+The policy can be chosen before a cluster is rented. The trace contains the loads of all experts in
 each forward call of a layer. From these loads, the load of the busiest rank is computed for each
 policy of `parallel.spill`. The predicted time of the busiest rank includes matmuls, sent rows and
-lent weights, in the forward and backward passes (`planner.spill.SpillCosts`). This time is compared
-with the time under forced balance. Forced balance means that every rank sends the same number of
-rows to every expert.
+lent weights, in the forward and backward passes (`planner.spill.SpillCosts`). The predicted time is
+compared with the time under forced balance. Forced balance means that every rank sends the same
+number of rows to every expert.
 """
 
 from __future__ import annotations
@@ -71,13 +71,14 @@ class PolicyTimes:
 
     @property
     def worst(self) -> float:
-        """The lowest throughput of any call, divided by the throughput of the same call under
+        """The lowest throughput of any call, relative to the throughput of the same call under
         forced balance.
         """
         return min(one.balanced / one.seconds for one in self.calls)
 
     def share(self, third: int | None = None) -> float | None:
-        """Return the throughput of all calls, divided by their throughput under forced balance.
+        """Return the total throughput of all calls, relative to their throughput under forced
+        balance.
 
         Return None if there are no calls.
 
@@ -131,7 +132,7 @@ def check_fits(traces: Sequence[Mapping[Any, Any]], experts: int, ranks: int) ->
 def resplit(of_ranks: Sequence[Any], ranks: int) -> list[Sequence[Any]]:
     """Distribute the choices of a call, [T, K] for each rank, over a different number of ranks.
 
-    Returns: For each new rank, the tensors of choices that it receives.
+    Returns: For each new rank, the choices that the rank receives, as a list of tensors.
     """
     if ranks >= len(of_ranks):
         return [[part] for ids_TK in of_ranks
@@ -212,16 +213,16 @@ def replay(traces: Sequence[Mapping[Any, Any]], model: ModelShape, cluster: Clus
     """Predict the times of all calls in the traces for each policy (see `simulate`).
 
     Args:
-        traces: routing traces of each rank; see `observe.traces.read_trace`.
+        traces: routing trace of each rank (see `observe.traces.read_trace`).
         model: sizes of the model that was traced.
         cluster: the cluster for which the policies are compared.
         device: processor of each rank.
-        guests: maximum number of experts that a rank may borrow.
-        replan: number of steps between placements of the policy `standing`.
-        ranks: number of ranks that share the experts. Defaults to the number of ranks in the trace,
-            all on one node.
-        tokens: number of tokens per rank. The loads in the trace are scaled to this number.
-            Defaults to the number of tokens in the trace.
+        guests: maximum number of experts that a rank may borrow at the same time.
+        replan: number of training steps between two placements of the policy `standing`.
+        ranks: number of ranks over which the experts are distributed. Defaults to the number of
+            ranks in the trace, all on one node.
+        tokens: number of tokens per rank. The loads in the trace are scaled to this number of
+            tokens. Defaults to the number of tokens in the trace.
     """
     calls = calls_of(traces, model.experts, ranks)
     every = [call for steps in calls.values() for step in steps for call in step]

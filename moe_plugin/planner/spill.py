@@ -2,11 +2,11 @@
 2601.17111).
 
 In LLEP, the least loaded ranks compute the rows that exceed another rank's share. For one call, the
-rank that owns an expert lends the expert's weights to these ranks. In FasterMoE's shadowing, every
-rank borrows the experts with a high load and computes its own rows of these experts. Both LLEP and
-shadowing create a table that contains, for every lent expert, the number of rows that each rank
-computes. The outputs and gradients do not depend on this table. Rows of a lent expert that are
-already on a borrowing rank stay there.
+rank that owns an expert lends the expert's weights to the least loaded ranks. In FasterMoE's
+shadowing, every rank borrows the experts with a high load and computes its own rows of these
+experts. Both LLEP and shadowing create a table that contains, for every lent expert, the number of
+rows that each rank computes. The outputs and gradients of the layer do not depend on this table. A
+borrowing rank computes its own rows of a lent expert without sending them.
 
 If there are h borrowers, the owner divides the weights into h equal parts and sends a different
 part to each borrower. The borrowers then exchange their parts. As a result, the owner sends the
@@ -154,7 +154,7 @@ class Spread:
 
     Attributes:
         rows: number of rows that the busiest rank computes. If ranks have different speeds, the
-            number is divided by the speed of the rank.
+            number of rows is divided by the speed of the rank.
         travel: maximum number of rows that any rank sends or receives in one exchange.
         lending: maximum amount of expert weights that any rank sends or receives in one direction,
             including exchanges among borrowers. The unit is the weights of one expert.
@@ -251,8 +251,8 @@ class SpillCosts:
 
     Attributes:
         row_s: time in seconds of the matmuls for one row.
-        travel_s: time in seconds for one row to enter or leave a rank. It includes the way to the
-            expert, the way back, and the row's gradient.
+        travel_s: time in seconds for one row to enter or leave a rank. This time includes the way
+            to the expert, the way back, and the row's gradient.
         lend_s: time in seconds to send the weights of one expert and to return their gradient.
         fixed_s: fixed time in seconds of the additional exchanges in a call that lends at least one
             expert.

@@ -1,14 +1,15 @@
 """Replicas of experts with a high load. The replicas stay in place for several training steps.
 
 Each replica computes a fraction of the rows of its expert. Every n steps, the expert loads of the
-last n steps determine which ranks store replicas of which experts. Three placements are compared,
-and the best one is used. The first placement is EPLB with experts that remain on their own rank
-(`replicas.host_replicas`). The second is EPLB with experts that may move to any rank
-(`replicas.host_placed`). The third consists of the experts that `least_loaded` would lend
-(`spill.plan_spill`). Each rank that stores an expert computes a fraction of the expert's rows.
-SWARM's interleaved weighted round-robin scheduling (`peer_choice.Wiring`) computes these fractions
-from the throughputs of the ranks. If several ranks are equally loaded, the rank with the lowest
-index is chosen. This differs from `Wiring`. Until the next placement, the rows of every call are
+last n steps determine which ranks store replicas, and of which experts. Three placements are
+compared, and the best placement is used. The first placement is EPLB with experts that remain on
+their own rank (`replicas.host_replicas`). The second placement is EPLB with experts that may move
+to any rank (`replicas.host_placed`). The third placement consists of the experts that
+`least_loaded` would lend (`spill.plan_spill`). Each rank that stores an expert computes a fraction
+of the expert's rows. These fractions are computed from the throughputs of the ranks by SWARM's
+interleaved weighted round-robin scheduling (`peer_choice.Wiring`). If several ranks are equally
+loaded, the rank with the lowest index is chosen. `Wiring` instead chooses a random rank in this
+case. Until the next placement, the rows of every call are
 divided according to these fractions. A call is executed like any other plan of `spill`: owners send
 their weights to the replicas and receive the gradients of these weights.
 """
@@ -42,7 +43,7 @@ def wired_shares(loads: Loads, placed: ReplicaMap, speeds: Sequence[float]) -> S
     predicted to be idle first, among the ranks that store the expert. Experts that are stored on a
     single rank are assigned first. Replicated experts are then assigned in the order of decreasing
     load, so that small loads fill the remaining gaps. Replicas with the smallest loads are removed
-    as long as the time of the busiest rank increases by at most the fraction `SLACK`. These
+    as long as the time of the busiest rank increases by at most the fraction `SLACK`. The removed
     replicas would save less time than it takes to send their weights.
 
     Args:
@@ -202,8 +203,8 @@ class StandingReplicas:
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Load a state that was returned by `state`, possibly in an earlier run.
 
-        If the state is from a different number of ranks, it is ignored, and placement starts from
-        the beginning.
+        If the state is from a run with a different number of ranks, the state is ignored, and
+        placement starts from the beginning.
         """
         if state.get("ranks") != self.ranks:
             return

@@ -6,10 +6,10 @@ background noise on the machine affects all candidates equally. Two candidates a
 ratios of their times in the same round. The difference between two candidates is the median of
 these ratios. The spread of the comparison is the range of the ratios without outliers. At each end,
 up to a third of the ratios count as outliers. The smallest times of the two candidates are also
-compared. Of both comparisons, the comparison with the smaller spread is used. The current choice is
-replaced only if a candidate saves more time than the spread. If candidates cannot be distinguished,
-more rounds follow, up to a maximum number of rounds. Candidates that are much slower are excluded
-from further rounds.
+compared. The comparison with the smaller spread is used. The current choice is replaced only if a
+candidate saves more time than the spread. If candidates cannot be distinguished, more rounds
+follow, up to a maximum number of rounds. Candidates that are much slower are excluded from further
+rounds.
 
 From time to time, another round checks whether the choice is still the fastest candidate
 (`Checks`). Other values, such as times for a planner, are measured in several steps until the steps
@@ -38,7 +38,8 @@ class PairedComparison(NamedTuple):
     """The difference between two candidates: the logarithm of the ratio of their times.
 
     Attributes:
-        middle: logarithm of the ratio of times. It is negative if the first candidate is faster.
+        middle: logarithm of the ratio of times. The logarithm is negative if the first candidate is
+            faster.
         spread: uncertainty of `middle`. The uncertainty is either half of the range of the
             logarithms without outliers, or the sum of the logarithmic differences between the
             smallest and second smallest time of each candidate. With few rounds, the uncertainty is
@@ -92,7 +93,7 @@ class ContestRules:
         most: a decision is based on at most this number of recent rounds.
         gain: fraction of the current choice's time that a candidate must save to replace it.
         behind: a candidate is excluded if it took more than this multiple of the fastest
-            candidate's time in every round. At least two rounds are required.
+            candidate's time in every round. A candidate is excluded only after at least two rounds.
         ordered: whether a candidate must save `gain` compared with every earlier candidate.
         smallest: whether comparisons may use the smallest times of candidates. The smallest times
             are misleading if a candidate is fast only occasionally.
@@ -113,8 +114,8 @@ class Decision(NamedTuple, Generic[Choice]):
     Attributes:
         choice: the candidate that should be used.
         sure: True if it is known for every candidate whether the candidate saves enough time. If
-            False, the choice is the best candidate that certainly saves enough time, or the current
-            candidate if there is none.
+            `sure` is False, the choice is the best candidate that certainly saves enough time, or
+            the current candidate.
         open: candidates that could be distinguished by more rounds.
     """
 
@@ -124,7 +125,8 @@ class Decision(NamedTuple, Generic[Choice]):
 
 
 class Contest(Generic[Choice]):
-    """A contest between candidates. It consists of the rounds of measurements for one decision.
+    """A contest between candidates. A contest consists of the rounds of measurements for one
+    decision.
 
     Args:
         choices: the candidates. The preferred candidate comes first.
@@ -194,7 +196,8 @@ class Contest(Generic[Choice]):
         self._round, self._first, self._idle = {}, {}, 0
 
     def next(self) -> Choice:
-        """Return the next candidate to try. The caller must then report its time with `add`."""
+        """Return the next candidate to try. The caller must then report the candidate's time with
+        `add`."""
         choice = self._queue.popleft()
         self._awaited.append(choice)
         self._idle = 0
@@ -257,8 +260,8 @@ class Contest(Generic[Choice]):
     def base(self) -> Choice:
         """Return the candidate with which new candidates are compared.
 
-        This is the current candidate. If the current candidate was excluded or has no time, it is
-        the first candidate that has a time.
+        By default, the current candidate is returned. If the current candidate was excluded or has
+        no time, the first candidate with a time is returned.
         """
         timed = [c for c in self.alive() if any(c in times for times in self.rounds)]
         return self.current if self.current in timed or not timed else timed[0]
@@ -298,8 +301,7 @@ class Contest(Generic[Choice]):
         """Exclude candidates that are already known to be much slower.
 
         Args:
-            factors: for each candidate, its time divided by the time of the fastest candidate.
-        """
+            factors: for each candidate, its time divided by the time of the fastest candidate."""
         for choice in self._factors.keys() & factors.keys():
             self.behind.add(choice)
             self._factors[choice] = [factors[choice]]
@@ -337,8 +339,7 @@ class Checks:
 
     Attributes:
         calls: number of calls since the last check.
-        interval: number of calls between two checks.
-    """
+        interval: number of calls between two checks."""
 
     calls: int = 0
     interval: int = FIRST_CHECK
@@ -365,8 +366,7 @@ class Steady:
     Attributes:
         within: maximum relative difference between two sums that are considered equal.
         least, most: minimum and maximum number of steps.
-        steps: the values that were measured in each step.
-    """
+        steps: the values that were measured in each step."""
 
     within: float = 0.1
     least: int = 2
@@ -392,7 +392,8 @@ class Steady:
         return {key: min(step[key] for step in self.steps if key in step) for key in keys}
 
     def contradicts(self, numbers: Mapping[Hashable, float]) -> bool:
-        """Return whether a later step was so fast that the earlier steps must be too slow."""
+        """Return whether a later step was so fast that the earlier steps must have been disturbed.
+        """
         known = self.best()
         known_s = sum(known[key] for key in numbers if key in known)
         return sum(numbers[key] for key in numbers if key in known) < BUSY * known_s

@@ -24,10 +24,10 @@ class Assignment:
         name: name of the assignment.
         files: for each worker, its files in ascending order.
         classes: number of consecutive workers that form a class. Workers of the same class have no
-            file in common. They are interchangeable: a renaming of the files can map any worker to
-            the first worker of its class. In addition, while the workers of one class stay fixed,
-            any worker of another class can be mapped to the first worker of that class. 1 means
-            that no symmetry is known.
+            file in common. The workers of a class are interchangeable: a renaming of the files can
+            map any worker to the first worker of its class. In addition, while the workers of one
+            class stay fixed, any worker of another class can be mapped to the first worker of that
+            class. If `classes` is 1, no symmetry is known.
     """
 
     name: str
@@ -78,7 +78,8 @@ def mols(load: int, copies: int) -> Assignment:
 
     Args:
         load: number l of files per worker. Must be prime.
-        copies: number r of workers per file. Must be odd and at most l - 1.
+        copies: number r of workers per file. The number of workers per file must be odd and at most
+            l - 1.
 
     Raises:
         ValueError: If the value of `load` or `copies` is not allowed.
@@ -101,9 +102,9 @@ def ramanujan(prime: int, columns: int) -> Assignment:
     l = m and r = s.
 
     Args:
-        prime: length s of the cycle. Must be a prime number.
-        columns: the number m. Must be either an odd number less than s, or a multiple of s if s is
-            odd.
+        prime: length s of the cycle. The cycle length must be a prime number.
+        columns: the number m. The number m must be either an odd number less than s, or a multiple
+            of s if s is odd.
 
     Raises:
         ValueError: If the value of `prime` or `columns` is not allowed.
@@ -181,14 +182,14 @@ def _check_odd(copies: int) -> None:
 
 
 class _Worst:
-    """An exhaustive search that computes all c(q) up to a maximum q. The attribute `best` contains
-    c(q) for each q.
+    """An exhaustive search that computes c(q) for all q up to a maximum. The attribute `best`
+    contains c(q) for each q.
 
     The search extends sets of workers in ascending order. The votes of a set are stored in a single
     integer that has one digit per file. Two rules make the search shorter. First, a set is not
     extended if the remaining workers cannot distort more files than the best known set. Second,
     only the first worker of each class is tried as the lowest worker of a set, because the workers
-    of a class are interchangeable. It would be wrong to try only worker 0, because classes are not
+    of a class are interchangeable. Trying only worker 0 would be wrong, because classes are not
     always interchangeable.
     """
 
@@ -239,10 +240,10 @@ class _Worst:
     def _hopeful(self, votes: int, spoiled: int, size: int, within: Sequence[int]) -> bool:
         """Return whether an extension of the set may distort more files than the best known set.
 
-        If n workers are added to the set, they contribute n l additional votes. If a file needs v
-        more votes to be distorted, it uses v of these additional votes, provided that at least v
-        later workers compute the file. Files that need the fewest additional votes are counted
-        first.
+        If n workers are added to the set, the new workers contribute n l additional votes. A file
+        that needs v more votes to be distorted uses v of the additional votes, provided that at
+        least v later workers compute the file. Files that need the fewest additional votes are
+        counted first.
         """
         lacking = [0] * (self.need + 1)
         ones, below = self.high >> (self.bits - 1), (votes + self.offset) & self.high

@@ -44,7 +44,7 @@ class DamagedFile(ValueError):
 
 
 class _SummingStream:
-    """A stream that passes all bytes to a target stream and computes their checksum.
+    """A stream that passes all bytes to a target stream and computes the checksum of these bytes.
 
     This stream also stores the error of a failed write, because torch's writer raises a different
     error instead.
@@ -110,7 +110,7 @@ def seal(path: str | os.PathLike[str], crc: int | None = None) -> None:
     """Add the checksum to a file whose data is complete.
 
     If the file is a safetensors file that was created with `METADATA`, the checksum is written to
-    its header. For all other files, the checksum is appended as a trailer.
+    the file's header. For all other files, the checksum is appended as a trailer.
 
     Args:
         path: path of the file.
@@ -144,7 +144,8 @@ def crc_of(path: str | os.PathLike[str], size: int | None = None, digits: int | 
         path: path of the file.
         size: optional. Number of bytes to include, from the start of the file. By default, the
             whole file is included.
-        digits: optional. Position of a checksum within the file. Its digits are counted as zeros.
+        digits: optional. Position of a checksum within the file. The digits of this checksum are
+            counted as zeros.
     """
     size = os.path.getsize(path) if size is None else size
     with open(path, "rb", buffering=0) as stream:
@@ -251,8 +252,7 @@ class FirstRead:
         """Verify the file if it has not been verified yet.
 
         Raises:
-            DamagedFile: If the file is sealed and its content differs from the content that was
-                written.
+            DamagedFile: If the file is sealed, but its data does not match the checksum.
         """
         if self._done or self._path in _CHECKED:
             return

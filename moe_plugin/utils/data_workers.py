@@ -35,7 +35,7 @@ def report_lost_batches() -> None:
 
 
 class _LostBatch(ExceptionWrapper):
-    """The reason why a batch could not be sent. It is sent in place of the batch."""
+    """The reason why a batch could not be sent. This object is sent in place of the batch."""
 
     def __init__(self, error: Exception) -> None:
         self.text = _message("could not pass on a batch", error)

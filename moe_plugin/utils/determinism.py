@@ -1,6 +1,7 @@
 """Deterministic mode: runs with the same seed, settings and ranks have identical results.
 
-Results are bitwise identical. On GPUs, this requires GPUs of the same model. In this mode, the
+Results are bitwise identical. On GPUs, results are bitwise identical only if the GPUs are of the
+same model. In this mode, the
 layout must not be chosen by measured times, so `parallel: auto` is not allowed. This mode also
 requires torch's strict mode, in which operators without a deterministic implementation raise an
 error. The tile sizes of Triton kernels are chosen by a fixed rule instead of by measurements.
@@ -82,8 +83,8 @@ class RecordedChoice:
         return cls(value, tuple(move for move in moves if not _equal(move[1], move[2])))
 
     def move_generators(self) -> None:
-        """If the random generators have been reset to their states before the choice, as by loading
-        a checkpoint, move them to their states after the choice.
+        """Suppose the random generators have been reset to their states before the choice, for
+        example by loading a checkpoint. Then move the generators to their states after the choice.
         """
         for generator, before, after in self.moves:
             if _equal(generator.get_state(), before):

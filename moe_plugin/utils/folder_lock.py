@@ -1,9 +1,9 @@
 """Locks that prevent two runs from writing to the same folder or log at the same time.
 
-A lock is a small file that is created with `O_EXCL`. `O_EXCL` is used because network file systems
-support it, while many of them do not support `flock`. The lock file contains the host and the
-process id of the run, and the time at which the run acquired the lock. If a run is killed, its lock
-file remains. The next run on the same host asks the operating system whether the killed run's
+A lock is a small file that is created with `O_EXCL`. The lock uses `O_EXCL` because network file
+systems support it, while many of them do not support `flock`. The lock file contains the host and
+the process id of the run, and the time at which the run acquired the lock. If a run is killed, its
+lock file remains. The next run on the same host asks the operating system whether the killed run's
 process still exists. The next run on a different host checks the modification time of the lock
 file, which a thread of a live run updates regularly.
 """
@@ -42,11 +42,11 @@ class Holder:
 
     Attributes:
         host: name of the machine.
-        machine: identifier of the machine's boot and of its process table (see `_machine`). Empty
-            if it is unknown.
+        machine: identifier of the machine's boot and of its process table (see `_machine`).
+            `machine` is empty if the identifier is unknown.
         process: process id.
-        begun: start time of the process, in clock ticks since the boot. It shows whether a process
-            id has been reused.
+        begun: start time of the process, in clock ticks since the boot. The start time shows
+            whether a process id has been reused.
         since: UTC time at which the lock was acquired.
         job: identifier of the job that the launcher started, or an empty string.
         token: random string that identifies the lock.

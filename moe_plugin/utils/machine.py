@@ -78,8 +78,8 @@ def capturing(device: torch.device) -> bool:
 
 
 def inside_backward() -> bool:
-    """Return whether this code runs inside a backward pass, which means that it recomputes a
-    forward pass.
+    """Return whether this code runs inside a backward pass. If so, the code recomputes a forward
+    pass.
     """
     # The autograd engine sets this id during a backward pass; it is -1 outside (torch >= 2.0).
     return torch._C._current_graph_task_id() != -1
@@ -183,8 +183,8 @@ def memory_bytes(device: torch.device) -> int | None:
 def cache_home() -> Path:
     """Return the path of the folder for all data that this package keeps between runs.
 
-    The folder is called `moe-plugin`. It is located in `XDG_CACHE_HOME` if this variable contains
-    an absolute path, and in `~/.cache` otherwise.
+    The folder is called `moe-plugin`. The folder is located in `XDG_CACHE_HOME` if this variable
+    contains an absolute path, and in `~/.cache` otherwise.
     """
     named = os.environ.get("XDG_CACHE_HOME", "")
     return (Path(named) if os.path.isabs(named) else Path.home() / ".cache") / "moe-plugin"
@@ -194,10 +194,10 @@ def user_cache(purpose: str, folder: Path | None = None) -> Path:
     """Return the folder for all caches that are kept between runs. If the folder does not exist, it
     is created.
 
-    The folder belongs to the current user, and no other user can write to it. This is important
-    because compiled programs in the folder are executed. If the folder cannot be created, a folder
-    inside the folder for temporary files is used instead. If other users can write to the folder, a
-    new folder is used instead. The new folder is deleted when the process ends.
+    The folder belongs to the current user. No other user may write to the folder, because compiled
+    programs in the folder are executed. If the folder cannot be created, a folder inside the folder
+    for temporary files is used instead. If other users can write to the folder, a new folder is
+    used instead. The new folder is deleted when the process ends.
 
     Args:
         purpose: description, for error messages, of what is not possible without the folder.

@@ -105,8 +105,8 @@ def aligned(rows: Sequence[Sequence[str]]) -> str:
 
 
 def similar_names(name: str, known: Iterable[str]) -> list[str]:
-    """Return known names that the user may have meant instead of an unknown name. These are names
-    with similar spelling, and longer names that start with the unknown name.
+    """Return known names that the user may have meant instead of an unknown name. Possible names
+    are names with similar spelling, and longer names that start with the unknown name.
     """
     known = list(known)
     near = difflib.get_close_matches(name, known, 2, 0.8)
@@ -180,7 +180,7 @@ class Parser(argparse.ArgumentParser):
 
     def remedies(self, message: str) -> list[str]:
         """For an error message, return suggestions of known flags or choices that are similar to
-        those given.
+        the unknown flags or choices.
         """
         known = self.flags()
         wrong = {name: similar_names(name, known) for name in self.unknown()}
@@ -201,7 +201,7 @@ class Parser(argparse.ArgumentParser):
 
         Only the first rank on each node prints the message. On a node, a launcher starts all ranks
         with the same arguments. On different nodes, the arguments may differ. All other ranks wait.
-        When the first rank has exited, the launcher terminates them.
+        When the first rank has exited, the launcher terminates all other ranks.
         """
         if os.environ.get("LOCAL_RANK", "0") != "0":
             time.sleep(_WAIT_S)
@@ -213,8 +213,8 @@ class Parser(argparse.ArgumentParser):
 
 
 class _Silent:
-    """A progress bar that does not print anything. It has the same methods as tqdm, as far as this
-    package uses them.
+    """A progress bar that does not print anything. The class has the same methods as tqdm, as far
+    as this package uses them.
     """
 
     def update(self, *_: object) -> None:

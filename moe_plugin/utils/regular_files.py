@@ -35,12 +35,12 @@ def _kind(path: _Path, follow: bool) -> str:
 
 
 def check_input(path: _Path, what: str = "", remedy: str = "give a file") -> None:
-    """Raise a `ValueError` if `path` is not a regular file. Opening a pipe, for example, would wait
+    """Raise a `ValueError` if `path` is not a regular file. For example, opening a pipe would wait
     forever.
 
     Args:
-        path: path of the file. If the file is missing, this function does not raise an error. The
-            error is raised when the file is opened.
+        path: path of the file. If the file is missing, this function does not raise an error.
+            Instead, an error is raised when the file is opened.
         what: description of the file, for the error message.
         remedy: what the user can do, for the error message.
     """
@@ -51,7 +51,8 @@ def check_input(path: _Path, what: str = "", remedy: str = "give a file") -> Non
 
 
 def check_output(path: _Path) -> Path:
-    """Return the path if `write_regular` can write to it. Otherwise raise a `ValueError`.
+    """Return the path if `write_regular` can write to it. If `write_regular` cannot write to the
+    path, raise a `ValueError`.
 
     Commands that run for a long time should call this function before they start.
     """
@@ -139,8 +140,8 @@ def write_whole(path: Path, content: str | Callable[[BinaryIO], Any]) -> None:
 def move_into_place(scratch: Path, target: Path, keep_old: bool = False) -> None:
     """Rename a complete folder to its final name.
 
-    If the process is killed, either the old folder or the new folder is still complete. In this
-    case, the old folder may have the name `NAME.old`.
+    If the process is killed, either the old folder or the new folder is still complete. If the
+    process is killed, the old folder may have the name `NAME.old`.
 
     Args:
         scratch: path of the complete new folder.
@@ -172,7 +173,7 @@ def output_folder(path: _Path, names: Iterable[str]) -> Path:
     """Create a folder if it does not exist, and check that files with the given names can be
     written to the folder.
 
-    Call this function in commands that run for a long time before they write.
+    Commands that run for a long time should call this function before they start.
 
     Raises:
         ValueError: If the folder or one of the files is not writable.

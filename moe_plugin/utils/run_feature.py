@@ -1,5 +1,5 @@
-"""The interface of run features. It consists of methods that are called before, during and after
-each training step, and of the data that is passed to these methods.
+"""The interface of run features. The interface consists of methods that are called before, during
+and after each training step, and of the data that is passed to these methods.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class StepInput:
         number: index of the training step, counted from 1.
         batch: function that returns this rank's first micro-batch in a form that can be pickled.
             None if the host framework does not provide batches.
-        loss_of: function that computes the loss of a batch that `batch` has returned. It runs the
-            forward pass of the model.
+        loss_of: function that computes the loss of a batch that `batch` has returned. The function
+            runs the forward pass of the model.
         total: number of training steps in the run, or None if it is unknown.
     """
 
@@ -52,14 +52,14 @@ class StepGradients:
     """The gradients of a training step, before the optimizer uses them.
 
     Attributes:
-        number: index of the step, counted from 1.
+        number: index of the training step, counted from 1.
         tensors: function that returns all gradients of this rank. For parameters without a
             gradient, the list contains None.
         finite: collective function that returns whether the gradients and the loss are finite. The
             function returns the same value on all ranks.
         scale_falls: function that returns whether the loss scale is reduced if gradients or the
-            loss are not finite. If so, a step that is not finite is expected and does not indicate
-            a failure.
+            loss are not finite. If the loss scale is reduced, a step that is not finite is expected
+            and does not indicate a failure.
         bad: whether this rank already knows that the step must be skipped.
     """
 
@@ -76,8 +76,8 @@ class StepFacts:
 
     Attributes:
         number: number of completed training steps, including this step.
-        made: True if the step counts as a step of the run. If False, the next step has the same
-            number.
+        made: True if the step counts as a step of the run. If `made` is False, the next step has
+            the same number.
         skipped: True if the parameters were not changed because a gradient or the loss was not
             finite.
         tokens: number of tokens in the step, summed over all ranks. None or 0 if the host framework
@@ -101,16 +101,17 @@ class StepFacts:
 
 
 class RunFeature:
-    """Base class of the features of a run. Its methods are called before, during and after each
-    training step. Each method does nothing unless a subclass overrides it.
+    """Base class of the features of a run. The methods of a feature are called before, during and
+    after each training step. Each method does nothing unless a subclass overrides it.
 
     All ranks call all methods in the same order, so every method may use collectives.
 
     Attributes:
-        reduces: whether the feature reduces the gradients itself. If True, the host framework must
-            not reduce the gradients.
-        replaced: whether the state of another run was loaded in the last step. If True, the loss of
-            that step was computed with older weights, and the next samples are different.
+        reduces: whether the feature reduces the gradients itself. If `reduces` is True, the host
+            framework must not reduce the gradients.
+        replaced: whether the state of another run was loaded in the last step. If `replaced` is
+            True, the loss of that step was computed with older weights, and the next samples are
+            different.
     """
 
     reduces = False
@@ -126,8 +127,8 @@ class RunFeature:
         return nullcontext()
 
     def batches(self, own: list[Any]) -> list[Any]:
-        """Return the micro-batches that this rank computes in the training step. By default, these
-        are the rank's own micro-batches.
+        """Return the micro-batches that this rank computes in the training step. By default, the
+        rank's own micro-batches are returned.
         """
         return own
 

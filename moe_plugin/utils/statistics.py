@@ -34,7 +34,7 @@ class Chart:
     """A chart in the report.
 
     Attributes:
-        id: name of the chart. Must be unique in the report.
+        id: name of the chart. The name must be unique in the report.
         title: the title of the chart.
         about: one sentence that explains the chart.
         section: the heading of the section that contains the chart. A heading that does not exist
@@ -66,11 +66,12 @@ class Statistic:
     Attributes:
         name: key of the statistic in records.
         meaning: description of the statistic in docs/observability.md.
-        reduce: how the statistic is reduced over calls and ranks. One of the keys of `REDUCTIONS`.
+        reduce: how the statistic is reduced over calls and ranks. Must be one of the keys of
+            `REDUCTIONS`.
         measure: a function that receives a `RoutedCall` and is called by the layer in each call.
             The function returns a number, or a scalar tensor on the layer's device. The returned
-            value is stored in `LayerStats.more`. Not required if `of_call` computes the statistic
-            from other attributes of `LayerStats`.
+            value is stored in `LayerStats.more`. `measure` is not required if `of_call` computes
+            the statistic from other attributes of `LayerStats`.
         of_call: a function that receives the `LayerStats` of one call and returns the value for
             this call, or None. The value is a number, a tensor, a name or a list. By default, the
             value returned by `measure` is used.
@@ -80,8 +81,8 @@ class Statistic:
         derive: for the reduction `derived`, a function that computes the statistic from earlier
             fields of the record.
         on_device: whether the values are tensors.
-        shared: whether all ranks with the same tokens measure the same value. If True, this value
-            is counted only once.
+        shared: whether all ranks with the same tokens measure the same value. If `shared` is True,
+            this value is counted only once.
         by_name: whether the value of a call is a dict of numbers. Each key of the dict is reduced
             separately.
         names: if `by_name` is True, the keys that the dict of every call contains.

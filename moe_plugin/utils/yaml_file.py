@@ -34,8 +34,8 @@ def read_yaml(path: str | Path, what: str = "config file",
               remedy: str = "see configs/ for examples", kind: type = dict) -> Any:
     """Read a mapping or a list from a YAML file. An empty file is read as an empty mapping.
 
-    `1e-3` is read as a number, and dates are read as strings. Interpolations `${...}` are not
-    allowed, because values must not come from outside the file.
+    The text `1e-3` is read as a number, and dates are read as strings. Interpolations `${...}` are
+    not allowed, because values must not come from outside the file.
 
     Args:
         path: path of the file (see `bundled`).

@@ -7,14 +7,14 @@ card sends the messages of s = P / min(nics, P) ranks. The module of each algori
 formula. A formula gives the time per rank, or the time per network card if the card takes longer.
 For each phase, the constant `phase_s` is added. For s = 1 and phase_s = 0, the formulas of `linear`
 and `2dh` are identical to those of the Tutel paper (m = P, n = W). If nodes have different sizes,
-the predicted time is that of the busiest rank, network card or leader.
+the busiest rank, network card or leader determines the predicted time.
 
 If a single machine emulates the cluster, each phase also costs CPU time. The CPU time is
 `wake_s * k^(2/3)` for each rank that sends and receives k messages, plus the costs in `host` for
-every message and byte of all ranks. The exponent 2/3 was found empirically. It is less than 1
-because messages that arrive together are handled together. The network and the CPU work at the same
-time, so a phase takes `(wire^4 + machine^4)^(1/4)` seconds. This value is close to the longer of
-the two times.
+every message and byte of all ranks. The exponent 2/3 was found empirically. The exponent is less
+than 1 because messages that arrive together are handled together. The network and the CPU work at
+the same time, so a phase takes `(wire^4 + machine^4)^(1/4)` seconds. This formula gives a value
+close to the longer of the two times.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def predict_table(cluster: Cluster, ranks: Sequence[int],
     """Return one JSON-serializable row for each combination of size, number of ranks and algorithm.
 
     Args:
-        cluster: the cluster that defines the links. It is resized to each number of ranks.
+        cluster: the cluster that defines the links. The cluster is resized to each number of ranks.
         ranks: numbers of ranks to predict.
         sizes: exchange sizes to predict, in bytes per rank.
     """

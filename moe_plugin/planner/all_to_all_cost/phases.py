@@ -23,8 +23,8 @@ class Phase:
     Attributes:
         inter: numbers of messages and bytes that the busiest network card sends.
         intra: numbers of messages and bytes that the busiest rank sends to ranks of the same node.
-        machine: three sums over all ranks: of `k ** WAKES`, of messages, and of bytes. k is the
-            number of messages that a rank sends and receives.
+        machine: sums over all ranks of three values: `k ** WAKES`, number of messages, and number
+            of bytes. In this sum, k is the number of messages that a rank sends and receives.
         copied: number of bytes that memory copies read and write on the busiest rank.
         parallel_links: whether links inside nodes and links between nodes transfer data at the same
             time.
@@ -83,7 +83,7 @@ def cost_of(cluster: Cluster, node: tuple[int, float, int, float], phases: Seque
         cluster: the cluster on which the exchange runs.
         node: numbers of messages and bytes that leave a node, followed by the numbers of messages
             and bytes sent inside a node.
-        phases: the rounds of messages of the exchange.
+        phases: the phases of the exchange, in order.
     """
     return Cost(sum(phase.seconds(cluster) for phase in phases), *node, phases=tuple(phases))
 

@@ -137,8 +137,9 @@ class Routes:
 
 
 def _orders(ranks: int) -> Iterator[list[int]]:
-    """Yield several orders of the ranks. The first is the natural order. For each group size, one
-    more order lists the first rank of every group, then the second rank of every group, and so on.
+    """Yield several orders of the ranks. The first order is the natural order. For each group size,
+    one more order lists the first rank of every group, then the second rank of every group, and so
+    on.
     """
     yield list(range(ranks))
     for size in _group_sizes(ranks):
@@ -165,7 +166,7 @@ def _rings(ranks: int) -> Iterator[list[RankTree]]:
 
 
 def _around(rings: Sequence[Sequence[int]]) -> list[RankTree]:
-    """Convert rings to trees. Partial sums and gathered data are sent around a ring in the same
+    """Convert rings to trees. Within a ring, partial sums and gathered data are sent in the same
     direction.
     """
     ranks, trees = len(rings[0]), []

@@ -4,10 +4,10 @@ one part is planned, and all parts use the same plan.
 A shard is first sent, through the switches between the parts, to the rank at the same position in
 every other part. Within each part, the shard is then distributed along trees. The general algorithm
 packs these trees into a single part. With B parts, each rank is the root of B times as many trees
-within its part. If traffic between the parts does not use the full capacity of the links to these
-switches, the remaining capacity also connects the ranks of a part. The bottleneck cut of the whole
-network is an upper bound on the speed of every schedule. The method of this module is used only if
-its schedule reaches this bound.
+within its part. The links between ranks and these switches may have capacity left that traffic
+between the parts does not use. This remaining capacity also connects the ranks of a part. The
+bottleneck cut of the whole network is an upper bound on the speed of every schedule. The method of
+this module is used only if its schedule reaches this bound.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ def find_parts(graph: Graph) -> Parts | None:
 
 
 def _turned(graph: Graph, neighbours: Mapping[int, set[int]], size: int) -> tuple[int, ...] | None:
-    """Return the rotation that maps rank i to rank i + size, or None if this rotation does not map
-    wires to wires of equal capacity.
+    """Return the rotation that maps rank i to rank i + size. Return None if this rotation does not
+    map every wire to a wire of equal capacity.
     """
     turned = {v: (v + size) % graph.ranks for v in range(graph.ranks)}
     left = list(range(graph.ranks, graph.nodes))
@@ -141,9 +141,9 @@ def _lanes(counted: Graph, parts: Parts, left: dict[Arc, int], place: int,
     """For each distance between two parts, return the paths of k trees. Return an empty list if the
     links do not have enough capacity left.
 
-    A path goes from a rank up to a switch between the parts. From there, data is sent down to the
-    target along the mirrored path. The capacity that the paths use is subtracted from `left`, the
-    remaining capacities of part 0.
+    A path goes from a rank up to a switch between the parts. From the switch, data is sent down to
+    the target along the mirrored path. The capacity that the paths use is subtracted from `left`,
+    the remaining capacities of part 0.
     """
     ways = _ways(counted, parts, place)
     # Part 0 stands for all parts: it sends up to the part at a distance and receives down from the

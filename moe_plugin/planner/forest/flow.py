@@ -32,7 +32,7 @@ class Flows:
         return round(minimum.value), list(minimum.partition[0])
 
     def arcs(self, source: int, sink: int, capacities: Sequence[int]) -> list[int]:
-        """Return the flow on each arc in a maximum flow."""
+        """Return the flow on each arc for a maximum flow."""
         return [round(amount) for amount in self._graph.maxflow(source, sink, capacities).flow]
 
 
@@ -61,8 +61,8 @@ class Demand:
         """Return the largest deficit of any cut, together with a rank behind this cut. Return (0,
         -1) if no cut has a deficit.
 
-        Once a rank is known to receive all data, it is merged with the common source node, because
-        all cuts that separate this rank have been checked. Merging ranks makes the flow
+        Once a rank is known to receive all data, the rank is merged with the common source node,
+        because all cuts that separate the rank have been checked. Merging ranks makes the flow
         computations for the remaining ranks faster.
 
         Args:

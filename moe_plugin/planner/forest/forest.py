@@ -41,8 +41,8 @@ class Shares:
 
     Attributes:
         rate: K, the sum of the shares, in the units of the graph's capacities.
-        roots: for each rank, the share of the data that is sent along trees with this rank as the
-            root. The shares sum to K.
+        roots: for each rank, the share of the data that is sent along trees whose root is this
+            rank. The shares of all roots sum to K.
         parts: disjoint sets of nodes. The bandwidths between these sets prove that no higher rate
             is possible.
     """
@@ -153,8 +153,8 @@ def plan(network: Network, collective: str = "all_gather", trees: int | None = N
         trees: number k of trees per root. By default, k is the number of trees that the highest
             throughput requires.
         overlap: whether the reduce-scatter and the all-gather of an all_reduce run at the same time
-            and share the bandwidth of the wires. If True, `best_shares` computes the optimal share
-            of each root.
+            and share the bandwidth of the wires. If `overlap` is True, `best_shares` computes the
+            optimal share of each root.
         symmetry: whether all parts of a cluster with identical parts use the same plan, provided
             that the schedule is not slower (see `planner.forest.by_parts`).
 
@@ -210,7 +210,7 @@ def _overlapped(network: Network, graph: Graph, symmetry: bool) -> Schedule:
 
 
 def _common(numbers: Iterable[Fraction]) -> Fraction:
-    """Return the largest fraction of which all numbers are integer multiples."""
+    """Return the largest fraction of which all given numbers are integer multiples."""
     numbers = list(numbers)
     below = lcm(*(n.denominator for n in numbers))
     return Fraction(gcd(*(int(n * below) for n in numbers)), below)
@@ -304,8 +304,8 @@ def _by_depth(root: int, edges: Sequence[tuple[int, int]]) -> Iterator[tuple[int
 
 
 def _paired(inward: Sequence[Tree], outward: Sequence[Tree]) -> tuple[list[Tree], list[Tree]]:
-    """Split trees so that the inward tree and the outward tree at the same index have the same root
-    and weight.
+    """Split trees so that the inward tree and the outward tree with the same index have the same
+    root and weight.
 
     For each root, the inward trees and the outward trees must have the same total weight.
     """

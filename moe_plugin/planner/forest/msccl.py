@@ -163,8 +163,8 @@ class _Compiler:
         receiver.last[move.piece], receiver.place[move.piece] = last, place
 
     def _sum_place(self, move: ShareMove) -> tuple[str, int]:
-        """Return the buffer and offset at which the target stores its sum. The root uses the output
-        buffer, and all other ranks use the scratch buffer.
+        """Return the buffer and offset at which the target stores its sum. If the target is the
+        root, the output buffer is used. Otherwise the scratch buffer is used.
         """
         gpu, piece = self.gpus[move.target], move.piece
         if move.target == self.program.roots[piece]:

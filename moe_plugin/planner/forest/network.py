@@ -54,7 +54,8 @@ class Network:
         name: name of the network.
         ranks: names of the nodes that compute. The name of rank i is `ranks[i]`.
         switches: names of the nodes that only forward data.
-        wires: directed wires between nodes. There is at most one wire from a node to another node.
+        wires: directed wires between nodes. There is at most one wire from any node to any other
+            node.
 
     Raises:
         ValueError: If a node occurs twice, if a wire is invalid, if the total bandwidth into a node
@@ -106,11 +107,11 @@ class Network:
 
         Args:
             values: mapping with the keys `name`, `ranks`, `switches`, `links` and `one_way`.
-                `ranks` and `switches` are lists of node names, or the number of nodes. Nodes
-                without names are called 0, 1, 2 etc. (ranks) and s0, s1, s2 etc. (switches). Each
-                entry of `links` has the form [a, b, GB/s] or [a, b, GB/s, alpha_s] and describes
-                both directions of a link. Each entry of `one_way` has the same form and describes
-                only the direction from a to b. A bandwidth in GB/s is a number or a string such as
+                `ranks` and `switches` are lists of node names, or numbers of nodes. Nodes without
+                names are called 0, 1, 2 etc. (ranks) and s0, s1, s2 etc. (switches). Each entry of
+                `links` has the form [a, b, GB/s] or [a, b, GB/s, alpha_s] and describes both
+                directions of a link. Each entry of `one_way` has the same form and describes only
+                the direction from a to b. A bandwidth in GB/s is a number or a string such as
                 "25/2".
             where: description of the values for error messages, such as the path of the file.
 

@@ -5,10 +5,10 @@ Consider any set S of nodes that does not contain all ranks. The shards of all r
 S over wires with the total bandwidth B(S). Therefore the minimum time, in seconds per GB of a
 shard, is `1/x* = max over S of (ranks in S) / B(S)`. A rate x is possible if every rank can receive
 data from all ranks at the rate x at the same time. Maximum flows test whether a rate is possible.
-If the maximum flow to a rank is too small, the corresponding minimum cut gives a set S with a lower
-rate. The search continues with this lower rate. Each new cut has a lower rate than the cuts found
-before. Therefore a rank that has passed its test does not have to be tested again, and each new cut
-requires only one additional test.
+If the maximum flow to a rank is too small, the corresponding minimum cut gives a set S that limits
+the rate to a lower value. The search then continues with this lower rate. Each new cut limits the
+rate more than all cuts found before. Therefore a rank that has passed its test does not have to be
+tested again, and each new cut requires only one additional test.
 """
 
 from __future__ import annotations
@@ -95,8 +95,8 @@ def optimum(graph: Graph) -> Optimum:
 
 def _slower(graph: Graph, flows: Flows, ratio: Fraction, done: set[int],
             rank: int) -> Optimum | None:
-    """Return a cut that separates `rank` from other ranks and has a lower rate, or None if there is
-    no such cut.
+    """Return a cut that separates `rank` from other ranks and limits the rate further, or None if
+    there is no such cut.
     """
     p, q = ratio.as_integer_ratio()
     need = q * graph.ranks
@@ -114,7 +114,7 @@ def _slower(graph: Graph, flows: Flows, ratio: Fraction, done: set[int],
 def whole_trees(graph: Graph, ratio: Fraction) -> tuple[int, Fraction]:
     """Return the number k of trees per root, and the number of trees per unit of capacity.
 
-    k is the smallest number of trees per root that reaches the maximum rate.
+    The number k is the smallest number of trees per root that reaches the maximum rate.
     """
     p, q = ratio.as_integer_ratio()
     divisor = gcd(q, *graph.capacity.values())
@@ -139,8 +139,8 @@ def best_unit(graph: Graph, ratio: Fraction, trees: int) -> Fraction:
     """Return the smallest number of trees per unit of capacity that allows each root to have
     `trees` trees.
 
-    This number is at least `ratio * trees`. It is found by bisection over all numbers at which the
-    capacity of some arc becomes sufficient for one more tree.
+    The returned number is at least `ratio * trees`. The number is found by bisection over all
+    numbers at which the capacity of some arc becomes sufficient for one more tree.
 
     Args:
         graph: graph whose capacities will be converted to numbers of trees.

@@ -1,12 +1,12 @@
 """Pack spanning trees into a graph of ranks. The algorithm follows the constructive proof of
 Edmonds' theorem.
 
-Each tree is extended one edge at a time. Consider an edge x -> y and all sets of ranks that contain
-y but not x. A tree may use the edge only if every such set keeps enough incoming capacity for all
-trees that have not reached the set yet. The maximum flow from x to y determines how many trees may
-use the edge. If fewer trees may use the edge than the weight of the tree, the tree is split into
-two trees. A set without spare capacity never regains capacity, so each edge has to be tested at
-most once per tree.
+Each tree is extended one edge at a time. Consider an edge x -> y, and all sets of ranks that
+contain y but not x. A tree may use the edge only if every such set keeps enough incoming capacity
+for all trees that have not reached the set yet. The maximum flow from x to y determines how many
+trees may use the edge. If fewer trees may use the edge than the weight of the tree, the tree is
+split into two trees. A set without spare capacity never regains capacity, so each edge has to be
+tested at most once per tree.
 """
 
 from __future__ import annotations

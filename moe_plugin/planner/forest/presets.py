@@ -1,8 +1,8 @@
 """Create networks from names such as `ring:8`, `torus:4x4x4` or `dgx-a100:2`.
 
-Each type of network is built by a separate function. Bandwidths are in GB/s per direction and are
-those published by the manufacturers. All latencies are assumed to be zero, because manufacturers do
-not publish them. To specify latencies, write a network file. The bandwidths are taken from the user
+Each type of network is built by a separate function. All bandwidths are in GB/s per direction, as
+published by the manufacturers. All latencies are assumed to be zero, because manufacturers do not
+publish them. To specify latencies, write a network file. The bandwidths are taken from the user
 guides of NVIDIA DGX A100, DGX H100 and DGX GB200, and from the page on the AMD Instinct MI250 in
 the ROCm documentation.
 """
@@ -52,7 +52,7 @@ class Builder:
         return name
 
     def link(self, a: str, b: str, bandwidth: Fraction | int) -> None:
-        """Add a wire of `bandwidth` GB/s in each direction between two nodes. If the nodes are
+        """Add a wire of `bandwidth` GB/s in each direction between two nodes. If the two nodes are
         already connected, the bandwidths are added.
         """
         for ends in ((a, b), (b, a)):
@@ -211,11 +211,11 @@ class Preset:
             bandwidth in GB/s of a link of weight 1, and the numbers that follow the colon in the
             network's name.
         numbers: description of the numbers after the colon, for error messages.
-        count: how many numbers must follow the colon. None means that any number of numbers is
-            allowed.
+        count: how many numbers must follow the colon. None means that the name may contain any
+            number of numbers.
         example: example of a network name, such as `ring:8`.
-        ranks: function that computes the number of ranks. It is used to reject networks that are
-            too large before they are built.
+        ranks: function that computes the number of ranks. The number of ranks is used to reject
+            networks that are too large before they are built.
         least: smallest value that is allowed for each number after the colon.
     """
 
@@ -259,8 +259,9 @@ PRESETS = {
 def preset(text: str) -> Network:
     """Return the network with a name such as `dgx-a100:2` or `torus:4x4@25`.
 
-    The optional number after `@` is the bandwidth of a link in GB/s. It defaults to 1. For names of
-    machines, such as `dgx-a100`, all bandwidths are multiplied by the number after `@`.
+    The optional number after `@` is the bandwidth of a link in GB/s. If there is no `@`, the
+    bandwidth of a link is 1 GB/s. For names of machines, such as `dgx-a100`, all bandwidths are
+    multiplied by the number after `@`.
 
     Raises:
         ValueError: If the name is unknown, if the numbers are invalid, or if the network is too

@@ -22,7 +22,7 @@ _FORMAT = 1
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """An edge of a tree. It stands for a message from a source rank to a target rank.
+    """An edge of a tree. An edge stands for a message from a source rank to a target rank.
 
     paths: pairs of a path and its multiplicity. A path is a tuple of node names from the source to
     the target. The multiplicities sum to the weight of the tree, and the data of the tree is
@@ -78,31 +78,32 @@ class Schedule:
 
     A result of M bytes is divided into one piece per outward tree (for reduce_scatter, per inward
     tree). The sizes of the pieces are proportional to the weights of the trees. In an all_gather,
-    the piece of a tree is initially stored on the tree's root. In a reduce_scatter, the piece of a
-    tree is finally stored on the tree's root. In an all_reduce, the piece with index i is first
-    summed towards the root along inward tree i. It is then sent from the root to all ranks along
-    outward tree i.
+    the tree's root stores the piece of the tree at the beginning. In a reduce_scatter, the tree's
+    root stores the piece of the tree at the end. In an all_reduce, the piece with index i is first
+    summed towards the root along inward tree i. The piece is then sent from the root to all ranks
+    along outward tree i.
 
     Attributes:
         collective: name of the collective, one of `COLLECTIVES`.
         network: the network.
         inverse_rate: minimum time 1/x*, in seconds per GB of a shard. With N ranks and a result of
-            M bytes, a shard has M/N bytes. No schedule that consists of trees takes less time. For
-            all_reduce, this time applies to each of the two phases or, with `overlap`, to both
+            M bytes, a shard has M/N bytes. No schedule that consists of trees can take less time.
+            For all_reduce, this time applies to each of the two phases or, with `overlap`, to both
             phases together.
         cut: the node names of a set S. This set proves the bound
             `1/x* = (ranks in S) / (bandwidth out of S)`. With `overlap`, and for a single rank,
-            this set is empty.
+            `cut` is empty.
         k: number of trees per root. A tree of weight w counts as w trees. With `overlap`, k is the
             total number of trees of all roots, because roots may have different shares.
         unit: bandwidth in GB/s of a tree of weight 1.
         trees: all trees. For all_reduce, the inward trees precede the outward trees.
-        fixed: whether the user specified k. If True, the schedule may take longer than 1/x*.
+        fixed: whether the user specified k. If `fixed` is True, the schedule may take longer than
+            1/x*.
         overlap: whether the inward and the outward trees of an all_reduce run at the same time and
             share the bandwidth of the wires.
         parts: with `overlap`, disjoint sets of nodes that prove the bound. Each set contains at
             least one rank. For a result of M bytes, the minimum time is `2 M (number of parts - 1)
-            / (sum of the bandwidths out of each part)`. Without `overlap`, this tuple is empty.
+            / (sum of the bandwidths out of each part)`. Without `overlap`, `parts` is empty.
     """
 
     collective: str
@@ -120,8 +121,8 @@ class Schedule:
     def phases(self) -> int:
         """Number of phases that run one after the other.
 
-        This is 2 for an all-reduce without overlap, which consists of a reduce-scatter followed by
-        an all-gather. Otherwise it is 1.
+        An all-reduce without overlap has 2 phases, a reduce-scatter followed by an all-gather.
+        Every other collective has 1 phase.
         """
         return 2 if self.collective == "all_reduce" and not self.overlap else 1
 
@@ -158,7 +159,7 @@ class Schedule:
 
     @property
     def algorithmic_bandwidth(self) -> Fraction:
-        """GB of the collective's result that the schedule produces per second. Raises a
+        """Bandwidth of the schedule, in GB of the collective's result per second. Raises a
         `ValueError` for a single rank.
         """
         if len(self.network.ranks) == 1:

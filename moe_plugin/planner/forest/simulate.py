@@ -33,8 +33,8 @@ class ShareMove:
         source, target: ranks that send and receive the piece.
         routes: pairs of a path through the network and the fraction of the piece that is sent along
             this path. The fractions sum to 1.
-        sums: if True, the target adds the piece to its own data. If False, the piece replaces this
-            data.
+        sums: if True, the target adds the piece to its own data. If `sums` is False, the piece
+            replaces the target's own data.
     """
 
     piece: int
@@ -77,7 +77,8 @@ class Program:
 
     def inverse_bandwidth(self) -> Fraction:
         """Return the time for which the busiest wire is used, in seconds per GB of the collective's
-        result. This time is a lower bound on the total time for any number of chunks.
+        result. The time of the busiest wire is a lower bound on the total time, for any number of
+        chunks.
         """
         loads = self.loads()
         return max((loads[w.ends] / w.bandwidth for w in self.network.wires), default=Fraction(0))
@@ -127,8 +128,8 @@ def verify(program: Program) -> None:
 
     Raises:
         ValueError: If a rank sends data that it does not have, receives or adds data twice, or
-        lacks data at the end. Also raised if the pieces do not add up to the whole result, or if a
-        route is invalid.
+        lacks data at the end. ValueError: Also if the pieces do not add up to the whole result, or
+        if a route is invalid.
     """
     ranks = len(program.network.ranks)
     if program.collective not in COLLECTIVES:
@@ -231,10 +232,10 @@ class _Hop:
         wave: index of the wave in which the first chunk is transferred.
         rest: number of wires on the longest path that starts with this wire, for a chunk or for
             data that depends on the chunk.
-        wire: name of the wire. The simulation uses it as the name of the resource.
+        wire: name of the wire. The simulation uses the name of the wire as the name of a resource.
         seconds: time to transfer one chunk, in seconds.
-        after: names of the hops that must transfer a chunk before this hop can transfer it. These
-            names do not contain the chunk's index.
+        after: names of the hops that must transfer a chunk before this hop can transfer the same
+            chunk. The names in `after` do not contain the index of the chunk.
     """
 
     name: str

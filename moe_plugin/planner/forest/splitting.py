@@ -69,7 +69,7 @@ class Splitting:
         """Return pairs of arcs that can probably be replaced without reducing the rate.
 
         The switch's neighbors are arranged in a circle. The pairs are spread evenly around the
-        circle. They connect neighbors at distances at which no two neighbors are connected in
+        circle. The pairs connect neighbors at distances at which no two neighbors are connected in
         another way.
         """
         size = len(beside)
@@ -170,8 +170,8 @@ def _without_loops(path: Path) -> Path:
 
 
 def _shares(count: int, offsets: Sequence[int]) -> list[tuple[int, int]]:
-    """Distribute `count` units among the offsets as evenly as possible. Offsets that get one unit
-    more are spread evenly.
+    """Distribute `count` units among the offsets as evenly as possible. The offsets that receive
+    one more unit than others are spread evenly.
     """
     if not offsets:
         return []

@@ -67,15 +67,15 @@ class SwapPlan:
 def plan(blocks: Sequence[SwapBlock], limit: int, base: int = 0, duplex: bool = True) -> SwapPlan:
     """Return the decisions with the shortest training step that fits in the memory limit.
 
-    With up to 10 blocks, these decisions are the best of all `3 ** n` combinations. With more
-    blocks, they are the best combination that the search finds. The plan also contains a lower
-    bound on the time of a step (`SwapPlan.bound_s`), and a flag that is True if the search proved
-    that the combination is optimal.
+    With up to 10 blocks, these decisions are the best of all `3 ** n` combinations. With more than
+    10 blocks, the decisions are the best combination that the search finds. The plan also contains
+    a lower bound on the time of a step (`SwapPlan.bound_s`), and a flag that is True if the search
+    proved that the decisions are optimal.
 
     Args:
         blocks: blocks of the model, in the order of the forward pass.
-        limit: memory of the device in bytes.
-        base: number of bytes that are always occupied on the device. Defaults to 0.
+        limit: memory limit of the device, in bytes.
+        base: number of bytes that are always in use on the device. Defaults to 0.
         duplex: whether copies to and from the device can run at the same time. Defaults to True.
 
     Raises:
@@ -99,7 +99,7 @@ def uniform(plan: SwapPlan) -> dict[str, float]:
     decision.
 
     The memory limit of the plan applies. The time is infinite if the step does not fit in memory,
-    or if some block cannot be swapped.
+    or if a block cannot be swapped.
     """
     problem = plan.problem
     return {decision: problem.seconds((decision,) * len(problem.blocks))
@@ -125,7 +125,8 @@ def search(problem: SwapProblem) -> tuple[Decisions, bool]:
 def keep_more(problem: SwapProblem, decisions: Decisions) -> Decisions:
     """Keep the activations of additional blocks if this does not make the training step longer.
 
-    Blocks are tried from the last to the first. This avoids copies that do not save any time.
+    Blocks are tried from the last to the first. Keeping additional activations avoids copies that
+    do not save any time.
     """
     best, seconds = decisions, problem.seconds(decisions) * (1 + TOLERANCE)
     for j in reversed(range(len(best))):
@@ -221,7 +222,7 @@ class _Proof:
 
     Attributes:
         best: the best decisions found so far.
-        left: number of search nodes that may still be visited. If it reaches 0, the proof is
+        left: number of search nodes that may still be visited. If `left` reaches 0, the proof is
             abandoned.
     """
 

@@ -171,8 +171,8 @@ class SwapProblem:
         return turn
 
     def seconds(self, decisions: Decisions) -> float:
-        """Return the time in seconds of the step that `schedule` returns, or inf if the step does
-        not fit in memory.
+        """Return the time in seconds of the training step that `schedule` would return, or inf if
+        the step does not fit in memory.
         """
         waits = self.waits(decisions)
         if waits is None:

@@ -18,7 +18,7 @@ class Peers:
     """A group of peers, and the network that connects them.
 
     Attributes:
-        count: number of peers. In a pipeline, this is also the number of stages.
+        count: number of peers. In a pipeline, the number of peers is also the number of stages.
         bytes_s: bandwidth of each peer's link in one direction, in bytes per second.
         delay_s: latency of a message, in seconds.
         average_every: number of steps after which the weights are averaged.
@@ -52,7 +52,8 @@ class Versus:
     Attributes:
         streamed: time in seconds if each peer streams the whole model.
         pipelined: time in seconds if the same peers form a pipeline.
-        mode: the sending mode from `planner.pipeline.schedules` with which the pipeline is fastest.
+        mode: the sending mode, defined in `planner.pipeline.schedules`, with which the pipeline is
+            fastest.
     """
 
     streamed: float
@@ -66,15 +67,15 @@ class Versus:
 
 
 def versus_pipeline(plan: StreamPlan, peers: Peers) -> Versus:
-    """Compare peers that each stream the whole model with the same peers as a pipeline.
+    """Compare peers that each stream the whole model with a pipeline of the same peers.
 
     With n peers and g accumulated micro-batches per peer, both methods compute `n * g`
     micro-batches per step. All assumptions favor the pipeline. The weights and activations of the
     pipeline fit in memory, and all stages take equally long. The model is divided between the
     layers at which the least data has to be sent. The pipeline stores activations instead of
     recomputing them, and does not average weights. For streaming, each step also includes its share
-    of the time to average the weights. This time is assumed not to overlap with any computation or
-    copy.
+    of the time to average the weights. The averaging time is assumed not to overlap with any
+    computation or copy.
 
     Raises:
         ValueError: If there are more peers than layers.

@@ -206,8 +206,8 @@ def _check(model: ExpertModel, number: int, active: Pass) -> None:
 
 
 class _Writer:
-    """Writes the steps of a schedule for several consecutive passes. The MoE layers of all passes
-    are counted consecutively.
+    """Writes the steps of a schedule for several consecutive passes. The MoE layers are numbered
+    consecutively over all passes.
     """
 
     def __init__(self, design: str, model: ExpertModel) -> None:

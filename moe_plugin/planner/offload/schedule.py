@@ -4,8 +4,8 @@ The simulation also tracks how much memory is in use.
 A device has three streams that work at the same time. The first stream computes, the second stream
 copies data to the device, and the third stream copies data from the device. Each stream runs one
 step at a time, in the order in which the steps were issued. A lack of memory does not delay a step
-in the simulation. If a step needs memory that another step frees, it must therefore list that other
-step in `after`.
+in the simulation. A step that needs memory must therefore list the step that frees this memory in
+`after`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class BlockProfile:
             including the block's input.
         kept_bytes: size in bytes of the block's input. The input remains stored even if the block
             is recomputed. If the model is divided before this block, the same number of bytes is
-            sent between the two halves.
+            sent from one half of the model to the other.
         parameter_bytes: size of the block's weights in bytes.
         gradient_bytes: size of the gradients of the block's weights in bytes.
         workspace_bytes: number of additional bytes that the device needs only while the forward or
@@ -78,7 +78,7 @@ class ModelProfile:
         base_bytes: number of bytes that are always in use on the device, such as resident weights,
             optimizer state and buffers.
         in_bytes_s, out_bytes_s: bandwidths of copies to the device and from the device, in bytes
-            per second. 0 means that data cannot be copied in this direction.
+            per second. A bandwidth of 0 means that data cannot be copied in this direction.
         duplex: whether copies to and from the device can run at the same time.
     """
 
@@ -134,11 +134,12 @@ class OffloadStep:
         stream: the stream that runs the step: "compute", "in" (copies to the device) or "out"
             (copies from the device).
         seconds: duration of the step in seconds.
-        after: names of the steps that must end before this step starts. Those steps must be issued
-            before this step.
+        after: names of the steps that must end before this step starts. The steps listed in `after`
+            must be issued before this step.
         takes: number of bytes that the step allocates on the device when it starts.
         frees: number of bytes that the step frees on the device when it ends.
-        block: name of the block to which the step belongs. Used only for display.
+        block: name of the block to which the step belongs. The name of the block is used only for
+            display.
     """
 
     name: str
@@ -233,9 +234,9 @@ class OffloadSchedule:
         steps: the steps.
         limit: maximum number of bytes that may be in use on the device, or None for no limit.
         base: number of bytes that are always in use on the device.
-        duplex: whether copies to and from the device can run at the same time. If False, all copies
-            run one after the other in the order in which they were issued, as if there were a
-            single copy queue.
+        duplex: whether copies to and from the device can run at the same time. If `duplex` is
+            False, all copies run one after the other in the order in which they were issued, as if
+            there were a single copy queue.
     """
 
     steps: tuple[OffloadStep, ...]

@@ -7,8 +7,9 @@ stage starts when the computation and both copies are done. The last two segment
 between the forward pass and the backward pass. Conditions:
 
 (i) Two neighboring segments, including gradients and activations, must fit in the memory limit.
-(ii) If every segment computes for longer than its copies take, it waits only for the first copy.
-(iii) Among equally fast divisions, the one with the smallest tensors between segments is used.
+(ii) If every segment computes for longer than its copies take, computation waits only for the first
+copy. (iii) Among equally fast divisions, the division with the smallest tensors between segments is
+used.
 
 The time of a stage depends on three neighboring segments. Therefore the best division is found by a
 dynamic program over the ends of two segments."""
@@ -41,8 +42,7 @@ class Layer:
         weight_bytes, gradient_bytes: sizes of the layer's weights and of their gradients.
         kept_bytes: size in bytes of the layer's input, which is stored for the backward pass. If
             the model is divided before this layer, the same number of bytes is sent.
-        workspace_bytes: additional bytes that the layer needs to compute one micro-batch.
-    """
+        workspace_bytes: additional bytes that the layer needs to compute one micro-batch."""
 
     name: str
     forward_s: float
@@ -62,7 +62,7 @@ class Layer:
 
 
 def layers_of(profile: ModelProfile) -> list[Layer]:
-    """Convert the blocks of a profile to layers. Both bandwidths must be > 0."""
+    """Convert the blocks of a profile to layers. Both bandwidths of the profile must be > 0."""
     into, out = profile.in_bytes_s, profile.out_bytes_s
     if not into or not out:
         raise ValueError(f"profile {short(profile.name)}: in_bytes_s={into} and out_bytes_s={out} "
@@ -80,8 +80,7 @@ class Segment:
 
     Attributes:
         begin, end: index of the first layer, and index of the layer after the last layer.
-        kept_before: number of bytes that all earlier layers store for their inputs.
-    """
+        kept_before: number of bytes that all earlier layers store for their inputs."""
 
     begin: int
     end: int
@@ -99,7 +98,8 @@ class Segment:
 
 @dataclass(frozen=True)
 class Stage:
-    """A stage in which one segment computes, one loads weights, and one sends gradients.
+    """A stage in which one segment computes, one segment loads its weights, and one segment sends
+    its gradients.
 
     need: number of bytes on the device in this stage, except bytes that are always in use."""
 
@@ -159,7 +159,7 @@ class Streamed:
         return self._segments[begin, end]
 
     def segments(self, ends: Sequence[int]) -> list[Segment]:
-        """Split the model into segments. `ends` lists the layer after each segment."""
+        """Split the model into segments. `ends` contains the end index of each segment."""
         return [self.segment(begin, end) for begin, end in pairwise((0, *ends))]
 
     def forward_stage(self, here: Segment, following: Segment | None) -> Stage:
@@ -290,7 +290,7 @@ def best_ends(model: Streamed) -> tuple[int, ...] | None:
 
 
 def _added(model: Streamed, cost: _Cost, state: _State, following: Segment | None) -> _Cost:
-    """Add the cost of the last segment's two stages. Return inf if a stage does not fit."""
+    """Add the cost of the last segment's two stages, or inf if a stage does not fit."""
     before, here = state
     stages = (model.forward_stage(here, following), model.backward_stage(before, here, following))
     if not model.fits(*stages):
@@ -306,8 +306,7 @@ class StreamPlan:
 
     Attributes:
         ends: for each segment, the index of the layer after the segment.
-        seconds: time in seconds of a training step, including all accumulated micro-batches.
-    """
+        seconds: time in seconds of a training step, including all accumulated micro-batches."""
 
     model: Streamed
     ends: tuple[int, ...]
@@ -325,14 +324,15 @@ class StreamPlan:
 
     @property
     def fill_s(self) -> float:
-        """Time in seconds of the first load. No computation overlaps with this load."""
+        """Time in seconds of the first load. No computation overlaps with the first load."""
         return self.parts[0].load_s
 
     @property
     def hides(self) -> bool:
         """True if computation overlaps with all copies that can overlap (condition (ii)).
 
-        Copies before the first forward pass or from the last backward pass on are ignored."""
+        Copies before the first forward pass, or after the start of the last backward pass, are not
+        considered."""
         inner = list(self.model.stages(self.parts))[1:-2]
         return all(stage.seconds <= stage.compute_s for stage in inner)
 
@@ -359,7 +359,8 @@ def plan(layers: Sequence[Layer], batches: int, limit: int, base: int = 0) -> St
     Args:
         layers, batches, limit, base: as in `Streamed`.
     Raises:
-        ValueError: If no division fits in memory. The message contains the required bytes."""
+        ValueError: If no division fits in memory. The message contains the number of bytes that are
+            needed."""
     model = Streamed(layers, batches, limit, base)
     ends = best_ends(model)
     if ends is None:

@@ -46,17 +46,17 @@ class StageProfile:
         transport: backend that sends data between stages, nccl or gloo. With gloo, two stages that
             exchange data send one after the other.
         sequence: number of tokens per sequence. Required if slices of sequences are to be compared.
-            0 if slices are not compared.
+            `sequence` is 0 if slices are not compared.
         slice_samples: measured forward passes of slices on the slowest stage. Each sample is
             [number of tokens, number of earlier tokens in the sequence, seconds]. At least one
             sample must have no earlier tokens. If `batch` is given, each sample begins with an
             additional number, the number of sequences.
-        batch: number of sequences per training step in one pipeline. Given if the size of
-            micro-batches is chosen together with the slices. 0 if the size of micro-batches is
-            fixed.
+        batch: number of sequences per training step in one pipeline. `batch` is given if the size
+            of micro-batches is chosen together with the slices. `batch` is 0 if the size of
+            micro-batches is fixed.
         granularity: a number of tokens. The length of every slice is a multiple of this number.
-            This number must be a divisor of `sequence`.
-        slices: fixed lengths of slices in tokens. If this list is empty, the best lengths are
+            `granularity` must be a divisor of `sequence`.
+        slices: fixed lengths of slices in tokens. If `slices` is empty, the best lengths are
             computed from the samples.
     """
 
@@ -127,7 +127,7 @@ class Predicted:
         schedule: name of the schedule, one of `SCHEDULES`.
         timeline: simulated timeline of a training step.
         alive: for each stage, the maximum number of micro-batches whose activations are stored at
-            the same time. With slices, this number may be fractional.
+            the same time. With slices, the number of micro-batches may be fractional.
         fits: whether the activations fit in memory.
         slices: lengths of slices in tokens. Empty if sequences are not divided into slices.
         sequences: number of sequences per micro-batch. 0 means the same number as in the profile.
@@ -182,9 +182,9 @@ def _slice_times(profile: StageProfile) -> BatchTimes:
 def _sliced(profile: StageProfile, times: BatchTimes, sequences: int) -> Predicted:
     """Predict a training step with the slices that the dynamic program chooses.
 
-    The backward pass of a slice is assumed to take the same multiple of the forward pass's time as
-    for a whole micro-batch. The time to send a slice is assumed to be proportional to its number of
-    tokens.
+    For a slice, the ratio between the times of the backward pass and the forward pass is assumed to
+    be the same as for a whole micro-batch. The time to send a slice is assumed to be proportional
+    to its number of tokens.
 
     sequences: number of sequences per micro-batch. The value 0 means the same number as in the
         profile.

@@ -3,8 +3,8 @@ activations.
 
 The supported schedules are 1F1B, eager 1F1B (AlpaComm, arXiv 2211.05322), and TeraPipe's schedule
 with slices of sequences (arXiv 2102.07988). With n stages, stage i begins with n - i forward
-passes. It then alternates between one backward pass and one forward pass. If each sequence is
-divided into S slices, each pass processes one slice, and each stage begins with S - 1 additional
+passes. Each stage then alternates between one backward pass and one forward pass. If each sequence
+is divided into S slices, each pass processes one slice, and each stage begins with S - 1 additional
 forward passes. The backward passes of a micro-batch's slices run in reverse order, because the keys
 and values of a slice receive gradients from later slices. With few micro-batches, this order is the
 same as TeraPipe's order, in which all forward passes precede all backward passes.
@@ -12,16 +12,17 @@ same as TeraPipe's order, in which all forward passes precede all backward passe
 There are four modes for sending results from a stage to the next:
 
 - paired: Both the sending and the receiving stage wait until the transfer ends. A transfer begins
-  when both stages have called it. Transfers in the two directions run one after the other, because
-  gloo queues its request for the second transfer on the same connection, behind the data of the
-  first transfer. This mode models Megatron's 1F1B schedule over gloo.
+  when both stages have called the transfer. Transfers in the two directions run one after the
+  other, because gloo queues its request for the second transfer on the same connection, behind the
+  data of the first transfer. This mode models Megatron's 1F1B schedule over gloo.
 - blocking: The sending stage waits until the transfer ends.
 - overlapped: The sending stage continues to compute during the transfer. In 1F1B, the next stage
-  needs an activation as soon as it is computed. Therefore this mode still makes the next stage wait
-  for the transfer.
-- eager: Stage i begins with 2 (n - i) - 1 forward passes instead of n - i. The additional forward
-  passes leave time for one pass between computing an activation and using it. The activation is
-  sent during this time. This mode stores about twice as many activations.
+  needs an activation as soon as it is computed. Therefore the mode `overlapped` still makes the
+  next stage wait for the transfer.
+- eager: Stage i begins with 2 (n - i) - 1 forward passes instead of n - i. In the mode `eager`, the
+  additional forward passes leave time for one pass between computing an activation and using it.
+  The activation is sent during the time of this pass. The mode `eager` stores about twice as many
+  activations.
 
 A backward pass can be split into two steps. The first step computes the gradient of the input, for
 which the previous stage waits. The second step computes the gradients of the weights, while the
@@ -92,8 +93,8 @@ class Pipeline:
         stages: number of stages.
         micro_batches: number of micro-batches per training step.
         forward_s, backward_s: times of one micro-batch's forward pass and backward pass in seconds,
-            given as one number for all stages or as one number per stage. With `slices`, these are
-            the times of each slice, which are the same on all stages.
+            given as one number for all stages or as one number per stage. With `slices`, one number
+            per slice must be given. All stages then take equally long.
         send_s: time in seconds to send one micro-batch's activations, or the gradient of these
             activations, to a neighboring stage. With `slices`, one number per slice.
         delayed_s: part of `backward_s` that computes the gradients of the weights after the
@@ -133,7 +134,7 @@ class Pipeline:
     def ideal_s(self) -> float:
         """Time of a training step in seconds without transfers.
 
-        With m micro-batches and n equal stages, this is `(m + n - 1) (forward + backward)`.
+        With m micro-batches and n equal stages, the time is `(m + n - 1) (forward + backward)`.
 
         With unequal stages, the time of the slowest stage is counted m times, and the time of every
         other stage is counted once.
@@ -146,7 +147,7 @@ class Pipeline:
         """Return the timeline of all passes and transfers.
 
         Args:
-            mode: sending mode, which is one of `MODES`. Defaults to "overlapped".
+            mode: sending mode, one of `MODES`. Defaults to "overlapped".
 
         Raises:
             ValueError: If the mode is unknown.

@@ -13,8 +13,9 @@ bound exceeds the best time found so far. If several values differ by less than 
 the largest of these values is tried.
 
 Measured times are fitted with TeraPipe's latency model,
-`t(l, c) = base(l) + a0 + a1 l + a2 c + a3 l c`. `base(l)` is a linear interpolation between the
-times measured without context. For slices without context, all terms except `base(l)` are omitted.
+`t(l, c) = base(l) + a0 + a1 l + a2 c + a3 l c`. The term `base(l)` is a linear interpolation
+between the times measured without context. For slices without context, all terms except `base(l)`
+are omitted.
 """
 
 from __future__ import annotations
@@ -125,8 +126,8 @@ def cut_batch(times: BatchTimes, batch: int, length: int, stages: int, *, granul
     As in TeraPipe, the division minimizes the sum of the groups' shortest times.
 
     Args:
-        times: function t(b, l, c) that returns the time in seconds of a slice with l tokens of each
-            of b samples, following c tokens.
+        times: function t(b, l, c) that returns the time in seconds of a slice. The slice consists
+            of l tokens of each of b samples, which follow c tokens.
         batch: number of samples in the batch.
         length: see `cut`.
         stages: see `cut`.
@@ -279,9 +280,9 @@ def fit_batches(samples: Iterable[tuple[int, int, int, float]]) -> BatchTimes:
     """Fit the times of slices separately for each number of sequences. The number of sequences is
     the first number of a sample.
 
-    For numbers of sequences between the measured numbers, times are interpolated linearly. Beyond
-    the largest measured number, times are extrapolated linearly. Below the smallest measured number
-    of sequences, the time at the smallest measured number is used.
+    Between two measured numbers of sequences, times are interpolated linearly. Beyond the largest
+    measured number, times are extrapolated linearly. Below the smallest measured number of
+    sequences, the time at the smallest measured number is used.
     """
     samples_by_size: dict[int, list[Sample]] = defaultdict(list)
     for size, length, context, seconds in samples:
@@ -325,7 +326,7 @@ class SliceProfile:
 
     @property
     def granularity(self) -> int:
-        """A number of tokens. The length of every slice in the search is a multiple of this number.
+        """A number of tokens. All slice lengths in the search are multiples of this number.
 
         The number is chosen large enough for a fast search.
         """
