@@ -311,7 +311,7 @@ def settings_from_flags(values: Mapping[str, Any],
              if values.get(spec.dest) is not None and spec.path not in skip}
     if [given.get(name, 0) is None for name in _OF_CAPACITY[:2]] == [False, True]:
         raise ValueError(
-            "--moe-eval-capacity-factor none is ambiguous: it would be the training capacity "
-            "factor, with which evaluation may drop tokens. Leave the flag out for that, or use 0, "
-            "with which evaluation drops no token")
+            "--moe-eval-capacity-factor none is ambiguous: evaluation would use the training "
+            "capacity factor and might drop tokens. Leave out the flag to use the training "
+            "capacity factor, or use 0 to drop no tokens in evaluation")
     return canonical(given, aliases(MoEConfig))

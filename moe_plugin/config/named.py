@@ -132,6 +132,6 @@ def refuse_beside(config: MoEConfig, *, router: bool, experts: bool) -> None:
     for path, value in values.items():
         unread = path not in read or (path, value) in _BY_ROUTER
         if path.startswith(replaced) and unread and value != defaults[path]:
-            raise ValueError(f"{path}={short(value)} is not read where you pass your own "
+            raise ValueError(f"{path}={short(value)} has no effect if you pass your own "
                              f"{path.split('.')[0]}: must be {defaults[path]}; leave it out, or "
-                             "build your own module accordingly")
+                             "implement it in your own module")

@@ -77,8 +77,8 @@ class TensorLayout:
         used = [name for names in spec for name in names]
         if len(spec) != len(shape) or set(used) - set(mesh) or len(set(used)) < len(used):
             raise ValueError(
-                f"spec {[list(names) for names in spec]} must name axes of the mesh {dict(mesh)}, "
-                f"each at most once, for each of the {len(shape)} axes of the tensor")
+                f"spec {[list(names) for names in spec]} must list axes of the mesh {dict(mesh)} "
+                f"for each of the {len(shape)} tensor dimensions, each axis at most once")
         if len(devices) != count:
             raise ValueError(f"a mesh of {count} devices needs {count} devices, got {len(devices)}")
         boxes = {}

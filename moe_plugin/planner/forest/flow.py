@@ -88,8 +88,8 @@ def check_exact(capacities: Iterable[int], more: int = 0) -> None:
     total = sum(capacities) + more
     if total >= LARGEST:
         raise ValueError(
-            f"the bandwidths of the network need integers up to {total} for an exact result, but "
-            f"only integers below {LARGEST} are exact. Write bandwidths with fewer digits, or "
+            f"an exact result for this network requires integers up to {total}, but only integers "
+            f"below {LARGEST} can be represented exactly. Write bandwidths with fewer digits, or "
             "request fewer trees (--trees)")
 
 

@@ -188,8 +188,8 @@ def _check_request(collective: str, trees: int | None, overlap: bool) -> None:
     if trees is not None and not 1 <= trees <= MAX_TREES:
         raise ValueError(f"trees={short(trees)} per root must be from 1 to {MAX_TREES}")
     if overlap and collective != "all_reduce":
-        raise ValueError(f"overlap=True is not possible with {collective}, which has one part. "
-                         "Use all_reduce")
+        raise ValueError(f"overlap=True is not possible with {collective}, which has only one "
+                         "phase. Use all_reduce")
     if overlap and trees is not None:
         raise ValueError(f"overlap=True cannot be combined with trees={trees}, because roots then "
                          "have different numbers of trees. Omit trees")

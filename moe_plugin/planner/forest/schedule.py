@@ -212,7 +212,7 @@ class Schedule:
                              f"{', '.join(COLLECTIVES)}")
         if self.k < 1 or self.unit <= 0:
             raise ValueError(f"the schedule has k={self.k} trees with {self.unit} GB/s, but both "
-                             "numbers must be positive. Plan it again")
+                             "numbers must be positive. Plan the schedule again")
         _check_cut(self)
         for tree in self.trees:
             _check_tree(tree, len(self.network.ranks))
@@ -220,8 +220,8 @@ class Schedule:
         for inward in kinds[self.collective]:
             _check_weights(self, [t for t in self.trees if t.inward is inward])
         if {t.inward for t in self.trees} != set(kinds[self.collective]):
-            raise ValueError(f"the {self.collective} has trees in the wrong direction. Plan it "
-                             "again")
+            raise ValueError(f"the {self.collective} has trees in the wrong direction. Plan the "
+                             "schedule again")
         _check_paths(self)
         for load in _loads(self):
             for wire in self.network.wires:

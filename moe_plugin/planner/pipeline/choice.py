@@ -83,8 +83,8 @@ class StageProfile:
             raise ValueError(f"activation_bytes={self.activation_bytes} must contain one size >= 0 "
                              f"for each of {stages} stages, or be omitted")
         if self.memory_bytes < 0 or (self.memory_bytes and not self.activation_bytes):
-            raise ValueError(f"memory_bytes={self.memory_bytes} must be >= 0, and needs "
-                             "activation_bytes unless it is 0. Set both or omit memory_bytes")
+            raise ValueError(f"memory_bytes={self.memory_bytes} must be >= 0, and a value > 0 "
+                             "requires activation_bytes. Set both or omit memory_bytes")
         if self.transport not in TRANSPORTS:
             raise ValueError(f"transport={self.transport!r} is unknown. Choose from "
                              f"{', '.join(TRANSPORTS)}")
