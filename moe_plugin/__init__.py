@@ -5,7 +5,7 @@
     out = layer(x)              # out.output, out.losses, out.stats
     replace_ffn(model, num_experts=8, every=2)      # in any PyTorch model
 
-Importing this package imports neither a host nor Triton.
+Importing moe-plugin imports neither a host framework nor Triton.
 """
 
 from __future__ import annotations
@@ -64,7 +64,9 @@ def __getattr__(name: str) -> Any:
 
 
 def _is_user_dir() -> bool:
-    """True if fairseq imports this package as `--user-dir`, which it records before the import."""
+    """True if fairseq imports this package as its `--user-dir`. fairseq stores the path of the user
+    directory before it imports the package.
+    """
     function = getattr(sys.modules.get("fairseq.utils"), "import_user_module", None)
     home = os.path.realpath(os.path.dirname(__file__))
     return any(os.path.realpath(folder) == home for folder in getattr(function, "memo", ()))

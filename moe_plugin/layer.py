@@ -1,7 +1,8 @@
 """`MoELayer`, a Mixture-of-Experts feed-forward layer.
 
-A call checks the input, routes the tokens, applies the capacity, and passes them to
-`moe_plugin.routed_experts.RoutedExperts`, which runs plan, dispatch, experts and combine.
+A call checks the input, routes the tokens and applies the capacity. The call then runs
+`moe_plugin.routed_experts.RoutedExperts`, which sends the rows, computes the experts and combines
+their outputs.
 """
 
 from __future__ import annotations
@@ -45,20 +46,23 @@ from moe_plugin.utils.messages import short
 
 
 class LayerState(HasFinishStep, LinkableLayer):
-    """Base of `MoELayer` with everything that does not compute: saving, loading, copying, moving
-    to another device, and the end of a step.
+    """Base class of `MoELayer` that contains everything except the computation: saving, loading,
+    copying, moving to another device, and the update at the end of a training step.
 
     Attributes:
-        given: the settings as the caller passed them.
-        config: the settings after all open values have been decided.
+        given: the settings that the caller passed.
+        config: the settings after automatic values have been replaced with concrete values.
         comm: the expert-parallel group.
-        placement: the ranks that store each expert.
-        token_entry: checks the input tokens and restores their shape in the output.
-        experts: the parameters of this rank's experts, or an adapter that wraps them.
-        routed_experts: selects a layout and runs the experts.
+        placement: describes which ranks store each expert.
+        token_entry: checks the input tokens, flattens them to one axis, and restores the input's
+            shape in the output.
+        experts: the module with the parameters of this rank's experts, or an adapter that wraps
+            this module.
+        routed_experts: selects the layout of a call and computes the experts.
         has_own_router: whether the caller passed a router module.
         route: function that chooses the experts of each token. With `router.pre_gate` or
-            `router.predict` it raises until `moe_plugin.routing.pregate.link` has replaced it.
+            `router.predict`, `route` raises an error until `moe_plugin.routing.pregate.link`
+            replaces it.
     """
 
     given: MoEConfig
@@ -73,8 +77,9 @@ class LayerState(HasFinishStep, LinkableLayer):
     route: Callable[..., Routing]
 
     def follow_from_now_on(self) -> None:
-        """Register the hooks for state dicts, mark the parameters, and disable routing until the
-        layer is linked, if the settings need a link. Called once, at the end of `__init__`.
+        """Register the state dict hooks and mark the parameters. If the settings require that MoE
+        layers are linked, also disable routing until this layer is linked. The constructor calls
+        this method once, at its end.
         """
         self.register_load_state_dict_post_hook(_loaded)  # type: ignore[no-untyped-call]
         distributed_state.hook(self)
@@ -83,10 +88,11 @@ class LayerState(HasFinishStep, LinkableLayer):
             self.route = unlinked
 
     def follow_parameters(self) -> None:
-        """Mark the current parameters as expert or shared parameters.
+        """Mark the current parameters as expert parameters or shared parameters.
 
-        Called again whenever parameters may have been replaced: after copying, after leaving the
-        meta device, after `load_state_dict(assign=True)`, and after an adapter wraps the experts.
+        This method is called again whenever parameters may have been replaced: after copying the
+        layer, after leaving the meta device, after `load_state_dict(assign=True)`, and after an
+        adapter wraps the experts.
         """
         mark_experts(self.experts, self.comm.size)
         self.token_entry.sum_gradients(p for p in self.parameters() if not is_expert(p))
@@ -110,16 +116,17 @@ class LayerState(HasFinishStep, LinkableLayer):
         self.follow_parameters()
 
     def get_extra_state(self) -> dict[str, Any]:
-        """Return the origin of this rank's experts, the state of the layout tuner, and the names
-        of the tensors that stay in float32 when a checkpoint is cast.
+        """Return the extra state of a checkpoint: which experts this rank stores, the state of the
+        layout tuner, and the names of tensors that remain in float32 when the checkpoint is cast.
         """
         return {**self.routed_experts.state(), distributed_state.FLOAT32: float32_state(self)}
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
-        """Load the state returned by `get_extra_state`. The tuner state is optional.
+        """Load the extra state returned by `get_extra_state`. The state of the layout tuner may be
+        missing.
 
         Raises:
-            ValueError: the checkpoint contains the experts of another rank.
+            ValueError: the checkpoint contains the experts of a different rank.
         """
         self.routed_experts.load_state(state)
 
@@ -131,10 +138,10 @@ class LayerState(HasFinishStep, LinkableLayer):
         self.routed_experts.finish_step()
 
     def forget(self) -> None:
-        """Drop the tensors that a failed forward pass stored for its backward pass.
+        """Release the tensors that a failed forward pass stored for its backward pass.
 
-        A host that continues after a failed step (for example, out of memory) must call this method
-        while no backward pass is pending.
+        A host that continues training after a failed step, for example after running out of memory,
+        must call this method while no backward pass is pending.
         """
         if self.link is not None:
             self.link.forget()
@@ -153,11 +160,12 @@ class GivenParts:
     """The checked arguments of `MoELayer`.
 
     Attributes:
-        config: all settings, including the settings passed by name.
+        config: the complete settings, including settings passed as keyword arguments.
         comm: the expert-parallel group.
-        router: the caller's router module. None if the router is built from the settings.
-        experts: the caller's function `factory(global_index) -> module`. None if the experts are
-            built from the settings.
+        router: the router module that the caller passed. None if the router is built from the
+            settings.
+        experts: the function `factory(global_index) -> module` that the caller passed. None if the
+            experts are built from the settings.
     """
 
     config: MoEConfig
@@ -170,7 +178,7 @@ def given_parts(config: MoEConfig | int, comm: Comm | None,
                 router: nn.Module | str | Mapping[str, Any] | None,
                 experts: Callable[[int], nn.Module] | Mapping[str, Any] | None,
                 settings: Mapping[str, Any]) -> GivenParts:
-    """Check the arguments of `MoELayer` and return them in one form.
+    """Check the arguments of `MoELayer` and convert them to `GivenParts`.
 
     Raises:
         ValueError: an argument has a wrong type, two settings contradict each other, or a setting
@@ -202,29 +210,31 @@ def _check_given(comm: Any, router: Any, experts: Any) -> None:
 
 
 class MoELayer(LayerState):
-    """A Mixture-of-Experts feed-forward layer over the ranks of one group.
+    """A Mixture-of-Experts feed-forward layer whose experts are spread over the ranks of a process
+    group.
 
-    Expert parameters have the attribute `expert = True`. After backward, the gradient of an expert
-    is the sum over the tokens of all ranks in `comm`. The gradient of any other parameter covers
-    only the tokens of this rank. The host framework, or `moe_plugin.training.gradients.sync`,
-    reduces and scales the gradients.
+    Each expert parameter has the attribute `expert = True`. After the backward pass, the gradient
+    of an expert parameter is the sum over the tokens of all ranks in `comm`. The gradient of any
+    other parameter covers only the tokens of this rank. The host framework, or
+    `moe_plugin.training.gradients.sync`, reduces and scales the gradients of all parameters.
 
     Args:
-        config: a `MoEConfig` with `model_dim` set. Alternatively the width of a token, with the
-            other settings passed by name (`moe_plugin.config.named.named_config`).
+        config: a `MoEConfig` that sets `model_dim`. Alternatively, pass the width of a token as an
+            int and the other settings as keyword arguments
+            (`moe_plugin.config.named.named_config`).
         comm: the expert-parallel group. Defaults to the default process group, or to this rank
             alone if torch.distributed is not initialized.
-        host: information from the host framework about this layer.
-        router: a router module to use instead of the configured router
-            (`moe_plugin.routing.RouterModule`), a router's name, or a dict of router settings.
+        host: information that the host framework provides about this layer.
+        router: a router module that replaces the configured router
+            (`moe_plugin.routing.RouterModule`), the name of a router, or a dict of router settings.
         experts: a function `factory(global_index) -> module` that builds custom experts, or a dict
-            of settings of the experts.
+            of expert settings.
         dtype: the dtype of the parameters. Defaults to torch's default dtype.
         device: the device of the parameters. Defaults to torch's default device.
     Raises:
-        ValueError: the settings, the group and the modules are not compatible. The message names
-            the value, the bound and a remedy. Also raised, on every rank, if settings or versions
-            differ between ranks.
+        ValueError: the settings, the process group and the modules are not compatible. The message
+            contains the invalid value, the bound and a remedy. Every rank raises this error if
+            ranks have different settings or versions.
     """
 
     def __init__(self, config: MoEConfig | int, comm: Comm | None = None, *,
@@ -262,26 +272,27 @@ class MoELayer(LayerState):
     def forward(self, x: Tensor, token_mask: Tensor | None = None, *, info: TokenInfo | None = None,
                 top_k: int | None = None, choice: LayoutChoice | None = None,
                 overlapped: Callable[[], object] | None = None) -> MoEOutput:
-        """Compute the output of the routed and shared experts for each token.
+        """Compute the layer's output for each token, from the routed experts and the shared expert.
 
         Args:
-            x: [..., D] tokens of this rank. Each rank may have a different number of tokens,
+            x: the tokens of this rank, [..., D]. Each rank may have a different number of tokens,
                 including zero.
-            token_mask: [...] bool, True for real tokens. Padding tokens are not routed, and their
-                output is zero. Defaults to all real.
-            info: extra information about the tokens, such as token ids, if the router needs it
-                (`router.needs`).
-            top_k: the number of experts per token in this call. Defaults to the configured number.
-            choice: the layout of this call; all ranks must pass the same value. Defaults to the
-                configured or tuned layout.
-            overlapped: a function without arguments that does not need the experts' results. The
-                layer calls it before the experts compute. With `experts.shared_overlap` the
-                function runs while the rows are sent to their experts.
-        Returns: the output [..., D] in the dtype of `x`, the raw losses by name, and statistics.
+            token_mask: bool [...], True for tokens that are not padding. Padding tokens are not
+                routed, and their output is zero. By default no token is padding.
+            info: additional information about the tokens, such as token ids, if the router requires
+                it (`router.needs`).
+            top_k: number of experts per token in this call. Defaults to the number in the settings.
+            choice: the layout of this call. All ranks must pass the same layout. Defaults to the
+                layout chosen by the settings or by the tuner.
+            overlapped: a function without arguments that does not need the experts' outputs. The
+                layer calls this function before the experts compute. With `experts.shared_overlap`,
+                this function runs while rows are being sent to their experts.
+        Returns: the output [..., D] in the dtype of `x`, the unweighted losses by name, and
+        statistics.
         Raises:
-            ValueError: a shape or a dtype is wrong.
-            CommError: a collective failed or timed out. The message names the rank, the collective
-                and the sizes.
+            ValueError: a tensor has a wrong shape or dtype.
+            CommError: a collective failed or timed out. The message contains the rank, the name of
+                the collective and the sizes.
         """
         built = self.routed_experts.experts  # `self.experts` may be an adapter that wraps them
         if built.reduced or not self.ddp_check.passed:
@@ -309,16 +320,20 @@ class MoELayer(LayerState):
         return MoEOutput(*result, self.routed_experts.stats(layout, kept, rows, traffic))
 
     def route(self, tokens: Tokens, top_k: int | None) -> Routing:
-        """Return the routing of the tokens. `pregate.link` may replace this method."""
+        """Run the router on the tokens of a call. `pregate.link` may replace this method of a
+        layer.
+        """
         routing: Routing = self.router(tokens.x_TD, tokens.mask_T, top_k, tokens.info)
         return routing
 
 
 def layers_in(*models: nn.Module) -> list[MoELayer]:
-    """Return the MoE layers of the models, in order."""
+    """Return the MoE layers of several models, in the order of the modules."""
     return [layer for model in models for layer in named_layers_in(model).values()]
 
 
 def named_layers_in(model: nn.Module) -> dict[str, MoELayer]:
-    """Return the MoE layers of a model by name, in order. A shared layer is returned once."""
+    """Return the MoE layers of a model by name, in the order of the modules. A layer that is used
+    in several places is returned only once.
+    """
     return {name: module for name, module in model.named_modules() if isinstance(module, MoELayer)}

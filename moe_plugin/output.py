@@ -1,6 +1,6 @@
 """The return values of an MoE layer: the output, the losses and the statistics.
 
-The letters in tensor names are explained in `moe_plugin.records`.
+`moe_plugin.records` explains the letters in tensor names.
 """
 
 from __future__ import annotations
@@ -28,39 +28,43 @@ _Key = tuple[str, str]
 @as_pytree("layout", "decisions", "router", "collectives")
 @dataclass(frozen=True)
 class LayerStats:
-    """Statistics of one forward pass on this rank. Tensors stay on the device until `as_dict`.
+    """Statistics of one forward pass on this rank. Tensors are copied to the host only in
+    `as_dict`.
 
     Attributes:
-        load_KE: int64 [K, E], the number of tokens with expert e as their j-th choice, before any
-            choice was dropped.
-        kept_KE: int64 [K, E]. Like `load_KE`, but after choices were dropped.
-        entropy: the mean entropy of the router's scores in nats (`Routing.entropy`).
-        tokens: the number of real tokens (`Routing.tokens`).
-        losses: the raw losses by name, detached from the graph.
-        bytes_sent: the number of bytes that this rank sent to other ranks in the forward pass. It
-            includes rows in both directions, counts, shared outputs, and gathered parameters. An
-            all-reduce is counted as a ring. Bytes sent by packages such as DeepEP are not included.
-        rows: the number of rows that the experts of this rank computed (`DispatchPlan.rows`).
-        rows_sent: the number of rows sent for the tokens of this rank. `ragged` counts one row for
-            each expert, rank or node of a token (`dispatch.send`), including rows that stay on this
-            rank. `bounded` counts all slots, filled or empty. Other dispatchers report 0.
-        rows_between: how many of these rows were sent to other nodes.
-        capacity: the number of slots per expert and source rank. None if no token is dropped.
-        layout: the label of the layout, for example `r=1 d=2 linear auto`.
-        exchanges: the number of all-to-alls by algorithm.
-        collectives: the name of the algorithm that gathers and sums (`comm.collectives`), for
-            example `forest`. None if the group has one rank.
-        decisions: the decisions of the tuner since the last call, as plain values.
-        copies: the number of ranks that report the same tokens. A sum over ranks must weight each
-            report by 1/copies.
-        router: the name of the router that was used (`Routing.router`).
-        chosen_KE: int64 [K, E]. Like `load_KE`, but before the second-expert policy dropped any
-            choices. None if no choice was dropped by such a policy.
-        store: counters of the experts that are stored outside the device (`StoreCounters`), and
-            the size of the cached experts as `resident_bytes`. Empty without such a store.
-        self_balanced: whether the router balances the load without a loss
+        load_KE: int64 [K, E]. Entry [k, e] is the number of tokens whose choice number k was expert
+            e, including choices that were dropped later.
+        kept_KE: int64 [K, E]. Like `load_KE`, but without dropped choices.
+        entropy: the mean entropy, in nats, of the router's scores (`Routing.entropy`).
+        tokens: the number of tokens without padding (`Routing.tokens`).
+        losses: the unweighted losses by name, detached from the autograd graph.
+        bytes_sent: the number of bytes that this rank sent to other ranks in the forward pass.
+            `bytes_sent` includes rows in both directions, counts, outputs of the shared expert, and
+            gathered parameters. An all-reduce is counted as a ring all-reduce. Bytes sent by
+            packages such as DeepEP are not included.
+        rows: the number of rows that this rank's experts computed (`DispatchPlan.rows`).
+        rows_sent: the number of rows sent for the tokens of this rank. The `ragged` dispatcher
+            counts one row for each expert, rank or node to which a token is sent (`dispatch.send`),
+            including rows that stay on this rank. The `bounded` dispatcher counts all slots,
+            including empty slots. Other dispatchers report 0.
+        rows_between: how many of the rows in `rows_sent` were sent to other nodes.
+        capacity: the number of slots per expert and source rank. None if no token can be dropped.
+        layout: the label of the layout, such as `r=1 d=2 linear auto`.
+        exchanges: the number of all-to-all exchanges, by algorithm.
+        collectives: the name of the active implementation of collectives (`comm.collectives`), such
+            as `forest`. None if the group has only one rank.
+        decisions: the tuner's decisions since the last call, as plain values.
+        copies: the number of ranks that report statistics of the same tokens. A sum over ranks must
+            multiply the statistics of each rank by 1/copies.
+        router: the name of the router that routed this call (`Routing.router`).
+        chosen_KE: int64 [K, E]. Like `load_KE`, but including choices that the second-expert policy
+            dropped. None if the second-expert policy dropped no choice.
+        store: counters of the store for experts outside the device (`StoreCounters`), and the
+            number of bytes of cached experts as `resident_bytes`. Empty if all experts are stored
+            on the device.
+        self_balanced: whether the router balances the load without a balance loss
             (`RouterModule.balances`).
-        more: the values of the registered statistics that have a function `measure`, by name.
+        more: values of the registered statistics that define a `measure` function, by name.
     """
 
     load_KE: Tensor
@@ -85,7 +89,8 @@ class LayerStats:
     more: dict[str, Any] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the statistics as plain numbers, by the names of `moe_plugin/utils/statistics.py`.
+        """Return the statistics as plain numbers, with the names defined in
+        `moe_plugin/utils/statistics.py`.
 
         The host waits for the device.
         """
@@ -97,15 +102,16 @@ class LayerStats:
 
 @dataclass
 class StatsSums:
-    """The statistics of several calls of a layer, reduced as the table of statistics says.
+    """The statistics of several calls of a layer, reduced by the rules in the table of statistics.
 
     Attributes:
-        pending: the statistics of calls that are not reduced yet.
-        device: float64 sums and maxima of tensors.
-        host: sums and maxima of numbers that are known on the host.
-        counts: the numbers of calls that had a value.
-        names: the numbers of calls by name, for reduction `names`.
-        lists: pairs (statistic, value), for reduction `list`.
+        pending: the statistics of calls that have not been reduced yet.
+        device: float64 sums and maxima of statistics that are tensors.
+        host: sums and maxima of statistics that are known on the host.
+        counts: for each statistic, the number of calls that reported a value.
+        names: for statistics with the reduction `names`, the number of calls that reported each
+            name.
+        lists: pairs (statistic, value) for statistics with the reduction `list`.
     """
 
     pending: list[LayerStats] = field(default_factory=list)
@@ -116,18 +122,20 @@ class StatsSums:
     lists: list[tuple[str, Any]] = field(default_factory=list)
 
     def add(self, stats: LayerStats) -> None:
-        """Add the statistics of one call, without a copy to the host or communication."""
+        """Add the statistics of one call, without communication and without copying data to the
+        host.
+        """
         self.pending.append(stats)
         if len(self.pending) >= FOLD_AT:
             self.fold()
 
     def copied(self) -> StatsSums:
-        """Return an independent copy."""
+        """Return an independent copy of these sums."""
         return dataclasses.replace(self, **{
             f.name: copy.copy(getattr(self, f.name)) for f in dataclasses.fields(self)})
 
     def fold(self) -> None:
-        """Reduce the pending calls."""
+        """Reduce the statistics of all pending calls."""
         calls, self.pending = self.pending, []
         if not calls:
             return
@@ -162,7 +170,7 @@ class StatsSums:
                     self._add_tensors(statistic, key, x)
 
     def _add_tensors(self, statistic: Statistic, key: str, x: Tensor) -> None:
-        """Add the values of several calls, float64 [N] or [N, E]."""
+        """Add the values that several calls reported for a statistic, as float64 [N] or [N, E]."""
         at = (statistic.name, key)
         before = self.device.get(at)
         if statistic.reduce == "max":
@@ -181,16 +189,20 @@ class StatsSums:
         self.counts[at] += len(known)
 
     def _lengths(self, ranks: int) -> dict[_Key, int]:
-        """Return the number of elements of each statistic in `vector`, in their order."""
+        """Return the number of elements that each statistic occupies in `vector`, in the order of
+        the elements.
+        """
         lengths = {at: self.device[at].numel() for at in sorted(self.device)}
         lengths |= dict.fromkeys(sorted(self.host), 1)
         return {at: ranks if statistics.get(at[0]).reduce == "max" else length
                 for at, length in lengths.items()}
 
     def vector(self, rank: int = 0, ranks: int = 1) -> Tensor:
-        """Return the numbers of this rank as a float64 vector, to be summed over ranks.
+        """Return the sums of this rank as a float64 vector. The caller sums the vectors of all
+        ranks.
 
-        Each rank has a separate slot for a maximum, so that one sum reduces all statistics.
+        Each rank writes its maximum of a statistic to a separate element, so that a single sum over
+        ranks reduces both sums and maxima.
         """
         self.fold()
         known = [self.host[at] for at in sorted(self.host)]
@@ -210,9 +222,9 @@ class StatsSums:
         return torch.cat([*parts, host[len(known):]])
 
     def record(self, sums: Tensor, ranks: int = 1) -> dict[str, Any]:
-        """Return the record, as docs/observability.md describes it.
+        """Return the record that docs/observability.md describes.
 
-        sums: the sum of `vector` over all ranks. All ranks have the same names.
+        sums: the sum of the `vector` of all ranks. All ranks must have the same statistics.
         """
         numbers, totals, start = sums.tolist(), dict[_Key, list[float]](), 0
         for at, length in self._lengths(ranks).items():
@@ -226,7 +238,9 @@ class StatsSums:
 
     def _field(self, statistic: Statistic, record: dict[str, Any],
                totals: dict[_Key, list[float]], counts: dict[_Key, float]) -> Any:
-        """Return the value of one statistic. record: the fields that were computed before."""
+        """Return the value of one statistic for a record. record: the fields of the record that
+        were computed earlier.
+        """
         name, reduce = statistic.name, statistic.reduce
         if statistic.derive is not None:
             return statistic.derive(record)
@@ -248,7 +262,9 @@ class StatsSums:
 
 
 def _by_key(statistic: Statistic, values: list[Any]) -> dict[str, list[Any]]:
-    """Return the values of several calls by name, or by an empty string."""
+    """Return a dict that maps each name to the values that calls reported for it. Values without a
+    name are stored under the empty string.
+    """
     if not statistic.by_name:
         return {"": values}
     names = sorted({*statistic.names, *(key for value in values for key in value)})
@@ -256,7 +272,9 @@ def _by_key(statistic: Statistic, values: list[Any]) -> dict[str, list[Any]]:
 
 
 def _reduced(reduce: str, values: list[float], count: float, record: dict[str, Any]) -> Any:
-    """Return a number from its sum, or from the maxima of all ranks."""
+    """Compute the value of a statistic from its sum over all ranks, or from the maxima of all
+    ranks.
+    """
     if reduce == "max":
         return max(values) if count else None
     [total] = values
@@ -271,11 +289,12 @@ def _reduced(reduce: str, values: list[float], count: float, record: dict[str, A
 @as_pytree()
 @dataclass(frozen=True)
 class MoEOutput:
-    """The result of one `MoELayer` call.
+    """The return value of a `MoELayer` call.
 
     Attributes:
         output: a tensor with the shape and dtype of the input.
-        losses: the raw, differentiable losses by name. `weighted_loss` adds them up.
+        losses: the unweighted, differentiable losses by name. `weighted_loss` computes their
+            weighted sum.
         stats: the statistics of the call.
     """
 
@@ -285,13 +304,13 @@ class MoEOutput:
 
 
 def weighted_loss(losses: dict[str, Tensor], weights: dict[str, float]) -> Tensor:
-    """Return the sum of weight * loss over all names. A loss without a weight is not added.
+    """Return the sum of weight * loss over all names. A loss without a weight is ignored.
 
     Args:
         losses: scalar losses by name.
         weights: the weight of each loss by name.
     Raises:
-        ValueError: there are losses and non-zero weights, but no loss has a weight.
+        ValueError: there are losses and non-zero weights, but no loss has a non-zero weight.
     """
     terms = [weight * losses[name] for name, weight in weights.items() if weight and name in losses]
     if losses and not terms and any(weights.values()):

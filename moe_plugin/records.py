@@ -1,6 +1,7 @@
-"""The records that are passed between the parts of one MoE layer.
+"""Data classes that the components of an MoE layer pass to each other.
 
-All tensor names in the package end in a shape suffix made of these letters:
+In this package, the name of a tensor ends with a suffix that describes its shape. The letters of
+the suffix are:
 
 * T: the tokens of this rank
 * D: the width of the model
@@ -29,7 +30,7 @@ from moe_plugin.utils.pytrees import as_pytree
 
 @dataclass(frozen=True)
 class RowCounts:
-    """The number of rows of each local expert, as a list on the host."""
+    """The number of rows of each local expert, stored as a list on the host."""
 
     host: list[int]
 
@@ -45,7 +46,7 @@ class RowCounts:
 
     @property
     def even(self) -> bool:
-        """Whether all experts are known to have the same number of rows."""
+        """Whether all experts certainly have the same number of rows."""
         for count in self.host:
             if count != self.host[0]:
                 return False
@@ -53,15 +54,16 @@ class RowCounts:
 
     @property
     def real(self) -> int | Tensor:
-        """The number of rows that contain tokens. A scalar tensor if only the device knows it."""
+        """The number of rows with tokens. If this number is known only on the device, the property
+        is a scalar tensor."""
         return sum(self.host)
 
     def lengths(self) -> list[int]:
-        """Return the number of rows of each expert, without filler rows."""
+        """Return the number of rows of each expert, not counting filler rows."""
         return self.host
 
     def device(self, device: torch.device) -> Tensor:
-        """Return the number of rows of each expert, without filler rows, as int64 [L].
+        """Return the number of rows of each expert as int64 [L], not counting filler rows.
 
         The host does not wait for a GPU.
         """
@@ -74,16 +76,17 @@ class RowCounts:
 
 @dataclass(frozen=True, init=False, eq=False, repr=False)
 class DeviceCounts(RowCounts):
-    """The number of rows of each local expert, known only on the device.
+    """The number of rows of each local expert, if these numbers are known only on the device.
 
-    The rows are in a buffer of fixed length. The rows of the experts come first, one expert after
-    the other. The remaining rows are filler, whose results are never read. Kernels that read
-    lengths from the device skip the filler. Kernels that need lengths on the host use `host`, where
-    filler rows belong to the last expert.
+    The rows are stored in a buffer of fixed length. The buffer first contains the rows of all
+    experts, one expert after the other. The rest of the buffer contains filler rows, whose results
+    are never used. Kernels that read the numbers of rows from the device skip the filler rows.
+    Kernels that need the numbers of rows on the host use `host`, in which filler rows are counted
+    as rows of the last expert.
 
     Attributes:
         lengths_L: int64 [L], the number of rows of each expert.
-        rows: the number of rows of the buffer (R).
+        rows: the number of rows in the buffer, R.
     """
 
     lengths_L: Tensor
@@ -97,9 +100,9 @@ class DeviceCounts(RowCounts):
 
     @property  # type: ignore[misc]
     def host(self) -> list[int]:  # type: ignore[override]
-        """The number of rows of each expert. The last number includes filler rows.
+        """The number of rows of each expert. The number of the last expert includes filler rows.
 
-        The first access waits for the device.
+        When this property is first read, the host waits for the device.
         """
         if self._host is not None:
             return self._host
@@ -118,44 +121,44 @@ class DeviceCounts(RowCounts):
 
     @property
     def total(self) -> int:
-        """The number of rows of the buffer, R."""
+        """The number of rows in the buffer, R."""
         return self.rows
 
     @property
     def even(self) -> bool:
-        """Always False, because the host does not know the lengths."""
+        """Always False, because the host does not know the numbers of rows."""
         return False
 
     @property
     def real(self) -> Tensor:
-        """The number of rows of all experts without filler, an int64 scalar on the device."""
+        """The total number of rows of all experts without filler rows, as an int64 scalar."""
         return self.lengths_L.sum()
 
     def lengths(self) -> list[int]:
-        """Return the number of rows of each expert, without filler rows.
+        """Return the number of rows of each expert, not counting filler rows.
 
         The host waits for the device unless the buffer is empty.
         """
         return self.lengths_L.tolist() if self.rows else [0] * self.number
 
     def device(self, device: torch.device) -> Tensor:
-        """Return the number of rows of each expert, without filler rows, as int64 [L]."""
+        """Return the number of rows of each expert as int64 [L], not counting filler rows."""
         return self.lengths_L
 
 
 @dataclass(frozen=True)
 class RowPlan:
-    """The tokens that each expert reads as its rows, and the positions of the results.
+    """A mapping between tokens and expert rows, in both directions.
 
-    Without an exchange the tokens are this rank's own tokens. After an exchange they are the rows
-    in the order in which they arrived.
+    Without an exchange between ranks, the tokens are this rank's own tokens. After an exchange, the
+    tokens are the received rows, in the order in which they arrived.
 
     Attributes:
-        source_R, position_TK: the maps from rows to choices and from choices to rows, as described
-            in `kernels.rows`. The rows are ordered by expert.
-        weights_TK: [T, K], differentiable gate weights. It is None if all weights are 1.
-        counts: the number of rows of each expert. With fixed slots, empty slots are also counted.
-        complete: True if every choice has a row and no slot is empty. False if this is not known.
+        source_R, position_TK: mappings from rows to choices and from choices to rows, as described
+            in `kernels.rows`. Rows are sorted by expert.
+        weights_TK: [T, K], differentiable gate weights. None if all weights are 1.
+        counts: the number of rows of each expert, including empty slots if slots are fixed.
+        complete: True if every choice has a row and no slot is empty. False if this is not certain.
     """
 
     source_R: Tensor
@@ -166,7 +169,7 @@ class RowPlan:
 
     @property
     def token_R(self) -> Tensor:
-        """The token of each row, int64 [R]. Empty slots have token 0."""
+        """The index of the token in each row, int64 [R]. For empty slots, the index is 0."""
         choice_R = self.source_R if self.complete else self.source_R.clamp(min=0)
         choices = self.position_TK.shape[1]
         return choice_R if choices == 1 else choice_R // max(1, choices)
@@ -174,19 +177,19 @@ class RowPlan:
 
 @dataclass(frozen=True)
 class ExpertRows:
-    """The input of one computation of this rank's experts.
+    """The input for computing this rank's experts once.
 
     Attributes:
-        x: [R, D] rows, ordered by expert. If `rows` is a `RowPlan`, x is [T, D] tokens.
-        rows: the number of rows of each expert, or a `RowPlan`. With a `RowPlan` the result is
-            [T, D], the weighted sum of each token's rows.
-        parameters: the `FFNParameters` to compute with, such as gathered parameters. It is None if
-            the experts use their stored parameters.
-        strategy: a `kernels.expert_ffn.Strategy` that computes the experts. It is None if the
-            configured strategy is used.
+        x: the rows [R, D], sorted by expert. If `rows` is a `RowPlan`, x contains tokens [T, D].
+        rows: the number of rows of each expert, or a `RowPlan`. With a `RowPlan`, the result
+            contains the weighted sum of each token's rows, [T, D].
+        parameters: the `FFNParameters` to use, such as parameters gathered from other ranks. None
+            to use the stored parameters.
+        strategy: a `kernels.expert_ffn.Strategy` that computes the experts. None to use the
+            configured strategy.
         started: a function that experts in host memory or on disk call as soon as their weights
-            have arrived, before they compute, so that the next weights can be fetched during the
-            computation.
+            have arrived and before they compute. The function can fetch the next weights, so that
+            this transfer overlaps with the computation.
     """
 
     x: Tensor
@@ -197,26 +200,27 @@ class ExpertRows:
 
 
 class ParameterRequest:
-    """A request that experts accept instead of rows, and answer with their `local_parameters`.
+    """An input that makes experts return their `local_parameters` instead of computing rows.
 
-    The request passes through `forward`, because an adapter that wraps the experts changes their
-    parameters only while its own `forward` runs.
+    This request is passed to `forward`, because an adapter that wraps the experts changes the
+    experts' parameters only while its own `forward` runs.
     """
 
 
 class Sent:
-    """The rows of one call that are sent to the experts and back.
+    """The rows of one call, which are sent to the experts and back.
 
-    Iterating yields the input of this rank's experts in pieces, each as soon as it has arrived. The
-    caller passes the results of a piece to `put_back` before it requests the next piece.
+    Iterating over this object yields the input of this rank's experts, one piece at a time. Each
+    piece is yielded as soon as it has arrived. The caller must pass the results of a piece to
+    `put_back` before it requests the next piece.
 
     Args:
         arriving: the pieces, in the order in which they arrive.
         anchor: the tensor that was passed to `Dispatcher.dispatch` as `anchor`.
 
     Attributes:
-        results: the results passed to `put_back`, in order. A dispatcher may replace a result with
-            a placeholder while the result is sent back.
+        results: the results that were passed to `put_back`, in this order. While a result is being
+            sent back, a dispatcher may replace the result with a placeholder.
     """
 
     def __init__(self, arriving: Iterable[ExpertRows], anchor: Tensor | None = None) -> None:
@@ -227,9 +231,9 @@ class Sent:
         return iter(self.arriving)
 
     def put_back(self, result: Tensor) -> None:
-        """Accept the result of the latest piece, which may now be sent back.
+        """Accept the result of the most recent piece. From now on, this result may be sent back.
 
-        The result is [R, D], or [T, D] if the piece has a `RowPlan`.
+        The shape of the result is [R, D], or [T, D] if the piece contains a `RowPlan`.
         """
         self.results.append(result)
 
@@ -237,17 +241,17 @@ class Sent:
 @as_pytree()
 @dataclass(frozen=True)
 class TokenInfo:
-    """Additional inputs that some routers and losses need for a call.
+    """Additional inputs of a call, which some routers and losses need.
 
-    The tensors may have the shape of the leading axes of the tokens.
+    The tensors may have the same leading dimensions as the tokens.
 
     Attributes:
-        token_ids_T: int64, the vocabulary index of each token. The router `hash` reads it.
-        sequence_T: int64 in 0..sequences-1, the sequence of each token. The loss `sequence` reads
-            it.
-        sequences: the number of sequences. It must be at least 1 if `sequence_T` is read.
-        router_index: the index of the configured router that routes this call, equal on all ranks.
-            It is None if `router.selection` chooses the router.
+        token_ids_T: int64, the vocabulary index of each token. Required by the router `hash`.
+        sequence_T: int64, for each token, the index of its sequence, from 0 to sequences - 1.
+            Required by the loss `sequence`.
+        sequences: the number of sequences. Must be at least 1 if `sequence_T` is used.
+        router_index: if several routers are configured, the index of the router that routes this
+            call. Must be equal on all ranks. None if `router.selection` selects the router.
     """
 
     token_ids_T: Tensor | None = None
@@ -256,11 +260,12 @@ class TokenInfo:
     router_index: int | None = None
 
     def flat(self) -> "TokenInfo":
-        """Return a copy in which the tensors have a single token axis."""
+        """Return a copy whose tensors are flattened to a single token dimension."""
         return self._each(lambda x: x.reshape(-1))
 
     def piece(self, pieces: int, index: int) -> "TokenInfo":
-        """Return the part number `index` of `pieces` equal parts of flat information.
+        """Divide the flattened tensors into `pieces` equal parts, and return the part with the
+        given index.
 
         The last part is padded with zeros.
         """
@@ -274,12 +279,13 @@ class TokenInfo:
 
 @dataclass(frozen=True)
 class CountedChoices:
-    """The load of a set of choices, which is counted once for losses, statistics and dispatch.
+    """Choices of experts and their load. The load is counted only once and is then used for losses,
+    statistics and dispatch.
 
     Attributes:
-        ids_TK: the choices. The value -1 stands for no expert.
+        ids_TK: the choices. An index of -1 stands for no expert.
         load_KE: int64. Entry [k, e] is the number of tokens whose choice number k is expert e.
-        complete: True if ids_TK contains no -1. False if this is not known.
+        complete: True if `ids_TK` does not contain -1. False if this is not known.
     """
 
     ids_TK: Tensor
@@ -289,30 +295,31 @@ class CountedChoices:
 
 @dataclass(frozen=True)
 class Routing:
-    """The decision of a router for one call.
+    """The experts that a router has chosen in one call, and the related losses and statistics.
 
     Attributes:
-        ids_TK: int64, the expert of each choice. The value is -1 for padding tokens and for choices
-            that were not used. A token has no expert twice.
+        ids_TK: int64, the index of the expert for each choice. The index is -1 for padding tokens
+            and for unused choices. All choices of a token are different experts.
         weights_TK: float32, or float64 in a float64 layer. The differentiable gate weight of each
-            choice, 0 where ids_TK is -1.
-        priority_T: float, the priority of each token under batch-prioritized capacity. Tokens with
-            larger values are dropped later. It is None without batch-prioritized capacity.
-        losses: the differentiable scalar losses by name, before they are multiplied by weights.
-        entropy: a scalar, the mean entropy in nats of the scores of all unmasked tokens.
-        tokens: a scalar int64, the number of unmasked tokens.
-        passthrough_T: the differentiable weight with which a token is added to its output (BASE).
-            It is None if the weight is 0.
-        router: the name of the router that routed this call, or None if the layer has one router.
-        chosen_TK: int64, the choices before a second-expert policy removed some, -1 for padding. It
-            is None if no choice was removed.
-        undropped_TK: int64, the choices before the router applied a capacity (Megatron's router),
-            -1 for padding. It is None if the router has no capacity.
-        capacity: the number of slots per expert of the router's capacity. It is None if the router
-            has no capacity.
-        counted: the load of the choices, for `dispatch.rows.known_load`. It is None if not counted.
-        sizes: the exchange of sizes with other ranks that a dispatcher started one block early,
-            when the choices were known. It is None if no exchange was started. See
+            choice. The weight is 0 where ids_TK is -1.
+        priority_T: floating-point tensor, the priority of each token if the capacity is
+            batch-prioritized. Tokens with the lowest priority are dropped first. None if the
+            capacity is not batch-prioritized.
+        losses: the differentiable scalar losses by name, before multiplication with their weights.
+        entropy: a scalar, the mean entropy of the scores in nats, over all tokens but padding.
+        tokens: an int64 scalar, the number of tokens that are not padding.
+        passthrough_T: the differentiable weight with which each token is added to its own output
+            (BASE layers). None if tokens are not added to their outputs.
+        router: the name of the router that routed this call. None if there is only one router.
+        chosen_TK: int64, the choices before a second-expert policy removed some of them. -1 for
+            padding tokens. None if no choice was removed.
+        undropped_TK: int64, the choices before the router itself applied a capacity (Megatron's
+            router). -1 for padding tokens. None if the router does not apply a capacity.
+        capacity: the number of slots per expert in the capacity that the router applied. `capacity`
+            is None if the router does not apply a capacity.
+        counted: the load of the choices, for `dispatch.rows.known_load`. None if not counted.
+        sizes: the exchange of row counts between ranks, if a dispatcher has started it one block
+            early, as soon as the choices were known. None if no exchange was started. See
             `moe_plugin.dispatch.base.Dispatcher.start_sizes`.
     """
 
@@ -331,23 +338,24 @@ class Routing:
     sizes: Any = None
 
     def with_kept(self, keep_TK: Tensor, weights_TK: Tensor) -> "Routing":
-        """Return this routing without the choices for which keep_TK is False."""
+        """Return a copy of this routing that contains only the choices for which `keep_TK` is True.
+        """
         return replace(self, ids_TK=self.ids_TK.masked_fill(~keep_TK, -1), weights_TK=weights_TK)
 
 
 @dataclass(frozen=True)
 class KeptRouting:
-    """A routing to which the capacity has been applied.
+    """The routing of a call after the capacity has been applied.
 
     Attributes:
-        routing: the routing without dropped choices.
-        before: the routing before any choice was dropped.
-        slots_TK: int64 [T, K], the slot of each choice in its expert, or -1 for a dropped choice.
-            None without a capacity.
-        capacity: the number of slots per expert and source rank, equal on all ranks. None without a
+        routing: the routing without the dropped choices.
+        before: the routing including the dropped choices.
+        slots_TK: int64 [T, K], the slot that each choice occupies in its expert. -1 for dropped
+            choices. None without a capacity.
+        capacity: the number of slots per expert and source rank. Equal on all ranks. None without a
             capacity.
-        any_load: True if the capacity is large enough for any load, so that no choice is dropped
-            and the host does not need to know the load.
+        any_load: True if the capacity is large enough for any load. With `any_load`, no choice is
+            dropped, and the host does not need to know the load.
     """
 
     routing: Routing
@@ -359,15 +367,16 @@ class KeptRouting:
 
 @dataclass(frozen=True)
 class Tokens:
-    """The validated tokens of one call that this rank routes, on a single axis.
+    """The tokens of one call that this rank routes, after validation. The tokens are flattened to a
+    single dimension.
 
     Attributes:
-        x_TD: [T, D] tokens.
-        mask_T: bool [T], which is False for padding tokens. It is None if there is no padding.
-        info: additional inputs of routers and losses.
+        x_TD: the tokens, [T, D].
+        mask_T: bool [T], False for padding tokens. None if there is no padding.
+        info: additional inputs for routers and losses.
         shape: the shape of the layer's input.
-        count: the number of tokens of the input, before the ranks divided them among each other.
-    """
+        count: the number of tokens in the layer's input, before the tokens were divided among
+            ranks."""
 
     x_TD: Tensor
     mask_T: Tensor | None
@@ -378,13 +387,14 @@ class Tokens:
 
 @dataclass(frozen=True)
 class DispatchPlan:
-    """The inputs of dispatch and combine for one call. Each dispatcher adds further fields.
+    """The inputs of dispatch and combine in one call. Each dispatcher adds further fields in a
+    subclass.
 
-    All ranks have agreed on the sizes in the plan, and reading the plan never waits for a device.
+    All ranks have already exchanged the sizes in the plan, so reading the plan never makes the host
+    wait for a device.
 
     Attributes:
-        rows: the number of rows that this rank's experts compute. A scalar tensor if only the
-            device knows the number.
-    """
+        rows: the number of rows that this rank's experts compute. If this number is known only on
+            the device, it is a scalar tensor."""
 
     rows: int | Tensor

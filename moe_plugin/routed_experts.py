@@ -1,6 +1,7 @@
-"""`RoutedExperts`: the part of a Mixture-of-Experts layer that follows the router.
+"""`RoutedExperts`, the component of a Mixture-of-Experts layer that runs after the router.
 
-`MoELayer` uses it, and so do models that have their own router, such as those of transformers.
+This component is used by `MoELayer`, and by models that have their own router, such as models from
+transformers.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def check_routed(config: MoEConfig, ranks: int) -> None:
         config: the settings.
         ranks: the size of the expert-parallel group.
     Raises:
-        ValueError: a setting would be ignored, or would change the result.
+        ValueError: a setting would be ignored, or would change the model's result.
     """
     name = config.dispatch.name
     traits = dispatchers.get(name).traits
@@ -74,13 +75,13 @@ def check_routed(config: MoEConfig, ranks: int) -> None:
 
 @dataclass(frozen=True)
 class RoutedCall:
-    """A call of a layer, for `Statistic.measure`.
+    """Data about one call of a layer, which is passed to `Statistic.measure`.
 
     Attributes:
         layout: the layout of the call.
         kept: the routing of the call.
         rows: the number of rows that the experts of this rank computed.
-        sent: the traffic of this rank.
+        sent: counters of the data that this rank sent in the call.
         experts: the experts of this rank.
     """
 
@@ -92,28 +93,26 @@ class RoutedCall:
 
 
 class RoutedExperts:
-    """The path of a token behind the router: select a layout, plan, dispatch, experts, combine.
+    """The computation of an MoE layer after routing: select a layout, send rows to their experts,
+    compute the experts, and combine the results.
 
-    `RoutedExperts` is not a `nn.Module`. The layer registers the experts as its own submodule
-    `experts`, so that checkpoints, FSDP and DDP see the parameters under short, stable names.
+    `RoutedExperts` is not an `nn.Module`. The layer registers the experts as its own submodule
+    `experts`. Checkpoints, FSDP and DDP therefore see the parameters under short and stable names.
 
     Args:
         config: the settings of the layer.
-        placement: the ranks that store each expert.
-        experts: the experts of this rank as they were built, without any adapter around them.
-        host: information from the host framework about the layer.
+        placement: describes which ranks store each expert.
+        experts: the experts of this rank, without any adapter that wraps them.
+        host: information that the host framework provides about the layer.
 
     Attributes:
         layouts: all layouts that can be selected.
-        prefill: splits evaluation calls into pieces by their load. None if `parallel.prefill` is
-            off.
-        fixed: the configured layout.
-        fixed_slots: whether the dispatcher sends a fixed number of slots, which needs a capacity.
-        load_comm: the ranks that have different tokens and must agree on a capacity.
-        tuner: chooses the layout if `parallel.mode` is `auto` or `predicted`. None if the layout
-            is fixed.
-        self_balanced: whether the router balances the load without a loss (`LayerStats`). The
-            layer sets it.
+        prefill: divides the rows of evaluation calls into pieces. None without `parallel.prefill`.
+        fixed: the layout from the settings.
+        fixed_slots: whether the dispatcher sends a fixed number of slots and requires a capacity.
+        load_comm: the group of ranks that process different tokens and must agree on a capacity.
+        tuner: selects the layout if `parallel.mode` is `auto` or `predicted`, otherwise None.
+        self_balanced: whether the router balances the load without a loss. Set by the layer.
     """
 
     self_balanced = False
@@ -141,21 +140,21 @@ class RoutedExperts:
                  experts: Callable[[MoEConfig, Placement], Experts], *,
                  dtype: torch.dtype | None = None,
                  agreed: Mapping[str, Any] = MappingProxyType({})) -> RoutedExperts:
-        """Build the path for a model that has its own router and stores its own experts.
+        """Build the routed experts for a model that has its own router and stores its own experts.
 
         Collective over `comm`.
 
         Args:
-            config: the settings. Sizes, `dispatch`, `parallel`, `comm`, `tuner` and
+            config: the settings. Only the sizes, `dispatch`, `parallel`, `comm`, `tuner` and
                 `experts.compute` are used.
-            comm: the expert-parallel group. The gradient of an expert is the sum over the tokens
-                of all ranks of this group.
+            comm: the expert-parallel group. The gradient of an expert is the sum over the tokens of
+                all ranks in this group.
             experts: a function `experts(config, placement)` that returns the experts of this rank.
             dtype: the dtype of the parameters. Defaults to torch's default dtype.
-            agreed: further values that must be equal on all ranks, by name (`HostContext`).
+            agreed: additional values, by name, that must be equal on all ranks (`HostContext`).
         Raises:
-            ValueError: a setting is not allowed (`check_routed`), the settings, the group and the
-                experts are not compatible, or the ranks have different settings.
+            ValueError: a setting is not allowed (`check_routed`), the settings do not fit the group
+                or the experts, or the ranks have different settings.
         """
         check_routed(config, comm.size)
         # the meta device, because the model has already allocated the experts
@@ -165,19 +164,21 @@ class RoutedExperts:
 
     def __call__(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, *,
                  training: bool = True) -> Tensor:
-        """Compute the weighted sum of each token's experts, for tokens that are already routed.
+        """For tokens that are already routed, compute the weighted sum of each token's experts.
 
         Args:
-            x_TD: [T, D] tokens of this rank. T may be zero and may differ between ranks.
-            ids_TK: int64 [T, K], the global indices of the experts. -1 means no expert.
-            weights_TK: floating-point [T, K], the weight of each expert. The weight must be 0 where
-                there is no expert.
-            training: whether this is a training call. Layouts are tuned in training calls only.
-        Returns: the outputs [T, D] in the dtype of `x_TD`.
+            x_TD: the tokens of this rank, [T, D]. T may be zero and may be different on each rank.
+            ids_TK: int64 [T, K], the global indices of the experts. An index of -1 stands for no
+                expert.
+            weights_TK: floating-point tensor [T, K], the weight of each expert. The weight must be
+                0 where the index is -1.
+            training: whether the call is part of training. Layouts are tuned only in training
+                calls.
+        Returns: the outputs, [T, D], in the dtype of `x_TD`.
         Raises:
-            ValueError: `ids_TK` contains an index of an expert that does not exist.
-            CommError: a collective failed or timed out. The message names the rank, the collective
-                and the sizes.
+            ValueError: `ids_TK` contains the index of an expert that does not exist.
+            CommError: a collective failed or timed out. The message contains the rank, the name of
+                the collective and the sizes.
         """
         last = self.placement.experts - 1
         check_range(ids_TK, -1, last, f"ids_TK has experts {{}}..{{}}: must be in 0..{last}, or -1 "
@@ -193,17 +194,18 @@ class RoutedExperts:
 
     def select(self, kept: KeptRouting, choice: LayoutChoice | None,
                training: bool) -> tuple[LayerLayout, KeptRouting]:
-        """Select the layout of a call, the same on all ranks.
+        """Select the layout of a call. All ranks select the same layout.
 
-        Under `torch.compile` the configured layout is used, because the tuner reads loads and times
-        on the host.
+        Under `torch.compile`, the layout from the settings is used, because the tuner would have to
+        read loads and times on the host.
 
         Args:
-            kept: the routing after the capacity was applied.
-            choice: the layout requested by the caller. None to use the tuned or configured layout.
-            training: whether this is a training call.
-        Returns: the layout, and the routing. The routing includes the numbers of rows if the ranks
-            had to exchange these numbers to select the layout.
+            kept: the routing after the capacity has been applied.
+            choice: the layout that the caller requests. None to use the layout from the tuner or
+                the settings.
+            training: whether the call is part of training.
+        Returns: the layout and the routing. If the ranks had to exchange row counts to select the
+            layout, the returned routing contains these counts.
         """
         if transformed():
             self._check_transform()
@@ -226,18 +228,18 @@ class RoutedExperts:
 
     def run(self, experts: nn.Module, layout: LayerLayout, x_TD: Tensor, kept: KeptRouting,
             alongside: OverlappedWork | None = None) -> tuple[Tensor, int | Tensor]:
-        """Run plan, dispatch, experts and combine.
+        """Send rows to their experts, compute the experts, and combine the results.
 
-        If the layout cannot be traced, `torch.compile` breaks its graph around this method.
+        If the layout cannot be traced, `torch.compile` breaks the graph around this method.
 
         Args:
             experts: the experts of this rank, or an adapter that wraps them.
             layout: the layout returned by `select`.
-            x_TD: [T, D] tokens of this rank.
+            x_TD: the tokens of this rank, [T, D].
             kept: the routing returned by `select`.
-            alongside: work to do after the rows were sent and before the experts compute.
-        Returns: the results for the tokens [T, D], and the number of rows that the experts of this
-            rank computed.
+            alongside: work that runs after the rows were sent and before the experts compute.
+        Returns: the combined results of the tokens, [T, D], and the number of rows that this rank's
+            experts computed.
         """
         if torch.compiler.is_compiling() and not layout.compiles:
             from moe_plugin.tuning.uncompiled import uncompiled  # loads the compiler
@@ -257,26 +259,29 @@ class RoutedExperts:
         return dispatcher.combine(sent, plan), plan.rows
 
     def start_sizes(self, routing: Routing, training: bool) -> Any:
-        """Start to exchange the sizes of the next call (`Dispatcher.start_sizes`).
+        """Start to exchange the row counts of the next call between ranks
+        (`Dispatcher.start_sizes`).
 
-        The exchange assumes that the next call uses the current layout. A call that runs in another
-        layout exchanges its sizes again. Returns None if nothing was started.
+        This exchange assumes that the next call uses the current layout. If the next call uses a
+        different layout, the call exchanges its row counts again. Returns None if no exchange was
+        started.
         """
         if self.prefill is not None and not training:
             return None
         return self.layouts.at(self.current).dispatcher.start_sizes(routing)
 
     def move_row_limit(self) -> None:
-        """Move the row limit to the device of the parameters, after these were moved."""
+        """Move the row limit to the device of the parameters. Called after the parameters were
+        moved."""
         limit, anchor = self.layouts.limit, self.experts.anchor
         if limit is not None and anchor is not None:
             limit.to(anchor.device)
 
     @property
     def current(self) -> LayoutChoice:
-        """The layout that was used by the latest call for which the caller requested no layout.
+        """The layout of the most recent call for which the caller did not request a layout.
 
-        Before the first such call, this is the layout that the call will use.
+        Before the first of these calls, the layout that the first call will use is returned.
         """
         return self.layouts.fixed if self.tuner is None else self.tuner.current
 
@@ -287,8 +292,8 @@ class RoutedExperts:
         Args:
             layout: the layout of the call.
             kept: the routing of the call.
-            rows: the number of rows that the experts of this rank computed (`DispatchPlan`).
-            traffic: the traffic of this rank. None if the group has one rank.
+            rows: the number of rows that this rank's experts computed (`DispatchPlan`).
+            traffic: counters of the data that this rank sends. None if the group has only one rank.
         """
         routing, after, experts = kept.before, kept.routing, self.config.num_experts
         # the router may have counted the load already
@@ -322,7 +327,7 @@ class RoutedExperts:
                 RoutedCall(layout, kept, rows, sent, self.experts)))
 
     def _more(self, call: RoutedCall) -> dict[str, Any]:
-        """Return the values of the statistics with a function `measure`, detached."""
+        """Return the detached values of all statistics that define a `measure` function."""
         found = {s.name: s.measure(call) for s in self._measured if s.measure is not None}
         return {name: x.detach() if isinstance(x, Tensor) else x for name, x in found.items()}
 
@@ -333,10 +338,10 @@ class RoutedExperts:
 
     @contextmanager
     def with_fixed_layout(self) -> Iterator[None]:
-        """Use the configured layout and no replicated experts inside the `with` block.
+        """Inside the block, use the layout from the settings, and do not use replicas of experts.
 
         Results inside the block are bitwise reproducible, because they do not depend on earlier
-        measurements and loads.
+        measurements or loads.
         """
         tuner, replicas = self.tuner, self.layouts.replicas
         self.tuner = None  # `select` then uses the configured layout
@@ -347,7 +352,8 @@ class RoutedExperts:
             self.tuner = tuner
 
     def state(self) -> dict[str, Any]:
-        """Return the origin of this rank's experts, the state of the tuner, and the replicas."""
+        """Return which experts this rank stores, the state of the tuner, and the state of the
+        expert replicas."""
         place = self.placement
         optional: dict[str, Any] = {}
         if self.layouts.replicas is not None:
@@ -360,10 +366,11 @@ class RoutedExperts:
                 "ep_rank": place.comm.rank, **optional}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Load the state returned by `state`. The tuner and replica states are optional.
+        """Load the state returned by `state`. The states of the tuner and of the expert replicas
+        may be missing.
 
         Raises:
-            ValueError: the checkpoint contains the experts of another rank.
+            ValueError: the checkpoint contains the experts of a different rank.
         """
         for key, own_value in {"shards": None, **self.state()}.items():
             if key not in ("tuner", "replicas") and state.get(key) != own_value:

@@ -1,4 +1,4 @@
-"""The settings that registered routers declare to read."""
+"""Find out which router settings each registered router reads."""
 
 from __future__ import annotations
 
@@ -11,40 +11,43 @@ from moe_plugin.utils.registry import KINDS
 def router_class(name: str) -> Any:
     """Return the class or function registered as a router under `name`.
 
-    A router class of this package declares which settings the router reads and to how many experts
-    it sends a token (see `routing.RouterModule`). Users may also register functions.
+    A router class of this package declares which router settings it reads and how many experts it
+    chooses for each token (see `routing.RouterModule`). Users may also register functions as
+    routers.
 
-    Returns:
-        The registered object, or None if the name is unknown or no router is loaded yet. Settings
-            are checked again when a layer is built.
+    Returns: The registered object, or None if the name is unknown or no router has been imported
+        yet. Router settings are checked again when a layer is built, after the routers have been
+        imported.
     """
     registry = KINDS.get("router")
     return None if registry is None else registry.find(name)
 
 
 def reads_of(name: str) -> frozenset[str] | None:
-    """Return the names of the router settings that a router of this package reads.
+    """Return the names of the router settings that a built-in router reads.
 
-    The result is None for unknown names and for a user's router, which may read any setting.
+    Returns None for unknown names and for routers registered by users, because these routers may
+    read any setting.
     """
     return getattr(router_class(name), "__dict__", {}).get("reads")
 
 
 def fixed_k_of(name: str) -> int | None:
-    """Return the number of experts per token of a router, or None if it is set by `top_k`."""
+    """Return the fixed number of experts per token of a router, or None if the router uses `top_k`.
+    """
     return getattr(router_class(name), "fixed_k", None)
 
 
 def built_in() -> dict[str, frozenset[str]]:
-    """Return the settings that each router of this package reads, by the router's name."""
+    """For each built-in router, return the names of the router settings that it reads."""
     routers = {entry.name: reads_of(entry.name) for entry in KINDS.get("router", ())}
     return {name: reads for name, reads in routers.items() if reads is not None}
 
 
 def readers_of(setting: str, value: Any) -> Collection[str]:
-    """Return the routers of this package that read a router setting if it has the given value.
+    """Return the built-in routers that read a router setting, given the setting's value.
 
-    All routers of this package are returned if no router declares the setting.
+    If no router declares the setting, all built-in routers are returned.
     """
     declared = built_in()
     for key in (f"{setting}={value}", setting):
@@ -55,14 +58,15 @@ def readers_of(setting: str, value: Any) -> Collection[str]:
 
 
 def may_be_read(names: Collection[str], readers: Collection[str]) -> bool:
-    """Return whether any of the routers in `names` is one of `readers` or a user's own router."""
+    """Return whether any router in `names` is in `readers` or was registered by a user."""
     return not set(names).isdisjoint(readers) or None in map(reads_of, names)
 
 
 def router_remedy(readers: Collection[str]) -> str:
-    """Return a remedy that names the routers in `readers`.
+    """Return a remedy for an error message, which suggests one of the routers in `readers`.
 
-    The remedy names the most common router in `readers`. If none is common, it names the last one.
+    The remedy suggests the most common router in `readers` first. If `readers` contains neither
+    `topk` nor `sigmoid_bias`, the remedy suggests the last router in `readers` first.
     """
     usual = [name for name in ("topk", "sigmoid_bias") if name in readers]
     first = next(iter([*usual, *reversed(list(readers))]), "topk")

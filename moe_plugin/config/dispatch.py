@@ -1,4 +1,4 @@
-"""Settings of the exchange between ranks (`comm`) and of the dispatcher and its capacity
+"""Settings for exchanging rows between ranks (`comm`), and for the dispatcher and its capacity
 (`dispatch`).
 """
 
@@ -58,7 +58,7 @@ class CommConfig(SettingsSection):
 
 @dataclass(kw_only=True)
 class DispatchConfig(SettingsSection):
-    """How tokens are converted to expert rows, and how many rows an expert accepts."""
+    """How tokens are arranged as rows for the experts, and how many rows an expert accepts."""
 
     PATH = "dispatch."
 
@@ -74,7 +74,7 @@ class DispatchConfig(SettingsSection):
                                                 "token is dropped. Default (none): the training "
                                                 "capacity factor", flag="eval-capacity-factor")
     eval_token_fraction: float = option(0.0, "if > 0, the capacity outside training is "
-                                        "ceil(fraction * T), whatever the capacity factor",
+                                        "ceil(fraction * T), for any capacity factor",
                                         flag="eval-token-fraction")
     send: str = option("rows", "how often the ragged and bounded dispatchers send a token's row. "
                        "rows: once for each of its experts; ranks: once to each rank that has some "

@@ -17,7 +17,7 @@ ROUNDED = ("fp8", "fp8_blockwise", "fp8_blockwise_hybrid", "mxfp8", "mxfp8_hybri
 
 @dataclass(kw_only=True)
 class ExpertsConfig(SettingsSection):
-    """Structure of an expert, and how a rank computes the experts that it stores."""
+    """Structure of an expert, and the method by which a rank computes its local experts."""
 
     PATH = "experts."
 
@@ -33,13 +33,13 @@ class ExpertsConfig(SettingsSection):
         "gelu", "activation function of the experts",
         choices=("gelu", "gelu_tanh", "quick_gelu", "relu", "silu", "squared_relu"),
         flag="expert-activation")
-    clamp: float = option(0.0, "gated_ffn: limit c > 0 on the gate, which is cut to at most c "
-                          "before the activation, and on the other factor, which is cut to -c..c "
-                          "(gpt-oss: 7). The fused kernels cannot clamp, so torch's matmuls are "
-                          "used instead; 0: no limit", flag="expert-clamp")
+    clamp: float = option(0.0, "gated_ffn: limit c > 0. The gate is clamped to at most c before "
+                          "the activation, and the other factor is clamped to -c..c (gpt-oss: 7). "
+                          "The fused kernels cannot clamp, so torch's matmuls are used instead. "
+                          "0: no limit", flag="expert-clamp")
     linear_offset: float = option(0.0, "gated_ffn: number added to the factor that is not the "
-                                  "gate, after clamping (gpt-oss: 1); this, too, uses torch's "
-                                  "matmuls", flag="expert-linear-offset")
+                                  "gate, after clamping (gpt-oss: 1). As with clamp, torch's "
+                                  "matmuls are used", flag="expert-linear-offset")
     bias: bool = option(True, "whether the experts' linear maps have biases", flag="expert-bias")
     compute: str = option("auto", "how a rank computes its experts, by registered name; auto "
                           "chooses a strategy", flag="expert-compute")
@@ -113,8 +113,8 @@ class ExpertsConfig(SettingsSection):
                         "use experts.store=disk", "store_path")
 
     def in_steps(self) -> list[str]:
-        """Return the names of the enabled settings that the torch strategies support but the fused
-        kernels do not.
+        """Return the names of the enabled settings that are supported by the torch strategies but
+        not by the fused kernels.
         """
         return [name for name in ("dropout", "clamp", "linear_offset") if getattr(self, name)]
 

@@ -1,8 +1,9 @@
 """Command-line flags generated from the settings: every setting that declares a `flag` becomes
 `--moe-<flag>`, or `--<flag>` for settings of a whole model.
 
-A flag that is not given has the value `None`. The setting is then read from the YAML file given by
-`--moe-config`, or has its default if the file does not contain it.
+The parsed value of a flag is `None` if the user does not give the flag. For a flag that is not
+given, the setting is read from the `--moe-config` file, or keeps its default if the file does not
+contain the setting.
 """
 
 from __future__ import annotations
@@ -44,17 +45,17 @@ _OF_CAPACITY = ("dispatch.capacity_factor", "dispatch.eval_capacity_factor",
 
 @dataclass(frozen=True)
 class FlagSpec:
-    """One generated flag: its command-line name, the dotted path of its setting, its type and its
-    help text.
+    """One generated command-line flag.
 
     Attributes:
         flag: command-line name, such as `--moe-top-k`.
-        path: dotted path of the setting, or an empty string for flags about the settings file.
+        path: dotted path of the setting that the flag sets, or an empty string for flags that
+            specify a settings file.
         kind: type of the setting's value.
         help: help text, including the default value.
-        choices: allowed values, or an empty tuple if the values are not a fixed set.
-        entry: form in which one entry of a mapping is written, such as `name=weight`. The string is
-            empty if the setting is not a mapping.
+        choices: allowed values, or an empty tuple if the flag does not have a fixed set of values.
+        entry: if the setting is a mapping, the form of one entry on the command line, such as
+            `name=weight`. For all other settings, `entry` is an empty string.
         optional: whether the setting may be None. On the command line, None is written as `none`.
     """
 
@@ -68,7 +69,9 @@ class FlagSpec:
 
     @property
     def dest(self) -> str:
-        """Attribute name of the flag in a parsed namespace, such as `moe_top_k`."""
+        """The attribute in which an argparse namespace stores the flag's value, such as
+        `moe_top_k`.
+        """
         return self.flag.removeprefix("--").replace("-", "_")
 
 
@@ -110,27 +113,29 @@ def _help(f: dataclasses.Field[Any]) -> str:
 
 
 def flag_specs() -> list[FlagSpec]:
-    """Return all generated flags: first the flags about the settings file, then those of
-    `setting_specs`.
+    """Return all generated flags. The flags that specify a settings file come first, followed by
+    the flags of `setting_specs`.
     """
     return [CONFIG_FLAG, TRUST_FLAG, *setting_specs()]
 
 
 @functools.cache
 def setting_specs() -> tuple[FlagSpec, ...]:
-    """Return the flags that each set one setting of a layer or of a run."""
+    """Return the flags that set a single setting of a layer or a run."""
     return *_walk(MoEConfig, ""), *_walk(RunConfig, "")
 
 
 def file_settings(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of the `--moe-config` file that no flag overrides, as dotted paths.
+    """Return the settings in the `--moe-config` file that are not overridden by flags, by dotted
+    path.
 
-    Settings that have no effect after the flags are applied are omitted, and are logged once. For
-    example, with `--moe-capacity-factor none`, every capacity setting in the file has no effect.
+    If a flag makes a setting in the file ineffective, the setting is omitted and logged once. For
+    example, `--moe-capacity-factor none` makes every capacity setting in the file ineffective.
 
     Args:
         values: parsed values of the flags, by `FlagSpec.dest`.
-    Returns: Values by dotted path. The mapping is empty if `--moe-config` is not given.
+    Returns: Setting values by dotted path. The mapping is empty if the user does not give
+    `--moe-config`.
     Raises:
         ValueError: see `settings_from_yaml`.
     """
@@ -149,8 +154,8 @@ def file_settings(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _made_unread(found: Mapping[str, Any], given: Mapping[str, Any]) -> set[str]:
-    """Return the settings of a file (`found`) that have no effect because of the flags
-    (`given`)."""
+    """Return the file settings in `found` that become ineffective because of the flags in `given`.
+    """
     made = set()
     if given.get("dispatch.capacity_factor", 0) is None:
         made = {name for name, value in found.items()
@@ -168,7 +173,7 @@ def _say_once(text: str) -> None:
 
 def as_given(text: str, values: Mapping[str, Any],
              other_flags: Mapping[str, str] = types.MappingProxyType({})) -> str:
-    """Return an error message that names, for each mentioned setting, the flag or file that set it.
+    """For each setting that an error message mentions, append the flag or file that set it.
 
     Args:
         text: the error message.
@@ -195,7 +200,7 @@ def _in_file(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def parse_value(spec: FlagSpec, text: Any) -> Any:
-    """Convert the string value of a flag to a value with the type of the setting.
+    """Convert the string given for a flag to the type of its setting.
 
     The string `none` is converted to None. A mapping is written as `name=number,...`.
 
@@ -225,13 +230,14 @@ def parse_value(spec: FlagSpec, text: Any) -> Any:
 
 
 def flag_texts(settings: Mapping[str, Any]) -> dict[str, str]:
-    """Return the flags that set the given settings. This function is the inverse of `parse_value`.
+    """Return the flags that set the given settings, as command-line strings. This function is the
+    inverse of `parse_value`.
 
     Settings without a flag are omitted.
 
     Args:
         settings: values by dotted path.
-    Returns: The text of each flag, by `FlagSpec.dest`.
+    Returns: The string to pass to each flag, by `FlagSpec.dest`.
     """
     specs = {spec.path: spec for spec in setting_specs()}
     return {specs[path].dest: _text(value) for path, value in settings.items() if path in specs}
@@ -246,8 +252,7 @@ def _text(value: Any) -> str:
 
 
 def add_arguments(parser: argparse.ArgumentParser, skip: Container[str] = frozenset()) -> None:
-    """Add every generated flag to an argparse parser, except the flags of the dotted paths in
-    `skip`.
+    """Add all generated flags to an argparse parser, except flags for the dotted paths in `skip`.
     """
     group = parser.add_argument_group("moe-plugin")
     for spec in flag_specs():
@@ -260,19 +265,18 @@ def add_arguments(parser: argparse.ArgumentParser, skip: Container[str] = frozen
 
 def config_from_flags(values: Mapping[str, Any],
                       base: Mapping[str, Any] | None = None) -> MoEConfig:
-    """Build the settings of a layer from the defaults, the `--moe-config` file, the host and the
-    flags.
+    """Build the settings of a layer from four sources: the defaults, the `--moe-config` file, the
+    host and the flags.
 
-    Each source in this list overrides the sources before it.
+    Later sources in this list override earlier sources.
 
     Args:
-        values: parsed values of the flags, by `FlagSpec.dest`. A flag that is absent or None was
-            not given.
-        base: optional. Settings that the host supplies by dotted path, such as `{"model_dim":
-            512}`.
+        values: parsed values of the flags, by `FlagSpec.dest`. A flag counts as not given if its
+            value is missing or None.
+        base: optional. Settings supplied by the host, by dotted path, such as `{"model_dim": 512}`.
     Raises:
-        ValueError: If a setting is invalid. The message contains the flag or path, the value, the
-            bound and the remedy.
+        ValueError: If a setting is invalid. The message contains the flag or dotted path, the
+            invalid value, the bound and the remedy.
     """
     return with_overrides(MoEConfig(), of_layer({**file_settings(values), **(base or {}),
                                                  **settings_from_flags(values)}))
@@ -282,8 +286,8 @@ def run_from_flags(values: Mapping[str, Any]) -> RunConfig:
     """Build the settings of a run from the defaults, the `--moe-config` file and the flags.
 
     Args:
-        values: parsed values of the flags, by `FlagSpec.dest`. A flag that is absent or None was
-            not given.
+        values: parsed values of the flags, by `FlagSpec.dest`. A flag counts as not given if its
+            value is missing or None.
     Raises:
         ValueError: If a setting is invalid, as in `config_from_flags`.
     """
@@ -292,21 +296,22 @@ def run_from_flags(values: Mapping[str, Any]) -> RunConfig:
 
 def settings_from_flags(values: Mapping[str, Any],
                         skip: Container[str] = frozenset()) -> dict[str, Any]:
-    """Return the settings given by flags, by dotted path. Settings of the `--moe-config` file are
-    not included.
+    """Return the settings that the user gave as flags, by dotted path. Settings from the
+    `--moe-config` file are not included.
 
     Args:
         values: parsed values of the flags, by `FlagSpec.dest`. A flag that is absent or None was
             not given.
-        skip: dotted paths of the flags that the host does not offer.
+        skip: dotted paths whose flags the host does not offer.
     Raises:
-        ValueError: If a flag cannot be parsed, or if a setting is given under both of its names.
+        ValueError: If a flag cannot be parsed, or if a setting is given under both its name and its
+            alias.
     """
     given = {spec.path: parse_value(spec, values[spec.dest]) for spec in setting_specs()
              if values.get(spec.dest) is not None and spec.path not in skip}
     if [given.get(name, 0) is None for name in _OF_CAPACITY[:2]] == [False, True]:
         raise ValueError(
-            "--moe-eval-capacity-factor none is ambiguous: it would be the training capacity "
-            "factor, with which evaluation may drop tokens. Leave the flag out for that, or use 0, "
-            "with which evaluation drops no token")
+            "--moe-eval-capacity-factor none is ambiguous: evaluation would use the training "
+            "capacity factor and might drop tokens. Leave out the flag to use the training "
+            "capacity factor, or use 0 to drop no tokens in evaluation")
     return canonical(given, aliases(MoEConfig))

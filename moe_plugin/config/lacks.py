@@ -1,4 +1,4 @@
-"""Settings that some hosts do not support, and the errors that report them."""
+"""Run settings that some hosts do not support, and the error raised for such a setting."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ OF_HOSTS = "offload.weights", "pipeline.schedule", "swarm.role"
 
 @dataclass(frozen=True)
 class Lack:
-    """The reason why a host does not support a setting, and a remedy."""
+    """The reason why a host does not support a setting, and what to use instead."""
 
     reason: str
     remedy: str
@@ -57,11 +57,11 @@ LACKS: Mapping[tuple[str, str], Lack] = {
 
 
 def refuse_lacking(settings: RunConfig, host: str) -> None:
-    """Raise a `ValueError` for the first setting that the host does not support.
+    """Raise a `ValueError` if a run uses a setting that its host does not support.
 
     Args:
-        settings: settings of the run.
-        host: name of the host, a key of `HOSTS`.
+        settings: the settings of the run.
+        host: a key of `HOSTS`.
     """
     defaults, given = (flatten(to_dict(config)) for config in (RunConfig(), settings))
     for (path, lacking), lack in LACKS.items():

@@ -1,5 +1,5 @@
-"""Settings given as keyword arguments with the names of their flags, for example `named_config(512,
-router="switch", top_k=1)`.
+"""Layer settings given as keyword arguments. Each keyword is the name of the setting's flag, as in
+`named_config(512, router="switch", top_k=1)`.
 """
 
 from __future__ import annotations
@@ -16,23 +16,22 @@ from moe_plugin.utils.messages import did_you_mean, short, similar_names
 
 
 def named_config(model_dim: int, **settings: Any) -> MoEConfig:
-    """Build a config from keyword arguments.
+    """Build the settings of a layer from keyword arguments.
 
     Args:
         model_dim: width of a token (D).
-        settings: settings by flag name without `--moe-` (`top_k=1`, `router="switch"`,
-            `all_to_all="linear"`; docs/config.md lists all names), or whole sections as mappings,
-            as in a YAML file (`router={"name": "switch", "top_k": 1}`).
+        settings: setting values by flag name without `--moe-`, such as `top_k=1` or
+            `all_to_all="linear"` (docs/config.md lists all names). A whole section can be given as
+            a mapping, as in a YAML file: `router={"name": "switch", "top_k": 1}`.
     Raises:
         ValueError: If a setting does not exist, is given twice or has an invalid value. The message
-            contains the value, the bound and the remedy.
+            contains the invalid value, the bound and the remedy.
     """
     return with_overrides(MoEConfig(), {"model_dim": model_dim, **overrides(settings)})
 
 
 def overrides(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert keyword arguments of `named_config` to values by dotted path, for `with_overrides`.
-    """
+    """Convert the keyword arguments of `named_config` to setting values by dotted path."""
     flags = {spec.dest.removeprefix("moe_"): spec.path for spec in setting_specs()}
     top = [f.name for f in dataclasses.fields(MoEConfig)]
     # sections of a run are accepted here because `with_overrides` reports them more precisely
@@ -56,26 +55,26 @@ def overrides(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _meant(name: str, flags: Mapping[str, str], top: list[str]) -> str:
-    """Return a hint that lists existing settings similar to a wrong name. The hint lists settings
-    whose path ends with the name. If there are none, it lists settings with a similar spelling.
+    """For an unknown setting name, return a hint that lists similar existing settings. The hint
+    lists settings whose path ends with the unknown name. If no path ends with the unknown name, the
+    hint lists settings with a similar spelling.
     """
     near = [flag for flag, path in flags.items() if path.rpartition(".")[2] == name]
     return did_you_mean(near[:3] or similar_names(name, [*top, *flags]))
 
 
 def layer_config(config: MoEConfig | int, settings: Mapping[str, Any], **either: Any) -> MoEConfig:
-    """Return the config of a layer, which is given either as a whole config or as a width and
-    settings.
+    """Return the `MoEConfig` of a layer. The caller passes either an `MoEConfig`, or a token width
+    and settings.
 
     Args:
-        config: a whole config, or the width of a token (D).
-        settings: settings as in `named_config`. The settings must be empty if a whole config is
-            given.
-        either: arguments that may be settings or other objects. An argument is used as a setting if
-            it is a string or a mapping. Other arguments are ignored.
+        config: an `MoEConfig`, or the width of a token (D).
+        settings: settings as in `named_config`. Must be empty if `config` is an `MoEConfig`.
+        either: constructor arguments that accept either a setting or another object. A string or a
+            mapping is used as a setting. Objects of other types are ignored.
     Raises:
-        ValueError: If a setting is invalid (see `named_config`), or if settings are given together
-            with a whole config.
+        ValueError: If a setting is invalid (see `named_config`), or if `config` is an `MoEConfig`
+            and settings are also given.
     """
     given = {**settings, **{name: value for name, value in either.items()
                             if isinstance(value, str | Mapping)}}
@@ -89,8 +88,8 @@ def layer_config(config: MoEConfig | int, settings: Mapping[str, Any], **either:
 
 
 def refuse_timeout(group: object | None, settings: Mapping[str, Any]) -> None:
-    """Raise a `ValueError` if a timeout is given together with a process group, which has its own
-    timeout.
+    """Raise a `ValueError` if the user gives both a timeout and a process group, because a process
+    group has its own timeout.
     """
     if group is not None and "timeout" in settings:
         raise ValueError(f"timeout={short(settings['timeout'])} cannot be used with a given "
@@ -114,7 +113,8 @@ _READ_BY_SHARED = frozenset({"experts.kind", "experts.activation", "experts.bias
 
 
 def refuse_beside(config: MoEConfig, *, router: bool, experts: bool) -> None:
-    """Raise a `ValueError` for settings that have no effect with the user's own router or experts.
+    """Raise a `ValueError` for settings that have no effect because the user passes a router or
+    expert modules.
 
     Args:
         config: settings of the layer.
@@ -132,6 +132,6 @@ def refuse_beside(config: MoEConfig, *, router: bool, experts: bool) -> None:
     for path, value in values.items():
         unread = path not in read or (path, value) in _BY_ROUTER
         if path.startswith(replaced) and unread and value != defaults[path]:
-            raise ValueError(f"{path}={short(value)} is not read where you pass your own "
+            raise ValueError(f"{path}={short(value)} has no effect if you pass your own "
                              f"{path.split('.')[0]}: must be {defaults[path]}; leave it out, or "
-                             "build your own module accordingly")
+                             "implement it in your own module")

@@ -1,5 +1,5 @@
-"""Base classes and checks of the settings tree: `option` declares a setting, `SettingsSection`
-groups settings, and `check` reports an invalid value together with its bounds and a remedy.
+"""Base classes and checks for the settings. `option` declares a setting, `SettingsSection` groups
+settings, and `check` raises an error that contains the invalid value, its bound and a remedy.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ def option(default: Any, help: str, *, choices: tuple[str, ...] = (), flag: str 
     """Declare one setting of a section.
 
     Args:
-        default: value that the setting has if the user does not set it.
-        help: description shown in the docs and in the `--help` of the hosts.
-        choices: optional. All allowed values, if the setting has a fixed set of values.
-        flag: optional. Name of the command-line flag, without the prefix. By default the setting
-            has no flag.
+        default: default value of the setting.
+        help: description shown in the docs and in each host's `--help`.
+        choices: optional. All allowed values, if only a fixed set of values is allowed.
+        flag: optional. Name of the command-line flag, without `prefix`. By default the setting has
+            no flag.
         alias: optional. A second name of the setting in files, code and flags.
-        prefix: prefix of the flag. Settings of a whole model use the prefix `--`.
+        prefix: prefix of the flag. Settings that apply to a whole model use the prefix `--`.
     """
     return field(default=default,
                  metadata={"help": help, "choices": choices, "flag": flag, "alias": alias,
@@ -43,8 +43,8 @@ def option(default: Any, help: str, *, choices: tuple[str, ...] = (), flag: str 
 
 
 def check(ok: bool, path: str, value: Any, bound: str, remedy: str) -> None:
-    """Raise a `ValueError` that names the setting, its value, the bound and a remedy unless `ok` is
-    true.
+    """Unless `ok` is true, raise a `ValueError` that names the setting, its value, the bound and a
+    remedy.
     """
     if not ok:
         raise ValueError(f"{path}={short(value)} is out of bounds: must be {bound}; {remedy}")
@@ -55,13 +55,14 @@ _UNREAD: ContextVar[set[str] | None] = ContextVar("settings that nothing reads",
 
 @contextmanager
 def unread_allowed() -> Iterator[set[str]]:
-    """Collect settings that have no effect, instead of raising an error for each of them.
+    """Collect the settings that have no effect instead of raising an error for each of them.
 
-    `SettingsSection.read_where` raises no error inside this block. Use this context for settings of
-    a file that flags may still override, and for settings of a finished run.
+    `SettingsSection.read_where` raises no error inside this block. Use this context for settings
+    that were read from a file and may still be overridden by flags, and for the settings of a
+    finished run.
 
-    Yields: The set of dotted paths of settings that have no effect. Paths are added while the block
-        runs.
+    Yields: The set of dotted paths of all settings that have no effect. Paths are added to the set
+        while the block runs.
     """
     token = _UNREAD.set(met := set[str]())
     try:
@@ -74,13 +75,13 @@ def unread_allowed() -> Iterator[set[str]]:
 class SettingsSection:
     """Base class of all sections of the settings tree, which are dataclasses.
 
-    The constructor checks types, choices and bounds, in this order. Nested sections have already
-    been checked by their own constructors.
+    The constructor first checks types, then choices, then bounds. Nested sections are checked by
+    their own constructors, which run earlier.
 
     Attributes:
         PATH: dotted path of the section in the tree, with a trailing dot.
-        SHORTHAND: name of the setting that is set if a plain string is given in place of the
-            section. The string is empty if the section has no short form.
+        SHORTHAND: the setting that is set if the user gives a string in place of a whole section.
+            `SHORTHAND` is an empty string if the section has no short form.
     """
 
     PATH: ClassVar[str] = ""
@@ -91,23 +92,25 @@ class SettingsSection:
         self.check_bounds()
 
     def check_bounds(self) -> None:
-        """Check the constraints that types and choices do not express, with `require`."""
+        """Check all constraints that cannot be expressed by types and choices. Subclasses call
+        `require`.
+        """
 
     def require(self, name: str, ok: bool, bound: str, remedy: str) -> None:
-        """Raise a `ValueError` unless `ok` is true. The message is about the setting `name`, which
-        may be a dotted name (`section.name`) in a nested section.
+        """Raise a `ValueError` unless `ok` is true. The error message names the setting `name`. For
+        a setting in a nested section, `name` has the form `section.name`.
         """
         if not ok:
             check(False, self.PATH + name, operator.attrgetter(name)(self), bound, remedy)
 
     def read_where(self, ok: bool, where: str, remedy: str, *names: str) -> None:
-        """Require that settings without any effect have their default values, so that no request is
-        silently ignored.
+        """Raise an error if a setting that has no effect was changed from its default, so that no
+        setting is silently ignored.
 
         Args:
-            ok: True if the settings have an effect. In this case, nothing is checked.
+            ok: True if the settings have an effect. If `ok` is True, nothing is checked.
             where: condition under which the settings have no effect, such as "where guard.votes=0".
-            remedy: what the user can do to make the settings effective.
+            remedy: how the user can make the settings effective.
             names: names of the settings. By default all settings of the section are checked.
         """
         if ok:
@@ -119,8 +122,8 @@ class SettingsSection:
                             f"leave it out, or {remedy}")
 
     def unread(self, name: str, bound: str, remedy: str) -> None:
-        """Report a setting without effect: raise a `ValueError`, or record it inside
-        `unread_allowed`.
+        """Handle a setting that has no effect. Inside `unread_allowed`, the setting is recorded.
+        Outside `unread_allowed`, a `ValueError` is raised.
         """
         met = _UNREAD.get()
         if met is None:
@@ -129,8 +132,8 @@ class SettingsSection:
             met.add(self.PATH + name)
 
     def within(self, name: str, least: float, most: float, remedy: str) -> None:
-        """Require `least <= value <= most` for the number `name`. `most` is far above any practical
-        value and keeps loops, memory and times finite.
+        """Require that the number `name` is between `least` and `most`. `most` is far above any
+        practical value. This upper bound prevents excessive memory use and loops that never end.
         """
         value = operator.attrgetter(name)(self)
         if value is not None:
@@ -142,10 +145,10 @@ _Changed = TypeVar("_Changed", bound=SettingsSection)
 
 
 def resolved(section: _Changed, **values: Any) -> _Changed:
-    """Return a copy of `section` in which settings that the user did not set have values chosen by
-    this package.
+    """Return a copy of `section` in which the settings in `values` are replaced by values that this
+    package has chosen.
 
-    The copy is not checked again, because some of the user's settings may have no effect with the
+    The copy is not checked again, because a setting given by the user may have no effect with the
     chosen values.
     """
     made = copy.copy(section)
@@ -158,11 +161,11 @@ class _Leaf(NamedTuple):
 
     Attributes:
         name: name of the field.
-        hint: type of the field.
+        hint: declared type of the field.
         is_section: whether the field is a nested section rather than a single setting.
         plain: types whose values need no further check.
         numbers: numeric types whose values must be representable in 64 bits.
-        choices: allowed values, or an empty tuple if the values are not a fixed set.
+        choices: allowed values, or an empty tuple if any value of the type is allowed.
     """
 
     name: str
@@ -215,13 +218,14 @@ def build(cls: type, values: Mapping[str, Any], prefix: str, base: Any = None,
         cls: class of the section.
         values: values of the settings, by name.
         prefix: dotted path of the section, with a trailing dot.
-        base: optional. A section that supplies the settings missing from `values`. By default the
-            missing settings have their default values.
-        root: optional. The settings tree that is searched for similar names, which are then shown
-            in error messages. Defaults to `cls`.
+        base: optional. A section that provides the values of all settings that are missing from
+            `values`. If `base` is None, missing settings get their default values.
+        root: optional. The settings tree that is searched for similar names if a key is unknown.
+            The error message shows these names. Defaults to `cls`.
     Raises:
-        ValueError: If a key is unknown, if a setting is given under two names, or if a value is
-            invalid or has a wrong type. The message contains the dotted path.
+        ValueError: If a key is unknown, if a setting is given under both its name and its alias, or
+            if a value is invalid or has a wrong type. The error message contains the dotted path of
+            the setting.
     """
     fields = {f.name: f for f in dataclasses.fields(cls)}
     values = canonical(values, aliases(cls), prefix)
@@ -241,7 +245,7 @@ def build(cls: type, values: Mapping[str, Any], prefix: str, base: Any = None,
 
 
 def _below(cls: type, name: str, prefix: str) -> list[str]:
-    """Return the dotted paths of all settings called `name` in the nested sections of `cls`."""
+    """Return the dotted paths of all settings named `name` in sections nested in `cls`."""
     sections = {section: hint for section, hint in hints_of(cls).items() if is_section(hint)}
     return [path for section, hint in sections.items()
             for path in ([f"{prefix}{section}.{name}"] if name in hints_of(hint) else
@@ -249,8 +253,8 @@ def _below(cls: type, name: str, prefix: str) -> list[str]:
 
 
 def aliases(cls: type, prefix: str = "") -> Mapping[str, str]:
-    """Return the second names of all settings in a section and in its nested sections. The mapping
-    contains the dotted path of the setting for the dotted path of each second name.
+    """Return the aliases of all settings in a section and its nested sections. The keys are the
+    dotted paths of the aliases, and the values are the dotted paths of the settings.
     """
     main_names: dict[str, str] = {}
     hints = hints_of(cls)
@@ -268,10 +272,10 @@ def canonical(values: Mapping[str, Any], names: Mapping[str, str],
 
     Args:
         values: values by name or alias.
-        names: main name of each alias, as returned by `aliases`.
-        prefix: string that is put before a name in error messages.
+        names: mapping from aliases to main names, as returned by `aliases`.
+        prefix: string that precedes each name in error messages.
     Raises:
-        ValueError: If a setting is given under both of its names.
+        ValueError: If a setting is given under both its main name and its alias.
     """
     for alias, name in names.items():
         if alias in values and name in values:
@@ -282,7 +286,7 @@ def canonical(values: Mapping[str, Any], names: Mapping[str, str],
 
 
 def is_section(hint: Any) -> TypeGuard[type[SettingsSection]]:
-    """Return whether the type of a field is a nested section rather than a single setting."""
+    """Return whether a field with this type is a nested section rather than a single setting."""
     return dataclasses.is_dataclass(hint)
 
 
@@ -323,7 +327,7 @@ def _convert(hint: Any, value: Any, path: str, base: Any = None, root: type | No
 
 
 def says_none(value: Any) -> bool:
-    """Return whether a value is the string "none", which stands for None in flags and in their help
+    """Return whether a value is the string "none", which means None on the command line and in help
     texts.
     """
     return isinstance(value, str) and value.lower() == "none"

@@ -1,5 +1,5 @@
-"""Settings of the layout of a layer (`parallel`), and of the tuner that measures layouts while a
-layer trains (`tuner`).
+"""Settings for the parallel layout of a layer (`parallel`), and for the tuner that measures layouts
+during training (`tuner`).
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class ParallelConfig(SettingsSection):
 
     @property
     def may_be_tuned(self) -> bool:
-        """True if the settings alone do not exclude that layouts are measured during training."""
+        """True if no setting rules out measuring layouts during training."""
         return self.mode in (None, "auto")
 
     def rank_speeds(self, ranks: int) -> tuple[float, ...] | None:
@@ -114,8 +114,8 @@ class ParallelConfig(SettingsSection):
 
         Args:
             ranks: number of expert-parallel ranks.
-        Returns:
-            One relative speed per rank, or None if the speeds are not given or are measured.
+        Returns: The relative speed of each rank, or None if the user gave no speeds or the speeds
+            are to be measured.
         Raises:
             ValueError: If the number of speeds differs from `ranks`.
         """
@@ -137,7 +137,7 @@ def _are_speeds(text: str) -> bool:
 
 @dataclass(kw_only=True)
 class TunerConfig(SettingsSection):
-    """How the fastest layout is searched with `parallel.mode: auto`. See docs/adaptive.md."""
+    """How `parallel.mode: auto` searches for the fastest layout. See docs/adaptive.md."""
 
     PATH = "tuner."
 

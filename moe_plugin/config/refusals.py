@@ -1,7 +1,8 @@
-"""Settings that a host refuses in combination with another setting, as rows of a table.
+"""Tables of settings that a host cannot combine with another setting.
 
-Each host has one table, `hosts/NAME/refusals.py`. The same rows raise the errors when a run is
-built, are listed by `moe-plugin doctor --all`, and are written to docs/refusals_HOST.md.
+Each host has one table, `hosts/NAME/refusals.py`. Three programs use these tables: a host raises
+errors from its table when it builds a run, `moe-plugin doctor --all` lists the rows, and
+docs/refusals_HOST.md is generated from them.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ _SHOWN_VALUE = re.compile(r"[= ]?(\([^()]*\{[^()]*\)|\{[\w.!]+\})")
 
 
 class Values(dict[str, Any]):
-    """Values of settings by name. Names that are not stored are looked up with `read(name)`.
+    """Setting values by name. Values that are not in `known` are looked up with `read(name)`.
 
     Args:
-        known: values that are stored.
+        known: setting values that are already known.
         read: function that returns the value of a setting, or None if the setting does not exist.
     """
 
@@ -39,20 +40,24 @@ class Values(dict[str, Any]):
         return self._read(name)
 
     def fill(self, text: str) -> str:
-        """Replace `{name}` in a text by the value of a setting, and `{name!r}` by its `repr`."""
+        """Replace `{name}` in a text with the value of the setting `name`, and `{name!r}` with the
+        value's `repr`.
+        """
         return _PLACEHOLDER.sub(lambda found: (short if found[2] else str)(self[found[1]]), text)
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """A setting that a request excludes.
+    """One setting that cannot be combined with a requested setting.
 
     Attributes:
-        setting: the setting as messages name it. May contain names of settings in braces, which are
-            replaced by their values (see `Values.fill`).
-        excluded: function that returns a true value if the given values contain the setting.
-        remedy: what to do instead, and the reason if it is not obvious. May contain braces, too.
-        example: values for which the row applies if the request's example is added.
+        setting: the setting, as written in error messages. Setting names in braces are replaced
+            with their values (see `Values.fill`).
+        excluded: function that returns a true value if the given values contain the excluded
+            setting.
+        remedy: what the user can do instead, and the reason if it is not obvious. `remedy` may also
+            contain setting names in braces.
+        example: setting values that, together with the request's example, trigger this error.
     """
 
     setting: str
@@ -62,19 +67,21 @@ class Refusal:
 
     @property
     def title(self) -> str:
-        """The setting for lists of settings: its name without values."""
+        """The excluded setting without its value, as written in lists of settings."""
         return _SHOWN_VALUE.sub("", self.setting).strip()
 
 
 @dataclass(frozen=True)
 class Request:
-    """A setting or flag that a user requests, and the settings that it excludes.
+    """A setting or flag, and the other settings that it cannot be combined with.
 
     Attributes:
-        name: the request as messages name it. May contain braces, as in `Refusal.setting`.
+        name: the requested setting or flag, as written in error messages. Setting names in braces
+            are replaced with their values, as in `Refusal.setting`.
         rows: the excluded settings, in the order in which they are checked.
-        example: values with which the request is made.
-        message: text of the error, with the placeholders request, setting and remedy.
+        example: setting values that contain the request.
+        message: template of the error message, with the placeholders `request`, `setting` and
+            `remedy`.
     """
 
     name: str
@@ -83,17 +90,17 @@ class Request:
     message: str = "{request} does not fit {setting}: {remedy}"
 
     def text(self, row: Refusal, values: Values) -> str:
-        """Return the error message of a row."""
+        """Return the error message for an excluded setting."""
         parts = {"request": self.name, "setting": row.setting, "remedy": row.remedy}
         return values.fill(_PLACEHOLDER.sub(lambda part: parts.get(part[1], part[0]), self.message))
 
     @property
     def title(self) -> str:
-        """The request for lists of requests: its name without explanations."""
+        """The request without explanations, as written in lists of requests."""
         return Values(self.example).fill(self.name).partition(", w")[0]
 
     def refuse(self, values: Mapping[str, Any]) -> None:
-        """Raise a `ValueError` for the first row that applies to the values."""
+        """Raise a `ValueError` for the first excluded setting that the given values contain."""
         known = values if isinstance(values, Values) else Values(values)
         for row in self.rows:
             if row.excluded(known):
@@ -101,7 +108,9 @@ class Request:
 
 
 def flag(name: str) -> str:
-    """Return the command-line flag of an argument. `name` may begin with a group and a dot."""
+    """Return the command-line flag of an argument. An argument in a group is written as
+    `group.name`.
+    """
     return "--" + name.rpartition(".")[2].replace("_", "-")
 
 
@@ -110,20 +119,22 @@ def _named(text: str, name: str) -> str:
 
 
 def off(remedy: str, *names: str, shown: str = "{flag}", given: Any = True) -> tuple[Refusal, ...]:
-    """Return rows for settings that must not be set.
+    """Return a `Refusal` for each setting that must not be set.
 
     Args:
-        remedy: remedy of all rows. `{flag}` is replaced by the flag of a setting, `{}` by its name.
+        remedy: remedy for all these settings. `{flag}` is replaced with the flag of the setting,
+            and `{}` with its name.
         names: names of the settings.
-        shown: how messages name the setting, with the same replacements.
-        given: value in the examples.
+        shown: how error messages refer to the setting. The same placeholders are replaced.
+        given: value of each setting in the examples.
     """
     return tuple(Refusal(_named(shown, name), operator.itemgetter(name), _named(remedy, name),
                          {name: given}) for name in names)
 
 
 def at_most_one(remedy: str, *names: str, shown: str = "{flag}") -> tuple[Refusal, ...]:
-    """Return rows for sizes that must be 1, 0 or not set. See `off` for the arguments."""
+    """Return a `Refusal` for each size that must be 1, 0 or not set. See `off` for the arguments.
+    """
     def several(name: str, values: Values) -> bool:
         return (values[name] or 1) > 1
 
@@ -132,22 +143,27 @@ def at_most_one(remedy: str, *names: str, shown: str = "{flag}") -> tuple[Refusa
 
 
 def one_of(remedy: str, name: str, *accepted: Any, shown: str, given: Any) -> tuple[Refusal, ...]:
-    """Return a row for a setting that must be one of the accepted values or not set. See `off`."""
+    """Return a `Refusal` for a setting that may only have one of the accepted values or not be set.
+    See `off`.
+    """
     return (Refusal(_named(shown, name), lambda values: values[name] not in (None, *accepted),
                     _named(remedy, name), {name: given}),)
 
 
 def when(setting: str, excluded: Callable[[Values], Any], remedy: str,
          **example: Any) -> tuple[Refusal, ...]:
-    """Return a row with any condition. In the names of the example, `__` stands for a dot."""
+    """Return a `Refusal` with an arbitrary condition. In the keyword arguments of the example, `__`
+    stands for a dot.
+    """
     return (Refusal(setting, excluded, remedy,
                     {name.replace("__", "."): value for name, value in example.items()}),)
 
 
 def streamed_peer(lighthouse: str) -> tuple[Refusal, ...]:
-    """Return the rows for peers of a run whose weights stream.
+    """Return the refusals for an averaging peer, that is, a run that streams its weights and
+    averages them with the weights of other runs.
 
-    lighthouse: name of the host's setting for the lighthouse.
+    lighthouse: the host's name for the lighthouse setting.
     """
     every = "offload.average_every"
     return (Refusal("--moe-lighthouse without --moe-average-every",

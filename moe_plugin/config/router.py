@@ -1,5 +1,5 @@
-"""Settings of the routers (`router`): the settings that all routers share, and one small section
-for each router that needs more.
+"""Settings of the routers (`router`). Most settings are shared by all routers, and routers that
+need more settings have a nested section.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class SparsityConfig(SettingsSection):
 
 @dataclass(kw_only=True)
 class LinksConfig(SettingsSection):
-    """How routers and losses use the costs of network links."""
+    """How the costs of network links affect routers and balance losses."""
 
     PATH = "router.links."
 
@@ -116,14 +116,14 @@ class LinksConfig(SettingsSection):
 
 @dataclass(kw_only=True)
 class SelectionConfig(SettingsSection):
-    """Which of several configured routers is used for a call without a router index."""
+    """How one of several configured routers is selected, if a call has no router index."""
 
     PATH = "router.selection."
 
-    rule: str = option("first", "with several routers in `name`, the rule that selects one. first: "
-                       "always the first; layer: MoE layer n uses router n modulo the number of "
+    rule: str = option("first", "rule that selects one of several routers in `name`. first: always "
+                       "the first router; layer: MoE layer n uses router n modulo the number of "
                        "routers; cycle: the routers in order, changing with the optimizer step; "
-                       "random: a seeded draw by step and layer; or a registered name",
+                       "random: a seeded draw for each step and layer; or a registered name",
                        flag="router-selection")
     every: int = option(1, "cycle, random: number of optimizer steps until the next selection",
                         flag="router-selection-every")
@@ -147,7 +147,7 @@ _SECTIONS = {"hash": HashConfig(), "sparsity": SparsityConfig()}  # read by one 
 
 
 def router_names(text: str) -> list[str]:
-    """Return the routers listed in `router.name`."""
+    """Return the router names listed in `router.name`."""
     return [name.strip() for name in text.split(",")]
 
 
@@ -194,7 +194,7 @@ class RouterConfig(SettingsSection):
         "with probability min(1, 2 g2)", choices=("all", "sampling", "random"),
         flag="router-second-expert")
     batch_prioritized: bool = option(False, "when an expert's slots run out, drop the least "
-                                     "confident tokens rather than the last ones",
+                                     "confident tokens rather than the last tokens",
                                      flag="batch-prioritized")
     groups: int = option(0, "sam, group_limited, sigmoid_bias: number of groups of consecutive "
                          "experts, e.g. one group per node; 0: no groups", flag="router-groups")
@@ -286,7 +286,7 @@ class RouterConfig(SettingsSection):
         self.check_read()
 
     def check_read(self) -> None:
-        """Reject settings that no configured router reads."""
+        """Raise a `ValueError` for settings that no configured router reads."""
         where = f"where router.name={short(self.name)}"
         for f in dataclasses.fields(self):
             value, section = getattr(self, f.name), f.default is dataclasses.MISSING
@@ -325,7 +325,7 @@ class RouterConfig(SettingsSection):
                         "use 2, or router.name=topk with router.noise")
 
     def may_be_read(self, readers: Collection[str]) -> bool:
-        """Return whether any configured router is one of `readers` or a user's own router."""
+        """Return whether any configured router is in `readers` or was registered by a user."""
         return may_be_read(self.names, readers)
 
     @property
@@ -335,20 +335,23 @@ class RouterConfig(SettingsSection):
 
     @property
     def several_k(self) -> list[int]:
-        """All configured numbers of experts per token: `top_k`, followed by the values in
-        `top_k_at`."""
+        """All configured values of k, the number of experts per token: `top_k`, followed by the
+        values in `top_k_at`.
+        """
         return [self.top_k, *self.top_k_at.values()]
 
     @property
     def experts_per_token(self) -> int:
-        """The largest number of experts per token over all configured routers and steps."""
+        """The maximum number of experts per token, over all configured routers and all training
+        steps.
+        """
         return max(fixed_k_of(name) or max(self.several_k) for name in self.names)
 
     def most_per_token(self, experts: int) -> int:
-        """Return the largest number of experts that one token can have.
+        """Return the maximum number of experts that can be chosen for one token.
 
         Args:
-            experts: number of experts of the layer.
+            experts: number of experts in the layer.
         """
         return max(experts if getattr(router_class(name), "any_number", False)
                    else fixed_k_of(name) or max(self.several_k) for name in self.names)

@@ -58,8 +58,8 @@ class ObserveConfig(SettingsSection):
 
     @property
     def writes(self) -> bool:
-        """True if statistics are also written to a destination other than the host's log, or if
-        routing choices are read from a trace.
+        """True if statistics are also written outside the host's log, or if routing choices are
+        read from a trace.
         """
         return bool(self.jsonl or self.tensorboard or self.wandb or self.trace or self.replay)
 
@@ -81,13 +81,14 @@ class ObserveConfig(SettingsSection):
 
 @dataclass(kw_only=True)
 class GuardConfig(SettingsSection):
-    """Checks in which the results of different ranks are compared. See docs/wrong_ranks.md."""
+    """Checks that compare the results of different ranks. See docs/wrong_ranks.md."""
 
     PATH = "guard."
 
     twins: int = option(
-        0, "interval in steps at which ranks that store the same experts compute the same "
-        "micro-batch, and a rank with different bits is reported; 0: never", flag="check-twins")
+        0, "number of steps between two checks. In a check, ranks that store the same experts "
+        "compute the same micro-batch, and a rank whose bits differ is reported. 0: no checks",
+        flag="check-twins")
     votes: int = option(0, "number of workers that compute each part of a batch; the gradient "
                         "computed by the majority is used. A worker is a rank, an expert-parallel "
                         "group or a pipeline. Must be odd; the compute per rank grows by this "
@@ -112,7 +113,7 @@ class GuardConfig(SettingsSection):
 
 @dataclass(kw_only=True)
 class OffloadConfig(SettingsSection):
-    """How the device memory for training a whole model is reduced. See docs/activations.md."""
+    """Methods that reduce the device memory needed to train a model. See docs/activations.md."""
 
     PATH = "offload."
 
@@ -183,15 +184,15 @@ class OffloadConfig(SettingsSection):
                         "use swap, auto or offload.weights=host", "path")
 
     def each_layer(self) -> list[str]:
-        """Return the policy names in `activations`, which are separated by commas: one name for all
-        layers, or one name per layer.
+        """Return the policies in `activations`, a comma-separated string that contains one policy
+        for all layers or one policy per layer.
         """
         return [name.strip() for name in self.activations.split(",")]
 
 
 @dataclass(kw_only=True)
 class PipelineConfig(SettingsSection):
-    """Order of forward and backward passes over pipeline stages. See docs/pipeline.md."""
+    """Order of forward and backward passes in pipeline parallelism. See docs/pipeline.md."""
 
     PATH = "pipeline."
     SHORTHAND = "schedule"
@@ -227,15 +228,14 @@ class PipelineConfig(SettingsSection):
 
     @property
     def cuts(self) -> bool:
-        """True if the layers of a model may receive slices of sequences."""
+        """True if a layer may receive a slice of a sequence rather than a whole sequence."""
         tries = self.schedule == "auto" and self.slices is not None
         return self.schedule == "terapipe" or tries
 
 
 @dataclass(kw_only=True)
 class SwarmConfig(SettingsSection):
-    """Training with peers that compute stages and may join and leave (Megatron). See docs/swarm.md.
-    """
+    """Training with peers that each compute a pipeline stage (Megatron). See docs/swarm.md."""
 
     PATH = "swarm."
     SHORTHAND = "role"
@@ -278,7 +278,7 @@ class SwarmConfig(SettingsSection):
 
 @dataclass(kw_only=True)
 class ResizeConfig(SettingsSection):
-    """Changes that are made to a run between two training steps. See docs/replicas.md."""
+    """Changes to the expert-parallel size of a run between training steps. See docs/replicas.md."""
 
     PATH = "resize."
 
@@ -300,11 +300,11 @@ class ResizeConfig(SettingsSection):
                      f"1 to {MOST_RANKS} ranks", "use a divisor of the run's ranks")
 
     def size_at(self, step: int, before: int) -> int:
-        """Return the number of expert-parallel ranks during a training step.
+        """Return the expert-parallel size that is used in a training step.
 
         Args:
             step: index of the training step, counted from 1.
-            before: number of expert-parallel ranks before the first change.
+            before: the expert-parallel size before the first change.
         """
         return next((size for first, size in reversed(self.expert_parallel_at.items())
                      if first <= step), before)
@@ -312,8 +312,8 @@ class ResizeConfig(SettingsSection):
 
 @dataclass(kw_only=True)
 class RunConfig(SettingsSection):
-    """Settings of a training run as a whole. These settings apply to a whole model and not to a
-    single layer.
+    """Settings of a training run. These settings apply to a whole model rather than to a single
+    layer.
     """
 
     observe: ObserveConfig = field(default_factory=ObserveConfig)
@@ -338,5 +338,7 @@ class RunConfig(SettingsSection):
 
 
 def reader_of(path: str) -> str:
-    """Return a sentence that explains how to use a setting of a run without a host."""
+    """Return a sentence that explains how to use a run setting without the fairseq or Megatron
+    host.
+    """
     return next(text for start, text in READERS.items() if f"{path}.".startswith(start))

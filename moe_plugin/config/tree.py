@@ -1,13 +1,15 @@
 """The two settings trees: `MoEConfig`, which a layer reads, and `RunConfig`, which a training run
 reads.
 
-Each setting belongs to exactly one tree. Section names differ between the trees, so one file, one
-set of dotted paths or one command line can contain settings of both. This package is the only place
-that defines defaults. The hosts' flags are generated from the trees by `moe_plugin.config.flags`.
+Each setting belongs to exactly one of the two trees. The two trees have no section name in common,
+so a single file, mapping or command line can contain settings of both trees. All default values are
+defined in `moe_plugin.config`. `moe_plugin.config.flags` generates the hosts' command-line flags
+from the two trees.
 
-Each setting declares a `help` text, and optionally `choices` (a fixed set of values) or `flag` (the
-name of the host flag after `--moe-`). Names from a registry (router, dispatcher, all-to-all, expert
-compute) are checked when the layer is built, because users can register their own.
+Each setting declares a `help` text. A setting may also declare `choices` (a fixed set of allowed
+values) and a `flag` (the name of its command-line flag after `--moe-`). The names of routers,
+dispatchers, all-to-all algorithms and compute strategies are checked only when the layer is built,
+because users can register their own.
 """
 
 from __future__ import annotations
@@ -48,7 +50,7 @@ from moe_plugin.utils.yaml_file import read_yaml
 class MoEConfig(SettingsSection):
     """All settings of one MoE layer.
 
-    Hosts set `model_dim`. Users set all other settings with flags, in a YAML file or in code.
+    Hosts set `model_dim`. Users can set the settings with flags, in a YAML file or in Python.
     """
 
     model_dim: int = option(0, "width of a token; the host sets it")
@@ -61,9 +63,9 @@ class MoEConfig(SettingsSection):
     deterministic: bool = option(False, "the same seed and settings produce the same bits, "
                                  "including on GPUs of the same model; a nondeterministic operator "
                                  "is an error (docs/own_routers.md)", flag="deterministic")
-    batch_invariant: bool = option(False, "a token's output is bitwise identical whatever else is "
-                                   "in the batch: the router and the experts multiply in blocks of "
-                                   "one fixed size (docs/rollouts.md)", flag="batch-invariant")
+    batch_invariant: bool = option(False, "make each token's output bitwise independent of the "
+                                   "rest of the batch, with matmuls in blocks of a fixed size "
+                                   "(docs/rollouts.md)", flag="batch-invariant")
     router: RouterConfig = field(default_factory=RouterConfig)
     losses: dict[str, float] = field(
         default_factory=lambda: {"gshard": 0.01}, metadata={
@@ -79,7 +81,7 @@ class MoEConfig(SettingsSection):
     tuner: TunerConfig = field(default_factory=TunerConfig)
 
     def check_bounds(self) -> None:
-        """Check sizes, and combinations of settings from different sections."""
+        """Check the sizes, and the combinations of settings from different sections."""
         self.within("model_dim", 0, MOST_WIDTH, "let the host set it")
         self.within("num_experts", 1, MOST_EXPERTS, "use 8")
         self.require("router.top_k", self.router.top_k <= self.num_experts,
@@ -151,9 +153,8 @@ class MoEConfig(SettingsSection):
                          "use router.name=ta_moe or losses.ta_moe", "costs", "far")
 
     def prepare(self) -> None:
-        """Prepare for building a layer: import the user's modules, and check requirements that only
-        a layer has.
-        """
+        """Import the user's modules, and check the requirements that apply only when a layer is
+        built."""
         import_user_modules(self.imports)
         determinism.check(self.deterministic)
         check(self.model_dim >= 1, "model_dim", self.model_dim, ">= 1",
@@ -161,12 +162,12 @@ class MoEConfig(SettingsSection):
 
     @property
     def hidden_dim(self) -> int:
-        """Inner width of one expert."""
+        """The inner width of each expert."""
         return self.experts.hidden_dim or 4 * self.model_dim
 
     @property
     def row_dim(self) -> int:
-        """Width of the rows sent between ranks, and of the experts' inputs and outputs."""
+        """The width of the experts' inputs and outputs, and of the rows sent between ranks."""
         return self.experts.latent_dim or self.model_dim
 
 
@@ -179,8 +180,8 @@ def from_dict(values: Mapping[str, Any]) -> MoEConfig:
     """Build and validate the settings of a layer from plain nested values.
 
     Raises:
-        ValueError: If a key is unknown, a value is invalid, or a setting belongs to a run. The
-            message contains the key, the expected value and a remedy.
+        ValueError: If a key is unknown, a value is invalid, or a setting belongs to the settings of
+            a run. The message contains the key, the allowed values and a remedy.
     """
     return _build(MoEConfig, values)
 
@@ -189,7 +190,7 @@ def run_from_dict(values: Mapping[str, Any]) -> RunConfig:
     """Build and validate the settings of a run from plain nested values.
 
     Raises:
-        ValueError: If a value is invalid, or if a setting belongs to a layer.
+        ValueError: If a value is invalid, or if a setting belongs to the settings of a layer.
     """
     return _build(RunConfig, values)
 
@@ -209,28 +210,29 @@ def _build(tree: type[_Tree], values: Mapping[str, Any], base: _Tree | None = No
 
 
 def _part(tree: type[MoEConfig] | type[RunConfig], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries that belong to a settings tree, given as nested values or by dotted path.
-    """
+    """Return the values that belong to one settings tree. `values` may be nested or keyed by dotted
+    path."""
     names = {f.name for f in dataclasses.fields(tree)}
     return {path: value for path, value in values.items() if str(path).split(".")[0] in names}
 
 
 def of_run(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries that are settings of a run, given as nested values or by dotted path."""
+    """Return the values that are run settings. `values` may be nested or keyed by dotted path."""
     return _part(RunConfig, values)
 
 
 def of_layer(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return all entries that are not settings of a run.
+    """Return all values that are not run settings.
 
-    Unknown names are included, so that an error reports them as unknown settings of a layer.
+    Unknown names are included, so that they are reported as unknown layer settings.
     """
     run = of_run(values)
     return {path: value for path, value in values.items() if path not in run}
 
 
 def run_config(settings: Mapping[str, Any]) -> RunConfig:
-    """Build the settings of a run from values by dotted path. Settings of layers are ignored."""
+    """Build the settings of a run from a mapping of dotted paths to values. Layer settings in the
+    mapping are ignored."""
     return with_overrides(RunConfig(), of_run(settings))
 
 
@@ -240,13 +242,13 @@ def from_yaml(path: str, *, trust_imports: bool = False,
 
     Args:
         path: path of the YAML file.
-        trust_imports: whether to accept the setting `imports`. Building a layer runs the imported
-            modules.
-        model_dim: optional. Token width that replaces the file's `model_dim`. Files shared by
-            several models do not set it.
+        trust_imports: whether the file may contain the setting `imports`. The modules listed in
+            `imports` are executed when a layer is built.
+        model_dim: optional. Token width (D) that overrides the file's `model_dim`. Files that are
+            shared by several models do not set `model_dim`.
     Raises:
-        ValueError: If the file is not a YAML mapping, contains an unknown or invalid setting or a
-            setting of a run, or sets `imports` without `trust_imports`.
+        ValueError: If the file is not a YAML mapping, if it contains an unknown setting, an invalid
+            value or a run setting, or if it sets `imports` without `trust_imports`.
     """
     values = _read(path, trust_imports)
     with _of_file(path):
@@ -255,9 +257,8 @@ def from_yaml(path: str, *, trust_imports: bool = False,
 
 def both_from_yaml(path: str, *, trust_imports: bool = False,
                    model_dim: int | None = None) -> tuple[MoEConfig, RunConfig]:
-    """Read a YAML file with settings of layers and of a run, as hosts do. The arguments and the
-    errors are the same as in `from_yaml`.
-    """
+    """Read a YAML file that contains both layer settings and run settings. The hosts use this
+    function. The arguments and the errors are the same as in `from_yaml`."""
     values = _read(path, trust_imports)
     with _of_file(path):
         extra = {} if model_dim is None else {"model_dim": model_dim}
@@ -266,7 +267,7 @@ def both_from_yaml(path: str, *, trust_imports: bool = False,
 
 @contextmanager
 def _of_file(path: str) -> Iterator[None]:
-    """Add the path of the settings file to errors raised inside the block."""
+    """Add the path of the settings file to the message of any error raised inside the block."""
     try:
         yield
     except ValueError as error:
@@ -274,19 +275,20 @@ def _of_file(path: str) -> Iterator[None]:
 
 
 def without_hosts(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return nested values without the sections in `HOSTS`, which contain the hosts' own arguments.
+    """Remove the sections in `HOSTS`, which contain the hosts' own arguments, from nested values.
 
-    This function makes it possible to use one settings file for all hosts.
+    As a result, one settings file can be used with every host.
     """
     return {name: value for name, value in values.items() if name not in HOSTS}
 
 
 def describes_layers(settings: Mapping[str, Any]) -> bool:
-    """Return whether dotted paths describe a layer completely, which is the case if they set
+    """Return whether the given dotted paths fully specify a layer, that is, whether they include
     `num_experts`.
 
-    In a complete description, missing settings of routing, losses, dispatch and capacity have this
-    tree's defaults in every host. Otherwise the host's own arguments and defaults apply.
+    If the paths include `num_experts`, missing settings for routing, losses, dispatch and capacity
+    get the defaults of `MoEConfig` in every host. If the paths do not include `num_experts`,
+    missing settings get the host's own arguments and defaults.
     """
     return "num_experts" in settings
 
@@ -303,9 +305,9 @@ def _read(path: str, trust_imports: bool) -> dict[str, Any]:
 
 
 def settings_from_yaml(path: str, *, trust_imports: bool = False) -> dict[str, Any]:
-    """Return all settings of layers and of a run in a YAML file, by dotted path.
+    """Return all layer settings and run settings in a YAML file, by dotted path.
 
-    Arguments and errors are the same as in `from_yaml`, except that settings of a run are accepted.
+    Arguments and errors are the same as in `from_yaml`, except that run settings are accepted.
     """
     values = _read(path, trust_imports)
     with _of_file(path), unread_allowed():  # errors name keys, types and bounds
@@ -316,7 +318,7 @@ def settings_from_yaml(path: str, *, trust_imports: bool = False) -> dict[str, A
 
 
 def unread(values: Mapping[str, Any]) -> set[str]:
-    """Return the dotted paths of the given settings of layers and runs that would have no effect.
+    """Return the dotted paths of the given layer and run settings that would have no effect.
 
     Args:
         values: nested values, or values by dotted path.
@@ -336,7 +338,7 @@ def _trees_of(values: Mapping[str, Any]) -> tuple[MoEConfig, RunConfig]:
 def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Convert nested values to values by dotted path.
 
-    Mappings in `MAPPINGS` and empty mappings are not split further.
+    Empty mappings and the mappings listed in `MAPPINGS` are kept as single values.
     """
     flat: dict[str, Any] = {}
     for key, value in values.items():
@@ -348,16 +350,16 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def to_dict(config: MoEConfig | RunConfig) -> dict[str, Any]:
-    """Convert a settings tree to plain nested values. This function is the inverse of `from_dict`.
-    """
+    """Convert the settings of a layer or run to a nested dictionary. This function is the inverse
+    of `from_dict`."""
     return dataclasses.asdict(config)
 
 
 def with_overrides(config: _Tree, overrides: Mapping[str, Any]) -> _Tree:
-    """Return a new tree with values replaced by dotted path, for example `{"router.top_k": 1}`.
+    """Return new settings in which the values of the given dotted paths are replaced, for example
+    `{"router.top_k": 1}`.
 
-    The new and the old tree share all sections in which no value is replaced.
-    """
+    Sections without replaced values are shared between the old and the new settings."""
     values: dict[str, Any] = {}
     hints = hints_of(type(config))
     for path, value in canonical(flatten(overrides), aliases(type(config))).items():
@@ -373,8 +375,8 @@ def with_overrides(config: _Tree, overrides: Mapping[str, Any]) -> _Tree:
 
 def _section_at(config: MoEConfig | RunConfig, values: dict[str, Any], above: list[str],
                 path: str) -> dict[str, Any]:
-    """Return the mapping for the section with the names `above`, creating it in `values` if needed.
-    """
+    """Return the mapping for the section whose path is `above`. If `values` does not contain the
+    section, add it."""
     hint: Any = type(config)
     for part in above:
         hint = hints_of(hint).get(part) if is_section(hint) else None
@@ -390,9 +392,8 @@ def _section_at(config: MoEConfig | RunConfig, values: dict[str, Any], above: li
 
 
 def register_hydra() -> None:
-    """Register the typed settings trees in Hydra's `ConfigStore` as `moe/base` (group `moe`, name
-    `base`).
-    """
+    """Register the settings of layers and runs in Hydra's `ConfigStore` as `moe/base` (group `moe`,
+    name `base`)."""
     from hydra.core.config_store import ConfigStore
 
     node = dataclasses.make_dataclass("Settings", (), bases=(RunConfig, MoEConfig), kw_only=True)

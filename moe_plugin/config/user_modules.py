@@ -1,4 +1,4 @@
-"""Import of the user's own modules, which may register routers, losses, dispatchers and experts."""
+"""Import user modules, which may register routers, losses, dispatchers and experts."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ def import_user_modules(names: str | None) -> None:
     """Import each module of a comma-separated list, once per process.
 
     Args:
-        names: optional. Comma-separated list of dotted module names or paths of `.py` files.
+        names: optional. Comma-separated list of module names in dotted form or paths of `.py`
+            files.
     Raises:
-        ValueError: If a module cannot be imported for any reason. The message contains the reason.
+        ValueError: If importing a module raises any exception. The message contains this exception.
     """
     for name in (part.strip() for part in (names or "").split(",")):
         if not name:

@@ -1,5 +1,6 @@
-"""Expert parameters, which are stored in one form for all layouts, and the computation of
-experts."""
+"""Expert parameters and the computation of experts. The form in which parameters are stored is the
+same for all parallel layouts.
+"""
 
 from moe_plugin.experts.base import Experts, expert_kinds, expert_parameters, is_expert, mark_expert
 from moe_plugin.experts.custom import CustomExperts, build_device_experts

@@ -1,4 +1,6 @@
-"""`Experts`, the base class of all kinds of experts, and the marks of expert parameters."""
+"""`Experts`, the base class of all types of experts, and functions that mark parameters as expert
+parameters.
+"""
 
 from __future__ import annotations
 
@@ -28,15 +30,18 @@ _IN_FULL = re.compile(rf"(?<![^.])experts\.((?:base_layer\.)*)({'|'.join(FORMER)
 
 
 def current_name(name: str) -> str:
-    """Return the name of a tensor, with a former parameter name replaced by the current one."""
+    """If the name of a tensor contains a former parameter name, replace it with the current
+    parameter name.
+    """
     return _IN_FULL.sub(lambda found: f"experts.{found[1]}{FORMER[found[2]]}", name)
 
 
 def with_current_names(column: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a mapping with `current_name` applied to each key, in the same order.
+    """Return a copy of a mapping with `current_name` applied to each key. The order of the keys is
+    preserved.
 
     Raises:
-        ValueError: If the mapping contains a parameter under its former and its current name.
+        ValueError: If the mapping contains a parameter under both its former and its current name.
     """
     renamed = {current_name(name): value for name, value in column.items()}
     if len(renamed) < len(column):
@@ -47,11 +52,11 @@ def with_current_names(column: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def use_current_names(state: MutableMapping[str, Any], prefix: str) -> None:
-    """Rename the parameters of one layer's experts in a state dict.
+    """Replace former parameter names of one layer's experts in a state dict.
 
     Args:
-        state: the state dict, which is changed in place. A parameter that is present under both
-            names is not changed.
+        state: the state dict, which is modified in place. If a parameter is present under both
+            names, the state dict keeps both.
         prefix: the prefix of the experts' names, with a trailing dot.
     """
     for former, now in FORMER.items():
@@ -62,7 +67,7 @@ def use_current_names(state: MutableMapping[str, Any], prefix: str) -> None:
 def mark_expert(parameter: nn.Parameter) -> nn.Parameter:
     """Mark a parameter as an expert parameter by setting `parameter.expert = True`.
 
-    Hosts must not reduce its gradient over all data-parallel ranks.
+    Hosts must not reduce the gradient of an expert parameter over all data-parallel ranks.
     """
     parameter.expert = True  # type: ignore[attr-defined]
     return parameter
@@ -72,9 +77,10 @@ def mark_experts(module: nn.Module, ranks: int | None = None) -> None:
     """Mark all parameters of a module as expert parameters.
 
     Args:
-        module: experts, or an adapter that wraps them. The parameters of the adapter belong to this
-            rank's experts, so they are also marked.
-        ranks: the size of the expert-parallel group. If `ranks` is None, an earlier value is kept.
+        module: the experts, or an adapter that wraps the experts. Parameters of an adapter also
+            belong to this rank's experts, so they are also marked.
+        ranks: the size of the expert-parallel group, which is stored on each parameter. If `ranks`
+            is None, the size stored earlier does not change.
     """
     for parameter in module.parameters():
         mark_expert(parameter)
@@ -83,12 +89,15 @@ def mark_experts(module: nn.Module, ranks: int | None = None) -> None:
 
 
 def expert_ranks(parameter: Tensor) -> int:
-    """Return the size of an expert parameter's expert-parallel group, or 1 for other parameters."""
+    """Return the expert-parallel size stored on an expert parameter, or 1 for any other parameter.
+    """
     return getattr(parameter, "expert_ranks", 1)
 
 
 def is_expert(parameter: Tensor) -> bool:
-    """Return whether a parameter, or fairseq's fp32 copy of a parameter, belongs to an expert."""
+    """Return whether a parameter belongs to an expert. Also works for fairseq's fp32 copies of
+    parameters.
+    """
     return getattr(parameter, "expert", False)
 
 
@@ -100,23 +109,27 @@ def expert_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 class Experts(nn.Module):
     """The base class of the experts of one rank.
 
-    Parameters keep their marks when torch replaces them: in deepcopy, when they leave the meta
-    device, and in `load_state_dict(..., assign=True)`.
+    Parameters remain marked when torch replaces them. Torch replaces parameters in deepcopy, when
+    parameters leave the meta device, and in `load_state_dict(..., assign=True)`.
 
     Attributes:
         supports_gather: whether the experts can compute with parameters gathered from other ranks.
-            If `supports_gather` is True, they implement `local_parameters`, `compute_parameters`
-            and `gathered_parameters`.
-        stored: whether the parameters are stored outside the device, so that `prefetch` is useful.
+            If `supports_gather` is True, the subclass implements `local_parameters`,
+            `compute_parameters` and `gathered_parameters`.
+        stored: whether the parameters are stored outside the device. If `stored` is True,
+            `prefetch` can hide the time to load the parameters.
         traceable: whether `torch.compile` can trace the experts.
-        reduced: whether `gradients.sync.reduce_experts` was called. This function sets the same
-            mark on each parameter with its hooks.
+        reduced: whether `gradients.sync.reduce_experts` was called for these experts.
+            `reduce_experts` also sets the attribute `reduced` of each parameter on which it
+            registers hooks.
         adapters: the ranks of the low-rank adapters on these experts (`experts.lora`). None
             without adapters.
-        later: object that collects weight gradients that the host computes after the backward pass,
-            or None if the backward pass computes them.
-        seed_comm: the ranks that share one seed for their initial values, or None if the generators
-            of the ranks are in the same state, or if values are copied from one rank to the others.
+        later: object that postpones the computation of weight gradients until the host requests it
+            after the backward pass. If `later` is None, weight gradients are computed in the
+            backward pass.
+        seed_comm: the ranks among which the seed of the initial values is broadcast. None if the
+            random generators of the ranks are in the same state, or if initial values are copied
+            between ranks.
     """
 
     supports_gather: ClassVar[bool] = False
@@ -137,21 +150,25 @@ class Experts(nn.Module):
         """Compute the experts.
 
         Args:
-            work: rows [R, D] sorted by expert, or tokens [T, D] with a `RowPlan`. If it is a
-                `ParameterRequest`, the result is that of `local_parameters`.
-        Returns: the results, with the shape of the rows or tokens; or the parameters.
+            work: rows [R, D] sorted by expert, or tokens [T, D] with a `RowPlan`. For a
+                `ParameterRequest`, the method returns the result of `local_parameters` instead of
+                computing outputs.
+        Returns: the expert outputs, with the shape of the rows or tokens, or the parameters for a
+        `ParameterRequest`.
         """
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """The dtype that inputs must have, or None if any dtype is allowed."""
+        """The dtype that input rows must have, or None if any dtype is allowed."""
         return None
 
     @property
     def anchor(self) -> Tensor | None:
-        """A parameter that connects exchanges to the autograd graph (`comm.functional`).
+        """A parameter that connects the exchanges between ranks to the autograd graph (see
+        `comm.functional`).
 
-        The anchor is a trainable parameter if there is one. None without parameters.
+        The anchor is a trainable parameter, unless all parameters are frozen. None without
+        parameters.
         """
         frozen = None
         for parameter in self._parameters.values():  # `parameters()` is ten times slower
@@ -161,25 +178,27 @@ class Experts(nn.Module):
         return next(self.parameters(), None) if frozen is None else frozen
 
     def local_parameters(self) -> dict[str, Tensor]:
-        """Return the stored parameters by name. The first axis of each parameter is the axis of
-        experts."""
+        """Return the stored parameters by name. The first dimension of each parameter indexes the
+        experts.
+        """
         raise NotImplementedError(f"{type(self).__name__} does not support gathered parameters")
 
     def compute_parameters(self, tensors: dict[str, Tensor] | None = None,
                            first_shard: int | None = None) -> FFNParameters:
-        """Return the parameters in the form that strategies use.
+        """Return the parameters in the form that compute strategies use.
 
         Args:
-            tensors: parameters in the form of `local_parameters`. Defaults to the stored
-                parameters.
-            first_shard: the index of the first expert shard in `tensors`. Defaults to the first
-                shard of this rank.
+            tensors: parameters in the form of `local_parameters`. If `tensors` is None, the stored
+                parameters are used.
+            first_shard: the index of the first expert shard in `tensors`. If `first_shard` is None,
+                the first shard of this rank is used.
         """
         raise NotImplementedError(f"{type(self).__name__} does not support gathered parameters")
 
     def gathered_parameters(self, local: dict[str, Tensor] | None, comm: Comm, shards: int,
                             first_shard: int) -> FFNParameters:
-        """Gather the parameters of several ranks, and return them in the form that strategies use.
+        """Gather the parameters of several ranks, and return them in the form that compute
+        strategies use.
 
         Collective over `comm`.
 
@@ -187,33 +206,34 @@ class Experts(nn.Module):
             local: parameters of this rank in the form of `local_parameters`. If `local` is None,
                 the stored parameters are used.
             comm: the group of ranks whose parameters are gathered.
-            shards: how many consecutive ranks store shards of the same expert.
-            first_shard: the first expert shard in the gathered parameters.
+            shards: number of consecutive ranks that store shards of the same expert.
+            first_shard: the index of the first expert shard in the gathered parameters.
         """
         raise NotImplementedError(f"{type(self).__name__} does not support gathered parameters")
 
     def prefetch(self, ids_TK: Tensor) -> None:
-        """Start to load the experts that a call will need, without waiting for them.
+        """Start to load the experts that a call will need, without waiting until they are loaded.
 
         Args:
-            ids_TK: int64, the global indices of the experts. The value -1 means that there is no
-                expert.
+            ids_TK: int64 tensor of global expert indices. An index of -1 stands for no expert.
         """
 
     def use_layer(self, number: int | None) -> None:
-        """Set the index of the MoE layer of these experts, counted from 0.
+        """Set the index of the MoE layer that contains these experts, counted from 0.
 
         Args:
-            number: the index, or None if the host does not know it
+            number: the layer index, or None if the host does not know the index
                 (`HostContext.numbered_later`).
         """
 
     def taken_counts(self) -> dict[str, int]:
-        """Return the counters of the experts' store since the last call, and reset them."""
+        """Return the counters that the expert store has collected since the last call, and reset
+        them.
+        """
         return {}
 
     def mark(self) -> None:
-        """Mark all parameters as expert parameters."""
+        """Mark all parameters of these experts as expert parameters."""
         mark_experts(self)
 
     def __getstate__(self) -> dict[str, Any]:

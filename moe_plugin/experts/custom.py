@@ -1,4 +1,4 @@
-"""Custom experts, which are arbitrary modules, and functions that build the experts of a rank."""
+"""Experts that are arbitrary modules, and functions that build the experts of a rank."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from moe_plugin.utils.machine import memory_bytes
 
 
 class CustomExperts(Experts):
-    """Experts that are arbitrary modules.
+    """Experts that are arbitrary modules created by the user.
 
-    Such experts cannot be split, so there must be at least as many experts as ranks. The parameters
-    are marked as expert parameters.
+    Arbitrary modules cannot be split into shards, so the number of experts must be at least the
+    number of ranks. All parameters of the modules are marked as expert parameters.
 
     Args:
-        factory: a function `factory(global_index)` that returns a module. The module must map
-            [rows, D] to [rows, D].
-        placement: the ranks that store each expert.
+        factory: a function `factory(global_index)` that returns the module of one expert. The
+            module must map [rows, D] to [rows, D].
+        placement: describes which ranks store each expert.
     Raises:
-        ValueError: If the experts would be split into shards.
+        ValueError: If the placement splits experts into shards.
     """
 
     def __init__(self, factory: Callable[[int], nn.Module], placement: Placement) -> None:
@@ -47,7 +47,7 @@ class CustomExperts(Experts):
         """See `Experts`.
 
         Raises:
-            ValueError: If the result of an expert does not have the shape of its rows.
+            ValueError: If an expert's output does not have the same shape as its input rows.
         """
         assert isinstance(work, ExpertRows), "parameters are only asked of experts that gather"
         return apply_to_rows(self._each, work.x, work.rows)
@@ -76,14 +76,14 @@ _MATRICES = {"ffn": 2, "gated_ffn": 3}
 
 def build_device_experts(config: MoEConfig, place: Placement, host: HostContext,
                   factory: Callable[[int], nn.Module] | None, **where: Any) -> Experts:
-    """Build the experts of this rank on the device.
+    """Build the experts of this rank whose parameters are stored on the device.
 
     Args:
         config: the settings of the layer.
-        place: the ranks that store each expert.
+        place: describes which ranks store each expert.
         host: information from the host framework.
-        factory: a function `factory(global_index) -> module` for custom experts. If `factory` is
-            None, the configured kind of experts is built.
+        factory: a function `factory(global_index) -> module` that creates a custom expert. If
+            `factory` is None, experts of the configured type are built.
         where: the dtype and device of the parameters.
     """
     if factory is not None:
@@ -94,14 +94,15 @@ def build_device_experts(config: MoEConfig, place: Placement, host: HostContext,
 
 def check_memory(config: MoEConfig, place: Placement, factory: Callable[[int], nn.Module] | None,
                  dtype: torch.dtype | None, device: Any) -> None:
-    """Before anything is allocated, check that this rank's weights are not larger than the memory.
+    """Before allocating memory, check that the weights of this rank fit in the device's memory.
 
-    Nothing is checked on the meta device, for custom experts, or for experts on disk.
+    The check is skipped on the meta device, for custom experts, and for experts that are stored on
+    disk.
 
     Args:
         config: the settings of the layer.
-        place: the ranks that store each expert.
-        factory: the function that builds custom experts, or None.
+        place: describes which ranks store each expert.
+        factory: the function that creates custom experts, or None.
         dtype: the dtype of the parameters. Defaults to torch's default dtype.
         device: the device of the parameters. Defaults to torch's default device.
     Raises:

@@ -1,4 +1,4 @@
-"""A check that data-parallel wrappers do not treat experts as replicas."""
+"""Detect data-parallel wrappers that treat experts as replicas."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ _TORCH_HOOKS = "torch.distributed.algorithms.ddp_comm_hooks"
 
 
 class DDPCheck:
-    """A check that raises a `ValueError` in the forward pass if other code treats experts as
-    replicas.
+    """A check in the forward pass that raises a `ValueError` if other code treats experts as
+    replicas of each other.
 
-    The check covers DDP and FSDP of torch, DeepSpeed, other code that overwrites experts
-    (`OverwriteCheck`), and parameters that were replaced after `reduce_experts`. Wrappers are no
-    longer checked after a wrapper was found that excludes the experts.
+    The check detects torch's DDP and FSDP, DeepSpeed, other code that overwrites experts
+    (`OverwriteCheck`), and parameters that were replaced after `reduce_experts`. Once a wrapper
+    that excludes experts has been found, wrappers are no longer checked.
 
-    If the expert-parallel group has one rank, experts may be averaged, and nothing is checked.
+    If the expert-parallel group has only one rank, all ranks of the data-parallel group store the
+    same experts, which may be averaged. In this case, nothing is checked.
 
     Args:
         comm: the expert-parallel group.
@@ -36,24 +37,26 @@ class DDPCheck:
             self.overwrites = OverwriteCheck(comm, experts)
 
     def begin(self, experts: nn.Module) -> None:
-        """Accept the current values of the experts, for example after a checkpoint was loaded."""
+        """Accept the current expert values as correct, for example after loading a checkpoint."""
         if self.overwrites is not None:
             self.overwrites.begin(experts)
 
     def expect_wrapper(self) -> None:
-        """Check for a wrapper again, because the model is about to be wrapped."""
+        """Check for a wrapper again in the next call, because the model is about to be wrapped."""
         self.passed = self._wrapped = False
 
     def compare_replicas(self, world: Comm | None) -> None:
-        """Also compare shared parameters and replicas over these ranks (`OverwriteCheck`)."""
+        """Also compare shared parameters and replicas over the ranks in `world` (see
+        `OverwriteCheck`).
+        """
         if self.overwrites is not None:
             self.overwrites.world = world
 
     def __call__(self, built: Experts, layer: nn.Module) -> None:
-        """Run the check. This method is called in every forward pass.
+        """Run the check. The layer calls this method in every forward pass.
 
         Args:
-            built: the experts of the layer, without adapters that wrap them.
+            built: the layer's experts, without any adapters that wrap them.
             layer: the layer.
         """
         experts: nn.Module = layer.experts  # type: ignore[assignment]
@@ -85,9 +88,10 @@ class DDPCheck:
 
 
 def _refuse_new(experts: nn.Module) -> None:
-    """Raise an error for parameters without the hooks of `reduce_experts`.
+    """Raise an error if a trainable parameter does not have the hooks registered by
+    `reduce_experts`.
 
-    Such parameters would be trained with the gradient of only one rank.
+    A parameter without these hooks would be trained with the gradient of only one rank.
     """
     for name, parameter in experts.named_parameters():
         if parameter.requires_grad and not getattr(parameter, "reduced", False):
@@ -112,7 +116,9 @@ def _refuse_averaged(ddp: DistributedDataParallel, experts: nn.Module) -> None:
 
 
 def _refuse_hooks(ddp: DistributedDataParallel) -> None:
-    """Reject a communication hook that might not divide the gradients by the number of ranks."""
+    """Raise an error for a communication hook that might not divide gradients by the number of
+    ranks.
+    """
     # private in torch (>= 2.0); without it nothing is checked
     for hook, _ in getattr(ddp, "_comm_hooks", []):
         name = getattr(hook, "__name__", type(hook).__name__)

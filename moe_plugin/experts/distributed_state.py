@@ -1,10 +1,11 @@
-"""State dicts of models whose experts are spread over ranks, for torch's distributed checkpoints.
+"""Support torch's distributed checkpoints (DCP) for models whose experts are spread over ranks.
 
-Torch's distributed checkpoints (DCP) treat plain tensors with the same name as copies and save one
-of them. Therefore a state dict that DCP requests contains the experts of all ranks as DTensors. DCP
-requests it through `get_state_dict`, or from a model or optimizer that was passed to DCP. Experts
-may be loaded as DTensors or as whole tensors. All other callers of `state_dict` receive only the
-experts of this rank, as tensors that DCP refuses to save.
+If ranks pass plain tensors with the same name to DCP, DCP assumes that they are copies and saves
+only one of them. Therefore a state dict that DCP requests contains the experts of all ranks as
+DTensors. DCP requests a state dict in `get_state_dict`, or from a model or optimizer that was
+passed to DCP. When loading, experts may be given either as DTensors or as full tensors. All other
+callers of `state_dict` receive only the experts of this rank. DCP refuses to save the tensors that
+these callers receive.
 """
 
 from __future__ import annotations
@@ -39,14 +40,15 @@ _COPIES = {Tensor.detach, Tensor.clone, Tensor.to, Tensor.cpu, Tensor.cuda, Tens
 
 @dataclass(frozen=True)
 class ExpertWindow:
-    """The position of a rank's part in a tensor of all experts.
+    """The position of a rank's local tensor within the tensor of all experts.
 
     Attributes:
-        shape: the shape of the whole tensor. The first axis is the axis of all experts.
-        offsets: the offset of the part in the whole tensor along each axis.
-        sizes: the size of the part along each axis.
-        shard_axis: the axis along which each expert is split over several ranks, or None if experts
-            are not sharded.
+        shape: the shape of the tensor of all experts. The first dimension indexes the experts.
+        offsets: the position in the full tensor at which the local tensor starts, along each
+            dimension.
+        sizes: the shape of the local tensor.
+        shard_axis: the dimension along which each expert is split over several ranks, or None if
+            experts are not sharded.
     """
 
     shape: tuple[int, ...]
@@ -56,24 +58,26 @@ class ExpertWindow:
 
     @property
     def index(self) -> tuple[slice, ...]:
-        """The index that selects the part from the whole tensor."""
+        """The index that selects the local tensor from the full tensor."""
         return tuple(slice(first, first + size)
                      for first, size in zip(self.offsets, self.sizes, strict=True))
 
 
 def window_of(name: str, sizes: Sequence[int], place: Placement, *,
               of_parameter: bool = True) -> ExpertWindow:
-    """Return the position of a rank's part in the tensor of all experts.
+    """Return the position of a rank's local tensor within the tensor of all experts.
 
     Args:
-        name: the name of the tensor, which ends with the name of a parameter (`PART_AXIS`).
-        sizes: the shape of this rank's part.
-        place: the ranks that store each expert.
-        of_parameter: whether the tensor has the same axes as the parameter. The position of other
-            tensors, such as factored optimizer states, is known only if experts are not sharded.
+        name: the name of the tensor. The last component of the name is a parameter name
+            (`PART_AXIS`).
+        sizes: the shape of this rank's local tensor.
+        place: describes which ranks store each expert.
+        of_parameter: whether the tensor has the same dimensions as the parameter. For other
+            tensors, such as factored optimizer states, the position is known only if experts are
+            not sharded.
     Raises:
-        ValueError: If the first axis does not count experts, or experts are split along an unknown
-            axis.
+        ValueError: If the first dimension does not index experts, or if experts are split along an
+            unknown dimension.
     """
     cut = place.shards > 1
     axis = PART_AXIS.get(name.rpartition(".")[2]) if cut and of_parameter else None
@@ -92,16 +96,16 @@ def window_of(name: str, sizes: Sequence[int], place: Placement, *,
 
 def window_in(name: str, shape: Sequence[int], place: Placement, *,
               of_parameter: bool = True) -> ExpertWindow:
-    """Return the position of a rank's part in a whole tensor of a given shape.
+    """Return the position of a rank's local tensor within a full tensor of a given shape.
 
     Args:
         name: the name of the tensor, as in `window_of`.
-        shape: the shape of the whole tensor.
+        shape: the shape of the full tensor.
         place: the ranks that store each expert.
-        of_parameter: whether the tensor has the same axes as the parameter.
+        of_parameter: whether the tensor has the same dimensions as the parameter.
     Raises:
-        ValueError: If the first axis does not count experts, or experts are split along an unknown
-            axis.
+        ValueError: If the first dimension does not index experts, or if experts are split along an
+            unknown dimension.
     """
     sizes = list(shape)
     if not sizes or sizes[0] != place.experts:
@@ -115,10 +119,9 @@ def window_in(name: str, shape: Sequence[int], place: Placement, *,
 
 
 class ExpertPart(Tensor):
-    """A rank's part of an expert tensor in a state dict.
+    """A state dict tensor that contains only the local experts of this rank.
 
-    This class behaves like a plain tensor in computations, copies and pickles, but DCP refuses to
-    save it.
+    Computations, copies and pickles treat this class as a plain tensor, but DCP refuses to save it.
     """
 
     @classmethod
@@ -131,7 +134,7 @@ class ExpertPart(Tensor):
             return made
 
     def plain(self) -> Tensor:
-        """Return a plain tensor that shares the memory of this tensor."""
+        """Return a plain tensor that shares memory with this tensor."""
         with torch._C.DisableTorchFunctionSubclass():
             return self.as_subclass(Tensor)
 
@@ -157,16 +160,16 @@ def _not_all(what: str) -> ValueError:
 
 
 def as_dtensor(value: Tensor, window: ExpertWindow, place: Placement) -> Any:
-    """Return the tensor of all experts as a DTensor over the expert-parallel ranks.
+    """Return a DTensor that represents the experts of all expert-parallel ranks.
 
-    The first call is collective if experts are split and not all ranks store the same experts.
+    The first call is collective if experts are sharded and not all ranks store the same experts.
 
     Args:
-        value: the part of this rank.
-        window: the position of the part.
+        value: the local tensor of this rank.
+        window: the position of the local tensor in the full tensor.
         place: the ranks that store each expert.
     Raises:
-        ValueError: If the ranks are not a process group of torch.
+        ValueError: If the communicator of the ranks is not a `TorchComm`.
     """
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor, Shard
@@ -197,14 +200,16 @@ _LAYERS: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def hook(layer: Any) -> None:
-    """Register the hooks for state dicts on a new `MoELayer`."""
+    """Register the state dict hooks on a new `MoELayer`."""
     layer.register_state_dict_post_hook(give)
     layer.register_load_state_dict_pre_hook(take)
     follow(layer)
 
 
 def follow(layer: Any) -> None:
-    """Make state dicts of optimizers handle the experts of a layer that already has its hooks."""
+    """For a layer that already has the state dict hooks, also convert the experts in state dicts of
+    optimizers.
+    """
     _LAYERS.add(layer)
     if layer.comm.size > 1 and not hasattr(Optimizer.state_dict, "gives_experts"):
         Optimizer.state_dict = _giving(Optimizer.state_dict)  # type: ignore[method-assign]
@@ -223,11 +228,12 @@ def asked_by_dcp() -> bool:
 
 
 def give(layer: Any, state: dict[str, Any], prefix: str, _: object) -> None:
-    """Convert the experts of a layer in a state dict. This function is a hook that runs after
-    `state_dict`.
+    """Convert a layer's experts in a state dict that was just created. This function is a hook that
+    runs after `state_dict`.
 
-    If DCP requested the state, the extra state describes the experts of all ranks. The state of the
-    tuner is omitted, because it is valid only for this number of ranks.
+    If DCP requested the state dict, the layer's extra state describes the experts of all ranks. If
+    DCP requested the state dict, the tuner's state is omitted, because it is valid only for the
+    current number of ranks.
     """
     dcp, place = asked_by_dcp(), layer.placement
     for key in [key for key in state if key.startswith(prefix + "experts.")]:
@@ -240,7 +246,9 @@ def give(layer: Any, state: dict[str, Any], prefix: str, _: object) -> None:
 
 
 def take(layer: Any, state: dict[str, Any], prefix: str, *_: object) -> None:
-    """Apply the inverse of `give`. This function is a hook that runs before `load_state_dict`."""
+    """Convert a layer's experts in a state dict back to local tensors. This is the inverse of
+    `give`. This function is a hook that runs before `load_state_dict`.
+    """
     use_current_names(state, prefix + "experts.")
     place, dcp = layer.placement, asked_by_dcp()
     shapes = {f"{prefix}experts.{name}": value.shape
@@ -267,7 +275,7 @@ def _given(value: Tensor, name: str, place: Placement, dcp: bool, *,
 
 
 def _taken(value: Any, window: ExpertWindow) -> Tensor:
-    """Return this rank's part of a whole tensor."""
+    """Return the local tensor of this rank, selected from a full tensor or a DTensor."""
     if not is_sharded(value):
         return value[window.index]  # type: ignore[no-any-return]
     chunks = value.__create_chunk_list__()
@@ -281,7 +289,9 @@ def _plain(value: Any) -> Any:
 
 
 def placed_parameters() -> dict[int, tuple[str, Placement]]:
-    """Return the name and placement of all expert parameters of several ranks, by id."""
+    """For layers whose experts are spread over several ranks, return the name and placement of each
+    expert parameter, by the parameter's id.
+    """
     return {id(parameter): (name, layer.placement)
             for layer in list(_LAYERS) if layer.placement.comm.size > 1
             for name, parameter in layer.experts.named_parameters()}
@@ -327,14 +337,14 @@ def _parameters(optimizer: Optimizer) -> list[Tensor]:
 
 def _changed(optimizer: Optimizer, state_dict: dict[str, Any], change: Callable[..., Any],
              keys: Iterable[Any]) -> dict[str, Any]:
-    """Apply a function to an optimizer's state of each expert parameter.
+    """Apply a function to the optimizer state of each expert parameter.
 
     Args:
         optimizer: the optimizer.
         state_dict: the state dict of the optimizer.
-        change: a function that computes the new value from the parameter, the value, the name and
-            the placement.
-        keys: the keys of the parameters in the state dict, in the order of the parameters.
+        change: a function that computes a new state tensor from the parameter, the old state
+            tensor, the parameter's name and its placement.
+        keys: the state dict's key for each parameter, in the order of the parameters.
     """
     placed, state = placed_parameters(), dict(state_dict["state"])
     for parameter, key in zip(_parameters(optimizer), keys, strict=False):

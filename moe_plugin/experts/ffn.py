@@ -1,8 +1,8 @@
-"""Feed-forward experts, and the gathering of their parameters from other ranks.
+"""Feed-forward experts, and the all-gather of expert parameters.
 
-The parameters are stored in one form, which does not depend on the layout of a call. Gathered
-parameters exist only during one call. The backward pass sends their gradients to the ranks that
-store the parameters.
+The form in which parameters are stored does not depend on the layout of a call. Gathered parameters
+exist only during one call. The backward pass sends the gradients of gathered parameters to the
+ranks that store these parameters.
 """
 
 from __future__ import annotations
@@ -64,10 +64,10 @@ _USED_AXIS: dict[str, int | None] = {**PART_AXIS, **dict.fromkeys(WHOLE)}
 class FFNExperts(Experts):
     """Experts that each compute `y = act(x w_in + bias_in) w_out + bias_out`.
 
-    The parameters are w_in_LDF, bias_in_LF, w_out_LFD and bias_out_LD. If an expert is split into S
-    shards (`Placement`), F is hidden_dim / S, and bias_out has D / S columns. Shard j adds its bias
-    only to the columns [j*D/S, (j+1)*D/S), so that each bias is added only once in the sum over the
-    shards.
+    The parameters are w_in_LDF, bias_in_LF, w_out_LFD and bias_out_LD. If each expert is split into
+    S shards (`Placement`), F is hidden_dim / S, and bias_out_LD has D / S columns. Shard j adds its
+    bias only to the columns [j*D/S, (j+1)*D/S). As a result, the sum over all shards contains each
+    bias exactly once.
     """
 
     gated = False
@@ -110,12 +110,13 @@ class FFNExperts(Experts):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Initialize the weights of each whole expert, and set the biases to zero.
+        """Initialize the weights of complete experts, and set the biases to zero. If experts are
+        sharded, each rank keeps its shard.
 
-        Weights are Xavier uniform, or normal with the standard deviation `experts.init_std`. One
-        draw from torch's generator, together with the global index of an expert, seeds its values.
-        Therefore the values do not depend on the number of ranks, and all ranks advance their
-        generators by the same amount.
+        Weights are drawn from a Xavier uniform distribution, or from a normal distribution with
+        standard deviation `experts.init_std`. The seed of an expert is one draw from torch's
+        generator plus the global index of the expert. Therefore the initial values do not depend on
+        the number of ranks, and the generators of all ranks advance by the same amount.
         """
         # always on the CPU, even inside `with torch.device("meta")` or of a GPU
         seed = torch.randint(2**31, (1,), device="cpu")
@@ -134,11 +135,11 @@ class FFNExperts(Experts):
 
     @torch.no_grad()
     def draw(self, slot: int, targets: Mapping[str, Tensor]) -> None:
-        """Write the initial values of one expert into tensors.
+        """Write the initial values of one expert into the given tensors.
 
         Args:
             slot: the local index of the expert.
-            targets: the tensors by parameter name.
+            targets: the tensors to write to, by parameter name.
         """
         # one generator per expert, so that values depend neither on other experts nor on the ranks
         generator = torch.Generator().manual_seed(self.seed + self.placement.first_expert + slot)
@@ -167,8 +168,9 @@ class FFNExperts(Experts):
         return self.w_in_LDF.dtype
 
     def forward(self, work: ExpertRows | ParameterRequest) -> Any:
-        """See `Experts`. If experts are split, the result is the part that belongs to this
-        shard."""
+        """See `Experts`. If experts are split into shards, the result is this shard's term of the
+        output.
+        """
         if isinstance(work, ParameterRequest):
             return self.local_parameters()
         strategy = work.strategy or self.compute
@@ -184,8 +186,9 @@ class FFNExperts(Experts):
         return strategy(work.x, work.rows, parameters)
 
     def local_parameters(self) -> dict[str, Tensor]:
-        """See `Experts`. The names are the keys of `SHARD_AXIS` that exist in this kind of
-        expert."""
+        """See `Experts`. The names are the keys of `SHARD_AXIS` for which this type of expert has
+        parameters.
+        """
         parameters = {}
         for name in SHARD_AXIS:
             if (value := getattr(self, name)) is not None:
@@ -195,22 +198,22 @@ class FFNExperts(Experts):
         return parameters if self.adapters is None else {**parameters, **self.used_adapters()}
 
     def weights_of(self) -> dict[str, list[Tensor]]:
-        """Return the stored weights by their place, which is a key of `lora.PLACES`."""
+        """Return lists of stored weights. The keys of the mapping are those of `lora.PLACES`."""
         first: list[Tensor] = [w for w in (self.w_in_LDF, self.w_gate_LDF) if w is not None]
         return {"in": first, "out": [self.w_out_LFD]}
 
     def add_lora(self, ranks: ExpertRanks, seed: int) -> None:
         """Add low-rank adapters to these experts.
 
-        The method is collective if experts are split over ranks.
+        The method is collective if experts are split into shards on several ranks.
 
-        The outputs do not change at first: `a` is random, `b` is zero, and with DoRA `m` is the
-        current length of each column.
+        Adding adapters does not change the experts' outputs: `a` is random, `b` is zero, and with
+        DoRA `m` contains the current length of each column.
 
         Args:
             ranks: the LoRA ranks and scales of the adapters.
-            seed: the seed of the random values. The seed must be the same on all ranks. The values
-                of an expert also depend on its global index.
+            seed: the seed of the random values. All ranks must pass the same seed. The random
+                values of an expert also depend on its global index.
         """
         place, (local, width, inner) = self.placement, self.w_in_LDF.shape
         like: dict[str, Any] = {"dtype": self.dtype, "device": self.w_in_LDF.device}
@@ -229,8 +232,9 @@ class FFNExperts(Experts):
         self.adapters = ranks
 
     def _drawn_a(self, seed: int, shape: tuple[int, int]) -> Tensor:
-        """Draw this rank's part of `a` uniformly between -1 / sqrt(inputs) and 1 / sqrt(inputs), as
-        `peft` does."""
+        """Draw this rank's slice of `a` uniformly between -1 / sqrt(inputs) and 1 / sqrt(inputs),
+        as `peft` does.
+        """
         place, drawn = self.placement, []
         for expert in range(place.first_expert, place.first_expert + place.local):
             whole = torch.empty(shape, dtype=torch.float32)
@@ -240,16 +244,17 @@ class FFNExperts(Experts):
         return torch.stack(drawn)
 
     def _shards(self) -> Comm | None:
-        """Return the ranks that store shards of the same experts, or None if experts are not
-        sharded."""
+        """Return the group of ranks that store shards of the same experts, or None if experts are
+        not sharded.
+        """
         place = self.placement
         return place.comm.contiguous_subgroup(place.shards) if place.shards > 1 else None
 
     def used_adapters(self) -> dict[str, Tensor]:
-        """Return the adapter tensors that are used in a call.
+        """Return the adapter tensors that a call uses.
 
-        The result is empty if the adapters are merged into the weights. The method is collective if
-        experts are split over ranks.
+        Returns an empty mapping if the adapters are merged into the weights. The method is
+        collective if experts are split over ranks.
         """
         ranks, shards = self.adapters, self._shards()
         if ranks is None or ranks.merged is not None:
@@ -262,7 +267,9 @@ class FFNExperts(Experts):
         return with_factors(tensors, self.weights_of(), ranks, self.placement.first_expert, shards)
 
     def main_grad_weights(self) -> dict[str, Tensor]:
-        """Return the weights, by name, whose gradients are added to the host's `main_grad`."""
+        """Return the weights whose gradients are added to the host's `main_grad`, by parameter
+        name.
+        """
         if not (self.adds_to_main_grad and torch.is_grad_enabled()):
             return {}
         return {
@@ -272,14 +279,14 @@ class FFNExperts(Experts):
 
     def compute_parameters(self, tensors: Mapping[str, Tensor] | None = None,
                            first_shard: int | None = None) -> FFNParameters:
-        """Return the parameters in the form that strategies use.
+        """Return the parameters in the form that compute strategies use.
 
         Args:
-            tensors: parameters in the form of `local_parameters`. The weights may belong to
-                different experts, to more experts, or to several consecutive shards. Defaults to
-                the stored parameters.
-            first_shard: the index of the first shard in `tensors`. Defaults to the shard of this
-                rank.
+            tensors: parameters in the form of `local_parameters`. The weights may belong to experts
+                of other ranks, to more experts than this rank stores, or to several consecutive
+                shards. If `tensors` is None, the stored parameters are used.
+            first_shard: the index of the first shard in `tensors`. If `first_shard` is None, the
+                shard of this rank is used.
         """
         redirected, rounded, borrowed = {}, None, tensors is not None
         if tensors is None and self.adds_to_main_grad:
@@ -315,15 +322,16 @@ class GatedFFNExperts(FFNExperts):
     """Experts that each compute `(act(x w_gate + bias_gate) * (x w_in + bias_in)) w_out +
     bias_out`.
 
-    With the activation silu this is SwiGLU (Shazeer 2020). `experts.clamp` limits both factors, and
-    `experts.linear_offset` is added to the second factor (`kernels.expert_ffn.gated`).
+    With the silu activation, a gated expert is a SwiGLU layer (Shazeer 2020). `experts.clamp`
+    limits both factors of the product, and `experts.linear_offset` is added to the second factor
+    (`kernels.expert_ffn.gated`).
     """
 
     gated = True
 
 
 def _by_torch_alone(parameters: FFNParameters) -> Strategy:
-    """Return the strategy that uses only torch operations and works for any numbers of rows.
+    """Return the strategy that uses only torch operations and works for any number of rows.
 
     Raises:
         ValueError: If the precision of the experts is not ieee.
@@ -349,19 +357,19 @@ def _check_shards(config: MoEConfig, shards: int) -> None:
 
 def gather_parameters(local: Mapping[str, Tensor], comm: Comm, shards: int,
                       axes: Mapping[str, int | None] = _USED_AXIS) -> dict[str, Tensor]:
-    """Gather the parameters of several ranks in one all-gather. The backward pass is one
+    """Gather the parameters of several ranks in a single all-gather. The backward pass is a single
     reduce-scatter.
 
     Args:
-        local: the parameters of this rank by name. The first axis of each parameter is the axis of
-            experts.
-        comm: the ranks to gather from.
-        shards: how many consecutive ranks store shards of the same expert. The shards are
-            concatenated along the axis in `axes`.
-        axes: the axis of each parameter along which experts are split, or None if every shard has
-            the whole tensor. In this case, the tensor of the first shard is used.
-    Returns: tensors [L * size / shards, ...] with the same names. The axis along which experts are
-        split is `shards` times as long as in the parameters of one rank.
+        local: the parameters of this rank, by name. The first dimension of each parameter indexes
+            the experts.
+        comm: the group of ranks whose parameters are gathered.
+        shards: number of consecutive ranks that store shards of the same expert. Shards of an
+            expert are concatenated along the dimension given by `axes`.
+        axes: the dimension of each parameter along which experts are split, or None if every shard
+            has the full tensor. If the dimension is None, the tensor of the first shard is used.
+    Returns: tensors [L * size / shards, ...], by the names in `local`. The dimension along which
+        experts are split is `shards` times as long as in `local`.
     """
     # one all-gather of all parameters instead of one for each
     flat = torch.cat([*map(torch.flatten, local.values())])

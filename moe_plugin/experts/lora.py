@@ -1,10 +1,10 @@
 """Low-rank adapters on feed-forward experts: LoRA (Hu et al. 2021) and DoRA (Liu et al. 2024).
 
-Expert l uses the weights `w + scale_l a_l b_l`, and only a and b are trained. With DoRA, the
-columns of this sum are scaled to the lengths m, which are also trained. The gate and up weights
-share one matrix a, because `transformers` stores both in one tensor and the files of `peft` have
-the same form. The sum of the weights is never computed. Instead, rows are multiplied by a and b in
-separate grouped matmuls (`FFNParameters.adapters`).
+Expert l uses the weights `w + scale_l a_l b_l`, where only a and b are trained. With DoRA, each
+column of this sum is rescaled to a length m, which is also trained. The gate and up weights share
+the matrix a, because `transformers` stores these two weights in one tensor and the files of `peft`
+have the same structure. The sum `w + scale_l a_l b_l` is never computed. Instead, the rows are
+multiplied by a and b in separate grouped matmuls (`FFNParameters.adapters`).
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ TARGETS = {"gate_up": "in", "down": "out"}
 
 @dataclass(frozen=True)
 class ExpertRanks:
-    """The ranks and scales of the adapters on all experts of a layer.
+    """The LoRA ranks and scales of the adapters on all experts of a layer.
 
     Attributes:
-        ranks: for each place in `PLACES`, the rank r of each expert's adapter. The rank is 0 if the
-            expert has no adapter. The tensors a and b of all experts have the width of the largest
-            r. The columns that exceed an expert's own r have no effect.
-        alphas: for each place, the value alpha. The scale of an adapter is alpha / r.
-        rooted: True if the scale is alpha / sqrt(r) instead (rsLoRA).
+        ranks: for each key of `PLACES`, the LoRA rank r of each expert's adapter. r is 0 if the
+            expert has no adapter. The tensors a and b of every expert have the width of the largest
+            r. Columns beyond an expert's own r have no effect.
+        alphas: for each key of `PLACES`, the value of alpha. The scale of an adapter is alpha / r.
+        rooted: whether the scale of an adapter is alpha / sqrt(r) (rsLoRA) instead of alpha / r.
         dora: whether the adapters have column lengths m (DoRA).
-        merged: the adapters that were added to the weights and are no longer computed, or None if
-            the adapters are not merged.
+        merged: the adapters that were added to the weights and are no longer computed separately,
+            or None if the adapters are not merged.
     """
 
     ranks: Mapping[str, Sequence[int]]
@@ -54,16 +54,17 @@ class ExpertRanks:
     _scales: dict[object, Tensor] = field(default_factory=dict, compare=False, repr=False)
 
     def scale(self, place: str, rank: int) -> float:
-        """Return the scale of an adapter of rank `rank`, or 0 if the rank is 0."""
+        """Return the scale of an adapter with LoRA rank `rank`, or 0 if `rank` is 0."""
         return self.alphas[place] / (math.sqrt(rank) if self.rooted else rank) if rank else 0.0
 
     def scale_LR(self, place: str, first: int, like: Tensor) -> Tensor:
-        """Return the scales [L, R] of the R columns, which are 0 beyond an expert's own LoRA rank.
+        """Return the scales [L, R] of the R columns of each expert. Columns beyond an expert's own
+        LoRA rank have scale 0.
 
         Args:
             place: a key of `PLACES`.
             first: the global index of the first expert.
-            like: a tensor b, [L, R, ...].
+            like: a tensor b with shape [L, R, ...].
         """
         key = place, self.alphas[place], first, like.shape[:2], like.dtype, like.device
         if key not in self._scales:
@@ -76,16 +77,16 @@ class ExpertRanks:
 
 @torch.no_grad()
 def column_lengths(w_LIO: Tensor, adapter: LowRank | None, shards: Comm | None) -> Tensor:
-    """Return the lengths [L, O] of the columns of `w + a b` without computing the sum.
+    """Return the lengths [L, O] of the columns of `w + a b`, without computing this sum.
 
-    The result is float32, or float64 for float64 weights.
+    The lengths are float32, or float64 if the weights are float64.
 
     Args:
-        w_LIO: [L, I, O], the weights.
-        adapter: a and b, already multiplied by the scale. If `adapter` is None, the lengths of the
-            columns of w are returned.
-        shards: the ranks that store other parts of the axis I, or None if this rank stores all of
-            it.
+        w_LIO: the weights, [L, I, O].
+        adapter: the matrices a and b. The matrix b must already include the scale. If `adapter` is
+            None, the column lengths of w are returned.
+        shards: the ranks that store the other slices of the dimension I, or None if this rank
+            stores the whole dimension.
     """
     wide = torch.promote_types(w_LIO.dtype, torch.float32)
     squared = torch.linalg.vector_norm(w_LIO, dim=1, dtype=wide).square()
@@ -102,16 +103,17 @@ def column_lengths(w_LIO: Tensor, adapter: LowRank | None, shards: Comm | None) 
 
 def with_factors(tensors: dict[str, Tensor], weights: Mapping[str, Sequence[Tensor]],
                  ranks: ExpertRanks, first: int, shards: Comm | None) -> dict[str, Tensor]:
-    """Multiply each b by its scale, and replace the lengths m with the factors of the columns.
+    """Multiply each tensor b by its scale, and replace the DoRA lengths m with the factors by which
+    columns are multiplied.
 
     Args:
-        tensors: mapping from names to tensors, which is changed in place. The tensors named in
-            `WHOLE` must not be sharded.
-        weights: the weights by place, in the order of `PLACES`.
-        ranks: the ranks and scales of the adapters.
+        tensors: the adapter tensors by name. The mapping is modified in place. The tensors listed
+            in `WHOLE` must not be sharded.
+        weights: lists of weights, with the keys of `PLACES`.
+        ranks: the LoRA ranks and scales of the adapters.
         first: the global index of the first expert.
-        shards: the ranks that store other shards of these experts. The value is None if experts are
-            not sharded.
+        shards: the ranks that store the other shards of these experts. None if experts are not
+            sharded.
     """
     for place, (a, bs, ms) in PLACES.items():
         for w_LIO, b, m in zip(weights[place], bs, ms, strict=False):
@@ -129,7 +131,7 @@ def with_factors(tensors: dict[str, Tensor], weights: Mapping[str, Sequence[Tens
 
 
 def as_adapters(tensors: Mapping[str, Tensor]) -> dict[str, LowRank]:
-    """Convert tensors by name to `FFNParameters.adapters`. Other names are ignored."""
+    """Convert adapter tensors to `FFNParameters.adapters`. All other tensors are ignored."""
     made = {}
     for place, (a, bs, ms) in PLACES.items():
         if a in tensors:

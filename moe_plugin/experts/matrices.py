@@ -1,9 +1,10 @@
-"""Expert weights as separate matrices, for optimizers such as Muon (Jordan et al. 2024).
+"""Access to the weights of experts as separate matrices, for optimizers such as Muon (Jordan et al.
+2024).
 
-Such an optimizer needs the whole matrix of each expert. A matrix is [out, in], as in
-`torch.nn.Linear`. The gate and up weights of a gated expert form one matrix, with the gate rows
-first, as in Megatron, transformers and most checkpoints. If an expert is split into shards
-(`Placement`), the matrix contains only this rank's part.
+Muon needs the complete matrix of each expert. A matrix has the shape [out, in], as in
+`torch.nn.Linear`. The gate and up weights of a gated expert form a single matrix whose first rows
+are the gate rows, as in Megatron, transformers and most checkpoints. If an expert is split into
+shards (`Placement`), the matrix contains only the shard of this rank.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ MARK = "expert_matrix"  # the attribute of a parameter that contains its `Matrix
 
 
 class Stack:
-    """The matrices of the experts of a module, stored in one or more weights.
+    """The matrices of a layer's experts, which are stored in one or more weight tensors.
 
     Args:
-        parts: the number of weights that form one matrix per expert.
+        parts: the number of weight tensors that together form the matrix of each expert.
         shards: the number of shards of each expert.
     """
 
@@ -35,12 +36,12 @@ class Stack:
 
 @dataclass(frozen=True)
 class MatrixPart:
-    """The position of a weight [L, in, out] in the matrices of the experts.
+    """The position of a weight tensor [L, in, out] within the matrices of the experts.
 
     Attributes:
-        stack: an object that all weights of the same matrices share.
-        number: the index of this weight among the `stack.parts` weights, in the order of the matrix
-            rows.
+        stack: an object shared by all weight tensors that form the same matrices.
+        number: the index of this weight tensor among the `stack.parts` tensors, in the order of the
+            matrix rows.
     """
 
     stack: Stack
@@ -48,7 +49,7 @@ class MatrixPart:
 
 
 def mark_matrices(experts: nn.Module, shards: int) -> None:
-    """Mark the weights of feed-forward experts with their `MatrixPart`.
+    """Store a `MatrixPart` on each weight of feed-forward experts.
 
     Args:
         experts: the experts of a layer.
@@ -63,22 +64,24 @@ def mark_matrices(experts: nn.Module, shards: int) -> None:
 
 
 def part_of(parameter: Tensor) -> MatrixPart | None:
-    """Return the `MatrixPart` of a marked weight, or None."""
+    """Return the `MatrixPart` stored on a weight, or None if there is none."""
     return getattr(parameter, MARK, None)
 
 
 def to_matrices(parts: Sequence[Tensor]) -> list[Tensor]:
-    """Return the matrix [sum of out, in] of each expert.
+    """Return one matrix for each expert, with the shape [sum of out, in].
 
     Args:
-        parts: all weights of a stack. Each of them is [L, in, out].
+        parts: all weight tensors of a stack. Each weight tensor has the shape [L, in, out].
     """
     return [torch.cat([part.t() for part in expert_parts])
             for expert_parts in zip(*parts, strict=True)]
 
 
 def from_matrices(matrices: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
-    """Return weights with the shapes of `like`. This is the inverse of `to_matrices`."""
+    """Split matrices into weights with the shapes of `like`. This function is the inverse of
+    `to_matrices`.
+    """
     # rows of the matrix are outputs, which are the last axis of a weight
     widths = [part.shape[2] for part in like]
     split = [matrix.split(widths) for matrix in matrices]
@@ -87,12 +90,12 @@ def from_matrices(matrices: Sequence[Tensor], like: Sequence[Tensor]) -> list[Te
 
 @dataclass(frozen=True)
 class MatrixForm:
-    """The form of matrices in the last two axes of a parameter.
+    """How the last two dimensions of a parameter represent matrices.
 
     Attributes:
-        transposed: whether the axes are [in, out] instead of [out, in].
-        halves: one of `HALVES`, which states whether the axis `out` contains one matrix, two
-            matrices one after the other, or two matrices with alternating rows.
+        transposed: True if the last two dimensions are [in, out] instead of [out, in].
+        halves: one of `HALVES`. This value states whether the dimension `out` contains one matrix,
+            two matrices one after the other, or two matrices with alternating rows.
     """
 
     transposed: bool = False
@@ -103,9 +106,9 @@ class MatrixForm:
 
 
 def matrix_forms(model: nn.Module) -> dict[int, MatrixForm]:
-    """Return the form of all expert weights of a model, by the id of the parameter.
+    """Return the matrix form of every expert weight of a model, by the parameter's id.
 
-    Gate and up weights are two matrices.
+    Gate and up weights count as two matrices.
     """
     return {id(module._parameters[name]): form for module in model.modules()
             for name, form in _forms_of(module) if module._parameters.get(name) is not None}
@@ -124,21 +127,20 @@ def _forms_of(module: nn.Module) -> Iterator[tuple[str, MatrixForm]]:
 
 
 def of_transformers(module: nn.Module) -> bool:
-    """Return whether a module's class is decorated with `use_experts_implementation` of
-    transformers.
+    """Return whether a module's class has the transformers decorator `use_experts_implementation`.
     """
     return hasattr(module, "is_concatenated")
 
 
 def stacked(model: nn.Module) -> set[int]:
-    """Return the ids of the parameters whose first axis is the axis of experts."""
+    """Return the ids of all parameters whose first dimension indexes the experts."""
     return {id(parameter) for module in model.modules()
             if isinstance(module, Experts) or of_transformers(module)
             for parameter in module._parameters.values() if parameter is not None}
 
 
 def is_vector(parameter: Tensor, stacks: Collection[int]) -> bool:
-    """Return whether a parameter is a vector, such as a bias, or one vector for each expert.
+    """Return whether a parameter is a vector, such as a bias, or a stack of one vector per expert.
 
     Args:
         parameter: the parameter.

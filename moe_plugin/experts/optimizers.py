@@ -46,14 +46,15 @@ _WHOLE_GROUPS: WeakKeyDictionary[Optimizer, list[dict[str, Any]]] = WeakKeyDicti
 
 
 def watch_optimizers() -> None:
-    """Check the first step of every torch optimizer from now on.
+    """From now on, check the first step of every torch optimizer.
 
-    Each later step only needs one lookup.
+    Later steps need only one dictionary lookup.
 
-    The first step raises `ValueError` if an optimizer or tool treats the experts of several ranks
-    as copies of each other, or if it runs inside backward although the gradients of the experts are
-    averaged at the end of backward. The first step logs a warning if parameters of the optimizer
-    were replaced in their model.
+    The first step raises a `ValueError` in two cases. The first case is an optimizer or tool that
+    treats the experts of several ranks as copies of each other. The second case is a step that runs
+    inside the backward pass, although the gradients of experts are only averaged at the end of the
+    backward pass. The first step also logs a warning if the model no longer contains some of the
+    optimizer's parameters.
     """
     if not _watched:
         _watched.append(register_optimizer_step_pre_hook(_before_step))
@@ -61,7 +62,7 @@ def watch_optimizers() -> None:
 
 
 def refuse_tools(ranks: int) -> None:
-    """Check that the caller does not run inside a tool that copies or averages all parameters.
+    """Raise an error if the caller runs inside a tool that copies or averages all parameters.
 
     Args:
         ranks: the number of ranks that store different experts.
@@ -82,10 +83,10 @@ def _refuse(tool: str | None, ranks: int) -> None:
 
 
 def replaces_parameters(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a function that replaces modules of its first argument, `model`.
+    """Decorate a function that replaces modules in its first argument, `model`.
 
-    The parameters that the model no longer contains are marked. The first step of an optimizer that
-    still contains such parameters logs a warning.
+    After each call, the parameters that were removed from the model are marked. If an optimizer
+    still contains a marked parameter, its first step logs a warning.
     """
     @functools.wraps(function)
     def marking(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -133,14 +134,14 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def _is_mixed(group: dict[str, Any]) -> bool:
-    """Return whether torch's `foreach` and `fused` functions would fail for a parameter group,
-    because they do not accept sharded and whole parameters in one call.
+    """Return whether torch's `foreach` and `fused` optimizers would fail for a parameter group.
+    These optimizers do not accept sharded and unsharded parameters in the same call.
     """
     return ("foreach" in group or "fused" in group) and len(_parts(group)) > 1
 
 
 def _parts(group: dict[str, Any]) -> list[dict[str, Any]]:
-    """Split a parameter group into sharded and whole parameters."""
+    """Split a parameter group into a group of sharded and a group of unsharded parameters."""
     sharded = [is_sharded(parameter) for parameter in group["params"]]
     if all(sharded) or not any(sharded):
         return [group]
@@ -150,8 +151,8 @@ def _parts(group: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _refuse_products(optimizer: Optimizer, parameters: list[Tensor]) -> None:
-    """Raise an error for an optimizer whose update of shared parameters would differ between
-    ranks."""
+    """Raise an error for an optimizer that would update shared parameters differently on each rank.
+    """
     if not isinstance(optimizer, LBFGS):
         return
     for parameter in parameters:
@@ -173,8 +174,9 @@ def _refuse_copies(optimizer: Optimizer, parameters: list[Tensor]) -> None:
 
 
 def _refuse_early(parameters: list[Tensor]) -> None:
-    """Raise an error for an optimizer step that runs before the gradients of replicas are
-    averaged."""
+    """Raise an error if an optimizer step runs before the gradients of replicated experts are
+    averaged.
+    """
     if torch._C._current_graph_task_id() == -1:
         return
     for parameter in parameters:

@@ -1,9 +1,9 @@
-"""A check that nothing overwrites experts, and that shared parameters stay equal on all ranks.
+"""Detect code that overwrites experts, and shared parameters that differ between ranks.
 
 Data-parallel tools, and loops over `model.parameters()`, often treat all parameters as replicas.
-Such a tool would copy or average experts, or the gradients of experts, over ranks that store
-different experts. Not all such tools can be recognized, so the check compares samples of the
-values.
+Such tools would copy or average experts, or their gradients, over ranks that store different
+experts. Some of these tools cannot be recognized by name, so the check compares samples of
+parameter values.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ _APART = 0.05  # experts with a larger distance, relative to their norms, count 
 
 
 class OverwriteCheck:
-    """A check that compares the experts of all expert-parallel ranks in training calls 2, 4, ...,
-    241.
+    """A comparison of the experts of all expert-parallel ranks, which runs in the training calls 2,
+    4, 7, 13, 25, 61, 121 and 241.
 
-    A layer runs 8 comparisons in total. The calls are 2, 4, 7, 13, 25, 61, 121 and 241. A
-    comparison requires one all-gather of 4 KiB from each rank (5 KiB the first time), and a second
-    all-gather over `world`. The ranks compare the changes since the previous comparison, so that
-    experts that are equal from the start do not raise an error. The first comparison covers two
-    periods: from building or loading the layer to the first call, and from then to the second call.
-    An error is raised if experts have changed and are equal in two comparisons.
+    Each layer runs these 8 comparisons. Each comparison uses one all-gather of 4 KiB from each rank
+    (5 KiB the first time), and a second all-gather over `world`. The ranks compare how values have
+    changed since the previous comparison. Therefore experts that are equal from the start do not
+    cause an error. The first comparison covers two periods, namely the period from building or
+    loading the layer to the first call and the period from the first to the second call. An error
+    is raised if experts were changed and are equal in two comparisons.
 
     Args:
         comm: the expert-parallel group.
@@ -48,8 +48,9 @@ class OverwriteCheck:
 
     Attributes:
         calls: the number of training calls of the layer so far.
-        world: the ranks that have the same shared parameters, including ranks with replicas of the
-            experts. A host sets this attribute. If `world` is None, replicas are not compared.
+        world: the ranks that store the same shared parameters. This group includes the ranks that
+            store replicas of this rank's experts. The host sets this attribute. If `world` is None,
+            replicas are not compared.
     """
 
     def __init__(self, comm: Comm, experts: nn.Module) -> None:
@@ -59,26 +60,28 @@ class OverwriteCheck:
         self.begin(experts)
 
     def begin(self, experts: nn.Module) -> None:
-        """Use the current values of the experts as the start of the next comparison."""
+        """Set the current values of the experts as the baseline from which the next comparison
+        measures changes.
+        """
         self._before_N = _sample(experts.parameters())
         self._built_N: Tensor | None = None  # `_before_N` before the first call
         self._shared_N: Tensor | None = None
         self._equal_RR: Tensor | int = 0  # number of comparisons with moved, equal experts
 
     def __call__(self, experts: nn.Module, layer: nn.Module | None) -> None:
-        """Count a training call, and run a comparison if it is due.
+        """Count one training call, and run the comparison that is scheduled for this call.
 
-        The method is collective over `comm` and `world`.
+        This method is collective over `comm` and `world`.
 
         Args:
             experts: the experts of this rank.
-            layer: the layer. All parameters of the layer except those of the experts are shared.
-                The value is None if the layer is not known.
+            layer: the layer. All parameters of the layer that do not belong to experts are shared
+                parameters. None if the layer is unknown.
         Raises:
-            ValueError: If a tool that overwrites experts was recognized. The error is also raised,
-                on all ranks, if different experts have become equal or nearly equal, or have
-                changed by the same values. Finally, it is raised if experts have changed and are
-                equal although the router assigns different tokens to them.
+            ValueError: If the caller runs inside a tool that is known to overwrite experts. All
+                ranks also raise the error if different experts have become equal or nearly equal,
+                or have changed by the same values. All ranks also raise the error if experts were
+                changed and are equal although the router assigns different tokens to them.
         """
         self.calls += 1
         if self.calls == 1:
@@ -181,12 +184,13 @@ def _warn(comm: Comm, text: str, *values: object) -> None:
 
 
 def _equal_and_moved(before_RN: Tensor, now_RN: Tensor, is_RR: Tensor) -> Tensor:
-    """Return the pairs of ranks whose experts are equal now and were trained since `before_RN`.
+    """Return the pairs of ranks whose experts are equal now and were trained after `before_RN` was
+    sampled.
 
-    Experts without tokens change by weight decay alone, which moves every large value towards zero.
-    Therefore experts count as trained only if a large value has increased. Small values are
-    ignored, because an optimizer that divides by the size of the gradient may move them across
-    zero.
+    If an expert receives no tokens, weight decay alone changes its weights and moves every large
+    value towards zero. Therefore an expert counts as trained only if the magnitude of a large value
+    has increased. Small values are ignored, because an optimizer that normalizes the gradient may
+    move them across zero.
     """
     large_RN = before_RN.abs() >= before_RN.abs().mean(1, keepdim=True)
     grew_R = (large_RN & ((now_RN - before_RN) * before_RN > 0)).any(1)
@@ -194,9 +198,9 @@ def _equal_and_moved(before_RN: Tensor, now_RN: Tensor, is_RR: Tensor) -> Tensor
 
 
 def _tells_apart(router: nn.Module | None) -> bool:
-    """Return whether the weights of a router differ between experts.
+    """Return whether the rows of the router's weights, which belong to different experts, differ.
 
-    Otherwise experts may receive the same tokens.
+    If the router's weights are equal, experts may receive the same tokens.
     """
     weights = () if router is None else router.parameters()
     return any(w.dim() == 2 and not is_sharded(w) and len(w.unique(dim=0)) == len(w)
@@ -204,7 +208,9 @@ def _tells_apart(router: nn.Module | None) -> bool:
 
 
 def _drifted(before_RN: Tensor, now_RN: Tensor, part_R: Tensor) -> tuple[int, int] | None:
-    """Return two ranks that store the same part and whose values are no longer equal, or None."""
+    """Return two ranks that store the same experts but no longer have equal values, or None if all
+    values are equal.
+    """
     first_R = (part_R[:, None] == part_R).int().argmax(1)
     drift_R = (now_RN - now_RN[first_R]).norm(dim=1) > 1e-4 * now_RN.norm(dim=1)
     drifted = (drift_R & (before_RN == before_RN[first_R]).all(1)).nonzero().flatten().tolist()
@@ -212,10 +218,11 @@ def _drifted(before_RN: Tensor, now_RN: Tensor, part_R: Tensor) -> tuple[int, in
 
 
 def _sample(parameters: Iterable[Tensor]) -> Tensor:
-    """Return a sample of `VALUES` values in float32, with the same number of values from each
+    """Return a float32 sample of `VALUES` values, with the same number of values from each
     parameter.
 
-    The sample is padded with zeros. Parameters without memory and sharded parameters are skipped.
+    The sample is padded with zeros if there are fewer values. Parameters without storage and
+    sharded parameters are skipped.
     """
     samples, sampled = [], [p for p in parameters if p.numel() and p.is_floating_point()]
     per_parameter = max(1, VALUES // max(1, len(sampled)))
@@ -239,12 +246,12 @@ def _distances(x_RN: Tensor) -> Tensor:
 
 
 def _norms(x_RN: Tensor) -> Tensor:
-    """Return the mean of the norms of each pair of ranks, [R, R]."""
+    """For each pair of ranks, return the mean of the norms of both ranks, [R, R]."""
     norm_R = x_RN.norm(dim=1)
     return (norm_R[:, None] + norm_R) / 2
 
 
 def _pair(found_RR: Tensor) -> tuple[int, int] | None:
-    """Return the first pair of ranks in the matrix, or None."""
+    """Return the first pair of ranks for which the matrix is true, or None."""
     pairs = found_RR.triu(1).nonzero()
     return None if len(pairs) == 0 else (int(pairs[0, 0]), int(pairs[0, 1]))

@@ -1,4 +1,4 @@
-"""The shared expert, the latent projection, and the other terms of a token's output."""
+"""The shared expert, the latent projection, and the other terms of a layer's output."""
 
 from __future__ import annotations
 
@@ -18,11 +18,13 @@ from moe_plugin.utils.dtensors import fill_, is_sharded
 
 
 class DrawnLinear(nn.Linear):
-    """A linear layer whose initial values do not depend on how its parameters are sharded.
+    """A linear layer that is initialized to the same values no matter how its parameters are
+    sharded.
 
     Args:
-        std: the standard deviation of the initial weights. If `std` is given, biases are
-            initialized to zero. Defaults to the initialization of `torch.nn.Linear`.
+        std: optional. The standard deviation of the initial weights. If `std` is given, biases are
+            initialized to zero. By default, weights and biases are initialized as in
+            `torch.nn.Linear`.
     """
 
     def __init__(self, *args: Any, std: float | None = None, **options: Any) -> None:
@@ -30,7 +32,7 @@ class DrawnLinear(nn.Linear):
         super().__init__(*args, **options)
 
     def reset_parameters(self) -> None:
-        """Draw the initial values of the whole parameters, and keep only the part of this rank."""
+        """Draw the initial values of the full parameters, and store the shard of this rank."""
         if is_sharded(self.weight):
             # each rank draws the whole layer, so that values do not depend on the sharding
             whole = DrawnLinear(self.in_features, self.out_features, self.bias is not None,
@@ -46,26 +48,26 @@ class DrawnLinear(nn.Linear):
 
 
 class BlockLinear(DrawnLinear):
-    """A linear layer in which the result of a row does not depend on the other rows of the batch.
+    """A linear layer whose output for a row does not depend on the other rows in the batch.
 
     See `kernels.in_blocks`.
     """
 
     def forward(self, x_TI: Tensor) -> Tensor:
-        """Map [T, I] to [T, O]."""
+        """Apply the linear layer to an input of shape [T, I]. The output has the shape [T, O]."""
         y_TO = product_in_blocks(x_TI, self.weight.T)
         return y_TO if self.bias is None else y_TO + self.bias.to(y_TO.dtype)
 
 
 def linear_of(config: MoEConfig) -> type[DrawnLinear]:
-    """Return the class of linear layers for the setting `batch_invariant`."""
+    """Return the class of linear layers to use for a value of the setting `batch_invariant`."""
     return BlockLinear if config.batch_invariant else DrawnLinear
 
 
 class SharedExpert(nn.Module):
-    """An expert that processes every real token.
+    """An expert that processes every token, except padding.
 
-    The parameters of the shared expert are replicated on all ranks.
+    The shared expert's parameters are replicated on all ranks.
     """
 
     def __init__(self, config: MoEConfig, *, dtype: torch.dtype | None = None,
@@ -91,7 +93,7 @@ class SharedExpert(nn.Module):
 
     @classmethod
     def of(cls, config: MoEConfig, **where: Any) -> SharedExpert | None:
-        """Build the shared expert, or return None if no shared expert is configured.
+        """Build the shared expert, or return None if the settings do not specify a shared expert.
 
         Args:
             config: the settings of the layer.
@@ -100,11 +102,12 @@ class SharedExpert(nn.Module):
         return cls(config, **where) if config.experts.shared_hidden_dim else None
 
     def forward(self, x_TD: Tensor, mask_T: Tensor | None) -> Tensor:
-        """Compute the outputs [T, D] in the dtype of x. The outputs of padding are zero.
+        """Compute the outputs of the shared expert, [T, D], in the dtype of `x_TD`. For padding
+        tokens, the outputs are zero.
 
         Args:
-            x_TD: [T, D], the tokens.
-            mask_T: bool [T], True for real tokens. It is None if all tokens are real.
+            x_TD: the tokens, [T, D].
+            mask_T: bool [T], True for tokens that are not padding. None if there is no padding.
         """
         if mask_T is not None:
             # Inputs are masked, too: padding may contain NaN, which would otherwise reach the
@@ -124,12 +127,13 @@ class SharedExpert(nn.Module):
 
 
 class OverlappedWork:
-    """The work of one call that does not need the results of the routed experts.
+    """Work of a call that does not need the routed experts' outputs, and can therefore overlap with
+    the exchange.
 
     Args:
-        shared: the shared expert of the layer, or None.
+        shared: the layer's shared expert, or None.
         tokens: the tokens of the call.
-        more: a function of the caller that is also run during the exchange, or None.
+        more: a function passed by the caller that also runs during the exchange, or None.
     """
 
     def __init__(self, shared: SharedExpert | None, tokens: Tokens,
@@ -138,16 +142,16 @@ class OverlappedWork:
         self._shared_TD: Tensor | None = None
 
     def __call__(self) -> None:
-        """Run the work. This method is called after the rows were sent to their experts."""
+        """Run the work. This method runs after the rows have been sent to their experts."""
         if self.shared is not None and self.shared.overlap:
             self.shared_TD()
         if self.more is not None:
             self.more()
 
     def shared_TD(self) -> Tensor | None:
-        """Return the outputs [T, D] of the shared expert, or None.
+        """Return the outputs of the shared expert, [T, D], or None without a shared expert.
 
-        The outputs are computed only once.
+        The outputs are computed only once per call.
         """
         # may have been computed by `__call__` while the rows were sent
         if self._shared_TD is None and self.shared is not None:
@@ -157,14 +161,15 @@ class OverlappedWork:
 
 def add_residual(y_TD: Tensor, tokens: Tokens, routing: Routing,
                  shared_TD: Tensor | None) -> Tensor:
-    """Add the outputs of the shared expert, and the tokens weighted by `passthrough_T`.
+    """Add two terms to the routed experts' outputs: the outputs of the shared expert, and the
+    tokens weighted by `passthrough_T`.
 
     Args:
-        y_TD: [T, D], the outputs of the routed experts.
+        y_TD: the outputs of the routed experts, [T, D].
         tokens: the tokens of the call.
-        routing: the routing of the call. `routing.passthrough_T` may be None.
-        shared_TD: [T, D], the outputs of the shared expert, or None.
-    Returns: the sum [T, D] in the dtype of the tokens.
+        routing: the routing result of the call. `routing.passthrough_T` may be None.
+        shared_TD: the outputs of the shared expert, [T, D], or None.
+    Returns: the sum, [T, D], in the dtype of the tokens.
     """
     x_TD, mask_T = tokens.x_TD, tokens.mask_T
     y_TD = y_TD.to(x_TD.dtype)
@@ -178,12 +183,14 @@ def add_residual(y_TD: Tensor, tokens: Tokens, routing: Routing,
 
 
 class LatentProjection(nn.Module):
-    """Two linear layers that all experts share.
+    """Two linear layers that are shared by all experts: one projects tokens to the latent width,
+    and the other projects back.
 
-    `down` maps tokens from their width D to the width L in which rows are sent and experts compute.
-    `up` maps the combined results of a token from L to D. The router and the shared expert use the
-    width D. The parameters are replicated on all ranks. Source: Elango et al. 2026, LatentMoE,
-    arXiv 2601.18089; Megatron's `--moe-latent-size`.
+    `down` projects tokens from width D to the smaller width L. Rows are sent and experts compute in
+    width L. `up` projects the combined expert outputs of a token from width L back to width D. The
+    router and the shared expert use width D. The parameters of both linear layers are replicated on
+    all ranks.
+    Source: Elango et al. 2026, LatentMoE, arXiv 2601.18089; Megatron's `--moe-latent-size`.
     """
 
     def __init__(self, config: MoEConfig, *, dtype: torch.dtype | None = None,
@@ -197,7 +204,7 @@ class LatentProjection(nn.Module):
 
     @classmethod
     def of(cls, config: MoEConfig, **where: Any) -> LatentProjection | None:
-        """Build the projection. Returns None if none is configured.
+        """Build the projection. Returns None if the settings do not specify a latent projection.
 
         Args:
             config: the settings of the layer.
@@ -206,7 +213,7 @@ class LatentProjection(nn.Module):
         return cls(config, **where) if config.experts.latent_dim else None
 
     def enter(self, tokens: Tokens) -> Tensor:
-        """Map the tokens of a call from [T, D] to [T, L]."""
+        """Project the tokens of a call from [T, D] to [T, L]."""
         x_TD, mask_T = tokens.x_TD, tokens.mask_T
         if mask_T is not None:
             # padding may contain NaN, which would reach the gradients of the weights
@@ -215,9 +222,9 @@ class LatentProjection(nn.Module):
         return x_TL
 
     def leave(self, y_TL: Tensor, tokens: Tokens) -> Tensor:
-        """Map combined results from [T, L] to [T, D], in the dtype of the tokens.
+        """Project combined expert outputs from [T, L] to [T, D], in the dtype of the tokens.
 
-        The results of padding are zero.
+        For padding tokens, the result is zero.
         """
         y_TD: Tensor = self.up(y_TL).to(tokens.x_TD.dtype)
         # Results of padding are zeros, which only a bias changes.

@@ -1,4 +1,6 @@
-"""`LayoutChoice`, the record that holds a layout of MoE layers for settings, planner and tuner."""
+"""`LayoutChoice`, the description of a layer's parallel layout. It is used by the settings, the
+planner and the tuner.
+"""
 
 from __future__ import annotations
 
@@ -17,31 +19,34 @@ SENDS = ("rows", "ranks", "nodes")
 
 @dataclass(frozen=True, order=True, kw_only=True)
 class LayoutChoice:
-    """The layout with which one MoE layer runs one step.
+    """The parallel layout that one MoE layer uses in one step.
 
     Attributes:
-        r: routing degree. With r = 0, every rank gathers the parameters of all experts and computes
-            its own tokens without an all-to-all. Tutel calls this data parallelism. With r >= 1,
-            every token is sent to r ranks. Each of them gathers the missing parameters and computes
-            1/r of the expert's inner width. The case r = 1 is expert parallelism plus data
-            parallelism, and r > 1 is expert parallelism plus model parallelism. If there are at
-            least as many experts as ranks, r can only be 0 or 1.
-        d: overlap degree in the forward pass. This is the number of pieces into which rows are
-            split for sending and computing. With d = 1, nothing overlaps.
-        d_backward: overlap degree in the backward pass. The value 0 means the same degree as in the
-            forward pass.
+        r: routing degree. With r = 0, there is no all-to-all: every rank gathers the parameters of
+            all experts and computes its own tokens. Tutel calls this case data parallelism. With r
+            >= 1, every row is sent to r of the ranks that share an expert. Each of these ranks
+            gathers the missing parameters and computes 1/r of the expert's inner width. The case r
+            = 1 combines expert parallelism and data parallelism, and the case r > 1 combines expert
+            parallelism and model parallelism. If there are at least as many experts as ranks, r
+            must be 0 or 1.
+        d: overlap degree in the forward pass. The rows are split into this number of pieces, and a
+            piece is sent while another piece is computed. With d = 1, sending does not overlap with
+            computing.
+        d_backward: overlap degree in the backward pass. The value 0 means the same overlap degree
+            as in the forward pass.
         algorithm: registered name of the all-to-all algorithm.
-        kernel: registered name of the expert compute implementation.
-        piece_axis: axis along which rows are divided into pieces: `rows`, `experts` or `peers`.
-            With one piece, the axis has no effect.
-        gather_tokens: whether every rank gathers all tokens of the group and computes the rows of
-            its own experts without an all-to-all, as the dispatcher `all_gather` does. Parameters
-            remain on the ranks that store them.
-        spill: policy from `planner.spill.POLICIES` that selects the ranks that compute rows of
-            overloaded experts. Rows can spill only with the largest r. Every token is then sent to
-            all slices of an expert.
-        send: value from `SENDS` that defines how often a token's row is sent: once per selected
-            expert, once per rank with a selected expert, or once per node with a selected expert.
+        kernel: registered name of the strategy that computes the experts.
+        piece_axis: how rows are divided into pieces: by `rows`, by `experts` or by `peers`. If
+            there is only one piece, this field has no effect.
+        gather_tokens: if True, every rank gathers all tokens of the group and computes the rows of
+            its own experts, without an all-to-all. The dispatcher `all_gather` also gathers all
+            tokens in this way. With `gather_tokens`, parameters are not gathered.
+        spill: a policy from `planner.spill.POLICIES`, which selects the ranks that compute rows of
+            overloaded experts. Spilling requires the largest possible r. With the largest r, every
+            row is sent to all slices of its expert.
+        send: a value from `SENDS`. This value determines whether a token's row is sent once per
+            selected expert, once per rank that stores selected experts, or once per node that
+            stores selected experts.
     """
 
     r: int
@@ -56,7 +61,7 @@ class LayoutChoice:
 
     @property
     def exchanges(self) -> bool:
-        """True if rows are exchanged by an all-to-all."""
+        """True if the layout exchanges rows with an all-to-all."""
         return self.r > 0 and not self.gather_tokens
 
     def __post_init__(self) -> None:
@@ -80,7 +85,7 @@ class LayoutChoice:
 
     @property
     def words(self) -> str:
-        """Description of the layout in words for logs and reports."""
+        """Description of the layout in words, for logs and reports."""
         if self.gather_tokens:
             parts = ["tokens gathered on all ranks, no all-to-all"]
         elif not self.r:
@@ -101,9 +106,10 @@ class LayoutChoice:
 
     @property
     def label(self) -> str:
-        """Short form of the layout, such as `r=1 d=2 2dh auto`, for files and statistics.
+        """Short form of the layout for files and statistics, such as `r=1 d=2 2dh auto`.
 
-        Fields that follow the kernel are included only if they differ from their default values.
+        The label contains fields other than r, d, algorithm and kernel only if they differ from
+        their defaults.
         """
         back = f"/{self.d_backward}" if self.d_backward and self.d_backward != self.d else ""
         more = (f" {f.name}={getattr(self, f.name)}" for f in dataclasses.fields(self)[5:]
@@ -119,7 +125,7 @@ class LayoutChoice:
 
     @classmethod
     def from_label(cls, text: str) -> LayoutChoice:
-        """Return the layout that has this `label`.
+        """Return the layout for a string that was created by `label`.
 
         Raises:
             ValueError: If the string is not a layout label.
@@ -139,7 +145,7 @@ class LayoutChoice:
     def from_dict(cls, values: Mapping[str, Any]) -> LayoutChoice:
         """Return the layout with the given fields.
 
-        The fields have the same form as in the result of `as_dict`.
+        The fields have the same form as in the dictionary returned by `as_dict`.
         """
         return cls(**values)
 
@@ -151,18 +157,18 @@ def divisors(n: int) -> list[int]:
 
 
 def legal_r(experts: int, ranks: int, shards: int | None = None) -> list[int]:
-    """Return all possible values of r, which are 0 and every divisor of S.
+    """Return all possible values of r: 0 and every divisor of S.
 
     On a single rank, the only possible value is 1.
 
     Args:
         experts: number of experts in the layer.
         ranks: number of expert-parallel ranks.
-        shards: number S of ranks that share an expert. The default is `ranks / experts`, but at
-            least 1.
+        shards: number S of ranks that share an expert. Defaults to `ranks / experts`, but at least
+            1.
 
     Raises:
-        ValueError: If neither of `experts` and `ranks` divides the other.
+        ValueError: If `experts` is not a divisor or a multiple of `ranks`.
     """
     if ranks == 1:
         return [1]
@@ -179,8 +185,9 @@ def legal_choices(experts: int, ranks: int, *, degrees: Iterable[int] = DEGREES,
                   algorithms: Iterable[str] = ("linear",), kernels: Iterable[str] = ("auto",),
                   backward_degrees: Iterable[int] = (0,), sends: Iterable[str] = ("rows",)
                   ) -> Iterator[LayoutChoice]:
-    """Yield every sensible layout for `ranks` ranks that combines the given values of each
-    field."""
+    """Yield every useful layout for `ranks` ranks that can be built from the given values of each
+    field.
+    """
     values = {
         "kernel": kernels, "r": legal_r(experts, ranks), "algorithm": algorithms,
         "d": degrees, "d_backward": backward_degrees, "send": sends
@@ -189,14 +196,15 @@ def legal_choices(experts: int, ranks: int, *, degrees: Iterable[int] = DEGREES,
 
 
 def combinations(values: Mapping[str, Sequence[Any]], ranks: int) -> Iterator[LayoutChoice]:
-    """Yield every sensible layout that combines the given values.
+    """Yield every useful layout that can be built from the given values.
 
-    The values are listed by field name.
+    The mapping `values` contains a list of values for each field name.
 
-    Layouts without an all-to-all (r = 0, gathered tokens, or a single rank) cannot overlap an
-    exchange. Such layouts use the first algorithm and d = 1, and their rows never spill. Layouts
-    that gather tokens and layouts that spill rows use the largest possible r. Layouts that send
-    each token once per rank or once per node cannot use the piece axis `experts`.
+    Layouts without an all-to-all (r = 0, gathered tokens, or a single rank) have no exchange that
+    could overlap with computation. These layouts therefore use d = 1 and the first algorithm, and
+    their rows are never spilled. Layouts that gather tokens, and layouts that spill rows, use the
+    largest possible r. Layouts that send each token once per rank or once per node cannot use the
+    piece axis `experts`.
     """
     choices: dict[LayoutChoice, None] = {}
     for row in itertools.product(*values.values()):

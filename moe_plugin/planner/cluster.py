@@ -1,4 +1,4 @@
-"""Records of the speeds of devices, links and clusters, and the YAML files that store them."""
+"""The speeds of devices, links and clusters, and the YAML files in which they are stored."""
 
 from __future__ import annotations
 
@@ -20,18 +20,19 @@ HEAD_ROOM = 0.08
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """The processor of one rank.
+    """Speed and memory of the processor that one rank uses.
 
     Attributes:
         name: name of the device.
-        flops: throughput in FLOP/s that large matmuls reach in practice.
-        half_rows: number of rows at which a matmul reaches half of `flops`. With n rows, the
+        flops: throughput that large matmuls reach in practice, in FLOP/s.
+        half_rows: number of rows for which a matmul reaches half of `flops`. With n rows, the
             efficiency is `n / (n + half_rows)`.
-        memory_bytes_s: memory bandwidth in bytes per second.
-        launch_s: fixed time of each operation in seconds.
-        memory_bytes: memory of a rank in bytes. Plans leave the fraction `HEAD_ROOM` of it free.
-        fit_error: mean relative error of the fitted values compared with the measurements, or
-            None if the values are taken from a data sheet instead of a measurement.
+        memory_bytes_s: memory bandwidth, in bytes per second.
+        launch_s: fixed time of each operation, in seconds.
+        memory_bytes: memory of one rank, in bytes. Plans leave the fraction `HEAD_ROOM` of this
+            memory free.
+        fit_error: mean relative error between the fitted model and the measurements, or None if the
+            values come from a data sheet.
     """
 
     name: str = "device"
@@ -54,15 +55,15 @@ class Device:
 
     @property
     def usable_bytes(self) -> float:
-        """Memory in bytes that a plan may use. The head-room is excluded."""
+        """Number of bytes of memory that a plan may use. The head-room is not included."""
         return (1 - HEAD_ROOM) * self.memory_bytes
 
     def matmul_s(self, rows: float, flops: float, traffic: float = 0.0) -> float:
-        """Return the time in seconds of a matmul according to the roofline model, including one
-        launch.
+        """Predict the time in seconds of a matmul, including one launch, with the roofline model.
 
         Args:
-            rows: number of rows of the matmul, which determines the efficiency.
+            rows: number of rows of the matmul. The number of rows determines how efficiently the
+                device computes.
             flops: number of floating-point operations of the matmul.
             traffic: number of bytes that the matmul reads and writes. Defaults to 0.
         """
@@ -72,12 +73,12 @@ class Device:
         return self.launch_s + max(flops / reached, traffic / self.memory_bytes_s)
 
     def copy_s(self, size: float) -> float:
-        """Return the time in seconds to read and write `size` bytes of memory."""
+        """Predict the time in seconds to read and write `size` bytes of memory."""
         return self.launch_s + 2 * size / self.memory_bytes_s if size else 0.0
 
 
 def load_device(path: str | Path) -> Device:
-    """Read a device file, such as those in `configs/devices/`.
+    """Read a device file, such as the files in `configs/devices/`.
 
     Raises:
         ValueError: If the file cannot be read, or if it does not describe a `Device`.
@@ -91,7 +92,9 @@ MAX_RANKS, MAX_SECONDS = 1 << 20, 1e9
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """A link. A message takes `alpha_s` seconds plus `beta_s` seconds per byte."""
+    """A link. A network link on which a message takes `alpha_s` seconds plus `beta_s` seconds per
+    byte.
+    """
 
     alpha_s: float = 0.0
     beta_s: float = 0.0
@@ -103,31 +106,32 @@ class Link:
                                  "repeat the calibration or correct the file")
 
     def seconds(self, messages: float, size: float) -> float:
-        """Return the time in seconds to send consecutive messages that contain `size` bytes in
-        total."""
+        """Predict the time in seconds to send several messages one after the other, with `size`
+        bytes in total.
+        """
         return messages * self.alpha_s + size * self.beta_s
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """Nodes, ranks and links of a cluster.
+    """The nodes, ranks and links of a cluster.
 
     Attributes:
         name: name of the cluster.
-        nodes, ranks_per_node: number of nodes and number of ranks per node, called N and P in
+        nodes, ranks_per_node: number of nodes and number of ranks per node, called N and P in the
             formulas.
-        nics: number of network cards per node. Each card is shared by the same number of ranks of
-            its node.
-        intra: link between ranks of a node.
+        nics: number of network cards per node. Each network card is shared by the same number of
+            ranks.
+        intra: link between two ranks of the same node.
         inter: link from a network card to other nodes.
         copy_s: time in seconds to read or write one byte in a memory copy.
-        phase_s: fixed time in seconds per round of messages, for propagation delay and
-            synchronization.
-        host: CPU cost of each message and byte if one machine emulates the cluster, otherwise zero.
-            See `planner.all_to_all_cost`.
-        wake_s: CPU time in seconds to wake a rank if one machine emulates the cluster, otherwise 0.
-        fit_error: mean relative error of the fitted values compared with the measurements, or
-            None if nothing was measured.
+        phase_s: fixed time of each phase, in seconds, for propagation delay and synchronization.
+        host: CPU cost of each message and of each byte if a single machine emulates the cluster.
+            Otherwise zero. See `planner.all_to_all_cost`.
+        wake_s: CPU time in seconds to wake a rank if a single machine emulates the cluster.
+            Otherwise 0.
+        fit_error: mean relative error between the fitted model and the measurements, or None if
+            nothing was measured.
     """
 
     name: str = "cluster"
@@ -158,14 +162,14 @@ class Cluster:
 
     @property
     def ranks(self) -> int:
-        """Total number of ranks on all nodes."""
+        """Total number of ranks in the cluster."""
         return self.nodes * self.ranks_per_node
 
     def machine_s(self, wakes: float, messages: float, size: float) -> float:
-        """Return the CPU time in seconds that messages cost on an emulated cluster.
+        """Predict the CPU time in seconds that sending messages costs on an emulated cluster.
 
         Args:
-            wakes: number of times that ranks are woken.
+            wakes: how often ranks are woken.
             messages: total number of messages.
             size: total size of all messages in bytes.
         """
@@ -173,23 +177,26 @@ class Cluster:
 
     @property
     def sizes(self) -> dict[int, int]:
-        """Mapping from each number of ranks per node to the number of nodes of this size."""
+        """Mapping from a number of ranks per node to the number of nodes that have this many ranks.
+        """
         return {self.ranks_per_node: self.nodes}
 
     @property
     def between(self) -> float:
-        """Fraction of evenly distributed traffic that is sent to other nodes."""
+        """Fraction of the bytes that leaves the node if every rank sends equally many bytes to all
+        ranks.
+        """
         return 1 - 1 / self.nodes
 
     def resized(self, nodes: int, ranks_per_node: int | None = None) -> Cluster:
-        """Return a cluster with the same links and the given numbers of nodes and of ranks per
-        node."""
+        """Return a cluster with the same links, but with other numbers of nodes and ranks per node.
+        """
         links = {f.name: getattr(self, f.name) for f in dataclasses.fields(Cluster)}
         return Cluster(**links | {"nodes": nodes,
                                   "ranks_per_node": ranks_per_node or self.ranks_per_node})
 
     def with_nodes(self, sizes: Sequence[int]) -> Cluster:
-        """Return a cluster with the same links whose nodes have the given sizes.
+        """Return a cluster with the same links, but with nodes of the given sizes.
 
         Args:
             sizes: number of ranks of each node.
@@ -200,11 +207,12 @@ class Cluster:
         return UnequalCluster(**vars(equal), of_nodes=tuple(sizes))
 
     def with_ranks(self, ranks: int) -> Cluster:
-        """Return a cluster with the same links and `ranks` ranks, on full nodes or on one partly
-        used node.
+        """Return a cluster with the same links and `ranks` ranks. The ranks fill whole nodes, or
+        use a part of a single node.
 
         Raises:
-            ValueError: If the ranks do not fill whole nodes.
+            ValueError: If the number of ranks is larger than one node and not a multiple of the
+                node size.
         """
         if ranks < 1:
             raise ValueError(f"the number of ranks is {ranks}; it must be at least 1")
@@ -219,7 +227,7 @@ class Cluster:
 
 @dataclass(frozen=True, kw_only=True)
 class UnequalCluster(Cluster):
-    """A cluster whose nodes have different numbers of ranks.
+    """A cluster in which nodes have different numbers of ranks.
 
     Attributes:
         of_nodes: number of ranks of each node. The attribute `ranks_per_node` is the largest of
@@ -251,7 +259,7 @@ def load_cluster(path: str | Path) -> Cluster:
 
 
 def dump_cluster(cluster: Cluster, comment: str = "") -> str:
-    """Return the content of a cluster file that starts with the given comment."""
+    """Return the text of a cluster file. The file starts with the given comment."""
     import yaml  # imported late: programs that neither read nor write files do not need it
 
     head = "".join(f"# {line}\n" for line in comment.splitlines())

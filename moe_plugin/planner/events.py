@@ -1,7 +1,7 @@
-"""An event simulator with resources that each run one task at a time.
+"""Event simulation of tasks on resources. Each resource runs one task at a time.
 
-With `simulate`, tasks start in issue order. With `simulate_ready`, each task starts as soon as
-possible.
+`simulate` starts the tasks of a resource in the order in which they were issued. `simulate_ready`
+starts each task as soon as possible.
 """
 
 from __future__ import annotations
@@ -18,15 +18,16 @@ from moe_plugin.planner.once import GroupShape, all_gather_s, all_reduce_s, all_
 
 @dataclass(frozen=True)
 class Task:
-    """A task for the simulator.
+    """A task of a simulation.
 
     Attributes:
-        name: unique name of the task.
+        name: name of the task. Task names must be unique.
         resource: name of the resource that the task occupies for `seconds`.
-        seconds: duration of the task in seconds.
+        seconds: duration of the task, in seconds.
         after: names of the tasks that must end before this task starts.
-        phase: name under which the task's time is reported. The default is the name of the task.
-        also: names of further resources that the task occupies at the same time.
+        phase: name under which the duration of the task is reported. Defaults to the name of the
+            task.
+        also: names of additional resources that the task occupies during the same time.
     """
 
     name: str
@@ -44,7 +45,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Span:
-    """The time interval in which a task ran, given by the start and the end in seconds."""
+    """The time interval in which a task ran. The fields `start` and `end` are times in seconds."""
 
     task: Task
     start: float
@@ -53,7 +54,9 @@ class Span:
 
 @dataclass(frozen=True)
 class Timeline:
-    """Result of a simulation. If `simulate` created the timeline, its spans are in issue order."""
+    """The result of a simulation, which is a list of time intervals. In a timeline created by
+    `simulate`, the intervals are in the order in which the tasks were issued.
+    """
 
     spans: tuple[Span, ...]
 
@@ -67,8 +70,9 @@ class Timeline:
         return sum(s.task.seconds for s in self.spans if resource in s.task.resources)
 
     def phases(self) -> dict[str, float]:
-        """Return the total time of the tasks of each phase in seconds, including times that
-        overlap."""
+        """For each phase, return the sum of the durations of its tasks in seconds. Times that
+        overlap are counted several times.
+        """
         total: dict[str, float] = {}
         for span in self.spans:
             phase = span.task.phase or span.task.name
@@ -79,7 +83,7 @@ class Timeline:
         """Return the timeline in the trace format of Chrome and Perfetto.
 
         Args:
-            rows: names of the resources. Each resource becomes one row of the trace.
+            rows: names of the resources to include. Each resource becomes one row of the trace.
         """
         events: list[dict[str, Any]] = [{
             "name": span.task.name, "cat": span.task.phase, "ph": "X", "pid": 0,
@@ -92,19 +96,20 @@ class Timeline:
 
     @property
     def hidden(self) -> float:
-        """Time in seconds that overlap saves: the total time of all tasks minus the last end
-        time."""
+        """Time in seconds that is saved by overlap: the sum of all task durations minus the time at
+        which the last task ends.
+        """
         return sum(s.task.seconds for s in self.spans) - self.seconds
 
 
 def simulate(tasks: Iterable[Task]) -> Timeline:
-    """Run tasks in issue order.
+    """Simulate tasks that start in the order in which they are issued.
 
     A task starts as soon as its resources are free and the tasks in `after` have ended.
 
     Raises:
-        ValueError: If a task waits for a task that is not issued earlier, which would be a deadlock
-            on real hardware, or if a name occurs twice.
+        ValueError: If a task name occurs twice, or if a task waits for a task that is not issued
+            before it. On real hardware, such a wait would be a deadlock.
     """
     free: dict[str, float] = {}
     ended: dict[str, float] = {}
@@ -124,14 +129,14 @@ def simulate(tasks: Iterable[Task]) -> Timeline:
 
 
 def simulate_ready(tasks: Sequence[Task]) -> Timeline:
-    """Run tasks as soon as they can start.
+    """Simulate tasks that each start as soon as possible.
 
-    A free resource runs the ready task that comes first in `tasks`. Spans are listed in the order
-    in which the tasks end.
+    If several tasks are ready when a resource becomes free, the resource runs the task that comes
+    first in `tasks`. The intervals of the timeline are in the order in which the tasks end.
 
     Raises:
-        ValueError: If a name occurs twice, if a task has several resources, if tasks wait for each
-            other, or if a task waits for a task that is not in `tasks`.
+        ValueError: If a task name occurs twice, if a task occupies several resources, if tasks wait
+            for each other, or if a task waits for a task that is not in `tasks`.
     """
     number = {task.name: index for index, task in enumerate(tasks)}
     if len(number) < len(tasks) or any(task.also for task in tasks):
@@ -195,14 +200,15 @@ SCHEDULES = ("baseline", "s1", "s2")
 
 @dataclass(frozen=True, kw_only=True)
 class ParmShape:
-    """Shape of an MoE layer, described by quantities that the Parm paper defines.
+    """Sizes of an MoE layer, as defined in the Parm paper.
 
     Attributes:
-        tokens: number of tokens of a rank, called BL in the paper.
+        tokens: number of tokens per rank, called BL in the paper.
         model_dim: model dimension, called M in the paper.
-        rows_factor: number of rows per token, which is the product of k and f in the paper.
-        element_bytes: number of bytes per element of the tokens. Defaults to 4.
-        replicas: number of ranks with the same tokens, called N_MP in the paper.
+        rows_factor: number of rows per token. In the Parm paper, this number is the product of k
+            and f.
+        element_bytes: number of bytes per element of a token. Defaults to 4.
+        replicas: number of ranks that process the same tokens, called N_MP in the paper.
         shards: number of ranks that share an expert, called N_ESP in the paper.
     """
 
@@ -215,25 +221,25 @@ class ParmShape:
 
     @property
     def bytes_in(self) -> float:
-        """Size of a rank's input tokens in bytes, called BLM in the paper."""
+        """Size in bytes of a rank's input tokens, called BLM in the paper."""
         return self.tokens * self.model_dim * self.element_bytes
 
     @property
     def bytes_rows(self) -> float:
-        """Size of the rows of all experts in bytes, called ETM in the paper."""
+        """Size in bytes of the rows of all experts, called ETM in the paper."""
         return self.rows_factor * self.bytes_in
 
 
 def schedule_tasks(shape: ParmShape, cluster: Cluster, schedule: str, overlap: bool = False,
                    pieces: int = 1) -> list[Task]:
-    """Return the simulator's tasks for the exchanges of one forward pass.
+    """Return the tasks that simulate the exchanges of one forward pass.
 
     Args:
-        shape: shape of the layer.
+        shape: sizes of the layer.
         cluster: the cluster on which the layer runs.
-        schedule: name of the schedule, which is one of `SCHEDULES`.
-        overlap: whether the all-gather of schedule `s2` runs at the same time as the all-to-all.
-        pieces: number of pieces into which the overlapped exchanges are split. Defaults to 1.
+        schedule: name of the schedule, one of `SCHEDULES`.
+        overlap: whether the all-gather of schedule `s2` overlaps with the second all-to-all.
+        pieces: number of pieces into which overlapping exchanges are split. Defaults to 1.
     """
     world, mp, esp = GroupShape(cluster.ranks), GroupShape(shape.replicas), GroupShape(shape.shards)
     if schedule == "baseline":
@@ -263,7 +269,7 @@ def schedule_tasks(shape: ParmShape, cluster: Cluster, schedule: str, overlap: b
 
 
 def schedule_s(shape: ParmShape, cluster: Cluster, schedule: str, overlap: bool = False) -> float:
-    """Compute the time in seconds of a forward pass's exchanges by a closed formula.
+    """Predict the time in seconds of a forward pass's exchanges with a closed formula.
 
     Raises:
         ValueError: If the schedule is unknown.
@@ -277,12 +283,12 @@ def schedule_s(shape: ParmShape, cluster: Cluster, schedule: str, overlap: bool 
 
 
 def run_s(shape: ParmShape, cluster: Cluster, schedule: str, pieces: int = 1) -> float:
-    """Return the time in seconds of a forward pass's exchanges with schedule `s1` or `s2`.
+    """Predict the time in seconds of a forward pass's exchanges for schedule `s1` or `s2`.
 
     The exchanges are split into `pieces` pieces, and the messages of each piece are sent
-    separately. In schedule `s2`, the all-gather of a piece overlaps with the all-to-all of the next
-    piece only if they use different links. This is the case if the cluster has several nodes and
-    the all-gather stays inside each node.
+    separately. In schedule `s2`, the all-gather of a piece can overlap with the all-to-all of the
+    next piece only if the two exchanges use different links. The two exchanges use different links
+    if the cluster has several nodes and the all-gather stays within a node.
     """
     world, mp = GroupShape(cluster.ranks), GroupShape(shape.replicas)
     volume = shape.bytes_rows * shape.shards / shape.replicas
@@ -296,5 +302,7 @@ def run_s(shape: ParmShape, cluster: Cluster, schedule: str, pieces: int = 1) ->
 
 
 def choose_run(shape: ParmShape, cluster: Cluster, pieces: int = 1) -> str:
-    """Return the faster of `s1` and `s2` according to `run_s`, or `s1` if both are equally fast."""
+    """Return `s1` or `s2`, whichever `run_s` predicts to be faster. If both schedules are equally
+    fast, return `s1`.
+    """
     return min(("s1", "s2"), key=lambda s: run_s(shape, cluster, s, pieces))

@@ -1,4 +1,4 @@
-"""Fitting of a cluster's constants to measured exchanges."""
+"""Fit the constants of a cluster's cost model to measured exchanges."""
 
 from __future__ import annotations
 
@@ -23,12 +23,13 @@ class Measurement:
     """One measured exchange.
 
     Attributes:
-        nodes, ranks_per_node: number of nodes and number of ranks per node that took part.
+        nodes, ranks_per_node: number of nodes and number of ranks per node in the measured
+            exchange.
         algorithm: all-to-all algorithm.
         size: number of bytes that each rank sends.
         seconds: measured time.
-        machine_s: on an emulated cluster, the CPU time in seconds divided by the number of cores.
-            None otherwise.
+        machine_s: CPU time in seconds on an emulated cluster, divided by the number of cores. None
+            otherwise.
     """
 
     nodes: int
@@ -41,7 +42,7 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Fit:
-    """A fitted cluster, and the mean and largest relative errors of the times predicted with it."""
+    """A fitted cluster, with the mean and the maximum relative error of its predicted times."""
 
     cluster: Cluster
     mean_error: float
@@ -49,19 +50,20 @@ class Fit:
 
 
 def fit(measurements: Sequence[Measurement], shape: Cluster, emulated: bool = False) -> Fit:
-    """Fit non-negative constants to measurements by minimizing the squares of the relative errors.
+    """Fit non-negative constants to measurements. The fit minimizes the sum of squared relative
+    errors.
 
     Args:
-        measurements: measured exchanges of at least two sizes and several algorithms, which are
-            needed to distinguish the links. For an emulated cluster, exchanges with several numbers
-            of nodes are needed, because all nodes share one machine.
-        shape: cluster that defines nodes, ranks per node and network cards of the result. The link
-            constants of this cluster are ignored.
-        emulated: whether to also fit `host` and `wake_s` to the measured CPU times.
+        measurements: measured exchanges. To tell the links apart, the fit needs at least two sizes
+            and several algorithms. For an emulated cluster, the fit also needs several numbers of
+            nodes, because all emulated nodes share one machine.
+        shape: a cluster with the number of nodes, of ranks per node and of network cards that the
+            fitted cluster should have. The link constants of `shape` are ignored.
+        emulated: whether `host` and `wake_s` are also fitted to the measured CPU times.
 
     Raises:
         ValueError: If there are fewer measurements than constants, or if `emulated` is set and a
-            measurement has no CPU time.
+            measurement contains no CPU time.
     """
     if len(measurements) < len(LINKS) + len(MACHINE):
         raise ValueError(
@@ -79,9 +81,9 @@ def fit(measurements: Sequence[Measurement], shape: Cluster, emulated: bool = Fa
 def _machine(measurements: Sequence[Measurement], shape: Cluster) -> dict[str, float]:
     """Fit the constants `host` and `wake_s` to the measured CPU times.
 
-    The fit includes a column for copies, because copies also cost CPU time. The fitted value of
-    this column is dropped, because copies never overlap with the network and are already
-    represented by `copy_s`.
+    The linear system has an additional column for memory copies, because copies also use CPU time.
+    The coefficient for memory copies is discarded. Memory copies never overlap with the network,
+    and `copy_s` already accounts for the time of memory copies.
     """
     if any(m.machine_s is None for m in measurements):
         raise ValueError(
@@ -97,12 +99,13 @@ def _machine(measurements: Sequence[Measurement], shape: Cluster) -> dict[str, f
 
 
 def _links(measurements: Sequence[Measurement], cluster: Cluster) -> Cluster:
-    """Fit the constants of the links.
+    """Fit the constants of the network links.
 
-    The time of a phase, `(wire ** q + machine ** q) ** (1 / q)`, is written as `wire * u + machine
-    * v`, where u and v depend only weakly on the constants. Therefore linear least squares is
-    repeated with u and v computed from the previous constants. Without CPU costs, u is 1 and one
-    iteration is exact.
+    The time of a phase is `(wire ** q + machine ** q) ** (1 / q)`. This time is written as
+    `wire * u + machine * v`, where u and v depend only weakly on the constants. Therefore the
+    constants are found by repeated linear least squares. Each iteration computes u and v from the
+    constants of the previous iteration. Without CPU costs, u is 1, and a single iteration gives the
+    exact solution.
     """
     values = np.zeros(len(LINKS))
     for step in range(ITERATIONS):
@@ -117,8 +120,9 @@ def _links(measurements: Sequence[Measurement], cluster: Cluster) -> Cluster:
 
 
 def _linear(m: Measurement, cluster: Cluster, first: bool) -> tuple[np.ndarray, float]:
-    """Return the factors by which the constants in `LINKS` contribute to a time, and the measured
-    time."""
+    """For the linearized time of an exchange, return the coefficients of the constants in `LINKS`,
+    and the measured time minus the CPU time.
+    """
     row, rest, cluster = np.zeros(len(LINKS)), m.seconds, cluster.resized(m.nodes, m.ranks_per_node)
     for phase in _phases(m, cluster):
         machine = cluster.machine_s(*phase.machine)
@@ -140,15 +144,15 @@ def _phases(m: Measurement, shape: Cluster) -> tuple[Phase, ...]:
 
 
 def relative_errors(cluster: Cluster, measurements: Iterable[Measurement]) -> Iterable[float]:
-    """Yield the relative error `|predicted - measured| / measured` for each measurement."""
+    """For each measurement, yield the relative error `|predicted - measured| / measured`."""
     for m in measurements:
         predicted = predict(cluster.resized(m.nodes, m.ranks_per_node), m.algorithm, m.size).seconds
         yield abs(predicted - m.seconds) / m.seconds
 
 
 def nonnegative_least_squares(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Return the x >= 0 that minimizes `|a x - b|`, using the active-set method of Lawson and
-    Hanson (1974).
+    """Return the x >= 0 that minimizes `|a x - b|`. The method is the active-set method of Lawson
+    and Hanson (1974).
 
     Args:
         a: float64 matrix of shape [rows, columns].
@@ -170,8 +174,9 @@ def nonnegative_least_squares(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def _feasible(a: np.ndarray, b: np.ndarray, x: np.ndarray, free: np.ndarray) -> np.ndarray:
-    """Return the least-squares solution over the free columns. Columns that become negative are
-    fixed at 0."""
+    """Return the least-squares solution in which only the free columns may be non-zero. Columns
+    whose coefficients become negative are set to 0 and are no longer free.
+    """
     # each round fixes at least one column; the bound guards against rounding errors
     for _ in range(len(x)):
         target = np.zeros_like(x)
@@ -189,8 +194,9 @@ def _feasible(a: np.ndarray, b: np.ndarray, x: np.ndarray, free: np.ndarray) -> 
 
 
 def _with_values(cluster: Cluster, values: dict[str, float]) -> Cluster:
-    """Return a copy of the cluster in which the constants with the given names, such as
-    "inter.alpha_s", are replaced."""
+    """Return a copy of the cluster in which some constants are replaced. `values` maps names such
+    as "inter.alpha_s" to numbers.
+    """
     links = {
         name: {
             key.split(".")[1]: float(value) for key, value in values.items()

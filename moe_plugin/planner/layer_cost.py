@@ -1,7 +1,8 @@
-"""Cost of one MoE layer in a layout, from roofline and alpha-beta models and simulated overlap.
+"""Predict the cost of one MoE layer in a given layout, with roofline and alpha-beta models and a
+simulation of overlap.
 
-With P bytes of parameters and E experts, O(P) bytes are sent in each direction with r = 0, and no
-rows are sent. With r >= 1, O(r rows + P/(E r)) bytes are sent (Tutel).
+With P bytes of expert parameters and r = 0, O(P) bytes are sent in each direction, and no rows are
+sent. With r >= 1 and E experts, O(r rows + P/(E r)) bytes are sent (Tutel).
 """
 
 from __future__ import annotations
@@ -36,20 +37,21 @@ PHASES = ("gate", "dispatch", "parameters", "a2a_out", "experts", "a2a_back", "c
 
 @dataclass(frozen=True, kw_only=True)
 class LayerShape:
-    """Shape of one MoE layer, with the work that one rank has.
+    """Sizes of one MoE layer, and the number of tokens that one rank processes.
 
     Attributes:
-        tokens: number of tokens T of one rank.
-        capacity_factor: factor by which rows are padded, or None if rows are not padded.
-        gated: whether an expert has three weight matrices instead of two.
-        latent_dim: width to which tokens are projected before they are sent to the experts, or 0 if
-            there is no projection.
+        tokens: number T of tokens per rank.
+        capacity_factor: factor by which padding increases the number of rows. None: no padding.
+        gated: if True, each expert has three weight matrices instead of two.
+        latent_dim: width to which tokens are projected before they are sent to the experts, or 0
+            without a projection.
         element_bytes: number of bytes per element of activations and parameters.
-        skew: number of rows of the fullest rank divided by the mean over all ranks, at least 1.
-        shards: number of ranks that share an expert. Defaults to `ranks / experts`, at least 1.
-        guests: maximum number of experts that a rank may borrow at a time.
-        limits: limits of the router on the experts that a token may select.
-        visits: destinations of tokens that were measured in a run. None means unknown.
+        skew: number of rows on the busiest rank divided by the mean number of rows per rank. At
+            least 1.
+        shards: number of ranks that share an expert. Defaults to `ranks / experts`, but at least 1.
+        guests: maximum number of experts that a rank may borrow at the same time.
+        limits: restrictions of the router on which experts a token can select.
+        visits: measured numbers of ranks and nodes to which a token is sent. None means unknown.
     """
 
     tokens: int
@@ -69,7 +71,7 @@ class LayerShape:
 
     @property
     def rows(self) -> float:
-        """Number of rows that a rank sends in a layout with r = 1."""
+        """Number of rows that one rank sends in a layout with r = 1."""
         return self.tokens * self.top_k * (self.capacity_factor or 1.0)
 
     def cut(self, ranks: int) -> int:
@@ -83,7 +85,7 @@ class LayerShape:
 
     @property
     def expert_bytes(self) -> float:
-        """Total size of one expert's weight matrices in bytes."""
+        """Total size in bytes of the weight matrices of one expert."""
         return self.matrices * self.row_dim * self.hidden_dim * self.element_bytes
 
     @property
@@ -93,15 +95,16 @@ class LayerShape:
 
     @property
     def row_bytes(self) -> float:
-        """Number of bytes of one row."""
+        """Size in bytes of one row."""
         return self.row_dim * self.element_bytes
 
 
 @dataclass(frozen=True)
 class LayerCost:
-    """Predicted cost of one layer's forward and backward passes.
+    """Predicted cost of the forward and backward passes of one layer.
 
-    memory_bytes: peak memory in bytes of gathered parameters and rows, without stored parameters.
+    memory_bytes: peak memory in bytes for gathered parameters and rows, not counting the parameters
+    that the rank stores.
     """
 
     choice: LayoutChoice
@@ -111,35 +114,37 @@ class LayerCost:
 
     @property
     def seconds(self) -> float:
-        """Total time of the forward and backward passes in seconds."""
+        """Time in seconds of the forward and backward passes."""
         return self.forward.seconds + self.backward.seconds
 
     @property
     def hidden(self) -> float:
-        """Time in seconds that overlap saves in the forward and backward passes."""
+        """Time in seconds that overlap saves in the forward and backward passes together."""
         return self.forward.hidden + self.backward.hidden
 
     def phases(self) -> dict[str, float]:
-        """Return the busy time of each phase in seconds, in the order of `PHASES`."""
+        """Return the total task time of each phase in seconds, in the order of `PHASES`."""
         both = [self.forward.phases(), self.backward.phases()]
         return {phase: sum(p.get(phase, 0.0) for p in both) for phase in PHASES}
 
 
 @dataclass(frozen=True)
 class _Sizes:
-    """Sizes that a layer has in a given layout.
+    """Sizes that depend on the layout of a layer.
 
     Attributes:
-        gather: group of ranks that gather parameters from each other.
-        piece: number of bytes that each rank of `gather` contributes.
-        out: number of bytes that a rank sends to the experts.
-        rows_here, experts_here, inner: number of rows, number of experts and inner width on a rank.
-        tokens: size of a rank's tokens in bytes if all ranks gather them, otherwise 0.
+        gather: group of ranks that gather each other's parameters.
+        piece: number of bytes that each rank contributes to the all-gather of parameters.
+        out: number of bytes that one rank sends to the experts.
+        rows_here, experts_here, inner: number of rows, number of experts and inner width of the
+            experts on one rank.
+        tokens: size in bytes of one rank's tokens if all ranks gather the tokens, otherwise 0.
         travel: number of bytes that the busiest rank sends or receives, divided by `out`.
-        lend: number of bytes of lent weights that the busiest rank sends or receives.
-        guests: maximum number of experts that a rank borrows.
-        once: rows per token if tokens are sent once per rank or per node, otherwise None.
-        gather_s, reduce_s: time in seconds to gather parameters, and to reduce their gradients.
+        lend: number of bytes of lent expert weights that the busiest rank sends or receives.
+        guests: maximum number of experts that a rank borrows at the same time.
+        once: numbers of rows per token if tokens are sent once per rank or node, otherwise None.
+        gather_s, reduce_s: time in seconds to gather the parameters, and to reduce the parameters'
+            gradients.
     """
 
     shards: int
@@ -159,7 +164,8 @@ class _Sizes:
 
 
 def spill_costs(shape: LayerShape, cluster: Cluster, device: Device) -> SpillCosts:
-    """Return the costs of moving a row and of lending an expert or a shard, over both passes."""
+    """Return the costs of moving rows and lending experts. The costs cover both the forward and
+    backward pass."""
     link, sharing = cluster.intra, 1.0
     if cluster.nodes > 1:
         link = cluster.inter
@@ -174,9 +180,11 @@ def spill_costs(shape: LayerShape, cluster: Cluster, device: Device) -> SpillCos
 
 def _spread(shape: LayerShape, cluster: Cluster, device: Device,
             choice: LayoutChoice) -> Spread | None:
-    """Return the load of the busiest rank after rows have spilled, or None if no row spills.
+    """Return the load of the busiest rank after rows were spilled to other ranks, or None if no row
+    is spilled.
 
-    A single expert is assumed to cause the whole skew. All other experts share the remaining rows.
+    The whole skew is assumed to come from a single expert. The remaining rows are assumed to be
+    divided equally among all other experts.
     """
     ranks, shards = cluster.ranks, shape.cut(cluster.ranks)
     if shape.skew <= 1 or choice.spill == "never" or ranks == 1:
@@ -220,7 +228,8 @@ def _sizes(shape: LayerShape, cluster: Cluster, device: Device, choice: LayoutCh
 
 @dataclass(frozen=True)
 class _Work:
-    """Work of the experts in one pass. passes: cost factor, which is 2 in the backward pass."""
+    """Computation of the experts in one pass. passes: factor on the time, 1 for forward and 2 for
+    backward."""
 
     shape: LayerShape
     sizes: _Sizes
@@ -228,7 +237,8 @@ class _Work:
     passes: int
 
     def seconds(self, share: float, by_experts: bool = False) -> float:
-        """Return the time in seconds for a fraction of each expert's rows, or of the experts."""
+        """Return the time in seconds to compute a fraction of the rows of every expert or, with
+        `by_experts`, all rows of a fraction of the experts."""
         shape, sizes, rows = self.shape, self.sizes, self.sizes.rows_here * share
         experts = max(1.0, sizes.experts_here * share) if by_experts else sizes.experts_here
         flops = 2 * shape.matrices * rows * shape.row_dim * sizes.inner
@@ -242,10 +252,10 @@ class _Work:
 def _through_experts(cluster: Cluster, work: _Work, choice: LayoutChoice, d: int,
                      links: tuple[str, str], after: str,
                      parameters: tuple[str, ...] = ()) -> list[Task]:
-    """Return tasks for exchanges and experts. All pieces are sent before any piece is returned.
+    """Return the tasks for exchanging rows and computing experts. All pieces are sent to the
+    experts before the first piece is sent back.
 
-    Pieces are sent over `links[0]` and returned over `links[1]`, in `d` groups.
-    """
+    Pieces are sent over `links[0]` and sent back over `links[1]`, in `d` groups."""
     sizes = work.sizes
     if not sizes.out:
         return [Task("experts0", COMPUTE, work.seconds(1.0), (*parameters, after), "experts")]
@@ -267,7 +277,6 @@ def _through_experts(cluster: Cluster, work: _Work, choice: LayoutChoice, d: int
 
 def _exchange_s(cluster: Cluster, shape: LayerShape, sizes: _Sizes, choice: LayoutChoice,
                 d: int) -> float:
-    """Return the time in seconds to send one of `d` groups of pieces in one direction."""
     group = GroupShape(cluster.ranks)
     if sizes.tokens:
         return all_gather_s(cluster, group, sizes.tokens)
@@ -278,14 +287,13 @@ def _exchange_s(cluster: Cluster, shape: LayerShape, sizes: _Sizes, choice: Layo
 
 
 def _staying(work: _Work, share: float, name: str, after: tuple[str, ...]) -> list[Task]:
-    """Return a task for half of the rows that stay on their rank if no piece contains them."""
+    """Return a task that computes half of the rows that stay on their rank."""
     seconds = work.seconds(share / 2)
     return [Task(f"experts_{name}", COMPUTE, seconds, after, "experts")] if share else []
 
 
 def _copies_s(shape: LayerShape, sizes: _Sizes, cluster: Cluster, device: Device,
               r: int) -> float:
-    """Return the time in seconds to permute a rank's rows, with copies through send buffers."""
     rows = shape.rows * r if sizes.out else sizes.rows_here
     if sizes.once is not None:
         rows = sizes.out / shape.row_bytes
@@ -294,7 +302,6 @@ def _copies_s(shape: LayerShape, sizes: _Sizes, cluster: Cluster, device: Device
 
 
 def _token_matmul_s(shape: LayerShape, device: Device, width: int, bytes_each: int) -> float:
-    """Return the time in seconds to multiply a rank's tokens by one [model_dim, width] matrix."""
     flops = 2.0 * shape.tokens * shape.model_dim * width
     moved = shape.tokens * (shape.model_dim * shape.element_bytes + bytes_each * width)
     return device.matmul_s(shape.tokens, flops, moved) if width else 0.0
@@ -306,7 +313,6 @@ def _names(tasks: list[Task], phase: str) -> tuple[str, ...]:
 
 def _forward_tasks(shape: LayerShape, cluster: Cluster, device: Device, choice: LayoutChoice,
                    sizes: _Sizes) -> list[Task]:
-    """Return the simulator's tasks of the forward pass in issue order."""
     d = choice.d if sizes.out else 1
     gate = _token_matmul_s(shape, device, shape.experts, 8)
     project = _token_matmul_s(shape, device, shape.latent_dim, shape.element_bytes)
@@ -327,7 +333,6 @@ def _forward_tasks(shape: LayerShape, cluster: Cluster, device: Device, choice: 
 
 def _backward_tasks(shape: LayerShape, cluster: Cluster, device: Device, choice: LayoutChoice,
                     sizes: _Sizes) -> list[Task]:
-    """Return the tasks of the backward pass (`choice.backward_d` pieces) in issue order."""
     d = choice.backward_d if sizes.out else 1
     copies = _copies_s(shape, sizes, cluster, device, choice.r)
     copies += 2 * _token_matmul_s(shape, device, shape.latent_dim, shape.element_bytes)
@@ -347,12 +352,10 @@ def _backward_tasks(shape: LayerShape, cluster: Cluster, device: Device, choice:
 
 
 def _lend_s(cluster: Cluster, sizes: _Sizes) -> float:
-    """Return the time in seconds to lend weights, or to return the gradients of lent weights."""
     return all_to_all_s(cluster, GroupShape(cluster.ranks), "linear", sizes.lend)
 
 
 def _memory(shape: LayerShape, sizes: _Sizes) -> float:
-    """Return the bytes of gathered and borrowed parameters, gradients, rows and activations."""
     gathered = 2 * (sizes.piece * sizes.gather.size
                     + sizes.guests * shape.expert_bytes / sizes.shards)
     width = 2 * shape.row_dim + sizes.inner * (shape.matrices - 1)
@@ -361,7 +364,6 @@ def _memory(shape: LayerShape, sizes: _Sizes) -> float:
 
 
 def _of_all(sizes: _Sizes, cluster: Cluster, collectives: Seconds | None) -> _Sizes:
-    """Return a copy of the sizes that includes the times of the parameter collectives."""
     native = {"all_gather": all_gather_s(cluster, sizes.gather, sizes.piece),
               "reduce_scatter": reduce_scatter_s(cluster, sizes.gather, sizes.piece)}
     if collectives is not None and sizes.piece and sizes.gather.size == cluster.ranks:
@@ -374,10 +376,10 @@ def _of_all(sizes: _Sizes, cluster: Cluster, collectives: Seconds | None) -> _Si
 
 def layer_cost(shape: LayerShape, cluster: Cluster, device: Device, choice: LayoutChoice,
                collectives: Seconds | None = None) -> LayerCost:
-    """Return the predicted cost of a layer on all ranks of `cluster`.
+    """Predict the cost of a layer that uses all ranks of `cluster`.
 
-    collectives: times of the parameter collectives. By default, native collectives are used.
-    """
+    collectives: function that returns the times of planned parameter collectives. By default, the
+    times of native collectives are used."""
     if choice.r and cluster.ranks > 1 and shape.cut(cluster.ranks) % choice.r:
         raise ValueError(
             f"r={choice.r} is not possible with {shape.experts} experts on {cluster.ranks} ranks. "
@@ -391,7 +393,7 @@ def layer_cost(shape: LayerShape, cluster: Cluster, device: Device, choice: Layo
 def rank_choices(shape: LayerShape, cluster: Cluster, device: Device,
                  choices: Iterable[LayoutChoice] | None = None,
                  collectives: Seconds | None = None) -> list[LayerCost]:
-    """Return the costs of all choices, fastest first. For `collectives`, see `layer_cost`."""
+    """Return the predicted costs of all layouts, fastest first. See `layer_cost`."""
     if choices is None:
         choices = legal_choices(shape.experts, cluster.ranks, algorithms=tuple(COSTS))
     costs = [layer_cost(shape, cluster, device, choice, collectives) for choice in choices]

@@ -1,21 +1,23 @@
-"""Optimal distribution of tokens over all pairs of ranks for arbitrary link costs (TA-MoE).
+"""Compute the optimal distribution of tokens over all pairs of ranks for arbitrary link costs
+(TA-MoE).
 
 The method is described in section 4.1 of the TA-MoE paper (Chen et al., 2022). There are W ranks,
-and beta_ij is the cost of a byte from rank i to rank j. If rank i sends the fraction c_ij of its
-tokens to rank j, the exchange takes the time `M = max_ij beta_ij c_ij`. A linear program minimizes
-M under the condition that each row and column of c sums to 1, because each rank sends all of its
-tokens and computes the same number of rows.
+and beta_ij is the cost of sending one byte from rank i to rank j. If each rank i sends the fraction
+c_ij of its tokens to rank j, the exchange takes the time `M = max_ij beta_ij c_ij`. A linear
+program minimizes M. In this program, each row and each column of c sums to 1, because each rank
+sends all of its tokens and all ranks compute the same number of rows.
 
-By the max-flow min-cut theorem, the least M is the largest value of
+By the max-flow min-cut theorem, the minimum of M is the maximum of
 
     (|S| + |T| - W) / sum_{i in S, j in T} 1 / beta_ij
 
-over all sets S of senders and T of receivers, because at least the amount `|S| + |T| - W`, in units
-of one rank's tokens, must be sent from S to T. `optimal_shares` searches for the cut with this
-value, and for shares whose time is close to it. At the exact optimum, some shares are zero. A
-router could not learn these shares, and their penalty `1 / c` would be infinite. Therefore the
-exchange may be 1 % slower than the optimum (`SLACK`). Of all shares within this limit, the shares
-nearest to values proportional to `1 / beta_ij` are returned.
+over all sets S of senders and T of receivers. The reason is that at least the amount
+`|S| + |T| - W`, measured in tokens per rank, must be sent from S to T. `optimal_shares` searches
+for the cut at which this maximum is reached, and for shares that take hardly more time. At the
+exact optimum, some shares are zero. A router could not learn a share of zero, because its penalty
+`1 / c` would be infinite. Therefore the exchange may take up to 1 % longer than the optimum
+(`SLACK`). Among all shares within this limit, the function returns the shares that are closest to
+being proportional to `1 / beta_ij`.
 """
 
 from __future__ import annotations
@@ -39,8 +41,8 @@ class LinkShares:
 
     Attributes:
         shares_WW: float64 matrix of the shares c_ij > 0. Each row sums to 1, and each column sums
-            to 1 up to rounding.
-        optimum: smallest possible value of `max_ij beta_ij c_ij` in the unit of beta.
+            to 1 except for rounding errors.
+        optimum: smallest possible value of `max_ij beta_ij c_ij`, in the unit of beta.
     """
 
     shares_WW: Matrix
@@ -48,11 +50,11 @@ class LinkShares:
 
 
 def optimal_shares(costs: Sequence[Sequence[float]]) -> LinkShares:
-    """Return shares for which the slowest link takes at most 1 % longer than the optimum.
+    """Return shares for which the exchange takes at most 1 % longer than the optimum.
 
     Args:
-        costs: matrix of beta_ij > 0, the cost of sending a byte from rank i to rank j. The diagonal
-            is required as well.
+        costs: matrix of costs beta_ij > 0. beta_ij is the cost of sending one byte from rank i to
+            rank j. The diagonal must also be given.
 
     Raises:
         ValueError: If the costs are not a square matrix of finite numbers > 0, or if they differ by
@@ -89,12 +91,13 @@ def _solve(costs: tuple[tuple[float, ...], ...]) -> LinkShares:
 
 
 def _scales(inverse_WW: Matrix, other_W: Matrix, most: float) -> Matrix:
-    """Return the factors u [W] of the rows for which `sum_j min(most, u_i other_j) inverse_ij` is
-    1.
+    """Return the factors u_i of the rows, [W], for which `sum_j min(most, u_i other_j) inverse_ij`
+    is 1.
 
-    Scaling rows and columns alternately (Sinkhorn), with a bound on each entry, converges to the
-    feasible shares nearest to `inverse_WW` in relative entropy. In each row, the entries with the
-    largest `other_j` reach the bound, and the smallest possible number of such entries is used.
+    The method is Sinkhorn scaling with an upper bound on each entry: rows and columns are scaled
+    alternately. The scaling converges to the feasible shares that are closest to `inverse_WW` in
+    relative entropy. In each row, the entries with the largest `other_j` are set to the upper
+    bound. As few entries as possible are set to this bound.
     """
     order_W = np.argsort(-other_W)
     sorted_W, by_order_WW = other_W[order_W], inverse_WW[:, order_W]
@@ -108,10 +111,11 @@ def _scales(inverse_WW: Matrix, other_W: Matrix, most: float) -> Matrix:
 
 
 def _best_cut(inverse_WW: Matrix, rows_W: Matrix, columns_W: Matrix) -> float:
-    """Return the largest lower bound that follows from a cut between ranks with large and small
-    factors.
+    """Return the largest lower bound that follows from any cut between ranks with large factors and
+    ranks with small factors.
 
-    If `most` is too small for any shares, the factors on both sides of the violated cut diverge.
+    If no shares are possible for a value of `most`, the factors on the two sides of the violated
+    cut diverge.
     """
     order = np.ix_(np.argsort(-rows_W), np.argsort(-columns_W))
     sums_WW = np.cumsum(np.cumsum(inverse_WW[order], 0), 1)

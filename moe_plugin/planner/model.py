@@ -1,4 +1,4 @@
-"""Records of models, plans and measurements, and the rank groups that a plan creates."""
+"""Records of models, plans and measurements, and the rank groups of a plan."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ from moe_plugin.utils.messages import short
 # Measurements of real ranks are written to files, which later plans reuse.
 @dataclass(frozen=True, kw_only=True)
 class MeasuredNetwork:
-    """Constants of a network that were measured between real ranks.
+    """Constants of a network, measured between real ranks.
 
     Attributes:
-        about: properties that must be the same on different ranks if they reuse this measurement.
-        cluster: cluster whose constants are fitted to measured all-to-alls, with the number of
-            ranks that took part in the measurement.
+        about: properties of the ranks. A measurement can be reused on other ranks if all properties
+            are the same.
+        cluster: cluster whose constants were fitted to measured all-to-alls. The fitted cluster has
+            the number of ranks that took part in the measurement.
     """
 
     about: dict[str, str] = field(default_factory=dict)
@@ -36,8 +37,9 @@ class Processor:
     """Compute speed of real ranks, measured while all ranks compute at the same time.
 
     Attributes:
-        about: properties that must be the same on different ranks if they reuse this measurement.
-        device: device whose constants are fitted to measured matmuls.
+        about: properties of the ranks. A measurement can be reused on other ranks if all properties
+            are the same.
+        device: device whose constants were fitted to measured matmuls.
     """
 
     about: dict[str, str] = field(default_factory=dict)
@@ -48,15 +50,16 @@ Record = TypeVar("Record", MeasuredNetwork, Processor)
 
 
 def dump(record: MeasuredNetwork | Processor) -> str:
-    """Convert a record to the content of a measurement file."""
+    """Convert a record to the text of a measurement file."""
     return json.dumps(asdict(record), indent=1) + "\n"
 
 
 def load(kind: type[Record], path: str | Path) -> Record:
-    """Read a measurement file of the given type.
+    """Read a record of the given type from a measurement file.
 
     Raises:
-        ValueError: If the file cannot be read, or if it does not contain a record of this type.
+        ValueError: If the file cannot be read, or if it does not contain a record of the given
+            type.
     """
     return load_record(kind, path, "file of measurements", "measure again with --fresh")
 
@@ -68,31 +71,34 @@ MAX_SIZE = 10**12  # larger than in any real model, and small enough that produc
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """Shape of a decoder in which every `moe_every`-th layer has experts.
+    """Sizes of a decoder model in which every `moe_every`-th layer is an MoE layer.
 
     Attributes:
-        moe_first: True if the first of every `moe_every` layers has experts, as with Megatron's
-            `--moe-layer-freq`. If `moe_first` is False, the last one has experts, as with fairseq's
-            `--moe-freq`. The method `in_host` sets this field.
-        sharded_optimizer: True if the optimizer state of replicated parameters is divided equally
+        moe_first: if True, the first of every `moe_every` layers is an MoE layer, as with
+            Megatron's `--moe-layer-freq`. If `moe_first` is False, the last of every `moe_every`
+            layers is an MoE layer, as with fairseq's `--moe-freq`. The method `in_host` sets this
+            field.
+        sharded_optimizer: if True, the optimizer state of replicated parameters is divided equally
             among the data-parallel ranks (Megatron's `--use-distributed-optimizer`). The method
             `in_host` sets this field.
         ffn_dim: inner width of dense layers.
         hidden_dim: inner width of an expert. 0 means `ffn_dim`.
-        latent_dim: width of the rows that are sent to experts and that experts compute. 0 means
-            `model_dim`.
+        latent_dim: width of the rows that are sent to the experts. The input and output width of
+            the experts is also `latent_dim`. 0 means `model_dim`.
         sequence: number of tokens per sequence.
-        global_batch: number of sequences per step.
-        groups, group_top_k: number of groups of consecutive experts, and number of these groups
-            from which a token may select experts. In DeepSeek's node-limited routing, a group
-            corresponds to a node, so the limit bounds the number of ranks and nodes that receive a
-            token. With `groups=1`, routing is not limited.
+        global_batch: number of sequences per training step.
+        groups, group_top_k: number of groups into which consecutive experts are divided, and number
+            of groups from which a token may select experts. In DeepSeek's node-limited routing,
+            each group corresponds to a node. `group_top_k` then bounds the number of ranks and
+            nodes to which a token is sent. With `groups=1`, a token may select any experts.
         capacity_factor: capacity factor of the experts, or None if no token is dropped.
-        skew: number of rows of the busiest rank divided by the mean over all ranks, at least 1.
+        skew: number of rows on the busiest rank divided by the mean number of rows per rank. At
+            least 1.
         element_bytes: number of bytes per element of weights and activations.
-        state_bytes: bytes of gradient and optimizer state per parameter, without the weight itself.
-            An fp32 gradient has 4 bytes, a master weight 4, and the Adam moments 8. Values up to 4
-            mean that there is a gradient but no optimizer state.
+        state_bytes: number of bytes per parameter for the gradient and the optimizer state, not
+            counting the weight itself. An fp32 gradient takes 4 bytes, an fp32 master weight 4
+            bytes, and the two Adam moments 8 bytes. If `state_bytes` is at most 4, there is a
+            gradient but no optimizer state.
     """
 
     layers: int
@@ -140,54 +146,59 @@ class ModelShape:
                              f"{self.groups}. Correct the model file")
 
     def in_host(self, host: str) -> ModelShape:
-        """Return this shape with the expert layers and the optimizer sharding of a host framework.
+        """Return a copy in which the placement of MoE layers and the sharding of the optimizer are
+        those of a host framework.
         """
         megatron = host == "megatron"
         return dataclasses.replace(self, moe_first=megatron, sharded_optimizer=megatron)
 
     def moe_before(self, layer: int) -> int:
-        """Return the number of layers with experts among the first `layer` layers."""
+        """Return the number of MoE layers among the first `layer` layers."""
         return -(-layer // self.moe_every) if self.moe_first else layer // self.moe_every
 
     def has_experts(self, layer: int) -> bool:
-        """Return True if the layer with the given index, counted from 0, has experts."""
+        """Return whether the layer with the given index, counted from 0, is an MoE layer."""
         return self.moe_before(layer + 1) > self.moe_before(layer)
 
     @property
     def moe_layers(self) -> int:
-        """Number of layers with experts."""
+        """Number of MoE layers in the model."""
         return self.moe_before(self.layers)
 
     def stages(self, pp: int) -> list[range]:
-        """Return the layer indices of each of `pp` pipeline stages.
+        """For each of `pp` pipeline stages, return the indices of its layers.
 
-        All stages have the same number of layers, except that the last stages may have fewer.
+        All stages have the same number of layers, except that the last stages may have fewer
+        layers.
         """
         size = -(-self.layers // pp)
         return [range(min(first, self.layers), min(first + size, self.layers))
                 for first in range(0, pp * size, size)]
 
     def fullest(self, pp: int) -> tuple[int, int]:
-        """Return the number of layers and of expert layers of the stage with the most expert
-        layers."""
+        """For the stage with the most MoE layers, return the number of layers and the number of MoE
+        layers.
+        """
         return max((self.moe_before(layers.stop) - self.moe_before(layers.start), len(layers))
                    for layers in self.stages(pp))[::-1]
 
     @property
     def matrices(self) -> int:
-        """Number of matrices per feed-forward network."""
+        """Number of weight matrices per feed-forward network."""
         return 3 if self.gated else 2
 
     @property
     def dense_parameters(self) -> float:
-        """Number of parameters outside the experts."""
+        """Number of parameters of the model outside the experts."""
         attention = self.layers * 4 * self.model_dim**2
         dense = (self.layers - self.moe_layers) * self.matrices * self.model_dim * self.ffn_dim
         of_tokens = self.moe_layers * self.model_dim * (self.experts + 2 * self.latent_dim)
         return attention + dense + self.vocab * self.model_dim + of_tokens
 
     def parameter_bytes(self) -> dict[str, int]:
-        """Return the number of bytes per parameter of weights, gradients and optimizer state."""
+        """Return the number of bytes per parameter for weights, for gradients and for the optimizer
+        state.
+        """
         gradient = min(GRADIENT_BYTES, self.state_bytes)
         return {"parameters": self.element_bytes, "gradients": gradient,
                 STATE: self.state_bytes - gradient}
@@ -199,7 +210,9 @@ class ModelShape:
 
     @property
     def row_dim(self) -> int:
-        """Width of the rows that are sent, which is also the input and output width of experts."""
+        """Width of the rows that are sent to the experts. This is also the input and output width
+        of the experts.
+        """
         return self.latent_dim or self.model_dim
 
     @property
@@ -208,7 +221,7 @@ class ModelShape:
         return self.hidden_dim or self.ffn_dim
 
     def layer(self, tokens: int) -> LayerShape:
-        """Return the shape of one MoE layer of the model with `tokens` tokens per rank."""
+        """Return the shape of one MoE layer in which each rank processes `tokens` tokens."""
         return LayerShape(tokens=max(1, tokens), model_dim=self.model_dim,
                           latent_dim=self.latent_dim, hidden_dim=self.expert_dim,
                           experts=self.experts,
@@ -218,24 +231,25 @@ class ModelShape:
 
     @property
     def limits(self) -> Limits:
-        """Limits of the router on the experts that a token may select."""
+        """Restrictions of the router on which experts a token can select."""
         return Limits(self.groups, self.group_top_k if self.groups > 1 else 1)
 
 
 @dataclass(frozen=True, order=True, kw_only=True)
 class ModelPlan:
-    """Plan of how a model is distributed over a cluster.
+    """A description of how a model is distributed over a cluster.
 
-    As in Megatron, the order of the parallel dimensions is tensor, expert, data, pipeline. Expert
-    groups are folded over the tensor- and data-parallel ranks.
+    As in Megatron, the parallel dimensions are ordered from innermost to outermost as tensor,
+    expert, data, pipeline. Expert groups are folded over the tensor-parallel and data-parallel
+    ranks.
 
     Attributes:
-        tp, pp, dp: tensor-, pipeline- and data-parallel sizes. The product of the sizes is the
-            number of ranks.
+        tp, pp, dp: tensor-parallel, pipeline-parallel and data-parallel sizes. The product of the
+            three sizes is the number of ranks.
         ep: number of ranks among which the experts are divided.
-        etp: number of ranks among which each expert's inner width is divided.
+        etp: number of ranks among which the inner width of each expert is divided.
         micro_batch: number of sequences per micro-batch.
-        layout: layout of the MoE layers within each expert group of `ep * etp` ranks.
+        layout: layout of the MoE layers within an expert group of `ep * etp` ranks.
     """
 
     tp: int
@@ -257,18 +271,18 @@ class ModelPlan:
         return self.tp * self.dp // self.expert_ranks
 
     def micro_batches(self, model: ModelShape) -> int:
-        """Return the number of micro-batches per step on one rank."""
+        """Return the number of micro-batches that each rank computes per training step."""
         return model.global_batch // (self.dp * self.micro_batch)
 
     def tokens(self, model: ModelShape) -> int:
-        """Return the number of tokens that one rank routes per micro-batch.
+        """Return the number of tokens that each rank routes per micro-batch.
 
         The tokens of a micro-batch are divided among the tensor-parallel ranks.
         """
         return self.micro_batch * model.sequence // self.tp
 
     def groups(self) -> dict[str, GroupShape]:
-        """Return the rank groups of each kind of parallelism by name."""
+        """Return the group of ranks for each type of parallelism, by name."""
         return {
             "tp": GroupShape(self.tp), "dp": GroupShape(self.dp, self.tp),
             "experts": GroupShape(self.expert_ranks),
@@ -276,22 +290,24 @@ class ModelPlan:
         }
 
     def expert_cluster(self, cluster: Cluster) -> Cluster:
-        """Return the part of the cluster that one expert group occupies."""
+        """Return the part of the cluster on which one expert group runs."""
         return self.groups()["experts"].shape(cluster)
 
     def as_dict(self) -> dict[str, Any]:
-        """Convert the plan to a dictionary of plain values that includes `expert_dp`."""
+        """Convert the plan to a dictionary of plain values. The dictionary also contains
+        `expert_dp`.
+        """
         return {**dataclasses.asdict(self), "expert_dp": self.expert_dp}
 
     @property
     def label(self) -> str:
-        """One-line description of the plan's sizes and layout."""
+        """Description of the plan's sizes and layout in one line."""
         return (f"TP{self.tp} PP{self.pp} DP{self.dp} EP{self.ep} ETP{self.etp} "
                 f"mb{self.micro_batch} ({self.layout.words})")
 
 
 def load_model(path: str | Path) -> ModelShape:
-    """Read a model file, such as those in `configs/plans/`.
+    """Read a model file, such as the files in `configs/plans/`.
 
     Raises:
         ValueError: If the file cannot be read, or if it does not describe a `ModelShape`.

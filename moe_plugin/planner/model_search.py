@@ -1,7 +1,7 @@
 """Exact branch-and-bound search for the fastest parallelization plans.
 
-The search varies TP, EP, ETP, DP, PP and the size of micro-batches. It also varies r, d, the
-algorithm and `send` of the layout.
+The search varies the parallel sizes TP, EP, ETP, DP and PP, and the size of the micro-batches. For
+the layout of MoE layers, the search varies r, d, the all-to-all algorithm and `send`.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ LAYOUT_AXES = ("r", "d", "algorithm", "send")
 
 @dataclass(frozen=True, kw_only=True)
 class Space:
-    """The values that a search for plans may use.
+    """The values that a search for plans may choose from.
 
     Attributes:
-        degrees: overlap degrees that layouts may use.
-        algorithms: all-to-all algorithms that layouts may use.
-        sends: values of `LayoutChoice.send` that layouts may use.
-        micro_batches: numbers of sequences per micro-batch that plans may use.
-        data_parallel_only: whether to exclude tensor and pipeline parallelism, for host frameworks
-            that support neither.
+        degrees: overlap degrees to try.
+        algorithms: all-to-all algorithms to try.
+        sends: values of `LayoutChoice.send` to try.
+        micro_batches: numbers of sequences per micro-batch to try.
+        data_parallel_only: if True, tensor and pipeline parallelism are excluded. This is used for
+            host frameworks that support neither tensor nor pipeline parallelism.
     """
 
     degrees: tuple[int, ...] = (1, 2, 4)
@@ -44,13 +44,13 @@ class Space:
 
 @dataclass(frozen=True)
 class Found:
-    """Result of a search for the fastest plans.
+    """The result of a search for the fastest plans.
 
     Attributes:
-        plans: fastest plans, ordered by time, each with the best layout for this plan.
-        tried: number of layouts whose cost was computed.
-        skipped: number of plans excluded by the lower bound.
-        too_big: number of plans that exceed the device's memory with every layout.
+        plans: the fastest plans, from fastest to slowest. Each plan contains its best layout.
+        tried: number of layouts whose cost was predicted.
+        skipped: number of plans that were excluded because of their lower bound on the time.
+        too_big: number of plans that do not fit in the device's memory with any layout.
     """
 
     plans: list[PlanCost]
@@ -60,10 +60,10 @@ class Found:
 
 
 def outlines(model: ModelShape, cluster: Cluster, space: Space) -> Iterator[ModelPlan]:
-    """Yield all plans with a preliminary layout.
+    """Yield all possible plans, with placeholder layouts.
 
-    Tensor parallelism stays inside a node, and all stages have the same number of layers. The size
-    of an expert group is a multiple or a divisor of the number of experts.
+    Tensor parallelism stays within a node, and all pipeline stages have the same number of layers.
+    The size of an expert group is a multiple or a divisor of the number of experts.
     """
     for tp in divisors(cluster.ranks):
         if tp > cluster.ranks_per_node or model.heads % tp:
@@ -79,8 +79,9 @@ def outlines(model: ModelShape, cluster: Cluster, space: Space) -> Iterator[Mode
 
 def _micro_batches(model: ModelShape, cluster: Cluster, space: Space, tp: int, pp: int,
                    group: int) -> Iterator[ModelPlan]:
-    """Yield the plans with the given tensor- and pipeline-parallel sizes and size of expert
-    groups."""
+    """Yield the possible plans for the given tensor-parallel size, pipeline-parallel size and size
+    of expert groups.
+    """
     dp, etp = cluster.ranks // (tp * pp), max(1, group // model.experts)
     if model.experts % group and group % model.experts:
         return
@@ -95,11 +96,11 @@ def _micro_batches(model: ModelShape, cluster: Cluster, space: Space, tp: int, p
 
 def search(model: ModelShape, cluster: Cluster, device: Device, space: Space = Space(),
            keep: int = 8) -> Found:
-    """Return the `keep` fastest plans that fit into the device's memory, each with its best layout.
+    """Return the `keep` fastest plans that fit in the device's memory, each with its best layout.
 
     Raises:
-        ValueError: If no plan fits into the device's memory. The message states how much memory the
-            smallest plan needs.
+        ValueError: If no plan fits in the device's memory. The message contains the number of bytes
+            that the smallest plan needs.
     """
     order = sorted(outlines(model, cluster, space), key=lambda p:
                    (lower_bound_s(model, cluster, device, p), p))
@@ -146,8 +147,9 @@ def sends_of(model: ModelShape, cluster: Cluster, space: Space,
              outline: ModelPlan) -> tuple[str, ...]:
     """Return the values of `LayoutChoice.send` that a plan may use.
 
-    Sending a token once per rank or node requires a dropless layer and several experts per token.
-    Sending a token once per node also requires several nodes with several ranks each.
+    Sending a token once per rank or node is possible only if the layer drops no tokens and each
+    token has several experts. Sending a token once per node also requires several nodes with
+    several ranks each.
     """
     if model.capacity_factor is not None or model.top_k == 1:
         return ("rows",)
@@ -158,10 +160,11 @@ def sends_of(model: ModelShape, cluster: Cluster, space: Space,
 
 def alternatives(model: ModelShape, cluster: Cluster, device: Device, best: PlanCost,
                  space: Space = Space()) -> dict[str, PlanCost]:
-    """Return, for each axis, the best plan that differs from `best` on this axis.
+    """For each axis, return the best plan whose value on this axis differs from the value of
+    `best`.
 
-    On all remaining axes, the plan may also differ from `best`. A plan that exceeds the device's
-    memory is returned only if all plans that differ on this axis exceed the memory.
+    The returned plan may also differ from `best` on all other axes. A plan that does not fit in the
+    device's memory is returned only if no plan that differs on this axis fits.
     """
     best_by_axis: dict[str, PlanCost] = {}
     for outline in tracked(list(outlines(model, cluster, space)), "comparing", "plan"):
@@ -176,13 +179,14 @@ def alternatives(model: ModelShape, cluster: Cluster, device: Device, best: Plan
 
 
 def value_of(plan: ModelPlan, axis: str) -> int | str:
-    """Return a plan's value for an axis from `PLAN_AXES` or `LAYOUT_AXES`."""
+    """Return the value of a plan for an axis from `PLAN_AXES` or `LAYOUT_AXES`."""
     value: int | str = getattr(plan.layout if axis in LAYOUT_AXES else plan, axis)
     return value
 
 
 def _rank(cost: PlanCost, device: Device) -> tuple:
-    """Return a sort key. Plans that fit into memory come first, ordered by time. The others are
-    ordered by size."""
+    """Return a sort key for plans. Plans that fit in memory come first and are sorted by time. All
+    other plans are sorted by the amount of memory they need.
+    """
     over = cost.memory_bytes > device.usable_bytes
     return over, cost.memory_bytes if over else 0.0, _order(cost)

@@ -1,12 +1,14 @@
-"""Traffic and time if a token's row is sent once per rank or node, and times of ring collectives.
+"""Predict the traffic and the time of sending each token once per rank or once per node, and the
+time of ring collectives.
 
-If each of a token's k choices is one of W targets, chosen independently and with equal probability,
-the token is sent to `W (1 - (1 - 1/W)^k)` targets on average (`expected_targets`). With
-`send=nodes`, a row is sent once to each node. The rank of the node with the sender's local index
-receives the row and forwards it inside the node. This uses the two phases of the 2DH algorithm, but
-with different numbers of rows. Pairs of an expert index and a routing weight are sent in separate
-exchanges. In the forward pass, the pairs are sent to the experts, and in the backward pass, the
-gradients of the weights are sent back.
+Assume that each of a token's k choices is one of W targets, and that all targets are equally likely
+and independent. The token is then sent to `W (1 - (1 - 1/W)^k)` different targets on average
+(`expected_targets`). With `send=nodes`, a token's row is sent once to each node. On each node, the
+rank with the same local index as the sender receives the row and forwards it to other ranks of the
+node. These two steps are the two phases of the 2DH algorithm, but with different numbers of rows.
+Pairs of an expert index and a routing weight are sent in separate exchanges. In the forward pass,
+the pairs are sent to the experts. In the backward pass, the gradients of the routing weights are
+sent back.
 """
 
 from __future__ import annotations
@@ -28,21 +30,22 @@ from moe_plugin.planner.cluster import Cluster
 # the ranks of a node use their network cards together.
 @dataclass(frozen=True)
 class GroupShape:
-    """A group of `size` ranks whose indices are `stride` apart. With stride 1, the ranks are
-    consecutive."""
+    """A group of `size` ranks. The indices of neighboring ranks differ by `stride`. If `stride` is
+    1, the ranks are consecutive.
+    """
 
     size: int
     stride: int = 1
 
     def per_node(self, cluster: Cluster) -> int:
-        """Return the number of ranks of the group on one node."""
+        """Return how many ranks of the group are on the same node."""
         return max(1, min(self.size, cluster.ranks_per_node // self.stride))
 
     def shape(self, cluster: Cluster) -> Cluster:
-        """Return the group as a separate cluster with the group's nodes and ranks per node.
+        """Return the group as a separate cluster, whose nodes contain only the ranks of the group.
 
-        All groups of the same shape communicate at the same time, so the groups on one node share
-        the network cards of the node.
+        All groups of the same shape communicate at the same time. Therefore the groups on a node
+        share the network cards of this node.
         """
         if self.size == cluster.ranks:
             return cluster
@@ -53,9 +56,9 @@ class GroupShape:
 
 
 def all_to_all_s(cluster: Cluster, group: GroupShape, algorithm: str, size: float) -> float:
-    """Return the time in seconds of an all-to-all of `size` bytes per rank.
+    """Predict the time in seconds of an all-to-all in which each rank sends `size` bytes.
 
-    An algorithm without a cost model is assumed to cost as much as `linear`.
+    If there is no cost model for an algorithm, the cost of `linear` is used.
     """
     if group.size == 1 or not size:
         return 0.0
@@ -64,8 +67,9 @@ def all_to_all_s(cluster: Cluster, group: GroupShape, algorithm: str, size: floa
 
 
 def _ring_steps_s(cluster: Cluster, group: GroupShape, piece: float) -> float:
-    """Return the time in seconds of a ring's n - 1 steps, in which every rank forwards `piece`
-    bytes."""
+    """Predict the time in seconds of the n - 1 steps of a ring, in which every rank forwards
+    `piece` bytes per step.
+    """
     if group.size == 1:
         return 0.0
     shape = group.shape(cluster)
@@ -83,11 +87,11 @@ def _ring_steps_s(cluster: Cluster, group: GroupShape, piece: float) -> float:
 
 
 def _two_steps_s(cluster: Cluster, group: GroupShape, piece: float) -> float:
-    """Return the time in seconds of an all-gather in two steps; see `comm.by_nodes`.
+    """Predict the time in seconds of an all-gather in two steps (see `comm.by_nodes`).
 
-    The first step runs between ranks with the same local index on n nodes, and the second step runs
-    inside each node of p ranks. The network cards of a node send `(n - 1) p` pieces instead of the
-    `n p - 1` pieces of a ring.
+    There are n nodes of p ranks. In the first step, ranks with the same local index on different
+    nodes exchange data. In the second step, the ranks of each node exchange data. The network cards
+    of each node send `(n - 1) p` pieces. In a ring, the network cards would send `n p - 1` pieces.
     """
     shape = group.shape(cluster)
     n, p = shape.nodes, shape.ranks_per_node
@@ -100,10 +104,11 @@ def _two_steps_s(cluster: Cluster, group: GroupShape, piece: float) -> float:
 
 
 def all_gather_s(cluster: Cluster, group: GroupShape, piece: float) -> float:
-    """Return the time in seconds of an all-gather to which each rank contributes `piece` bytes.
+    """Predict the time in seconds of an all-gather in which each rank contributes `piece` bytes.
 
-    The cost is that of a ring, `(n - 1) (alpha + piece beta)`. If a group has several nodes with
-    several ranks each and the two-step algorithm is faster, the cost is that of this algorithm.
+    A ring takes `(n - 1) (alpha + piece beta)` seconds. If the group has several nodes with several
+    ranks each, the result is the time of the ring or of the two-step algorithm, whichever is
+    shorter.
     """
     if not piece:
         return 0.0
@@ -113,15 +118,15 @@ def all_gather_s(cluster: Cluster, group: GroupShape, piece: float) -> float:
 
 
 def reduce_scatter_s(cluster: Cluster, group: GroupShape, piece: float) -> float:
-    """Return the time in seconds of a reduce-scatter after which each rank has `piece` bytes.
+    """Predict the time in seconds of a reduce-scatter after which each rank has `piece` bytes.
 
-    A reduce-scatter is the reverse of an all-gather and takes the same time.
+    A reduce-scatter is the reverse of an all-gather and takes equally long.
     """
     return all_gather_s(cluster, group, piece)
 
 
 def all_reduce_s(cluster: Cluster, group: GroupShape, size: float) -> float:
-    """Return the time in seconds of a ring all-reduce of `size` bytes."""
+    """Predict the time in seconds of a ring all-reduce of `size` bytes."""
     return 2 * _ring_steps_s(cluster, group, size / group.size) if size else 0.0
 
 
@@ -129,30 +134,31 @@ PAIR_BYTES = 6  # two bytes for the expert and a flag that starts a row, and a f
 
 
 def expected_targets(choices: float, targets: float, each: float = 1.0) -> float:
-    """Return the expected number of distinct targets to which a token is sent.
+    """Return the expected number of different targets to which a token is sent.
 
     Args:
-        choices: number of choices of the token, which are distributed evenly over the targets.
+        choices: number of choices of the token. All targets are equally likely to be chosen.
         targets: number of possible targets (ranks or nodes).
-        each: number of targets to which the row of each choice is sent. Defaults to 1.
+        each: number of targets to which the token is sent for each choice. Defaults to 1.
     """
     return targets * (1 - (1 - min(1.0, each / targets)) ** choices)
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Router limits under which all experts of a token are in `chosen` of `groups` groups of
-    consecutive experts.
+    """Restrictions of the router. Consecutive experts form `groups` groups, and a token may select
+    experts from only `chosen` of these groups.
 
-    The groups typically correspond to nodes or devices.
+    A group typically corresponds to a node or a device.
     """
 
     groups: int = 1
     chosen: int = 1
 
     def targets(self, choices: float, targets: int, each: float = 1.0) -> float:
-        """Return `expected_targets` under these limits if all targets have the same number of
-        experts."""
+        """Return `expected_targets` under these restrictions. All targets must have the same number
+        of experts.
+        """
         inside, rest = divmod(self.groups, targets)
         if not rest:  # each target contains several groups, and some of these groups are chosen
             return targets * sum(
@@ -167,9 +173,9 @@ class Limits:
 
 @dataclass(frozen=True)
 class OnceRows:
-    """Numbers of rows and (expert, weight) pairs of a token.
+    """Expected numbers of rows and of (expert, weight) pairs that are sent for one token.
 
-    The token's own rank and node are included.
+    The numbers include rows and pairs that stay on the token's own rank or node.
 
     Attributes:
         ranks: number of ranks to which the token's row is sent.
@@ -188,15 +194,15 @@ Visits = Mapping[int, OnceRows]
 
 def rows_of_token(cluster: Cluster, top_k: float, r: int = 1, limits: Limits = Limits(),
                   visits: Visits | None = None) -> OnceRows:
-    """Return the numbers of rows and pairs of a token with `top_k` choices.
+    """Return the expected numbers of rows and pairs for a token with `top_k` choices.
 
     Args:
-        cluster: cluster whose ranks or nodes are the targets.
+        cluster: the cluster to whose ranks and nodes the token is sent.
         top_k: number of choices per token.
-        r: number of consecutive ranks to which each choice is sent.
-        limits: router limits. By default, there are no limits.
-        visits: destinations of tokens that were measured in a run. By default, even routing is
-            assumed.
+        r: number of consecutive ranks to which the token is sent for each choice.
+        limits: router limits. By default, the router has no restrictions.
+        visits: measured numbers of ranks and nodes to which a token is sent. By default, all
+            experts are assumed to be equally likely.
     """
     if visits is not None:
         return visits[r]
@@ -212,8 +218,8 @@ class TokenBytes:
     """Number of bytes that a rank sends for one token in one direction.
 
     Attributes:
-        inside: number of bytes for ranks of the same node. With `send=nodes`, these are the bytes
-            that are forwarded inside a node.
+        inside: number of bytes sent to ranks of the same node. With `send=nodes`, `inside` is the
+            number of bytes that are forwarded inside a node.
         between: number of bytes sent to other nodes.
     """
 
@@ -223,17 +229,17 @@ class TokenBytes:
 
 def bytes_of_token(cluster: Cluster, send: str, top_k: float, row_bytes: float,
                    limits: Limits = Limits()) -> TokenBytes:
-    """Return the size of a token's rows and pairs that are sent to the experts.
+    """Return the number of bytes of rows and pairs that are sent to the experts for one token.
 
     On the way back from the experts, only the rows are sent. The backward pass sends the same
-    amount in each direction again.
+    number of bytes again in each direction.
 
     Args:
         cluster: the cluster.
-        send: how often a row is sent, which is one of `choice.SENDS`.
+        send: how often a row is sent, one of `choice.SENDS`.
         top_k: number of choices per token.
         row_bytes: size of a row in bytes.
-        limits: router limits. By default, there are no limits.
+        limits: router limits. By default, the router has no restrictions.
     """
     rows = rows_of_token(cluster, top_k, limits=limits)
     away, apart = cluster.between, 1 - 1 / cluster.ranks
@@ -248,7 +254,9 @@ def bytes_of_token(cluster: Cluster, send: str, top_k: float, row_bytes: float,
 
 def exchange_s(cluster: Cluster, choice: LayoutChoice, rows: OnceRows, tokens: float,
                row_bytes: float) -> float:
-    """Return the time in seconds to send `tokens` tokens of each rank to their experts or back."""
+    """Predict the time in seconds to send `tokens` tokens of each rank to their experts, or to send
+    the results back.
+    """
     group, pairs = GroupShape(cluster.ranks), tokens * rows.pairs * PAIR_BYTES / 2
     flat = min(cluster.nodes, cluster.ranks_per_node) == 1
     if choice.send == "ranks" or flat:

@@ -1,9 +1,9 @@
-"""SWARM's policies for unequal and unreliable peers (Ryabinin et al., 2023).
+"""The policies that SWARM uses for unequal and unreliable peers (Ryabinin et al., 2023).
 
-- `Wiring` selects the peer for the next task by interleaved weighted round-robin scheduling with
-  average throughputs as weights. If a peer fails, its task is sent again, and a peer that answers
-  with an error is banned.
-- `butterfly_weights` computes the fraction of a vector that each peer of an all-reduce sums.
+- `Wiring` selects the peer for the next task. `Wiring` uses interleaved weighted round-robin
+  scheduling, where the weights are average throughputs. If a peer fails, the task of this peer is
+  sent to another peer. A peer that responds with an error is banned.
+- `butterfly_weights` computes which fraction of a vector each peer sums in an all-reduce.
 """
 
 from __future__ import annotations
@@ -19,30 +19,32 @@ BACKWARD = 2.5  # size of a backward task relative to a forward task
 
 @dataclass
 class Throughput:
-    """Moving average of the throughput. The bias that results from starting at zero is
-    corrected."""
+    """A moving average of a peer's throughput. The average is corrected for the bias that results
+    from its initial value of zero.
+    """
 
     _average: float = 0.0
     _weight: float = 0.0
 
     def add(self, size: float, seconds: float) -> None:
-        """Include a task of the given size that took `seconds` > 0 in the average."""
+        """Add a task of the given size that took `seconds` > 0 to the average."""
         self._average += ALPHA * (size / seconds - self._average)
         self._weight += ALPHA * (1 - self._weight)
 
     @property
     def value(self) -> float | None:
-        """Average task size per second, or None if no task was added."""
+        """Average task size per second, or None if no task has been added."""
         return self._average / self._weight if self._weight else None
 
 
 @dataclass(order=True)
 class _Entry:
-    """Heap entry of a peer, ordered by the predicted time at which the peer is free.
+    """A heap entry for one peer. Entries are sorted by the predicted time at which the peer is
+    idle.
 
     Attributes:
-        busy_until: predicted time at which the peer finishes its tasks.
-        tie: random number that determines the order of equally busy peers.
+        busy_until: predicted time at which the peer will have finished its tasks.
+        tie: random number that determines the order of peers with equal times.
         peer: the peer.
     """
 
@@ -52,16 +54,16 @@ class _Entry:
 
 
 class Wiring:
-    """Selector of a peer for each task of one pipeline stage.
+    """Selects a peer for each task of one pipeline stage.
 
-    For every peer, the selector predicts the time at which the peer finishes its tasks. The next
-    task is sent to the peer with the earliest time, and this time is then increased by the task's
-    size divided by the peer's throughput. If there are N equal tasks and n peers with constant
-    throughputs t_i, and p_i is `t_i / sum t`, the number of tasks of peer i differs from `N p_i` by
-    at most `max(1, n p_i)`.
+    For every peer, this class predicts the time at which the peer will have finished its tasks. The
+    next task is sent to the peer with the earliest predicted time. The predicted time of this peer
+    is then increased by the size of the task divided by the throughput of the peer. For N equal
+    tasks and n peers with constant throughputs t_i, let p_i be `t_i / sum t`. The number of tasks
+    of peer i then differs from `N p_i` by at most `max(1, n p_i)`.
 
     Args:
-        seed: seed of the random numbers that determine the order of equally busy peers.
+        seed: seed of the random numbers that determine the order of peers with equal times.
     """
 
     def __init__(self, seed: int = 0) -> None:
@@ -72,14 +74,14 @@ class Wiring:
 
     @property
     def peers(self) -> frozenset[Hashable]:
-        """Peers that can currently receive tasks."""
+        """The peers that can currently receive tasks."""
         return frozenset(self._throughput)
 
     def announce(self, peer: Hashable, throughput: float) -> None:
-        """Add a new or banned peer with the given expected throughput.
+        """Add a new peer or a banned peer, with its expected throughput.
 
-        The peer starts with the load of the least busy peer. Otherwise, a new peer would receive
-        all tasks for some time.
+        The peer is treated as if it were as busy as the least busy peer. Otherwise a new peer would
+        receive all tasks for some time.
         """
         if throughput <= 0:
             raise ValueError(f"throughput={throughput} of peer {peer!r} must be > 0")
@@ -89,8 +91,9 @@ class Wiring:
         heapq.heappush(self._heap, _Entry(busy, self._dice.random(), peer))
 
     def ban(self, peer: Hashable) -> None:
-        """Remove a peer that answered with an error or left. The peer can later be announced
-        again."""
+        """Remove a peer that has responded with an error or has left. The peer can be announced
+        again later.
+        """
         if self._throughput.pop(peer, None) is not None:
             self._heap = [entry for entry in self._heap if entry.peer != peer]
             heapq.heapify(self._heap)
@@ -99,11 +102,12 @@ class Wiring:
         """Return the peer to which the next task should be sent.
 
         Args:
-            size: size of the task in any unit. Defaults to 1.
-            but: peers that are excluded because they did not answer this task in time.
+            size: size of the task, in an arbitrary unit. Defaults to 1.
+            but: peers that are excluded because they did not respond to this task in time.
 
         Raises:
-            LookupError: If no peer is left. In this case, announce an additional peer, or wait.
+            LookupError: If all peers are excluded, or if there are no peers. The caller should
+                announce an additional peer, or wait.
         """
         passed = []
         while self._heap and self._heap[0].peer in but:
@@ -121,28 +125,31 @@ class Wiring:
 
     def done(self, peer: Hashable, size: float, seconds: float) -> None:
         """Record that a peer has finished a task. If the peer has been banned in the meantime, the
-        task is ignored."""
+        task is ignored.
+        """
         if peer in self._throughput:
             self._throughput[peer].add(size, seconds)
 
     def throughput(self, peer: Hashable) -> float:
         """Return the throughput that is assumed for a peer.
 
-        Before the peer's first task, this is the announced value, and afterwards the measured
-        average.
+        Before the peer has finished its first task, the announced throughput is returned. After the
+        first task, the measured average is returned.
         """
         measured = self._throughput[peer].value
         return self._start[peer] if measured is None else measured
 
 
 def butterfly_weights(bandwidths: Sequence[float]) -> list[float]:
-    """Return the fractions w of a vector that each of n peers sums in a butterfly all-reduce.
+    """For a butterfly all-reduce of n peers, return the fraction w_i of the vector that each peer i
+    sums.
 
-    With bandwidths b, the fractions minimize the largest `(1 + (n - 2) w_i) / b_i`, under the
-    conditions that they sum to 1 and that w >= 0. Within time T, peer i can sum the fraction `(T
-    b_i - 1) / (n - 2)`. The smallest T for which these fractions sum to 1 has a closed form over
-    the fastest peers, those with `T b_i > 1`. A peer with `b_i < 1 / T` sums nothing, but it still
-    has to send its own vector. With two peers, the fractions are proportional to b.
+    For given bandwidths b_i, the fractions minimize the maximum of `(1 + (n - 2) w_i) / b_i`. All
+    fractions are >= 0 and their sum is 1. In a time T, peer i can sum the fraction
+    `(T b_i - 1) / (n - 2)` of the vector. There is a closed form for the smallest T at which these
+    fractions sum to 1. The closed form only contains the fastest peers, namely those with
+    `T b_i > 1`. A peer with `b_i < 1 / T` sums nothing, but still has to send its own vector. With
+    two peers, the fractions are proportional to the bandwidths.
     """
     count = len(bandwidths)
     if count == 0 or min(bandwidths) <= 0:

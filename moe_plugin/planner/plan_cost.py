@@ -1,13 +1,14 @@
-"""Predicted time per step and memory per rank of a plan.
+"""Predict the time per step and the memory per rank of a plan.
 
 The prediction combines a roofline model, alpha-beta costs, event timelines and the 1F1B schedule.
-The time of the stage with the most layers is used for all stages. With m micro-batches and pp
-stages, a step takes `m + pp - 1` times as long as a stage's forward and backward passes (1F1B
-without interleaving). The time to reduce gradients is added. In 16 bits, the activations of a dense
-layer without recomputation and attention scores need 34 bytes per token and model dimension
-(Korthikanti et al., 2022), divided by the tensor-parallel size. In 32 bits, host frameworks also
-store attention scores, because fused attention kernels accept only 16 bits. Logits and their
-gradients are stored in 32 bits.
+The time of the stage with the most MoE layers is used for all stages. With m micro-batches and pp
+stages, a step takes `m + pp - 1` times as long as the forward and backward passes of a stage (1F1B
+without interleaving). The time to reduce gradients is added to the time of the passes. In 16-bit
+precision, the activations of a dense layer take 34 bytes per token and model dimension, divided by
+the tensor-parallel size (Korthikanti et al., 2022). The 34 bytes do not include attention scores,
+and are valid if nothing is recomputed. In 32-bit precision, host frameworks also store the
+attention scores, because fused attention kernels support only 16-bit precision. Logits and their
+gradients are stored in 32-bit precision.
 """
 
 from __future__ import annotations
@@ -31,15 +32,16 @@ BACKWARD = 2.0
 
 @dataclass(frozen=True)
 class PlanCost:
-    """Predicted cost of a plan.
+    """Predicted time and memory of a plan.
 
     Attributes:
         plan: the plan.
-        time: for each part of a step, its time in seconds.
-        memory: for each part of the memory, its size in bytes on the fullest rank.
+        time: for each component of a training step, its time in seconds.
+        memory: for each component of the memory, its size in bytes on the rank with the highest
+            memory use.
         layer: predicted cost of one MoE layer.
-        activations: decision for each layer of the model to keep or recompute its activations.
-            The tuple is empty if all layers keep their activations.
+        activations: for each layer of the model, whether to keep or to recompute its activations.
+            `activations` is empty if all layers keep their activations.
     """
 
     plan: ModelPlan
@@ -50,17 +52,17 @@ class PlanCost:
 
     @property
     def seconds(self) -> float:
-        """Time of one step in seconds."""
+        """Time of one training step in seconds."""
         return sum(self.time.values())
 
     @property
     def memory_bytes(self) -> float:
-        """Memory of the fullest rank in bytes."""
+        """Memory in bytes on the rank with the highest memory use."""
         return sum(self.memory.values())
 
 
 def plan_cost(model: ModelShape, cluster: Cluster, device: Device, plan: ModelPlan) -> PlanCost:
-    """Return the predicted cost of a plan."""
+    """Predict the time and memory of a plan."""
     layer = layer_cost(model.layer(plan.tokens(model)), plan.expert_cluster(cluster), device,
                        plan.layout)
     return PlanCost(plan, time_of(model, cluster, device, plan, layer.seconds),
@@ -68,9 +70,9 @@ def plan_cost(model: ModelShape, cluster: Cluster, device: Device, plan: ModelPl
 
 
 def needs_send(model: ModelShape, cluster: Cluster, device: Device, plan: ModelPlan) -> bool:
-    """Return True if a plan would exceed the memory if one row per selected expert were sent.
+    """Return whether the plan would not fit in memory if it sent one row per selected expert.
 
-    The result is False if the plan already sends one row per selected expert.
+    Returns False if the plan sends one row per selected expert.
     """
     rows = replace(plan, layout=replace(plan.layout, send="rows"))
     return rows != plan and plan_cost(model, cluster, device,
@@ -79,13 +81,13 @@ def needs_send(model: ModelShape, cluster: Cluster, device: Device, plan: ModelP
 
 def time_of(model: ModelShape, cluster: Cluster, device: Device, plan: ModelPlan,
             layer_s: float) -> dict[str, float]:
-    """Return the time in seconds of each part of a step.
+    """For each component of a training step, return the time in seconds.
 
     Args:
-        model: shape of the model.
-        cluster: the cluster on which the model runs.
+        model: sizes of the model.
+        cluster: the cluster on which the model is trained.
         device: processor of each rank.
-        plan: distribution of the model over the cluster.
+        plan: describes how the model is distributed over the cluster.
         layer_s: time in seconds of the forward and backward passes of one MoE layer.
     """
     stage = _stage(model, cluster, device, plan, layer_s)
@@ -97,13 +99,13 @@ def time_of(model: ModelShape, cluster: Cluster, device: Device, plan: ModelPlan
 
 
 def dense_s(model: ModelShape, device: Device, tokens: int, tp: int = 1) -> dict[str, float]:
-    """Return the forward and backward times in seconds of attention, dense layers and the output
-    head.
+    """Return the time in seconds of the forward and backward passes, separately for attention,
+    dense layers and the output head.
 
     Args:
-        model: shape of the model.
+        model: sizes of the model.
         device: processor of each rank.
-        tokens: number of tokens, which form full sequences.
+        tokens: number of tokens. The tokens form complete sequences.
         tp: number of tensor-parallel ranks. Defaults to 1.
     """
     d = model.model_dim
@@ -117,9 +119,10 @@ def dense_s(model: ModelShape, device: Device, tokens: int, tp: int = 1) -> dict
 
 def dense_layer_s(model: ModelShape, cluster: Cluster, device: Device, tokens: int,
                   tp: int) -> dict[str, float]:
-    """Return the forward and backward times in seconds of one dense layer on `tp` ranks.
+    """Return the time in seconds of the forward and backward passes of one dense layer on `tp`
+    ranks.
 
-    The times include the tensor-parallel communication, which consists of two all-reduces per pass.
+    The time includes tensor-parallel communication, which consists of two all-reduces per pass.
     """
     part = dense_s(model, device, tokens, tp)
     size = tokens * model.model_dim * model.element_bytes
@@ -130,8 +133,9 @@ def dense_layer_s(model: ModelShape, cluster: Cluster, device: Device, tokens: i
 
 def _stage(model: ModelShape, cluster: Cluster, device: Device, plan: ModelPlan,
            layer_s: float) -> dict[str, float]:
-    """Return the time in seconds of a micro-batch's forward and backward passes on the fullest
-    stage."""
+    """Return the time in seconds of the forward and backward passes of one micro-batch on the stage
+    with the most MoE layers.
+    """
     layers, moe = model.fullest(plan.pp)
     tokens = plan.micro_batch * model.sequence
     dense = dense_layer_s(model, cluster, device, tokens, plan.tp)
@@ -153,10 +157,10 @@ def _stage_to_stage_s(cluster: Cluster, plan: ModelPlan, size: float) -> float:
 
 
 def gradient_s(model: ModelShape, cluster: Cluster, plan: ModelPlan) -> float:
-    """Return the time in seconds to all-reduce the fp32 gradients.
+    """Predict the time in seconds of the all-reduces of fp32 gradients.
 
-    Gradients of dense layers are reduced over the data-parallel ranks, and gradients of experts
-    over the replicas of the experts.
+    Gradients of dense layers are reduced over the data-parallel ranks. Gradients of experts are
+    reduced over the replicas of the experts.
     """
     groups, total = plan.groups(), 0.0
     if plan.dp > 1:
@@ -169,13 +173,13 @@ def gradient_s(model: ModelShape, cluster: Cluster, plan: ModelPlan) -> float:
 
 
 def expert_parameters(model: ModelShape, plan: ModelPlan) -> float:
-    """Return the number of expert parameters on a rank of the fullest stage."""
+    """Return the number of expert parameters per rank on the stage with the most MoE layers."""
     _, moe = model.fullest(plan.pp)
     return model.expert_parameters / max(1, model.moe_layers) * moe / plan.expert_ranks
 
 
 def layer_activations(model: ModelShape, plan: ModelPlan) -> float:
-    """Return the size in bytes of a dense layer's activations for one micro-batch on one rank."""
+    """Return the size in bytes of a dense layer's activations on one rank, for one micro-batch."""
     width = ACTIVATION_BYTES * model.model_dim
     if model.element_bytes > 2:
         width += SCORES * model.heads * model.sequence
@@ -183,12 +187,12 @@ def layer_activations(model: ModelShape, plan: ModelPlan) -> float:
 
 
 def memory_of(model: ModelShape, plan: ModelPlan, layer: LayerCost) -> dict[str, float]:
-    """Return the size in bytes of each part of the memory on the fullest stage, with `pp`
-    micro-batches in flight.
+    """For each component of the memory, return its size in bytes on the stage with the most MoE
+    layers. Up to `pp` micro-batches are in flight.
 
-    Parameters, gradients and optimizer state are listed separately for dense layers and experts.
-    If `ModelShape.sharded_optimizer` is set, the optimizer state is divided by the number of ranks
-    that replicate the parameters.
+    Parameters, gradients and optimizer states are listed separately for dense layers and for
+    experts. If `ModelShape.sharded_optimizer` is set, the optimizer state is divided among the
+    ranks that replicate the parameters.
     """
     shares = {"dense": model.dense_parameters / (plan.tp * plan.pp),
               "expert": expert_parameters(model, plan)}
@@ -205,10 +209,10 @@ def memory_of(model: ModelShape, plan: ModelPlan, layer: LayerCost) -> dict[str,
 
 
 def lower_bound_s(model: ModelShape, cluster: Cluster, device: Device, plan: ModelPlan) -> float:
-    """Return a lower bound of the time per step in seconds that holds for all layouts.
+    """Return a lower bound on the time per step, in seconds, that is valid for all layouts.
 
-    MoE layers are assumed to compute at full arithmetic speed without communication. For all other
-    parts, the predicted times are used.
+    For MoE layers, the lower bound assumes that experts compute at the device's full speed and that
+    communication takes no time. For all other components of a step, the predicted times are used.
     """
     # r = 0 pads nothing
     rows = plan.tokens(model) * model.top_k * min(1.0, model.capacity_factor or 1.0)
@@ -224,23 +228,25 @@ ACTIVATIONS = "activations, some recomputed"
 
 
 def activation_bytes(cost: PlanCost, memory: float) -> int:
-    """Return how many of `memory` bytes remain for activations on the fullest rank."""
+    """Return how many of `memory` bytes are available for activations on the rank with the highest
+    memory use.
+    """
     return int(memory - sum(_of_parameters(cost).values()))
 
 
 def _of_parameters(cost: PlanCost) -> dict[str, float]:
-    """Return the size in bytes of each part of the memory except activations and MoE rows."""
+    """Return the size in bytes of each memory component, excluding activations and MoE rows."""
     return {name: size for name, size in cost.memory.items() if name not in RECOMPUTABLE}
 
 
 def recomputed(model: ModelShape, costs: Iterable[PlanCost], memory: float) -> list[PlanCost]:
-    """Return the plans that need more than `memory` bytes per rank unless some layers are
-    recomputed.
+    """Return the plans that fit in `memory` bytes per rank only if some layers are recomputed.
 
-    The returned costs list the recomputed layers in `PlanCost.activations` and the time of
-    recomputation as the part `RECOMPUTED`. KARMA's search selects the layers by the predicted times
-    and sizes of each stage's dense and MoE layers, in the layer order of the host framework
-    (`ModelShape.in_host`). No activations are swapped.
+    The returned costs list the recomputed layers in `PlanCost.activations`. The time of
+    recomputation is listed as the component `RECOMPUTED`. KARMA's search selects the layers to
+    recompute. The search uses the predicted times and sizes of the dense layers and MoE layers of
+    each stage. The layers have the same order as in the host framework (`ModelShape.in_host`).
+    Activations are not swapped.
     """
     fitting = []
     for cost in costs:
@@ -267,21 +273,22 @@ def _again_s(made: SwapPlan) -> float:
 
 
 def _stages(model: ModelShape, cost: PlanCost, room: int) -> list[SwapPlan]:
-    """Return a recomputation plan for each pipeline stage. Stages with the same layers share a
-    plan."""
+    """For each pipeline stage, return a plan that keeps or recomputes activations. Stages that
+    consist of the same types of layers share a plan.
+    """
     rows = [tuple(map(model.has_experts, layers)) for layers in model.stages(cost.plan.pp)]
     plans = {row: plan_activations(_blocks(model, cost, row), room) for row in dict.fromkeys(rows)}
     return [plans[row] for row in rows]
 
 
 def _blocks(model: ModelShape, cost: PlanCost, experts: tuple[bool, ...]) -> list[SwapBlock]:
-    """Return the layers of a stage as blocks, each with the activations of all micro-batches in
-    flight.
+    """Return the layers of a stage as blocks. The activations of a block are the layer's
+    activations for all micro-batches in flight.
 
     Args:
         model: shape of the model.
-        cost: predicted cost of the plan.
-        experts: for each layer of the stage, True if the layer has experts.
+        cost: predicted time and memory of the plan.
+        experts: for each layer of the stage, whether the layer is an MoE layer.
     """
     plan, share = cost.plan, 1 / (1 + BACKWARD)
     micro = plan.micro_batches(model)

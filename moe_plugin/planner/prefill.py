@@ -1,10 +1,10 @@
-"""Choice of the number of pieces and of the kernel of expert compute from a profile (EPS-MoE).
+"""Choose the number of pieces and the kernel for expert computation from a profile (EPS-MoE).
 
-The source is Qian et al., "EPS-MoE: Expert Pipeline Scheduler for Cost-Efficient MoE Inference",
-2024. The rows of a layer are divided into pieces by experts or by rows. While one piece is
+Source: Qian et al., "EPS-MoE: Expert Pipeline Scheduler for Cost-Efficient MoE Inference", 2024.
+The rows of a layer are divided into pieces, either by expert or by row. While one piece is
 computed, the rows of the next piece and the results of the previous piece are sent over the same
-network. Each piece adds the fixed cost of an exchange and a launch. The best number of pieces is
-therefore a compromise between overlap and fixed costs.
+network. Each additional piece adds the fixed cost of an exchange and of a kernel launch. The best
+number of pieces is therefore a compromise between overlap and fixed costs.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ CUTS = ("experts", "rows")
 
 @dataclass(frozen=True)
 class Kernel:
-    """A measured implementation of expert compute.
+    """A measured implementation of expert computation.
 
     Attributes:
-        points: pairs (rows, seconds) measured for one expert, in ascending order of rows. Times
-            between the points are interpolated linearly, and times beyond them are extrapolated
-            linearly.
-        launch_s: time of a launch in seconds.
-        each: whether each expert needs its own launch instead of one launch for all experts of a
-            piece.
+        points: pairs (number of rows, seconds) measured for one expert, sorted by the number of
+            rows. Times between these points are interpolated linearly, and times outside these
+            points are extrapolated linearly.
+        launch_s: time of a kernel launch, in seconds.
+        each: if True, every expert is a separate kernel launch. If `each` is False, one launch
+            computes all experts of a piece.
     """
 
     points: tuple[tuple[int, float], ...]
@@ -55,13 +55,15 @@ class Kernel:
                              "kernel again")
 
     def expert_s(self, rows: float) -> float:
-        """Return the time of one expert in seconds, without the launch."""
+        """Return the computation time of one expert in seconds, without the kernel launch."""
         i = min(max(1, bisect_left(self.points, (rows,))), len(self.points) - 1)
         (x0, y0), (x1, y1) = self.points[i - 1:i + 1]
         return max(0.0, y0 + (y1 - y0) * (rows - x0) / (x1 - x0))
 
     def seconds(self, experts: float, rows: float) -> float:
-        """Return the time in seconds of `experts` experts with `rows` rows each."""
+        """Return the computation time in seconds of `experts` experts with `rows` rows each,
+        including kernel launches.
+        """
         launches = experts if self.each else 1
         return launches * self.launch_s + experts * self.expert_s(rows)
 
@@ -71,16 +73,16 @@ Profile = Mapping[str, Kernel]
 
 @dataclass(kw_only=True)
 class KernelFile:
-    """Contents of a file that `moe-plugin profile-device --kernels` created."""
+    """The data in a file that `moe-plugin profile-device --kernels` has created."""
 
     kernels: dict[str, Any]
 
 
 def load_kernels(path: str | Path) -> Profile:
-    """Read a kernel file.
+    """Read a file with measured kernels.
 
     Raises:
-        ValueError: If the file cannot be read, or if it does not describe kernels.
+        ValueError: If the file cannot be read, or if it does not contain measured kernels.
     """
     remedy = "create one with moe-plugin profile-device --kernels"
     contents = load_record(KernelFile, path, "kernel file", remedy)
@@ -95,14 +97,15 @@ def load_kernels(path: str | Path) -> Profile:
 
 @dataclass(frozen=True, kw_only=True)
 class PrefillLoad:
-    """Work of a rank in one forward call, and the cost of its exchanges.
+    """Number of experts and rows of a rank in one forward call, and the times of exchanges.
 
     Attributes:
         experts: number of experts on the rank.
-        rows: number of rows of each expert.
-        row_s: time in seconds in which the network transfers one row in one direction.
-        exchange_s: fixed time of one exchange in seconds.
-        host_s: CPU time in seconds that the host needs for each piece if there are several pieces.
+        rows: number of rows per expert.
+        row_s: time in seconds to send one row over the network in one direction.
+        exchange_s: fixed time of an exchange, in seconds.
+        host_s: CPU time per piece in seconds. This time is counted only if there are several
+            pieces.
     """
 
     experts: int
@@ -121,14 +124,14 @@ class PrefillLoad:
 
 @dataclass(frozen=True)
 class PrefillChoice:
-    """A choice of the number of pieces and of the kernel, with the predicted time.
+    """A number of pieces and a kernel, with the predicted time.
 
     Attributes:
         pieces: number of pieces into which the rows are divided.
-        cut: axis from `CUTS` along which rows are divided into pieces.
+        cut: how rows are divided into pieces, one of `CUTS`.
         kernel: name of the kernel that computes the experts.
-        seconds: time in seconds of dispatch, experts and combine together.
-        bound_s: lower bound in seconds of the time with any order of the tasks.
+        seconds: total time of dispatch, experts and combine.
+        bound_s: lower bound on the time in seconds for any order of the tasks.
     """
 
     pieces: int
@@ -146,14 +149,16 @@ def fastest_kernel(profile: Profile, experts: float, rows: float) -> str:
 
 
 def crossovers(profile: Profile, experts: int, rows: range) -> list[tuple[int, str, str]]:
-    """Return each number of rows at which the fastest kernel changes, and the two kernels.
+    """Return each number of rows per expert at which the fastest kernel changes, together with the
+    names of the two kernels.
 
-    The first kernel is the fastest below this number of rows, and the second from this number on.
+    The first kernel is the fastest below this number of rows. The second kernel is the fastest at
+    and above this number of rows.
 
     Args:
         profile: measured kernels by name.
         experts: number of experts.
-        rows: numbers of rows per expert to examine, in ascending order.
+        rows: numbers of rows per expert to check, in ascending order.
     """
     changes, before = [], None
     for count in rows:
@@ -165,14 +170,14 @@ def crossovers(profile: Profile, experts: int, rows: range) -> list[tuple[int, s
 
 
 def timeline(load: PrefillLoad, pieces: int, compute_s: float) -> Timeline:
-    """Return the timeline of equal pieces that pass through dispatch, experts and combine.
+    """Simulate equally large pieces that pass through dispatch, experts and combine.
 
-    The network transfers rows that still have to be computed before results.
+    The network sends rows that still have to be computed before it sends results.
 
     Args:
-        load: work of the rank.
+        load: experts and rows of the rank, and times of exchanges.
         pieces: number of pieces into which the rows are divided.
-        compute_s: time in seconds to compute a piece, including the CPU time of the host.
+        compute_s: time in seconds to compute one piece, including the CPU time of the host.
     """
     move = load.exchange_s + load.experts * load.rows * load.row_s / pieces
     tasks = [Task(f"out {i}", "network", move, phase="out") for i in range(pieces)]
@@ -183,11 +188,11 @@ def timeline(load: PrefillLoad, pieces: int, compute_s: float) -> Timeline:
 
 
 def bound_s(load: PrefillLoad, pieces: int, compute_s: float) -> float:
-    """Return a lower bound in seconds of the time with any order of equal pieces.
+    """Return a lower bound on the time in seconds for any order of equally large pieces.
 
-    The result is the larger of two bounds. The first is the sum of the first exchange, all
-    computation and the last exchange. The second is the sum of all exchanges and the time for which
-    the network waits for the first piece.
+    The larger of two lower bounds is returned. The first bound is the sum of the first exchange,
+    all computation, and the last exchange. The second bound is the sum of all exchanges and the
+    time for which the network waits until the first piece has been computed.
     """
     move = load.exchange_s + load.experts * load.rows * load.row_s / pieces
     waits = max(0.0, compute_s - (pieces - 1) * move)
@@ -196,21 +201,21 @@ def bound_s(load: PrefillLoad, pieces: int, compute_s: float) -> float:
 
 def choices(load: PrefillLoad, profile: Profile, cut: str = "experts",
             pieces: Sequence[int] = PIECES) -> list[PrefillChoice]:
-    """Return a choice with the fastest kernel for each number of pieces. The fastest choice comes
-    first.
+    """For each number of pieces, find the fastest kernel and predict the time. The choices are
+    returned from fastest to slowest.
 
-    Among equally fast choices, the choice with fewer pieces comes first.
+    Among equally fast choices, the choice with the fewest pieces comes first.
 
     Args:
-        load: work of the rank.
+        load: experts and rows of the rank, and times of exchanges.
         profile: measured kernels by name.
-        cut: axis along which rows are divided into pieces, "experts" or "rows".
-        pieces: candidate numbers of pieces. Numbers that are larger than the number of experts (or
-            of rows) are ignored. All pieces are assumed to be equal even if the experts or rows
-            cannot be divided evenly.
+        cut: how rows are divided into pieces, "experts" or "rows".
+        pieces: numbers of pieces to try. Numbers of pieces that exceed the number of experts (or
+            rows per expert) are ignored. All pieces are assumed to be equally large, even if the
+            experts or rows cannot be divided evenly.
 
     Raises:
-        ValueError: If the axis is unknown, or if no number of pieces is possible.
+        ValueError: If `cut` is unknown, or if `pieces` contains no possible number.
     """
     if cut not in CUTS:
         raise ValueError(f"cut {short(cut)} is unknown. Choose from {', '.join(CUTS)}")
@@ -233,6 +238,6 @@ def choices(load: PrefillLoad, profile: Profile, cut: str = "experts",
 
 def table(loads: Sequence[PrefillLoad],
           profile: Profile) -> list[tuple[PrefillLoad, PrefillChoice]]:
-    """Return the best choice for each load, considering both axes."""
+    """For each load, return the fastest choice for dividing rows by expert or by row."""
     return [(load, min((choices(load, profile, cut)[0] for cut in CUTS),
                        key=lambda choice: (choice.seconds, choice.pieces))) for load in loads]

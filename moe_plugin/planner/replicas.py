@@ -1,15 +1,16 @@
-"""Placement of expert replicas on ranks according to expert loads (DeepSeek's EPLB).
+"""Place replicas of experts on ranks, depending on the loads of the experts (DeepSeek's EPLB).
 
-Each rank has slots, which are called physical experts. Each slot contains one of the router's
-logical experts. Experts with a high load occupy several slots. Placement has two greedy steps,
-which both proceed in the order of decreasing load. First, each additional replica is assigned to
-the expert with the highest load per replica. This minimizes the highest load of a slot. Second,
-each replica is placed on the rank with the least load among those with a free slot. If the number
-of nodes divides the number of expert groups, placement is hierarchical. Groups are first placed on
-nodes, so all replicas of an expert and all experts of a group are on one node.
+Each rank provides slots, which are called physical experts. Each slot stores one of the router's
+experts, which are called logical experts. An expert with a high load is stored in several slots.
+Placement consists of two greedy steps. Both steps process the highest loads first. In the first
+step, each additional replica is given to the expert with the highest load per replica. The first
+step minimizes the maximum load of a slot. In the second step, each replica is placed on the least
+loaded rank that still has a free slot. If the number of expert groups is a multiple of the number
+of nodes, placement is hierarchical. Hierarchical placement first assigns groups to nodes. As a
+result, all experts of a group, and all replicas of these experts, are on the same node.
 
-The loads of any two ranks differ by at most the largest load of a slot. Therefore the load of the
-fullest rank is at most the mean load plus the largest load of a slot.
+The loads of any two ranks differ by at most the load of the fullest slot. Therefore the load of the
+busiest rank is at most the mean load of a rank plus the load of the fullest slot.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ Loads = Sequence[float]
 
 @dataclass(frozen=True)
 class ReplicaMap:
-    """Mapping between physical and logical experts.
+    """Describes which logical expert each physical expert is a replica of.
 
     Attributes:
-        logical: index of the logical expert in each physical slot. The slots of a rank are
-            consecutive.
+        logical: for each slot (physical expert), the index of the logical expert stored in it. The
+            slots of a rank have consecutive indices.
         ranks: number of ranks.
     """
 
@@ -37,30 +38,33 @@ class ReplicaMap:
 
     @property
     def slots(self) -> int:
-        """Number of slots on each rank."""
+        """Number of slots per rank."""
         return len(self.logical) // self.ranks
 
     @property
     def physical(self) -> Mapping[int, tuple[int, ...]]:
-        """Indices of the slots of each logical expert in ascending order."""
+        """For each logical expert, the indices of its slots in ascending order."""
         slots: dict[int, list[int]] = {}
         for slot, expert in enumerate(self.logical):
             slots.setdefault(expert, []).append(slot)
         return {expert: tuple(slots[expert]) for expert in sorted(slots)}
 
     def rank_loads(self, loads: Loads) -> list[float]:
-        """Return the load of each rank if the replicas of an expert share its load evenly."""
+        """Return the load of each rank, assuming that the load of an expert is divided equally
+        among its replicas.
+        """
         copies = {expert: len(slots) for expert, slots in self.physical.items()}
         slot_loads = [loads[expert] / copies[expert] for expert in self.logical]
         return [sum(slot_loads[i:i + self.slots]) for i in range(0, len(slot_loads), self.slots)]
 
     def holders(self, expert: int) -> tuple[int, ...]:
-        """Return the ranks that have a logical expert, in ascending order."""
+        """Return the ranks that store a logical expert, in ascending order."""
         return tuple(sorted({slot // self.slots for slot in self.physical[expert]}))
 
     def incoming(self, before: ReplicaMap) -> list[tuple[int, ...]]:
-        """Return, for each rank, the experts whose weights it must receive to switch from
-        `before`."""
+        """For each rank, return the experts whose weights the rank must receive when the placement
+        changes from `before` to this placement.
+        """
         def experts(placed: ReplicaMap, rank: int) -> set[int]:
             return set(placed.logical[rank * placed.slots:(rank + 1) * placed.slots])
 
@@ -69,17 +73,17 @@ class ReplicaMap:
 
 
 def replicate(loads: Loads, slots: int, most: int | None = None) -> list[int]:
-    """Return the number of replicas of each expert, which is at least one.
+    """Return the number of replicas of each expert. Every expert has at least one replica.
 
-    The sum of all numbers is `slots`.
+    The numbers of replicas sum to `slots`.
 
-    The greedy choice is optimal, because no choice has a smaller maximum load per slot.
+    The greedy method is optimal: no other numbers of replicas give a smaller maximum load per slot.
 
     Args:
         loads: load of each expert.
-        slots: total number of replicas of all experts.
-        most: maximum number of replicas of an expert. If `most` is given, slots may remain unused.
-            By default, there is no limit.
+        slots: total number of replicas, counting those of all experts.
+        most: maximum number of replicas per expert. If `most` is given, some slots may remain
+            unused. By default, the number of replicas per expert is not limited.
     """
     counts = [1] * len(loads)
     heap = [(-load, expert) for expert, load in enumerate(loads) if most is None or most > 1]
@@ -97,11 +101,10 @@ def replicate(loads: Loads, slots: int, most: int | None = None) -> list[int]:
 
 
 def pack(loads: Loads, packs: int) -> list[list[int]]:
-    """Divide items among packs so that all packs have equally many items and the largest load is
-    small.
+    """Divide items into packs. All packs have the same number of items, and the maximum load of a
+    pack is kept small.
 
-    Returns:
-        The items of each pack, in ascending order.
+    Returns: For each pack, its items in ascending order.
 
     Raises:
         ValueError: If the number of items is not a multiple of `packs`.
@@ -122,20 +125,21 @@ def pack(loads: Loads, packs: int) -> list[list[int]]:
 
 def place_replicas(loads: Loads, slots: int, ranks: int, *, nodes: int = 1,
                    groups: int = 1) -> ReplicaMap:
-    """Return a placement of `slots` physical experts on `ranks` ranks.
+    """Place `slots` physical experts on `ranks` ranks.
 
     Args:
-        loads: load >= 0 of each logical expert in any unit.
-        slots: number of physical experts, which must be a multiple of `ranks` and at least the
-            number of logical experts.
+        loads: load >= 0 of each logical expert, in any unit.
+        slots: number of physical experts. The number of slots must be a multiple of `ranks`, and at
+            least the number of logical experts.
         ranks: number of ranks.
-        nodes: number of nodes, which have equal numbers of ranks. Defaults to 1.
-        groups: number of groups of consecutive experts. Each group should be on one node. If
-            `nodes` does not divide `groups`, nodes are ignored. Defaults to 1.
+        nodes: number of nodes. All nodes have the same number of ranks. Defaults to 1.
+        groups: number of groups of consecutive experts. All experts of a group are placed on the
+            same node. If `groups` is not a multiple of `nodes`, the nodes and groups are ignored.
+            Defaults to 1.
 
     Raises:
-        ValueError: If a number is out of bounds or not divisible as required. The message names the
-            bound.
+        ValueError: If a number is out of bounds, or not divisible as required. The message contains
+            the bound.
     """
     experts = len(loads)
     if min(loads, default=0) < 0:
@@ -161,19 +165,21 @@ def place_replicas(loads: Loads, slots: int, ranks: int, *, nodes: int = 1,
 
 def host_replicas(loads: Loads, ranks: int, guests: int,
                   speeds: Sequence[float] | None = None) -> ReplicaMap:
-    """Return a placement in which each expert stays on its rank and ranks also host replicas.
+    """Return a placement in which each expert remains on its own rank and ranks additionally store
+    replicas of other experts.
 
-    Rank i stores the L experts from `i L` to `(i + 1) L - 1`. As in `place_replicas`, each
-    additional replica is assigned to the expert with the highest load per replica. In the order of
-    decreasing load, each replica is placed on the rank with the least load among those that have a
-    free slot and do not have the expert. Unused slots repeat the rank's first expert.
+    Rank i stores the L experts with the indices `i L` to `(i + 1) L - 1`. As in `place_replicas`,
+    each additional replica is given to the expert with the highest load per replica. Replicas are
+    then placed in the order of decreasing load. Each replica is placed on the least loaded rank
+    that has a free slot and does not yet store the expert. Unused slots are filled with the rank's
+    first expert.
 
     Args:
-        loads: load >= 0 of each logical expert in any unit.
+        loads: load >= 0 of each logical expert, in any unit.
         ranks: number of ranks.
-        guests: number of slots for replicas per rank.
-        speeds: speed of each rank. The load of a rank is divided by its speed. By default, all
-            speeds are equal.
+        guests: number of slots per rank for replicas of other experts.
+        speeds: speed of each rank. The load of a rank is divided by the speed of the rank. By
+            default, all ranks are equally fast.
     """
     local = len(loads) // ranks
     counts = replicate(loads, len(loads) + ranks * guests, ranks)
@@ -193,8 +199,9 @@ def host_replicas(loads: Loads, ranks: int, guests: int,
 
 
 def hosting(hosted: Sequence[Collection[int]], local: int, guests: int) -> ReplicaMap:
-    """Return the placement in which each rank stores `local` experts and hosts the given
-    replicas."""
+    """Return the placement in which each rank stores its own `local` experts and the replicas
+    listed in `hosted`.
+    """
     slots: list[int] = []
     for rank, guest in enumerate(hosted):
         stored = range(rank * local, (rank + 1) * local)
@@ -203,13 +210,13 @@ def hosting(hosted: Sequence[Collection[int]], local: int, guests: int) -> Repli
 
 
 def host_placed(loads: Loads, ranks: int, guests: int) -> ReplicaMap:
-    """Return a placement that resembles that of `place_replicas` but meets the constraints of
-    `host_replicas`.
+    """Return a placement that is similar to the result of `place_replicas`, but in which each
+    expert remains on its own rank as in `host_replicas`.
 
-    Each pack of `place_replicas` is assigned to the rank that stores most of the pack's load, if
-    possible. A rank hosts those experts in its pack that it does not store, beginning with the
-    highest load per replica. Therefore even all rows of an expert may be computed on a different
-    rank.
+    Each pack of experts from `place_replicas` is assigned, if possible, to the rank that stores the
+    largest part of the pack's load. The rank then hosts those experts of its pack that it does not
+    store itself. Experts with the highest load per replica are hosted first. As a result, all rows
+    of an expert may be computed on a rank that is not the expert's own rank.
     """
     local = len(loads) // ranks
     placed = place_replicas(loads, len(loads) + ranks * guests, ranks)
@@ -228,7 +235,7 @@ def host_placed(loads: Loads, ranks: int, guests: int) -> ReplicaMap:
 
 
 def _place(experts: Sequence[int], loads: Loads, slots: int, ranks: int) -> list[int]:
-    """Return the logical expert of each slot of a node, ordered by rank."""
+    """Return the logical expert of each slot on a node. The slots are sorted by rank."""
     counts = replicate(loads, slots)
     items = [i for i, count in enumerate(counts) for _ in range(count)]
     packed = pack([loads[i] / counts[i] for i in items], ranks)

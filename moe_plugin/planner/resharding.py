@@ -1,21 +1,22 @@
-"""Data movement that changes the layout of a tensor (AlpaComm, arXiv 2211.05322).
+"""Plan the data transfers that change the layout of a tensor (AlpaComm, arXiv 2211.05322).
 
-A layout defines which box (rectangular part) of a tensor each device stores. The boundaries of all
-boxes of both layouts divide the tensor into unique slices. A device stores a slice either entirely
-or not at all. Each slice is multicast from any device that stores it in the old layout to all
-devices that store it only in the new layout. Devices may be part of both layouts, for example if
-the number of expert-parallel ranks changes. Data is not sent to devices that already have it.
+A layout assigns to each device a box, which is a rectangular part of the tensor. The boundaries of
+all boxes in the old and the new layout divide the tensor into unique slices. A device stores each
+slice either completely or not at all. To move a slice, one of the devices that store the slice in
+the old layout multicasts it to all devices that store the slice only in the new layout. A device
+may belong to both layouts. No data is sent to a device that already stores it.
 
-A slice is sent to each node only once (section 3). If g devices of a node need a slice, each of
-them receives one of g parts, and they exchange the parts inside the node. Further nodes receive
-their parts from this node in chunks, so all links of this chain of nodes are busy at the same time.
-Devices on the sender's own node receive the slice directly from the sender.
+A slice is sent to each node only once (section 3 of the paper). If g devices of a node need a
+slice, each of these devices receives one of g equal parts. The devices then exchange these parts
+within the node. If several nodes need a slice, each node forwards its parts to the next node in
+chunks. As a result, all links of this chain of nodes are busy at the same time. Devices on the same
+node as the sender receive the slice directly from the sender.
 
-A node sends one slice at a time and receives one slice at a time. The sender of each slice and the
-order of the slices are searched by randomized greedy rounds and, if there are few slices, by a
-depth-first search with pruning (section 4, `best_order`). `relays` uses this result if it is faster
-than a simple plan. In the simple plan, the largest slices are sent first, each from the device with
-the least data to send."""
+A node sends only one slice at a time, and receives only one slice at a time. Randomized greedy
+rounds search for a good sender of each slice and a good order of the slices. If there are few
+slices, a depth-first search with pruning follows (section 4 of the paper, `best_order`). `relays`
+uses the result of this search if it is faster than a simple plan. In the simple plan, large slices
+are sent first, and each slice is sent by the device that has the least data to send so far."""
 
 from __future__ import annotations
 
@@ -36,12 +37,12 @@ Box = tuple[tuple[int, int], ...]  # (start, stop) along each axis of the tensor
 
 @dataclass(frozen=True)
 class TensorLayout:
-    """Layout of a tensor. The layout defines the box of the tensor that each device stores.
+    """A layout of a tensor. The layout assigns to each device the box of the tensor that the device
+    stores.
 
     Attributes:
         shape: shape of the tensor.
-        boxes: box that each device stores. Several devices may store the same elements.
-    """
+        boxes: the box that each device stores. Several devices may store the same elements."""
 
     shape: tuple[int, ...]
     boxes: Mapping[int, Box]
@@ -61,23 +62,23 @@ class TensorLayout:
                 devices: Sequence[int] | None = None) -> TensorLayout:
         """Return the layout of a tensor that is sharded over a device mesh, as in Alpa and JAX.
 
-        If an axis cannot be divided evenly, the lengths of its parts differ by at most one element.
+        If a dimension cannot be divided evenly, the lengths of its shards differ by at most 1.
 
         Args:
             shape: shape of the tensor.
-            mesh: mapping from the name of each mesh axis to its size, with the slowest axis first.
-            spec: for every axis of the tensor, the mesh axes over which it is sharded. The tensor
-                is replicated over all remaining mesh axes.
-            devices: devices in the order of the mesh. Defaults to 0, 1, 2 and so on.
-        Raises: ValueError: If mesh axes are unknown or used twice, or if the device count is
-            wrong."""
+            mesh: mapping from the name of each mesh axis to its size. The slowest axis comes first.
+            spec: for each dimension of the tensor, the mesh axes over which the dimension is
+                sharded. The tensor is replicated over all other mesh axes.
+            devices: device indices in the order of the mesh. Defaults to 0, 1, 2 and so on.
+        Raises:
+            ValueError: If mesh axes are unknown or used twice, or if `devices` does not fit."""
         count = math.prod(mesh.values())
         devices = range(count) if devices is None else devices
         used = [name for names in spec for name in names]
         if len(spec) != len(shape) or set(used) - set(mesh) or len(set(used)) < len(used):
             raise ValueError(
-                f"spec {[list(names) for names in spec]} must name axes of the mesh {dict(mesh)}, "
-                f"each at most once, for each of the {len(shape)} axes of the tensor")
+                f"spec {[list(names) for names in spec]} must list axes of the mesh {dict(mesh)} "
+                f"for each of the {len(shape)} tensor dimensions, each axis at most once")
         if len(devices) != count:
             raise ValueError(f"a mesh of {count} devices needs {count} devices, got {len(devices)}")
         boxes = {}
@@ -99,14 +100,13 @@ def _part(size: int, names: Sequence[str], at: Mapping[str, int],
 
 @dataclass(frozen=True)
 class Slice:
-    """A unique slice, which is sent as one multicast. All lists of devices are in ascending order.
+    """A unique slice of a tensor. Device indices are in ascending order.
 
     Attributes:
         box: position of the slice in the tensor.
         senders: devices that store the slice in the old layout.
         receivers: devices that store the slice only in the new layout.
-        keepers: devices that store the slice in both layouts.
-    """
+        keepers: devices that store the slice in both layouts."""
 
     box: Box
     senders: tuple[int, ...]
@@ -119,16 +119,16 @@ class Slice:
         return math.prod(stop - start for start, stop in self.box)
 
     def within(self, box: Box) -> tuple[slice, ...]:
-        """Return the slice's position relative to the part of the tensor that is in `box`."""
+        """Return the position of the slice relative to the tensor's box `box`."""
         return tuple(slice(start - first, stop - first)
                      for (start, stop), (first, _) in zip(self.box, box, strict=True))
 
 
 def unique_slices(source: TensorLayout, target: TensorLayout) -> list[Slice]:
-    """Return all slices that any device needs in the new layout, in the order of their boxes.
+    """Return all slices that at least one device needs in the new layout, sorted by their boxes.
 
-    Raises: ValueError: If the shapes differ, or if no device stores a needed slice.
-    """
+    Raises:
+        ValueError: If the tensor shapes differ, or if no device stores a slice that is needed."""
     if source.shape != target.shape:
         raise ValueError(f"layouts of shapes {source.shape} and {target.shape} do not describe the "
                          "same tensor; the shapes must be equal")
@@ -157,7 +157,8 @@ def _by_box(layout: TensorLayout) -> dict[Box, list[int]]:
 
 def _cells(side: Mapping[Box, list[int]], cuts: Sequence[list[int]]
            ) -> dict[tuple[int, ...], list[int]]:
-    """Return the devices that store each slice, keyed by the slice's indices along all axes."""
+    """Return the devices that store each slice. The keys are the slice's indices along each
+    dimension."""
     cells: dict[tuple[int, ...], list[int]] = {}
     for box, devices in side.items():
         runs = [range(bisect_left(cut, start), bisect_left(cut, stop))
@@ -172,14 +173,13 @@ def _cells(side: Mapping[Box, list[int]], cuts: Sequence[list[int]]
 
 @dataclass(frozen=True)
 class Hop:
-    """A transfer of a part of a slice from one device to another.
+    """A transfer that sends a part of a slice from one device to another.
 
     Attributes:
-        slice: index of the slice to which the part belongs.
-        part: range (start, stop) of the slice's elements in row-major order.
-        depth: 0 if the sender stores the slice, otherwise 1 more than that of the hop to the
-            sender.
-        chunk: index of the chunk of the part. Transfers of earlier chunks arrive first.
+        slice: index of the slice.
+        part: range (start, stop) of the slice's elements that is sent, in row-major order.
+        depth: number of earlier hops of the same data.
+        chunk: index of the chunk to which the data belongs. Chunks with lower indices arrive first.
     """
 
     sender: int
@@ -191,17 +191,17 @@ class Hop:
 
 
 def relays(slices: Sequence[Slice], nodes: Sequence[int], chunks: int = CHUNKS) -> list[Hop]:
-    """Return hops that deliver every element of every slice to each receiver exactly once.
+    """Return the hops that send every element of every slice exactly once to each receiver.
 
-    All devices compute the same list. The faster of two plans, according to `hops_s`, is returned.
-    In the first plan, the largest slices are sent first, each by the device that has the least data
-    to send so far. The second plan follows `best_order`. The hops are sorted by chunk, depth, order
-    of slices, part and receiver, which is the order in which devices process the received data.
+    All devices compute the same list of hops. Two plans are compared, and the plan that is faster
+    according to `hops_s` is returned. In the first plan, large slices are sent first, and each
+    slice is sent by the device that has the least data to send so far. The second plan uses the
+    senders and the order from `best_order`. The hops are sorted by chunk, depth, order of the
+    slices, part and receiver. Devices process the received data in this order.
 
     Args:
-        nodes: index of the node of each device.
-        chunks: number of chunks into which a part is split if several nodes receive it.
-    """
+        nodes: for each device, the index of its node.
+        chunks: number of chunks into which the data is split if several nodes receive it."""
     largest = sorted(range(len(slices)), key=lambda i: (-slices[i].elements, i))
     plain = _in_order(slices, nodes, chunks, [(i, None) for i in largest])
     order = best_order(slices, nodes, chunks).steps
@@ -223,10 +223,10 @@ def _in_order(slices: Sequence[Slice], nodes: Sequence[int], chunks: int,
 
 
 def hops_s(hops: Sequence[Hop], nodes: Sequence[int]) -> float:
-    """Return the simulated time of hops in units of one element over one link.
+    """Return the simulated time of all hops. The unit is the time of one element on one link.
 
-    A node sends one hop at a time and receives one hop at a time. Transfers inside a node are
-    assumed to take no time."""
+    A node sends only one hop and receives only one hop at a time. Transfers inside a node take no
+    time."""
     tasks: list[Task] = []
     last: dict[tuple[int, tuple[int, int], int], str] = {}  # hop that brought a part to a device
     for number, hop in enumerate(hops):
@@ -250,9 +250,8 @@ class SliceOrder:
     """Result of `best_order`.
 
     Attributes:
-        steps: pairs (slice, sending node) in order, for slices that leave a node.
-        seconds: time until the last slice has arrived, in units of one element over one link.
-    """
+        steps: pairs (slice, sending node), in the order of sending, of slices that leave a node.
+        seconds: arrival time of the last slice. The unit is the time of one element on one link."""
 
     steps: tuple[tuple[int, int], ...]
     seconds: float
@@ -260,7 +259,7 @@ class SliceOrder:
 
 @dataclass(frozen=True)
 class _Crossing:
-    """A slice that is sent from one of the nodes `senders` to all nodes `receivers`."""
+    """A slice that one of the nodes in `senders` sends to all nodes in `receivers`."""
 
     index: int
     senders: tuple[int, ...]
@@ -281,13 +280,13 @@ def _crossings(slices: Sequence[Slice], nodes: Sequence[int], chunks: int) -> li
 
 def best_order(slices: Sequence[Slice], nodes: Sequence[int], chunks: int = CHUNKS,
                rounds: int = ROUNDS) -> SliceOrder:
-    """Return a sender for each slice and a fast order. Both are the same on all devices.
+    """Return a sender for each slice and a fast order of the slices (section 4 of AlpaComm).
 
-    The result is the best of `rounds` randomized greedy orders. In each round, a maximal set of
-    slices that use different nodes is sent, each from the sender with the least data to send. With
-    up to 8 slices, a depth-first search with pruning starts from this order. If the search ends
-    within its 20,000 steps, the result is optimal. The method is from section 4 of AlpaComm.
-    """
+    All devices compute the same senders and order. The best of `rounds` randomized greedy orders is
+    used. Each greedy round sends a maximal set of slices that use different nodes. Each slice is
+    sent from the sender that has the least data to send so far. With up to 8 slices, a depth-first
+    search with pruning tries to improve the best greedy order. If this search ends within 20,000
+    steps, the order is optimal."""
     tasks = _crossings(slices, nodes, chunks)
     source = random.Random(0)
     best = min((_greedy(tasks, source) for _ in range(rounds)), key=lambda found: found.seconds,
@@ -296,7 +295,8 @@ def best_order(slices: Sequence[Slice], nodes: Sequence[int], chunks: int = CHUN
 
 
 def _add(task: _Crossing, sender: int, free: dict[str, float]) -> tuple[dict[str, float], float]:
-    """Return the times at which nodes are free after a slice, and the slice's arrival time."""
+    """Return the times at which nodes are free after sending a slice, and the slice's arrival time.
+    """
     ports = [f"out {sender}", *(f"in {node}" for node in task.receivers)]
     end = max(free.get(port, 0.0) for port in ports) + task.seconds
     return {**free, **dict.fromkeys(ports, end)}, end
@@ -324,11 +324,11 @@ def _greedy(tasks: Sequence[_Crossing], source: random.Random) -> SliceOrder:
 
 
 def _depth_first(tasks: Sequence[_Crossing], best: SliceOrder) -> SliceOrder:
-    """Return the optimal order if `STEPS` steps suffice, otherwise the best order found."""
+    """Return the optimal order, or the best order found within `STEPS` steps."""
     count = itertools.count(1)
 
     def bound(left: Sequence[_Crossing], free: Mapping[str, float]) -> float:
-        """Return a lower bound of the time of the nodes that still receive slices."""
+        """Return a lower bound on the time at which all remaining slices have been received."""
         need: dict[int, float] = {}
         for task in left:
             for node in task.receivers:
@@ -353,8 +353,8 @@ def _depth_first(tasks: Sequence[_Crossing], best: SliceOrder) -> SliceOrder:
 
 def _of_a_slice(index: int, each: Slice, nodes: Sequence[int], chunks: int,
                 load: dict[int, int], home: int | None = None) -> list[Hop]:
-    """Return the transfers (hops) of a slice. home: node that sends to nodes without a sender
-    (None: any)."""
+    """Return the hops that send one slice. home: the node whose devices send the slice to other
+    nodes. If `home` is None, any node that stores the slice may send it."""
     near: dict[int, list[int]] = {}
     for device in each.receivers:
         near.setdefault(nodes[device], []).append(device)
@@ -376,7 +376,7 @@ def _of_a_slice(index: int, each: Slice, nodes: Sequence[int], chunks: int,
 
 def _chain(index: int, run: tuple[int, int], chunk: int, sender: int, lane: int,
            by_node: Sequence[Sequence[int]]) -> list[Hop]:
-    """Return the hops of a chunk along the nodes, including the exchange inside each node."""
+    """Return the hops that send one chunk along the nodes, including exchanges within each node."""
     hops = []
     for depth, devices in enumerate(by_node):
         entry = devices[lane % len(devices)]
@@ -394,7 +394,7 @@ def _least(devices: Sequence[int], elements: int, load: dict[int, int]) -> int:
 
 
 def _parts(run: tuple[int, int], count: int) -> list[tuple[int, int]]:
-    """Split a range into at most `count` consecutive, non-empty parts of nearly equal length."""
+    """Split a range into at most `count` consecutive, non-empty ranges of nearly equal length."""
     start, stop = run
     cuts = [start + (stop - start) * i // count for i in range(count + 1)]
     return [(a, b) for a, b in zip(cuts, cuts[1:], strict=False) if a < b]

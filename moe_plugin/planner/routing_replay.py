@@ -1,11 +1,11 @@
-"""Simulation of a routing trace in the planner, to select a policy for overloaded experts.
+"""Replay a routing trace in the planner's simulation to choose a policy for overloaded experts.
 
-The policy can be selected before a cluster is rented. The trace contains the expert loads of each
-forward call of a layer. These loads determine the load of the busiest rank under each policy of
-`parallel.spill`. The modelled time of the busiest rank includes matmuls, sent rows and lent weights
-in the forward and backward passes (`planner.spill.SpillCosts`). This time is compared with the time
-of the same number of rows under forced balance, in which every expert receives equally many rows
-from every rank.
+The policy can be chosen before a cluster is rented. The trace contains the loads of all experts in
+each forward call of a layer. From these loads, the load of the busiest rank is computed for each
+policy of `parallel.spill`. The predicted time of the busiest rank includes matmuls, sent rows and
+lent weights, in the forward and backward passes (`planner.spill.SpillCosts`). The predicted time is
+compared with the time under forced balance. Forced balance means that every rank sends the same
+number of rows to every expert.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ Calls = Mapping[Any, Sequence[Sequence[Counts]]]  # by layer: for each step, for
 
 @dataclass(frozen=True)
 class CallTime:
-    """Times of one forward call of a layer.
+    """Predicted times of one forward call of a layer.
 
     Attributes:
-        seconds: time of the call under the policy in seconds.
-        balanced: time in seconds of the same number of rows under forced balance.
-        lent: number of experts that ranks lend in this call.
-        third: index of the part (one third) of the run's steps that contains the call; see `PARTS`.
+        seconds: time of the call under the policy.
+        balanced: time in seconds of a call with the same number of rows under forced balance.
+        lent: number of experts that are lent to other ranks in this call.
+        third: index of the third of the training run in which the call occurred (see `PARTS`).
     """
 
     seconds: float
@@ -54,33 +54,37 @@ class CallTime:
 
 @dataclass(frozen=True)
 class PolicyTimes:
-    """Times of all calls under one policy. There is at least one call."""
+    """Predicted times of all calls under one policy. There is always at least one call."""
 
     policy: str
     calls: Sequence[CallTime]
 
     @property
     def mean(self) -> float:
-        """Mean time of a call in seconds."""
+        """Mean time per call in seconds."""
         return sum(one.seconds for one in self.calls) / len(self.calls)
 
     @property
     def lent(self) -> float:
-        """Mean number of experts lent per call."""
+        """Mean number of lent experts per call."""
         return sum(one.lent for one in self.calls) / len(self.calls)
 
     @property
     def worst(self) -> float:
-        """Throughput of the worst call as a fraction of the throughput under forced balance."""
+        """The lowest throughput of any call, relative to the throughput of the same call under
+        forced balance.
+        """
         return min(one.balanced / one.seconds for one in self.calls)
 
     def share(self, third: int | None = None) -> float | None:
-        """Return the throughput relative to the throughput under forced balance.
+        """Return the total throughput of all calls, relative to their throughput under forced
+        balance.
 
-        The result is None if no calls were recorded.
+        Return None if there are no calls.
 
         Args:
-            third: index of one third of the run's steps. By default, all steps are included.
+            third: index of the third of the training run to include. By default, all calls are
+                included.
         """
         calls = [one for one in self.calls if third in (None, one.third)]
         if not calls:
@@ -89,18 +93,18 @@ class PolicyTimes:
 
 
 def calls_of(traces: Sequence[Mapping[Any, Any]], experts: int, ranks: int | None) -> Calls:
-    """Return the number of rows by rank and expert for every call in the traces of all ranks.
+    """For every call in the traces, return the number of rows by source rank and expert.
 
     Args:
-        traces: routing traces of each rank; see `observe.traces.read_trace`.
+        traces: routing trace of each rank (see `observe.traces.read_trace`).
         experts: number of experts.
-        ranks: number of ranks that share the experts. The default is the number of ranks in the
-            trace. For a different number, ranks of the trace are merged, or each rank is split by
-            token order.
+        ranks: number of ranks over which the experts are distributed. Defaults to the number of
+            ranks in the trace. For a smaller number, ranks of the trace are merged. For a larger
+            number, the tokens of each rank are split in their order.
 
     Raises:
-        ValueError: If the traces cannot represent the given number of ranks or experts, or if the
-            ranks have different layers.
+        ValueError: If the traces cannot be converted to the given number of ranks or experts, or if
+            the ranks have traces of different layers.
     """
     wanted = ranks or len(traces)
     check_fits(traces, experts, wanted)
@@ -110,10 +114,10 @@ def calls_of(traces: Sequence[Mapping[Any, Any]], experts: int, ranks: int | Non
 
 
 def check_fits(traces: Sequence[Mapping[Any, Any]], experts: int, ranks: int) -> None:
-    """Check that the traces can represent the given number of ranks; see `calls_of`.
+    """Check that the traces can be converted to the given number of ranks (see `calls_of`).
 
     Raises:
-        ValueError: If the traces cannot represent the given number of ranks.
+        ValueError: If the traces cannot be converted to the given number of ranks.
     """
     if ranks % len(traces) and len(traces) % ranks or experts % ranks:
         raise ValueError(
@@ -126,10 +130,9 @@ def check_fits(traces: Sequence[Mapping[Any, Any]], experts: int, ranks: int) ->
 
 
 def resplit(of_ranks: Sequence[Any], ranks: int) -> list[Sequence[Any]]:
-    """Distribute the choices [T, K] of a call over a different number of ranks.
+    """Distribute the choices of a call, [T, K] for each rank, over a different number of ranks.
 
-    Returns:
-        For each new rank, the parts of the choices that belong to it.
+    Returns: For each new rank, the choices that the rank receives, as a list of tensors.
     """
     if ranks >= len(of_ranks):
         return [[part] for ids_TK in of_ranks
@@ -139,8 +142,9 @@ def resplit(of_ranks: Sequence[Any], ranks: int) -> list[Sequence[Any]]:
 
 
 def _counts(of_ranks: Sequence[Any], experts: int, ranks: int) -> list[list[int]]:
-    """Return the number of rows by rank and expert. of_ranks: choices [T, K] of each rank of the
-    trace."""
+    """Return the number of rows by source rank and expert. of_ranks: the choices, [T, K], of each
+    rank in the trace.
+    """
     parts = [[expert_id for ids_TK in some for expert_id in ids_TK.flatten().tolist()]
              for some in resplit(of_ranks, ranks)]
     counts = []
@@ -154,13 +158,14 @@ def _counts(of_ranks: Sequence[Any], experts: int, ranks: int) -> list[list[int]
 
 
 def simulate(calls: Calls, costs: SpillCosts, guests: int, replan: int) -> list[PolicyTimes]:
-    """Return the times of all policies, with `never` first. Calls without rows are omitted.
+    """Predict the times of all calls for each policy. The first policy is `never`. Calls without
+    rows are skipped.
 
     Args:
-        calls: number of rows by rank and expert for every call; see `calls_of`.
-        costs: modelled costs of rows and loans.
-        guests: maximum number of experts that a rank may borrow.
-        replan: number of steps between placements of the policy `standing`.
+        calls: for every call, the number of rows by source rank and expert (see `calls_of`).
+        costs: predicted costs of moving rows and lending experts.
+        guests: maximum number of experts that a rank may borrow at the same time.
+        replan: number of training steps between two placements of the policy `standing`.
     """
     return [PolicyTimes(policy, [
         one for steps in calls.values() for one in _layer(policy, steps, costs, guests, replan)])
@@ -185,16 +190,18 @@ def _layer(policy: str, steps: Sequence[Sequence[Counts]], costs: SpillCosts, gu
 
 
 def balanced_s(counts_WV: Counts, costs: SpillCosts) -> float:
-    """Return the time in seconds of a call whose rows are distributed evenly over experts and
-    ranks."""
+    """Predict the time in seconds of a call whose rows are distributed evenly over experts and
+    ranks.
+    """
     ranks = len(counts_WV)
     rows = sum(map(sum, counts_WV)) / ranks
     return costs.seconds(Spread(rows, rows * (ranks - 1) / ranks, 0.0))
 
 
 def best(found: Sequence[PolicyTimes]) -> PolicyTimes:
-    """Return the fastest policy, or `never` if no policy saves at least the fraction
-    `LEAST_GAIN`."""
+    """Return the fastest policy. If no policy saves at least the fraction `LEAST_GAIN` of the time,
+    return `never`.
+    """
     plain = found[0]
     fastest = min(found, key=lambda one: one.mean)
     return fastest if fastest.mean < plain.mean * (1 - LEAST_GAIN) else plain
@@ -203,19 +210,19 @@ def best(found: Sequence[PolicyTimes]) -> PolicyTimes:
 def replay(traces: Sequence[Mapping[Any, Any]], model: ModelShape, cluster: Cluster,
            device: Device, guests: int, replan: int, ranks: int | None = None,
            tokens: int | None = None) -> list[PolicyTimes]:
-    """Return the times of all policies for the traces of all ranks; see `simulate`.
+    """Predict the times of all calls in the traces for each policy (see `simulate`).
 
     Args:
-        traces: routing traces of each rank; see `observe.traces.read_trace`.
-        model: shape of the model that was traced.
-        cluster: the cluster for which policies are compared.
+        traces: routing trace of each rank (see `observe.traces.read_trace`).
+        model: sizes of the model that was traced.
+        cluster: the cluster for which the policies are compared.
         device: processor of each rank.
-        guests: maximum number of experts that a rank may borrow.
-        replan: number of steps between placements of the policy `standing`.
-        ranks: number of ranks that share the experts. The default is the number of ranks in the
-            trace, on one node.
-        tokens: number of tokens per rank to which loads are scaled. The default is the number in
-            the trace.
+        guests: maximum number of experts that a rank may borrow at the same time.
+        replan: number of training steps between two placements of the policy `standing`.
+        ranks: number of ranks over which the experts are distributed. Defaults to the number of
+            ranks in the trace, all on one node.
+        tokens: number of tokens per rank. The loads in the trace are scaled to this number of
+            tokens. Defaults to the number of tokens in the trace.
     """
     calls = calls_of(traces, model.experts, ranks)
     every = [call for steps in calls.values() for step in steps for call in step]
@@ -231,8 +238,9 @@ def replay(traces: Sequence[Mapping[Any, Any]], model: ModelShape, cluster: Clus
 
 
 def what_to_use(found: Sequence[PolicyTimes]) -> str:
-    """Return a recommendation of the fastest policy for overloaded experts, and the time it
-    saves."""
+    """Return a sentence that recommends a policy for overloaded experts and states how much time it
+    saves.
+    """
     plain, chosen = found[0], best(found)
     if chosen is plain:
         return (f"Use parallel.spill: never. No policy saves {LEAST_GAIN:.0%} of a call's time: "
@@ -242,8 +250,7 @@ def what_to_use(found: Sequence[PolicyTimes]) -> str:
 
 
 def explain(found: Sequence[PolicyTimes]) -> str:
-    """Return a string with a table that has one line for each policy, followed by a
-    recommendation."""
+    """Return a text that contains a table with one line per policy, and a recommendation."""
     rows = [["parallel.spill", "a call", "share", "worst call", *PARTS, "experts lent"]]
     for one in found:
         thirds = [one.share(third) for third in range(len(PARTS))]

@@ -1,17 +1,20 @@
-"""Least-loaded expert parallelism (LLEP, arXiv 2601.17111).
+"""Plan how ranks compute rows of overloaded experts: least-loaded expert parallelism (LLEP, arXiv
+2601.17111).
 
-Rows that exceed a rank's share are computed by the least loaded ranks, to which the owner of an
-expert lends the expert's weights for one call. In FasterMoE's shadowing, every rank borrows an
-expert with a high load and computes its own rows of this expert. Both LLEP and shadowing produce a
-table that lists, for every lent expert, the number of rows that each rank computes. Any table leads
-to the same outputs and gradients. A borrower's own rows are not sent.
+In LLEP, the least loaded ranks compute the rows that exceed another rank's share. For one call, the
+rank that owns an expert lends the expert's weights to the least loaded ranks. In FasterMoE's
+shadowing, every rank borrows the experts with a high load and computes its own rows of these
+experts. Both LLEP and shadowing create a table that contains, for every lent expert, the number of
+rows that each rank computes. The outputs and gradients of the layer do not depend on this table. A
+borrowing rank computes its own rows of a lent expert without sending them.
 
-An owner sends each of h borrowers one of h equal parts of the weights, and the borrowers exchange
-the parts. Therefore, for any h, the owner sends an expert's weights only once and receives their
-gradient only once.
+If there are h borrowers, the owner divides the weights into h equal parts and sends a different
+part to each borrower. The borrowers then exchange their parts. As a result, the owner sends the
+weights of an expert only once and receives the gradient of these weights only once, for any number
+of borrowers.
 
-In names and formulas, W is the number of ranks, V is the number of experts (or shards of experts)
-    of the group, and L = V / W is the number of experts on each rank.
+In names and formulas, W is the number of ranks, and V is the number of experts (or shards of
+    experts) of the group. Each rank stores L = V / W experts.
 """
 
 from __future__ import annotations
@@ -28,13 +31,14 @@ Amounts = dict[int, list[int]]  # for each lent expert: rows by the rank that co
 
 
 def round_shares(shares: Sequence[float], total: int) -> list[int]:
-    """Return integers proportional to `shares` that sum to `total` (Hagenbach-Bischoff method).
+    """Return integers that are proportional to `shares` and sum to `total` (Hagenbach-Bischoff
+    method).
 
-    With the quota `sum / (total + 1)`, each share first receives the integer part of `share /
-    quota`. Each remaining unit is assigned to the entry with the largest `share / (number + 1)`,
-    where `number` is the integer that the entry has received so far. Among equal entries, the first
-    one is chosen. The computation is exact, because floats are converted to the fractions that they
-    represent.
+    The quota is `sum / (total + 1)`. Each share first receives the integer part of `share / quota`.
+    Each remaining unit is given to the share with the largest `share / (number + 1)`, where
+    `number` is the integer that this share has received so far. If several shares are equal, the
+    unit is given to the first of these shares. The computation is exact, because floating-point
+    shares are converted to exact fractions.
 
     Raises:
         ValueError: If a share or the total is negative, or if no share is positive.
@@ -56,8 +60,9 @@ def round_shares(shares: Sequence[float], total: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Loan:
-    """An expert that the owner lends to other ranks for one call. helpers: ranks that borrow the
-    expert, in ascending order."""
+    """An expert that its owner lends to other ranks for one call. helpers: the ranks that borrow
+    the expert, in ascending order.
+    """
 
     expert: int
     owner: int
@@ -66,12 +71,12 @@ class Loan:
 
 @dataclass(frozen=True)
 class SpillPlan:
-    """Assignment of rows to the ranks that compute them.
+    """A plan that assigns rows to the ranks that compute them.
 
     Attributes:
         counts_WV: number of rows by source rank and expert.
         amounts: for each lent expert, the number of rows that each rank computes.
-        loans: loans in ascending order of the expert's index.
+        loans: the lent experts, sorted by index.
     """
 
     counts_WV: Counts
@@ -94,7 +99,7 @@ class SpillPlan:
 
     @property
     def local(self) -> int:
-        """Number of experts on each rank, called L."""
+        """Number of experts that each rank stores, called L."""
         return len(self.counts_WV[0]) // self.ranks
 
     def owner(self, expert: int) -> int:
@@ -102,7 +107,7 @@ class SpillPlan:
         return expert // self.local
 
     def guests(self, rank: int) -> list[int]:
-        """Return the indices of the experts that a rank borrows in ascending order."""
+        """Return the indices of the experts that a rank borrows, in ascending order."""
         return [loan.expert for loan in self.loans if rank in loan.helpers]
 
     @property
@@ -119,7 +124,7 @@ class SpillPlan:
         return draft.spread()
 
     def flows(self, expert: int) -> list[list[int]]:
-        """Return the number of rows [W][W] of a lent expert by source rank and computing rank.
+        """For a lent expert, return the number of rows [W][W] by source rank and computing rank.
 
         As many rows as possible remain on their source rank. The remaining rows are distributed in
         the order of the ranks.
@@ -148,10 +153,11 @@ class Spread:
     """Load of the busiest rank under a plan.
 
     Attributes:
-        rows: number of rows that the rank computes, divided by the rank's speed if speeds differ.
-        travel: number of rows that the rank sends or receives in one exchange.
-        lending: amount of expert weights that the rank sends or receives in one direction,
-            including exchanges among borrowers, in units of one expert.
+        rows: number of rows that the busiest rank computes. If ranks have different speeds, the
+            number of rows is divided by the speed of the rank.
+        travel: maximum number of rows that any rank sends or receives in one exchange.
+        lending: maximum amount of expert weights that any rank sends or receives in one direction,
+            including exchanges among borrowers. The unit is the weights of one expert.
     """
 
     rows: float
@@ -160,12 +166,12 @@ class Spread:
 
 
 class _Draft:
-    """A plan under construction, with the resulting load of every rank.
+    """A plan under construction, and the load of every rank under this plan.
 
     Attributes:
-        speeds: number of rows that each rank computes in the time in which a rank of speed 1
-            computes one row, or None if all ranks are equally fast.
-        shares: number of rows of each rank if all ranks need the same time.
+        speeds: relative speed of each rank, or None if all ranks are equally fast. A rank of speed
+            1 computes one row per unit of time.
+        shares: for each rank, the number of rows with which all ranks would need the same time.
     """
 
     def __init__(self, counts_WV: Counts, speeds: Sequence[float] | None = None) -> None:
@@ -186,18 +192,20 @@ class _Draft:
             self.shares = round_shares(speeds, total)
 
     def loads(self) -> Sequence[float]:
-        """Return the time of each rank's rows in units of one row on a rank of speed 1."""
+        """Return the time that each rank needs to compute its rows. The unit is the time of one row
+        on a rank of speed 1.
+        """
         if self.speeds is None:
             return self.rows
         return [rows / speed for rows, speed in zip(self.rows, self.speeds, strict=True)]
 
     @property
     def busiest(self) -> float:
-        """Largest load of any rank."""
+        """The largest load of any rank."""
         return max(self.loads())
 
     def at_owner(self, expert: int) -> int:
-        """Return the number of rows of an expert that its owner computes."""
+        """Return how many rows of an expert are computed by the rank that owns the expert."""
         if expert in self.amounts:
             return self.amounts[expert][expert // self.local]
         return self.totals[expert]
@@ -239,15 +247,15 @@ class _Draft:
 
 @dataclass(frozen=True, kw_only=True)
 class SpillCosts:
-    """Costs of rows and loans in seconds, for the forward and backward passes together.
+    """Costs of moving rows and lending experts. All costs include the forward and backward passes.
 
     Attributes:
-        row_s: time in seconds of one row's matmuls.
-        travel_s: time in seconds for a row to enter or leave a rank on the way to its expert and
-            back, including the row's gradient.
-        lend_s: time in seconds to send one expert's weights and to return their gradient.
-        fixed_s: fixed time in seconds of the exchanges in a call in which at least one expert is
-            lent.
+        row_s: time in seconds of the matmuls for one row.
+        travel_s: time in seconds for one row to enter or leave a rank. This time includes the way
+            to the expert, the way back, and the row's gradient.
+        lend_s: time in seconds to send the weights of one expert and to return their gradient.
+        fixed_s: fixed time in seconds of the additional exchanges in a call that lends at least one
+            expert.
     """
 
     row_s: float
@@ -256,16 +264,17 @@ class SpillCosts:
     fixed_s: float = 0.0
 
     def seconds(self, spread: Spread) -> float:
-        """Return the modelled time in seconds of a call with the given load of the busiest rank."""
+        """Predict the time of a call in seconds from the load of the busiest rank."""
         lending = self.lend_s * spread.lending + self.fixed_s if spread.lending else 0.0
         return self.row_s * spread.rows + self.travel_s * spread.travel + lending
 
 
 def _least_loaded(draft: _Draft, guests: int) -> Iterator[None]:
-    """Move rows by the rule "longest processing time first", yielding after each move.
+    """Move rows from overloaded ranks to the least loaded ranks, with the heuristic "longest
+    processing time first". The generator yields after each move.
 
-    Each move selects the largest expert of the fullest rank, and moves the rows that exceed the
-    rank's share to the least loaded rank that can borrow the expert.
+    Each move takes the expert with the most rows on the busiest rank. The rows that exceed the
+    busiest rank's share are moved to the least loaded rank that can borrow the expert.
     """
     while (move := _next_move(draft, guests)) is not None:
         draft.move(*move)
@@ -291,8 +300,8 @@ def _next_move(draft: _Draft, guests: int) -> tuple[int, int, int] | None:
 
 
 def _everywhere(draft: _Draft, guests: int) -> Iterator[None]:
-    """Lend experts to all ranks in the order of decreasing load (FasterMoE), yielding after each
-    expert.
+    """Lend the experts with the highest loads to all ranks (FasterMoE). The generator yields after
+    each expert.
 
     Every rank computes its own rows of the lent experts.
     """
@@ -311,9 +320,10 @@ POLICIES = ("never", *_POLICIES)
 
 def saves(counts_WV: Counts, amounts: Mapping[int, Sequence[int]], costs: SpillCosts,
           speeds: Sequence[float] | None = None) -> bool:
-    """Return True if an assignment of rows to ranks saves at least `LEAST_GAIN` of a call's time.
+    """Return whether an assignment of rows to ranks saves at least the fraction `LEAST_GAIN` of a
+    call's time.
 
-    The result is False if the busiest rank would compute longer than without the assignment.
+    Returns False if the busiest rank would compute for longer than without the assignment.
     """
     draft = _Draft(counts_WV, speeds)
     before = draft.spread()
@@ -328,19 +338,20 @@ def saves(counts_WV: Counts, amounts: Mapping[int, Sequence[int]], costs: SpillC
 
 def plan_spill(counts_WV: Counts, costs: SpillCosts, policy: str, guests: int,
                speeds: Sequence[float] | None = None) -> SpillPlan | None:
-    """Return the fastest plan of a policy, or None if no plan saves the fraction `LEAST_GAIN` of
-    the time.
+    """Return the fastest plan of a policy. Return None if no plan saves at least the fraction
+    `LEAST_GAIN` of a call's time.
 
-    With the plan, the busiest rank never computes longer than without it, and no rank borrows more
-    than `guests` experts.
+    Under the returned plan, the busiest rank does not compute for longer than without a plan, and
+    no rank borrows more than `guests` experts.
 
     Args:
-        counts_WV: number of rows by source rank and expert. Rank i owns the experts from `i L` to
-            `(i + 1) L - 1`.
-        costs: modelled costs of rows and loans in seconds.
-        policy: name of the policy, which is one of `POLICIES`.
-        guests: maximum number of experts that a rank may borrow at a time.
-        speeds: speed of each rank relative to the device of `costs`. By default, all speeds are 1.
+        counts_WV: number of rows by source rank and expert. Rank i owns the experts with the
+            indices `i L` to `(i + 1) L - 1`.
+        costs: predicted costs of moving rows and lending experts.
+        policy: name of the policy, one of `POLICIES`.
+        guests: maximum number of experts that a rank may borrow at the same time.
+        speeds: speed of each rank, relative to the device for which `costs` is valid. By default,
+            all ranks have speed 1.
     """
     if policy == "never" or len(counts_WV) == 1:
         return None
@@ -361,6 +372,8 @@ def plan_spill(counts_WV: Counts, costs: SpillCosts, policy: str, guests: int,
 @lru_cache(maxsize=8)  # many choices share a spread, because they differ in other fields
 def spread_of(row: tuple[int, ...], ranks: int, costs: SpillCosts, policy: str,
               guests: int) -> Spread | None:
-    """Return the busiest rank's load if every rank has `row[v]` rows for each expert v."""
+    """Return the load of the busiest rank if every rank sends `row[v]` rows to each expert v.
+    Return None if no row is spilled.
+    """
     plan = plan_spill([row] * ranks, costs, policy, guests)
     return None if plan is None else plan.spread()

@@ -1,14 +1,17 @@
-"""Replicas of experts with a high load that remain in place for several steps.
+"""Replicas of experts with a high load. The replicas stay in place for several training steps.
 
-Each replica computes a fraction of its expert's rows. Every n steps, the loads of the previous n
-steps determine which ranks have replicas of which experts. The best of three placements is used.
-These are EPLB with experts that stay on their rank (`replicas.host_replicas`), EPLB with experts
-that may move to any rank (`replicas.host_placed`), and the loans of `least_loaded`
-(`spill.plan_spill`). SWARM's interleaved weighted round-robin scheduling (`peer_choice.Wiring`)
-determines, from the throughputs of the ranks, the fraction of an expert's rows that each rank with
-the expert computes. Unlike in `Wiring`, the rank with the lower index comes first among equal
-ranks. Until the next placement, the rows of every call are split according to these fractions. A
-call is executed like any plan of `spill`, in which owners lend weights and receive their gradients.
+Each replica computes a fraction of the rows of its expert. Every n steps, the expert loads of the
+last n steps determine which ranks store replicas, and of which experts. Three placements are
+compared, and the best placement is used. The first placement is EPLB with experts that remain on
+their own rank (`replicas.host_replicas`). The second placement is EPLB with experts that may move
+to any rank (`replicas.host_placed`). The third placement consists of the experts that
+`least_loaded` would lend (`spill.plan_spill`). Each rank that stores an expert computes a fraction
+of the expert's rows. These fractions are computed from the throughputs of the ranks by SWARM's
+interleaved weighted round-robin scheduling (`peer_choice.Wiring`). If several ranks are equally
+loaded, the rank with the lowest index is chosen. `Wiring` instead chooses a random rank in this
+case. Until the next placement, the rows of every call are
+divided according to these fractions. A call is executed like any other plan of `spill`: owners send
+their weights to the replicas and receive the gradients of these weights.
 """
 
 from __future__ import annotations
@@ -34,18 +37,18 @@ Shares = Mapping[int, Mapping[int, float]]  # share of rows by replicated expert
 
 
 def wired_shares(loads: Loads, placed: ReplicaMap, speeds: Sequence[float]) -> Shares:
-    """Return, for each replicated expert, the fraction of its rows that each rank computes.
+    """For each replicated expert, return the fraction of its rows that each rank computes.
 
-    The load of each expert is split into tasks. Each task is assigned to the rank that is predicted
-    to be free first among the ranks with this expert. Experts on a single rank are assigned first.
-    Replicated experts follow in the order of decreasing load, so small loads fill the remaining
-    gaps. Replicas with the smallest loads are omitted as long as this slows down the busiest rank
-    by at most the fraction `SLACK`. For such replicas, sending the weights would take longer than
-    the time saved.
+    The load of each expert is divided into tasks. Each task is assigned to the rank that is
+    predicted to be idle first, among the ranks that store the expert. Experts that are stored on a
+    single rank are assigned first. Replicated experts are then assigned in the order of decreasing
+    load, so that small loads fill the remaining gaps. Replicas with the smallest loads are removed
+    as long as the time of the busiest rank increases by at most the fraction `SLACK`. The removed
+    replicas would save less time than it takes to send their weights.
 
     Args:
-        loads: number of rows of each expert, of which at least one must not be zero.
-        placed: map that defines the ranks on which each expert has a replica.
+        loads: number of rows of each expert. At least one number must not be zero.
+        placed: describes which ranks store a replica of each expert.
         speeds: speed of each rank, for example in rows per second.
     """
     holders = {e: frozenset(placed.holders(e)) for e in placed.physical}
@@ -66,7 +69,7 @@ def wired_shares(loads: Loads, placed: ReplicaMap, speeds: Sequence[float]) -> S
 
 
 def _local(loads: Loads, speeds: Sequence[float]) -> int:
-    """Return the number of experts that each rank stores."""
+    """Return the number of experts that each rank owns."""
     return len(loads) // len(speeds)
 
 
@@ -87,7 +90,9 @@ def _wired(loads: Loads, holders: Mapping[int, frozenset[int]], speeds: Sequence
 
 
 def _busiest(shares: Shares, loads: Loads, speeds: Sequence[float]) -> float:
-    """Return the time of the busiest rank in units of one row on a rank of speed 1."""
+    """Return the time that the busiest rank needs to compute its rows. The unit is the time of one
+    row on a rank of speed 1.
+    """
     rows, local = [0.0] * len(speeds), _local(loads, speeds)
     for expert, load in enumerate(loads):
         for rank, share in shares.get(expert, {expert // local: 1.0}).items():
@@ -97,10 +102,11 @@ def _busiest(shares: Shares, loads: Loads, speeds: Sequence[float]) -> float:
 
 def evenest(maps: Sequence[ReplicaMap], loads: Loads,
             speeds: Sequence[float]) -> tuple[ReplicaMap, Shares]:
-    """Return the map with the shortest time of the busiest rank, and the fractions of rows for this
-    map.
+    """Return the placement with the shortest time of the busiest rank, and the fractions of rows
+    for this placement.
 
-    The first map whose time exceeds the shortest time by at most the fraction `SLACK` is returned.
+    If the times of several placements differ by at most the fraction `SLACK`, the first of these
+    placements is returned.
     """
     shares = [wired_shares(loads, placed, speeds) for placed in maps]
     times = [_busiest(one, loads, speeds) for one in shares]
@@ -109,16 +115,16 @@ def evenest(maps: Sequence[ReplicaMap], loads: Loads,
 
 
 class StandingReplicas:
-    """Replicas of the experts of one layer. All ranks compute the same replicas.
+    """The replicas of the experts of one layer. All ranks compute the same placement of replicas.
 
     Args:
-        ranks: Number of ranks, called W.
-        costs: modelled costs of a call; see `spill.SpillCosts`.
-        guests: maximum number of experts that a rank may borrow.
-        every: number of steps between placements.
+        ranks: number of ranks, called W.
+        costs: predicted costs of moving rows and lending experts.
+        guests: maximum number of experts that a rank may borrow at the same time.
+        every: number of training steps between two placements.
 
     Attributes:
-        placed: map of the experts on each rank, or None if no expert is replicated.
+        placed: the experts that each rank stores, or None if no expert is replicated.
         shares: for each replicated expert, the fraction of its rows that each rank computes.
     """
 
@@ -130,8 +136,9 @@ class StandingReplicas:
         self._calls = self._steps = 0
 
     def plan(self, counts_WV: Counts) -> SpillPlan | None:
-        """Return the plan of a call, or None if every rank computes exactly the rows of its own
-        experts."""
+        """Return the plan of a call, or None if every rank computes exactly the rows of the experts
+        that it owns.
+        """
         if not self.shares:
             return None
         amounts = {}
@@ -143,22 +150,23 @@ class StandingReplicas:
         return SpillPlan(counts_WV, amounts)
 
     def add(self, counts_WV: Counts) -> None:
-        """Add the expert loads of a training call to the loads since the last placement."""
+        """Add the expert loads of one training call to the sum since the last placement."""
         self._calls += 1
         loads = [sum(column) for column in zip(*counts_WV, strict=True)]
         before = self._loads or [0] * len(loads)
         self._loads = [a + b for a, b in zip(before, loads, strict=True)]
 
     def finish_step(self) -> bool:
-        """Count a step and return True if `place` is due."""
+        """Count one training step, and return whether `place` must be called now."""
         self._steps += 1
         return self._steps % self.every == 0
 
     def place(self, speeds: Sequence[float] | None = None) -> None:
-        """Place replicas according to the mean load since the last placement if this saves time.
+        """Choose a placement of replicas from the mean loads since the last placement. If no
+        placement saves time, no expert is replicated.
 
         Args:
-            speeds: speed of each rank in any unit. By default, all speeds are equal.
+            speeds: speed of each rank, in any unit. By default, all ranks are equally fast.
         """
         loads, calls = self._loads, self._calls
         self._loads, self._calls = [], 0
@@ -187,15 +195,16 @@ class StandingReplicas:
             self.shares = {}
 
     def state(self) -> dict[str, Any]:
-        """Return the state as plain values for a checkpoint."""
+        """Return the state as plain values, which can be stored in a checkpoint."""
         return {"ranks": self.ranks, "steps": self._steps, "calls": self._calls,
                 "loads": self._loads, "slots": None if self.placed is None else self.placed.logical,
                 "shares": {e: dict(given) for e, given in self.shares.items()}}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Load the state that an earlier run has saved.
+        """Load a state that was returned by `state`, possibly in an earlier run.
 
-        A state with a different number of ranks is ignored, and placement starts again.
+        If the state is from a run with a different number of ranks, the state is ignored, and
+        placement starts from the beginning.
         """
         if state.get("ranks") != self.ranks:
             return

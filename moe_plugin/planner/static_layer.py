@@ -1,11 +1,12 @@
-"""Cost of a static reference layer with a fixed layout, no overlap, and dispatch by dense matmuls,
-as in GShard.
+"""Predict the cost of a static reference layer. The reference layer has a fixed layout and no
+overlap, and dispatches tokens with dense matmuls as in GShard.
 
-With S tokens per rank, E experts and C = k ceil(S / E) slots per expert, dispatch and combine are
-matmuls with a mask of shape [S, E, C]. Each matmul needs 2 S E C M FLOPs, which is about 2 k S^2 M
-for any E, where M is the model dimension. The forward pass has two of these matmuls and the
-backward pass has three, because the dispatch mask has no gradient. Each matmul reads or writes the
-mask. The all-to-all uses the linear algorithm and does not overlap with compute.
+Each rank has S tokens. Each of the E experts has C = k ceil(S / E) slots. Dispatch and combine are
+matmuls with a mask of shape [S, E, C]. Each of these matmuls takes 2 S E C M FLOPs, where M is the
+model dimension. This number of FLOPs is about 2 k S^2 M for any E. There are two of these matmuls
+in the forward pass and three in the backward pass, because the dispatch mask has no gradient. Each
+of these matmuls reads or writes the mask. The all-to-all uses the algorithm `linear` and does not
+overlap with computation.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ MASK_BYTES = 4
 
 
 def static_layer_s(shape: LayerShape, cluster: Cluster, device: Device) -> float:
-    """Return the time in seconds of the static layer's forward and backward passes."""
+    """Predict the time in seconds of the static layer's forward and backward passes."""
     slots = shape.top_k * math.ceil(shape.tokens / shape.experts)
     mask = float(shape.tokens) * shape.experts * slots
     dispatch = device.matmul_s(shape.tokens, 2 * mask * shape.row_dim, mask * MASK_BYTES)
@@ -42,17 +43,17 @@ def static_layer_s(shape: LayerShape, cluster: Cluster, device: Device) -> float
 
 @dataclass(frozen=True)
 class ScaleRow:
-    """Predicted times of the layer for one number of ranks.
+    """Predicted times of a layer on a given number of ranks.
 
     Attributes:
         ranks: number of ranks.
         static_s: time of the static layer in seconds.
-        plain_s: time in seconds with sparse dispatch, the largest r, d = 1 and the linear
-            all-to-all.
-        r_alone_s: time in seconds if, compared with `plain_s`, only r is adapted.
-        d_alone_s: time in seconds if, compared with `plain_s`, only d is adapted.
-        all_s: time in seconds if r, d and the all-to-all algorithm are adapted.
-        choice: layout that takes the time `all_s`.
+        plain_s: time in seconds with sparse dispatch, the largest possible r, d = 1 and the
+            algorithm `linear`.
+        r_alone_s: time in seconds as in `plain_s`, but with the best r.
+        d_alone_s: time in seconds as in `plain_s`, but with the best d.
+        all_s: time in seconds with the best r, the best d and the best all-to-all algorithm.
+        choice: the layout whose time is `all_s`.
     """
 
     ranks: int
@@ -65,15 +66,16 @@ class ScaleRow:
 
     @property
     def speedup(self) -> float:
-        """Speed-up of the fully adapted layer compared with the static layer."""
+        """Time of the static layer divided by the time of the fully adapted layer."""
         return self.static_s / self.all_s
 
 
 def scale_table(shape: LayerShape, cluster: Cluster, device: Device, nodes: Sequence[int],
                 experts_per_rank: float = 1.0) -> list[ScaleRow]:
-    """Return the predicted times of the layer for several numbers of nodes.
+    """Predict the times of a layer for several numbers of nodes.
 
-    The load per rank and the number of experts per rank are constant.
+    The number of tokens per rank and the number of experts per rank are the same for all numbers of
+    nodes.
     """
     rows = []
     for count in nodes:
@@ -100,7 +102,9 @@ def _scale_row(shape: LayerShape, cluster: Cluster, device: Device) -> ScaleRow:
 
 
 def scale_text(rows: Sequence[ScaleRow]) -> str:
-    """Format the table of times, and the gain of each adaptation compared with the plain layer."""
+    """Format a table of predicted times. The table also contains the speed-up of each adaptation
+    over the plain layer.
+    """
     lines = [f"{'ranks':>6}{'static':>11}{'plain':>10}{'r alone':>9}{'d alone':>9}"
              f"{'all':>9}{'static/all':>11}  layout"]
     for row in rows:

@@ -1,17 +1,19 @@
-"""Decisions that are based on noisy times. This is the common mechanism to measure candidates and
-choose one of them.
+"""Choose the fastest of several candidates from noisy times. All tuners share this module.
 
-This module is pure Python and does not read a clock. Callers report which candidates were tried and
-which times were measured. Candidates are tried in rounds, one call per candidate, so that a
-disturbance of the machine affects all candidates. Two candidates are compared by the ratios of
-their times in the same rounds. The difference is the median of the ratios. The spread is the range
-of the ratios after a third of them is removed as outliers. The smallest times of the candidates are
-also compared, and the comparison with the smaller spread is used. The current choice remains unless
-a candidate saves more than the spread. More rounds follow while candidates cannot be distinguished,
-up to a maximum number. Candidates that are much slower are excluded from further rounds.
+This module is pure Python and does not measure time. Callers report which candidates were tried and
+how long each candidate took. Candidates are tried in rounds, with one call per candidate, so that
+background noise on the machine affects all candidates equally. Two candidates are compared by the
+ratios of their times in the same round. The difference between two candidates is the median of
+these ratios. The spread of the comparison is the range of the ratios without outliers. At each end,
+up to a third of the ratios count as outliers. The smallest times of the two candidates are also
+compared. The comparison with the smaller spread is used. The current choice is replaced only if a
+candidate saves more time than the spread. If candidates cannot be distinguished, more rounds
+follow, up to a maximum number of rounds. Candidates that are much slower are excluded from further
+rounds.
 
-Occasional rounds check whether a choice is still the fastest (`Checks`). Other numbers, such as
-times for a planner, are measured in several steps until the steps agree (`Steady`).
+From time to time, another round checks whether the choice is still the fastest candidate
+(`Checks`). Other values, such as times for a planner, are measured in several steps until the steps
+agree (`Steady`).
 """
 
 from __future__ import annotations
@@ -33,15 +35,16 @@ NEVER_COME = 8  # calls without a time after which a round stops waiting for tim
 
 
 class PairedComparison(NamedTuple):
-    """Difference between the times of two candidates, as the logarithm of the ratio of their times.
+    """The difference between two candidates: the logarithm of the ratio of their times.
 
     Attributes:
-        middle: logarithm of the time ratio, which is negative if the first candidate is faster.
-        spread: uncertainty of `middle`. The uncertainty is half of the range of the logarithms
-            without outliers, or the sum of the distances between each candidate's smallest and
-            second smallest time. The uncertainty is increased if there are few rounds, because few
-            rounds may agree by chance.
-        rounds: number of rounds in which both candidates have a time.
+        middle: logarithm of the ratio of times. The logarithm is negative if the first candidate is
+            faster.
+        spread: uncertainty of `middle`. The uncertainty is either half of the range of the
+            logarithms without outliers, or the sum of the logarithmic differences between the
+            smallest and second smallest time of each candidate. With few rounds, the uncertainty is
+            increased, because a few rounds may agree by chance.
+        rounds: number of rounds in which both candidates were measured.
     """
 
     middle: float
@@ -50,15 +53,15 @@ class PairedComparison(NamedTuple):
 
     @classmethod
     def of(cls, pairs: Sequence[tuple[float, float]], smallest: bool = True) -> PairedComparison:
-        """Compare two candidates by their times in each round.
+        """Compare two candidates by their times in the same rounds.
 
         Args:
-            pairs: times of both candidates in each round.
-            smallest: whether to compare the smallest times if this comparison has a smaller spread.
-                Defaults to True.
+            pairs: for each round, the times of both candidates.
+            smallest: whether to use the comparison of the smallest times if it has a smaller
+                spread. Defaults to True.
 
         Returns:
-            The comparison. With fewer than two rounds, the spread is infinity.
+            The comparison. With fewer than two rounds, the spread is infinite.
         """
         rounds, logs = len(pairs), sorted(math.log(one / other) for one, other in pairs)
         if rounds < 2:
@@ -72,28 +75,28 @@ class PairedComparison(NamedTuple):
         return cls(middle, half * (1 + FEW_ROUNDS / rounds), rounds)
 
     def faster(self, gain: float) -> bool:
-        """Return True if the first candidate certainly saves a fraction `gain` of the time."""
+        """Return whether the first candidate certainly saves at least the fraction `gain`."""
         return self.middle + self.spread < math.log1p(-gain)
 
     def not_faster(self, gain: float) -> bool:
-        """Return True if the first candidate certainly saves less than the fraction `gain`."""
+        """Return whether the first candidate certainly saves less than the fraction `gain`."""
         return self.middle - self.spread >= math.log1p(-gain)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ContestRules:
-    """Rules that decide when candidates are distinguished.
+    """Rules that decide whether candidates have been distinguished.
 
     Attributes:
-        warm_up: number of initial rounds whose times are ignored.
+        warm_up: number of rounds at the beginning whose times are ignored.
         least: minimum number of rounds before a decision.
-        most: maximum number of latest rounds on which a decision is based.
-        gain: fraction of the current choice's time that a different candidate must save.
-        behind: a candidate is excluded if, in all of at least two rounds, it took more than this
-            multiple of the fastest candidate's time.
-        ordered: whether a candidate must also be better by this gain than every earlier candidate.
-        smallest: whether comparisons may use the smallest times. The smallest times are not
-            suitable if a candidate is only occasionally fast.
+        most: a decision is based on at most this number of recent rounds.
+        gain: fraction of the current choice's time that a candidate must save to replace it.
+        behind: a candidate is excluded if it took more than this multiple of the fastest
+            candidate's time in every round. A candidate is excluded only after at least two rounds.
+        ordered: whether a candidate must save `gain` compared with every earlier candidate.
+        smallest: whether comparisons may use the smallest times of candidates. The smallest times
+            are misleading if a candidate is fast only occasionally.
     """
 
     warm_up: int = 0
@@ -106,14 +109,14 @@ class ContestRules:
 
 
 class Decision(NamedTuple, Generic[Choice]):
-    """Result of a contest between candidates.
+    """The decision that follows from the measurements of a contest.
 
     Attributes:
-        choice: candidate that should be used.
-        sure: True if it is known for every candidate whether it saves enough time. If `sure` is
-            False, the choice is the current candidate, or the best candidate that certainly saves
-            enough time.
-        open: candidates that more rounds could distinguish.
+        choice: the candidate that should be used.
+        sure: True if it is known for every candidate whether the candidate saves enough time. If
+            `sure` is False, the choice is the best candidate that certainly saves enough time, or
+            the current candidate.
+        open: candidates that could be distinguished by more rounds.
     """
 
     choice: Choice
@@ -122,17 +125,19 @@ class Decision(NamedTuple, Generic[Choice]):
 
 
 class Contest(Generic[Choice]):
-    """A contest between candidates, which consists of the rounds of measurements for one decision.
+    """A contest between candidates. A contest consists of the rounds of measurements for one
+    decision.
 
     Args:
-        choices: candidates, with the preferred candidate first.
-        current: candidate that is currently used.
-        rules: rules that decide when candidates are distinguished.
-        cold: candidates whose first time is ignored because their first call takes longer.
+        choices: the candidates. The preferred candidate comes first.
+        current: the candidate that is in use.
+        rules: rules that decide whether candidates have been distinguished.
+        cold: candidates whose first time is ignored, because their first call takes longer.
 
     Attributes:
-        rounds: for each round, the times that are not ignored. The latest round comes last.
-        behind: candidates that are excluded because they are much slower.
+        rounds: for each round, the times of the candidates, except ignored times. The most recent
+            round comes last.
+        behind: candidates that were excluded because they are much slower.
         failed: candidates that could not run.
     """
 
@@ -153,35 +158,36 @@ class Contest(Generic[Choice]):
 
     @property
     def running(self) -> bool:
-        """True if trials of the current round or their times are pending."""
+        """True if some times of the current round have not been reported."""
         return bool(self._queue or self._awaited)
 
     @property
     def trying(self) -> bool:
-        """True if trials of the current round are pending."""
+        """True if some candidates of the current round have not been tried."""
         return bool(self._queue)
 
     @property
     def given_up(self) -> bool:
-        """True if several rounds ended without a measured time, or if no candidate is left."""
+        """True if several rounds ended without any measured time, or if no candidate is left."""
         return self._empty > 1 or not self.alive()
 
     def contenders(self) -> list[Choice]:
-        """Return the candidates that take part in the next round."""
+        """Return the candidates for the next round."""
         if not self.rounds:
             return self.alive()
         return [c for c in self.alive() if c in (self.base(), *self.decide().open)]
 
     def alive(self) -> list[Choice]:
-        """Return the candidates that can run and are not excluded as much slower."""
+        """Return the candidates that can run and have not been excluded."""
         return [c for c in self.choices if c not in self.behind | self.failed]
 
     def begin(self, *, check: bool = False, every: bool = False) -> None:
-        """Begin a round with the candidates that have to be distinguished.
+        """Begin a round with the candidates that still have to be distinguished.
 
         Args:
-            check: whether the round includes all candidates that are not excluded.
-            every: whether the round also includes candidates that were excluded as much slower.
+            check: whether the round contains all candidates that have not been excluded.
+            every: whether the round also contains candidates that were excluded because they are
+                much slower.
         """
         if every:
             self.behind.clear()
@@ -190,34 +196,34 @@ class Contest(Generic[Choice]):
         self._round, self._first, self._idle = {}, {}, 0
 
     def next(self) -> Choice:
-        """Return the next candidate to try. The candidate's time must then be reported by `add`."""
+        """Return the next candidate to try. The caller must then report the candidate's time with
+        `add`."""
         choice = self._queue.popleft()
         self._awaited.append(choice)
         self._idle = 0
         return choice
 
     def wait(self) -> None:
-        """Record a call for which no time was reported. Several of these calls end the round."""
+        """Record a call without a reported time. After several such calls, the round ends."""
         self._idle += 1
         if self._idle > NEVER_COME:
             self._awaited.clear()
             self._end_round()
 
     def repeat(self, choice: Choice) -> None:
-        """Schedule a trial of a candidate again because its time was not meaningful."""
+        """Try a candidate again in this round, because its measured time was not meaningful."""
         if choice in self._awaited:
             self._awaited.remove(choice)
             self._queue.append(choice)
 
     def add(self, choice: Choice, seconds: float) -> bool:
-        """Record the time of a trial.
+        """Record the time of one candidate.
 
         Args:
             choice: the candidate.
-            seconds: measured time in seconds, or infinity if the candidate could not run.
+            seconds: measured time, or infinity if the candidate could not run.
 
-        Returns:
-            True if a time of this candidate was expected.
+        Returns: True if the contest was waiting for a time of this candidate.
         """
         if choice not in self._awaited:
             return False
@@ -247,21 +253,21 @@ class Contest(Generic[Choice]):
                 self.behind.add(choice)
 
     def compare(self, one: Choice, other: Choice) -> PairedComparison:
-        """Compare two candidates over the rounds in which both have a time."""
+        """Compare two candidates over all rounds in which both candidates were measured."""
         return PairedComparison.of([(times[one], times[other]) for times in self.rounds
                             if one in times and other in times], self.rules.smallest)
 
     def base(self) -> Choice:
-        """Return the candidate that a new choice must beat.
+        """Return the candidate with which new candidates are compared.
 
-        This is the current choice or, if the current choice is excluded or has no time, the first
-        candidate with a time.
+        By default, the current candidate is returned. If the current candidate was excluded or has
+        no time, the first candidate with a time is returned.
         """
         timed = [c for c in self.alive() if any(c in times for times in self.rounds)]
         return self.current if self.current in timed or not timed else timed[0]
 
     def decide(self) -> Decision[Choice]:
-        """Make a decision from the times of the rounds so far."""
+        """Make a decision from all rounds so far."""
         rules, base = self.rules, self.base()
         if self.given_up:
             return Decision(base, False, ())
@@ -284,36 +290,35 @@ class Contest(Generic[Choice]):
         return Decision(best, not unclear, still)
 
     def factor(self, choice: Choice) -> float:
-        """Return a lower bound of a candidate's time relative to the fastest candidate."""
+        """Return a lower bound on a candidate's time divided by the shortest time."""
         return min(self._factors[choice], default=1.0)
 
     def excess(self) -> float:
-        """Return the cost of a trial of all excluded candidates in units of the shortest time."""
+        """Return the cost of a trial of all excluded candidates, relative to the shortest time."""
         return sum(self.factor(c) - 1 for c in self.behind)
 
     def take_behind(self, factors: Mapping[Choice, float]) -> None:
-        """Exclude candidates that are known to be much slower.
+        """Exclude candidates that are already known to be much slower.
 
         Args:
-            factors: time of each candidate relative to the fastest candidate.
-        """
+            factors: for each candidate, its time divided by the time of the fastest candidate."""
         for choice in self._factors.keys() & factors.keys():
             self.behind.add(choice)
             self._factors[choice] = [factors[choice]]
 
     def contradicts(self) -> bool:
-        """Return True if a candidate was faster than the current choice in the latest round."""
+        """Return whether a candidate was faster than the current candidate in the latest round."""
         times = self.rounds[-1] if self.rounds else {}
         current_s = times.get(self.current)
         return current_s is not None and any(
             seconds < (1 - self.rules.gain) * current_s for seconds in times.values())
 
     def start_again(self) -> None:
-        """Discard all rounds except the latest one."""
+        """Discard all rounds except the most recent round."""
         self.rounds = self.rounds[-1:]
 
     def seconds(self) -> dict[Choice, float]:
-        """Return the median time of each candidate over the rounds."""
+        """Return the median time of each candidate over all rounds."""
         every: dict[Choice, list[float]] = {}
         for times in self.rounds:
             for choice, seconds in times.items():
@@ -321,50 +326,47 @@ class Contest(Generic[Choice]):
         return {c: statistics.median(every[c]) for c in self.choices if c in every}
 
     def spread(self) -> float:
-        """Return the largest spread of comparisons with the current choice, or 0 if there is
-        none."""
+        """Return the largest spread of any comparison with the current candidate, or 0."""
         comparisons = (self.compare(c, self.current) for c in self.alive() if c != self.current)
         return max((one.spread for one in comparisons if one.rounds > 1), default=0.0)
 
 
 @dataclass
 class Checks:
-    """Intervals at which a choice is checked.
+    """Determines when a choice is checked again.
 
-    The intervals become longer with each check that agrees.
+    After each check that confirms the choice, the interval to the next check becomes longer.
 
     Attributes:
         calls: number of calls since the last check.
-        interval: number of calls between two checks.
-    """
+        interval: number of calls between two checks."""
 
     calls: int = 0
     interval: int = FIRST_CHECK
 
     def due(self) -> bool:
-        """Return True if a check is due."""
+        """Return whether the choice must be checked now."""
         return self.calls >= self.interval
 
     def agreed(self) -> None:
-        """Record that a check or an exploration ended without changing the choice."""
+        """Record that a check or an exploration ended without a change of the choice."""
         self.calls, self.interval = 0, min(CHECK_GROWTH * self.interval, LAST_CHECK)
 
     def changed(self) -> None:
-        """Record that the choice has changed."""
+        """Record that the choice was changed."""
         self.calls, self.interval = 0, FIRST_CHECK
 
 
 @dataclass
 class Steady:
-    """Numbers that are measured together in each step, such as the times of all blocks.
+    """Values that are measured together in each step, such as the times of all blocks of a model.
 
-    Steps are measured until the two smallest sums of a step differ by at most `within`.
+    Steps are repeated until the two smallest sums of a step's values differ by at most `within`.
 
     Attributes:
-        within: largest relative difference of two sums that are considered equal.
+        within: maximum relative difference between two sums that are considered equal.
         least, most: minimum and maximum number of steps.
-        steps: numbers that were measured in each step.
-    """
+        steps: the values that were measured in each step."""
 
     within: float = 0.1
     least: int = 2
@@ -372,12 +374,12 @@ class Steady:
     steps: list[Mapping[Hashable, float]] = field(default_factory=list)
 
     def add(self, numbers: Mapping[Hashable, float]) -> None:
-        """Add the numbers measured in a step."""
+        """Record the measurements of one step."""
         self.steps.append(dict(numbers))
 
     @property
     def enough(self) -> bool:
-        """True if no further step is needed."""
+        """True if no further step has to be measured."""
         if len(self.steps) < self.least:
             return False
         least, *others = sorted(sum(step.values()) for step in self.steps)
@@ -385,13 +387,13 @@ class Steady:
                 or others[0] <= (1 + self.within) * least)
 
     def best(self) -> dict[Hashable, float]:
-        """Return the minimum of each number, because disturbances can only increase times."""
+        """Return the minimum of each value over all steps, because noise only increases times."""
         keys = dict.fromkeys(key for step in self.steps for key in step)
         return {key: min(step[key] for step in self.steps if key in step) for key in keys}
 
     def contradicts(self, numbers: Mapping[Hashable, float]) -> bool:
-        """Return True if a later step was so fast that the earlier ones must have been
-        disturbed."""
+        """Return whether a later step was so fast that the earlier steps must have been disturbed.
+        """
         known = self.best()
         known_s = sum(known[key] for key in numbers if key in known)
         return sum(numbers[key] for key in numbers if key in known) < BUSY * known_s

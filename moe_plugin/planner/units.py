@@ -1,4 +1,4 @@
-"""Read the planner's YAML records, and parse and format sizes, rates, times and grids."""
+"""Read the planner's YAML files, and parse and format sizes, rates, times and grids."""
 
 from __future__ import annotations
 
@@ -18,13 +18,12 @@ T = TypeVar("T")
 
 
 def record(kind: type[T], values: Mapping[str, Any], where: str) -> T:
-    """Convert plain nested values to a dataclass of type `kind`.
+    """Convert nested dictionaries to a dataclass of type `kind`.
 
     Args:
-        kind: a dataclass. OmegaConf converts the values to the types of the dataclass's fields.
-        values: mapping from field names to values. The values of a nested dataclass form a nested
-            mapping.
-        where: name of the values in error messages.
+        kind: a dataclass. OmegaConf converts each value to the type of the field.
+        values: mapping from field names to values. A nested dataclass is given as a nested mapping.
+        where: description of the values for error messages, such as the path of a file.
 
     Raises:
         ValueError: If a key is unknown, or if a value is missing or invalid.
@@ -52,8 +51,9 @@ def record(kind: type[T], values: Mapping[str, Any], where: str) -> T:
 
 
 def _make_writable(schema: Any) -> None:
-    """Make a schema and its nested schemas writable, because frozen dataclasses become
-    read-only."""
+    """Make a schema and its nested schemas writable. Schemas of frozen dataclasses are read-only by
+    default.
+    """
     from omegaconf import DictConfig, OmegaConf
 
     OmegaConf.set_readonly(schema, False)
@@ -64,13 +64,13 @@ def _make_writable(schema: Any) -> None:
 
 
 def load_record(kind: type[T], path: str | Path, what: str, remedy: str) -> T:
-    """Read a YAML file into a dataclass of type `kind`.
+    """Read a dataclass of type `kind` from a YAML file.
 
     Args:
         kind: the dataclass.
         path: path of the YAML file.
-        what: name of the file type in error messages, such as "cluster file".
-        remedy: remedy that is shown in error messages.
+        what: description of the file for error messages, such as "cluster file".
+        remedy: what the user can do if the file cannot be read, for error messages.
 
     Raises:
         ValueError: If the file cannot be read, or if its values are not valid for the dataclass.
@@ -113,9 +113,9 @@ def parse_counts(name: str, text: str, example: str) -> list[int]:
     """Parse comma-separated integers >= 1, such as `1,2,4`.
 
     Args:
-        name: name of the option in error messages.
+        name: name of the option, for error messages.
         text: string to parse.
-        example: valid value that error messages show.
+        example: a valid value, which error messages show.
     """
     words = text.split(",")
     if not all(word.strip().isdecimal() and 1 <= len(word.strip()) <= 9 and int(word)

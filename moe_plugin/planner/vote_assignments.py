@@ -1,13 +1,13 @@
-"""Assignments of batch parts to workers that limit the damage of faulty workers.
+"""Assign parts of a batch to workers in a way that limits the damage caused by faulty workers.
 
-The source is ByzShield (Konstantinidis and Ramamoorthy, 2021).
+Source: ByzShield (Konstantinidis and Ramamoorthy, 2021).
 
-A batch is split into f parts, which are called files. Each file is computed by r workers, where r
-is odd, and each of the K workers computes l files, so K l = f r. For each file, the answer that the
-majority of its workers computed is used. A file is distorted if at least (r + 1) / 2 of its workers
-are among the q faulty workers. The largest number of files that any q workers can distort is called
-c(q), and c(q) / f is the distorted fraction. The assignments in this module differ in the number of
-files that two workers have in common.
+A batch is divided into f parts, which are called files. Each file is computed by r workers, where r
+is odd. Each of the K workers computes l files, so K l = f r. For each file, the result computed by
+the majority of the file's workers is used. If q workers are faulty, a file is distorted if at least
+(r + 1) / 2 of its workers are faulty. c(q) is the largest number of files that any q workers can
+distort, and c(q) / f is the distorted fraction. The assignments in this module differ in how many
+files two workers have in common.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ class Assignment:
     """An assignment of files to workers.
 
     Attributes:
-        name: name of the scheme.
-        files: files of each worker, in ascending order.
+        name: name of the assignment.
+        files: for each worker, its files in ascending order.
         classes: number of consecutive workers that form a class. Workers of the same class have no
-            file in common, and they are interchangeable because a renaming of files can map any
-            worker to the first worker of its class. In addition, any worker of a second class can
-            be mapped to the first worker of that class while the first class stays fixed. The value
-            1 means that no symmetry is known.
+            file in common. The workers of a class are interchangeable: a renaming of the files can
+            map any worker to the first worker of its class. In addition, while the workers of one
+            class stay fixed, any worker of another class can be mapped to the first worker of that
+            class. If `classes` is 1, no symmetry is known.
     """
 
     name: str
@@ -51,17 +51,17 @@ class Assignment:
 
     @property
     def workers_of(self) -> tuple[tuple[int, ...], ...]:
-        """Workers that compute each file, in ascending order."""
+        """For each file, the workers that compute it, in ascending order."""
         return tuple(tuple(w for w, files in enumerate(self.files) if file in files)
                      for file in range(self.count))
 
     def spoiled(self, wrong: Sequence[int]) -> int:
-        """Return the number of files for which a majority of the workers is faulty."""
+        """Return the number of files that are distorted if the given workers are faulty."""
         need = self.copies // 2 + 1
         return sum(sum(w in wrong for w in workers) >= need for workers in self.workers_of)
 
     def worst(self, most: int) -> list[int]:
-        """Return the exact values c(0), c(1) and so on, up to c(most)."""
+        """Return the exact values c(0), c(1), ..., c(most)."""
         return _Worst(self, most).best
 
 
@@ -70,19 +70,19 @@ def _is_prime(value: int) -> bool:
 
 
 def mols(load: int, copies: int) -> Assignment:
-    """Return the assignment of f = l^2 files to K = r l workers from mutually orthogonal Latin
-    squares.
+    """Assign f = l^2 files to K = r l workers by means of mutually orthogonal Latin squares.
 
-    Each file is a cell (i, j) of an l x l square. For each square L_k with k from 1 to r, worker
-    (k, s) computes the cells in which the square contains the symbol s, which means that k i + j =
-    s mod l. Two workers of different squares have exactly one file in common.
+    Each file corresponds to a cell (i, j) of an l x l square. There are r Latin squares L_k with k
+    from 1 to r. Worker (k, s) computes the cells in which L_k contains the symbol s, that is, the
+    cells with k i + j = s mod l. Two workers of different squares have exactly one file in common.
 
     Args:
-        load: number l of files per worker, which must be prime.
-        copies: number r of workers per file, which must be odd and at most l - 1.
+        load: number l of files per worker. Must be prime.
+        copies: number r of workers per file. The number of workers per file must be odd and at most
+            l - 1.
 
     Raises:
-        ValueError: If `load` or `copies` is not allowed.
+        ValueError: If the value of `load` or `copies` is not allowed.
     """
     _check_odd(copies)
     if not _is_prime(load) or copies > load - 1:
@@ -94,18 +94,20 @@ def mols(load: int, copies: int) -> Assignment:
 
 
 def ramanujan(prime: int, columns: int) -> Assignment:
-    """Return the assignment from Ramanujan bigraphs.
+    """Assign files to workers by means of Ramanujan bigraphs.
 
-    The blocks of the bigraph are P^(a b) for powers of the s-cycle P, with a < s and b < m. In case
-    1 (transposed), m < s, and there are K = m s workers and f = s^2 files with l = s and r = m. In
-    case 2, s divides m, and there are K = s^2 workers and f = m s files with l = m and r = s.
+    The blocks of the bigraph are the powers P^(a b) of a cycle P of length s, with a < s and b < m.
+    In case 1 (the transposed bigraph), m < s. There are K = m s workers and f = s^2 files, with l =
+    s and r = m. In case 2, m is a multiple of s. There are K = s^2 workers and f = m s files, with
+    l = m and r = s.
 
     Args:
-        prime: size s of the cycle, which must be a prime number.
-        columns: m, either an odd number less than s, or a multiple of s if s is odd.
+        prime: length s of the cycle. The cycle length must be a prime number.
+        columns: the number m. The number m must be either an odd number less than s, or a multiple
+            of s if s is odd.
 
     Raises:
-        ValueError: If `prime` or `columns` is not allowed.
+        ValueError: If the value of `prime` or `columns` is not allowed.
     """
     if not _is_prime(prime) or (columns >= prime and columns % prime) or columns < 1:
         raise ValueError(f"prime={prime}, columns={columns} do not define a Ramanujan graph. "
@@ -125,8 +127,9 @@ def ramanujan(prime: int, columns: int) -> Assignment:
 
 
 def repetition(groups: int, copies: int) -> Assignment:
-    """Return fractional repetition (DETOX, DRACO), in which all workers of a group compute one
-    file."""
+    """Assign files by fractional repetition (DETOX, DRACO): all workers of a group compute the same
+    file.
+    """
     _check_odd(copies)
     if groups < 1:
         raise ValueError(f"groups={groups} must be >= 1")
@@ -134,8 +137,7 @@ def repetition(groups: int, copies: int) -> Assignment:
 
 
 def cyclic(workers: int, copies: int) -> Assignment:
-    """Return the cyclic assignment, in which each of K files is computed by `copies` consecutive
-    workers."""
+    """Assign files cyclically: each of the K files is computed by `copies` consecutive workers."""
     _check_odd(copies)
     if copies > workers:
         raise ValueError(f"copies={copies} is larger than the number of workers, {workers}")
@@ -144,18 +146,17 @@ def cyclic(workers: int, copies: int) -> Assignment:
 
 
 def assign(name: str, workers: int, copies: int) -> Assignment:
-    """Return the assignment with the given name, in which each file is computed by `copies`
-    workers.
+    """Return the assignment with the given name. Each file is computed by `copies` workers.
 
     Args:
-        name: name of the assignment, which is cyclic, mols (with load K / r), ramanujan (case 1 if
-            s = K / r > r, case 2 if K = r^2) or repetition.
-        workers: Number of workers, called K.
-        copies: r, the number of workers per file, which must be odd.
+        name: name of the assignment: cyclic, mols (with load K / r), ramanujan (case 1 if s = K / r
+            > r, case 2 if K = r^2) or repetition.
+        workers: number K of workers.
+        copies: number r of workers per file. Must be odd.
 
     Raises:
-        ValueError: If the assignment does not exist. The message states the condition that is not
-            met.
+        ValueError: If there is no assignment with these numbers. The message contains the condition
+            that is not met.
     """
     _check_odd(copies)
     load, left = divmod(workers, copies)
@@ -181,15 +182,15 @@ def _check_odd(copies: int) -> None:
 
 
 class _Worst:
-    """Exhaustive search for all c(q) up to a maximum q. The result is `best`, which contains c(q)
-    for each q.
+    """An exhaustive search that computes c(q) for all q up to a maximum. The attribute `best`
+    contains c(q) for each q.
 
-    Sets of workers are extended in ascending order. The votes of a set are counted in one integer
-    with one digit for each file. Two rules shorten the search. First, a set is not extended if the
-    remaining workers cannot raise its result above the best known result. Second, only the first
-    worker of a class is tried as the lowest member of a set, because the workers of a class are
-    interchangeable. Trying only worker 0 would be wrong, because classes are not always
-    interchangeable.
+    The search extends sets of workers in ascending order. The votes of a set are stored in a single
+    integer that has one digit per file. Two rules make the search shorter. First, a set is not
+    extended if the remaining workers cannot distort more files than the best known set. Second,
+    only the first worker of each class is tried as the lowest worker of a set, because the workers
+    of a class are interchangeable. Trying only worker 0 would be wrong, because classes are not
+    always interchangeable.
     """
 
     def __init__(self, assignment: Assignment, most: int) -> None:
@@ -208,8 +209,9 @@ class _Worst:
             self._grow(self.masks[first], first, 1, True)
 
     def _grow(self, votes: int, last: int, size: int, one_class: bool) -> None:
-        """Try every set that extends this one. one_class: whether all workers of the set are in one
-        class."""
+        """Try every set that extends the given set. one_class: whether all workers of the set
+        belong to the same class.
+        """
         spoiled = ((votes + self.offset) & self.high).bit_count()
         if spoiled > self.best[size]:
             self.best[size] = spoiled
@@ -222,9 +224,10 @@ class _Worst:
             self._grow(votes + self.masks[worker], worker, size + 1, False)
 
     def _reachable(self, assignment: Assignment) -> list[list[int]]:
-        """Return, for each last worker and each v, the files that at least v later workers compute.
+        """For each last worker and each number v, return the files that are computed by at least v
+        later workers.
 
-        Files are encoded as the highest bits of their digits.
+        Each file is encoded as the highest bit of its digit.
         """
         reachable = []
         for last in range(self.workers):
@@ -235,12 +238,12 @@ class _Worst:
         return reachable
 
     def _hopeful(self, votes: int, spoiled: int, size: int, within: Sequence[int]) -> bool:
-        """Return True if a larger set of this branch may distort more files than the best known
-        set.
+        """Return whether an extension of the set may distort more files than the best known set.
 
-        If n workers are added, they cast n l additional votes. A file that lacks v votes to be
-        distorted uses v of these if at least v later workers compute it. The files that lack the
-        fewest votes are counted first.
+        If n workers are added to the set, the new workers contribute n l additional votes. A file
+        that needs v more votes to be distorted uses v of the additional votes, provided that at
+        least v later workers compute the file. Files that need the fewest additional votes are
+        counted first.
         """
         lacking = [0] * (self.need + 1)
         ones, below = self.high >> (self.bits - 1), (votes + self.offset) & self.high

@@ -1,1 +1,1 @@
-"""General utilities for messages, files, registries, and properties of this machine."""
+"""Utilities for messages, files, registries, and properties of the machine."""

@@ -1,8 +1,8 @@
-"""Access to the parts of a checkout that are outside the package folder.
+"""Give access to files of a checkout that are outside the package folder.
 
-These are `moe_plugin.kernels`, `moe_plugin.configs` and the benchmark scripts in `scripts`. An
-installed package contains `moe_plugin.kernels` and `moe_plugin.configs`, because pyproject.toml
-maps them into the wheel, but it does not contain the scripts.
+These files are `moe_plugin.kernels`, `moe_plugin.configs`, and the benchmark scripts in `scripts`.
+An installed package also contains `moe_plugin.kernels` and `moe_plugin.configs`, because
+pyproject.toml maps these folders into the wheel. An installed package does not contain the scripts.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ ROOT = Path(__file__).resolve().parents[2]  # root of the checkout
 
 
 class CheckoutFinder:
-    """A finder for `sys.meta_path` that finds only the packages in `FOLDERS`, after all other
-    finders.
+    """An import finder for `sys.meta_path` that finds only the packages listed in `FOLDERS`. This
+    finder is used after all other finders.
     """
 
     def __init__(self, root: Path) -> None:
@@ -43,8 +43,9 @@ class CheckoutFinder:
 
 
 def install(package: Path) -> None:
-    """Install the finder if the folder `package` of `moe_plugin` does not contain the packages in
-    `FOLDERS`."""
+    """Add a `CheckoutFinder` to `sys.meta_path` if the package folder `package` does not contain
+    the packages listed in `FOLDERS`.
+    """
     installed = any(isinstance(finder, CheckoutFinder) for finder in sys.meta_path)
     if not installed and not (package / FOLDERS[0]).is_dir():
         sys.meta_path.append(CheckoutFinder(package.parent))  # type: ignore[arg-type]
@@ -56,7 +57,7 @@ def laboratory(module: str) -> ModuleType:
     Args:
         module: name of the module relative to `scripts`, such as `bench.studies`.
     Raises:
-        ValueError: If the package is installed without a checkout.
+        ValueError: If this package was installed without a checkout of the repository.
     """
     if not (ROOT / "scripts" / "bench" / "__init__.py").is_file():
         raise ValueError("this command needs the repository, which is not part of an installed "

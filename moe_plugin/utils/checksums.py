@@ -1,10 +1,11 @@
-"""CRC-32 checksums of checkpoint files. CRC-32 detects every change of up to 32 adjacent bits.
+"""Compute and check CRC-32 checksums of checkpoint files. CRC-32 detects every change that affects
+up to 32 adjacent bits.
 
-A *sealed* file contains its own checksum, so the checksum is moved, copied and deleted together
-with the file. Files written by torch store the checksum in a trailer of 27 bytes, which torch and
-zip tools ignore. Safetensors files store it in the metadata of the header, and JSON files store it
-in the last entry. Files that older versions of this package wrote are not sealed, but can still be
-loaded.
+A *sealed* file contains its own checksum. The checksum is therefore moved, copied and deleted
+together with the file. Files written by torch contain the checksum in a trailer of 27 bytes. torch
+and zip tools ignore this trailer. Safetensors files contain the checksum in the metadata of the
+header, and JSON files contain it in the last entry. Files written by older versions of this package
+are not sealed, but can still be loaded.
 """
 
 from __future__ import annotations
@@ -37,16 +38,16 @@ _JSON_END = re.compile(r', "crc32": "([0-9a-f]{8})"\}\s*')
 
 
 class DamagedFile(ValueError):
-    """Error that is raised if the content of a file differs from the content that was written. The
-    message states the reason, but not the file's name.
+    """Raised if the data in a file is not the data that was written. The message contains the
+    reason, but not the name of the file.
     """
 
 
 class _SummingStream:
-    """A stream that passes bytes on to a target stream and computes the checksum of these bytes.
+    """A stream that passes all bytes to a target stream and computes the checksum of these bytes.
 
-    This stream also stores the error of a failed write, because torch's writer replaces it with a
-    different error.
+    This stream also stores the error of a failed write, because torch's writer raises a different
+    error instead.
     """
 
     def __init__(self, stream: BinaryIO) -> None:
@@ -67,11 +68,12 @@ class _SummingStream:
 
 
 def write_sealed(path: str | os.PathLike[str], write: Callable[[Any], None]) -> None:
-    """Write a sealed binary file and flush it to disk. The checksum is computed while writing.
+    """Write a sealed binary file and flush it to disk. The checksum is computed while the file is
+    being written.
 
     Args:
         path: path of the file.
-        write: function that writes the content to the stream that is passed to it.
+        write: function that receives a stream and writes the data to it.
     Raises:
         OSError: If the file cannot be written, for example because the disk is full.
     """
@@ -89,13 +91,13 @@ def write_sealed(path: str | os.PathLike[str], write: Callable[[Any], None]) -> 
 
 
 def trailer(crc: int) -> bytes:
-    """Return the trailer of a sealed file whose content has the given checksum."""
+    """Return the trailer of a sealed file. `crc` is the checksum of the data before the trailer."""
     return b"\nmoe-plugin crc32 %08x\n" % crc
 
 
 def _digits_in_header(path: str | os.PathLike[str]) -> tuple[int, int] | None:
-    """Return the position and the value of the checksum in a safetensors file, or None if there is
-    no checksum.
+    """Return the position and the value of the checksum in the header of a safetensors file, or
+    None if the header does not contain a checksum.
     """
     with open(path, "rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
@@ -105,14 +107,14 @@ def _digits_in_header(path: str | os.PathLike[str]) -> tuple[int, int] | None:
 
 
 def seal(path: str | os.PathLike[str], crc: int | None = None) -> None:
-    """Write the checksum into a complete file.
+    """Add the checksum to a file whose data is complete.
 
-    In safetensors files that were created with `METADATA`, the checksum is written to the header.
-    In all other files, it is appended as a trailer.
+    If the file is a safetensors file that was created with `METADATA`, the checksum is written to
+    the file's header. For all other files, the checksum is appended as a trailer.
 
     Args:
         path: path of the file.
-        crc: optional. Checksum of the file's bytes. Computed by default.
+        crc: optional. Checksum of the file's bytes, if already known. Computed by default.
     """
     crc, position = crc_of(path) if crc is None else crc, _digits_in_header(path)
     with open(path, "r+b") as stream:
@@ -125,9 +127,7 @@ def seal(path: str | os.PathLike[str], crc: int | None = None) -> None:
 
 
 def seal_of(path: str | os.PathLike[str]) -> int | None:
-    """Return the checksum with which a sealed binary file was written, or None if the file is not
-    sealed.
-    """
+    """Return the checksum that a sealed binary file contains, or None if the file is not sealed."""
     with open(path, "rb") as stream:
         stream.seek(max(0, os.path.getsize(path) - _TRAILER_BYTES))
         match = _TRAILER.fullmatch(stream.read())
@@ -138,14 +138,14 @@ def seal_of(path: str | os.PathLike[str]) -> int | None:
 
 
 def crc_of(path: str | os.PathLike[str], size: int | None = None, digits: int | None = None) -> int:
-    """Return the CRC-32 of a file.
+    """Return the CRC-32 checksum of a file.
 
     Args:
         path: path of the file.
-        size: optional. Number of bytes at the start of the file to include. By default, the whole
-            file is included.
-        digits: optional. Position of a checksum inside the file, whose digits are replaced with
-            zeros in the calculation.
+        size: optional. Number of bytes to include, from the start of the file. By default, the
+            whole file is included.
+        digits: optional. Position of a checksum within the file. The digits of this checksum are
+            counted as zeros.
     """
     size = os.path.getsize(path) if size is None else size
     with open(path, "rb", buffering=0) as stream:
@@ -157,7 +157,7 @@ def crc_of(path: str | os.PathLike[str], size: int | None = None, digits: int | 
 
 
 def _sum(stream: RawIOBase, left: int, crc: int) -> int:
-    """Return the checksum `crc` updated with the next `left` bytes of the stream."""
+    """Update the checksum `crc` with the next `left` bytes of a stream."""
     buffer = memoryview(bytearray(min(CHUNK, max(left, 1))))  # fits in the processor's cache
     while left > 0 and (count := stream.readinto(buffer[:left])):
         crc, left = crc32(buffer[:count], crc), left - count
@@ -165,11 +165,10 @@ def _sum(stream: RawIOBase, left: int, crc: int) -> int:
 
 
 def verify(path: str | os.PathLike[str]) -> bool:
-    """Check a file against its checksum. Return True if the file is sealed.
+    """Compare a file with the checksum that it contains. Returns whether the file is sealed.
 
     Raises:
-        DamagedFile: If the file is sealed and its content differs from the content that was
-            written.
+        DamagedFile: If the file is sealed, but its data does not match the checksum.
     """
     check_input(path)
     size = os.path.getsize(path)
@@ -195,16 +194,16 @@ def verify(path: str | os.PathLike[str]) -> bool:
 
 
 def seal_json(values: Mapping[str, Any]) -> str:
-    """Return a mapping as a JSON string that includes a checksum."""
+    """Convert a mapping to a JSON string that contains a checksum."""
     body = json.dumps({"sealed": True, **values})[:-1]
     return f'{body}, "crc32": "{crc32(body.encode()):08x}"}}\n'
 
 
 def open_json(text: str) -> tuple[Any, bool]:
-    """Parse a JSON string, and return the values and True if the string is sealed.
+    """Parse a JSON string. Return the values, and whether the string is sealed.
 
     Raises:
-        DamagedFile: If the string is sealed and differs from the string that was written.
+        DamagedFile: If the string is sealed, but does not match its checksum.
         ValueError: If the string is not JSON.
     """
     start, end = text.startswith(_JSON_START), None
@@ -227,7 +226,9 @@ _CHECKED: list[Path] = []  # files that another function has verified
 
 @contextmanager
 def verified(paths: Iterable[Path]) -> Iterator[None]:
-    """Mark files as verified inside the block, so that `FirstRead` does not check them again."""
+    """Inside the block, treat the given files as verified, so that `FirstRead` does not check them
+    again.
+    """
     own_paths = list(paths)
     _CHECKED.extend(own_paths)
     try:
@@ -238,7 +239,7 @@ def verified(paths: Iterable[Path]) -> Iterator[None]:
 
 
 class FirstRead:
-    """Verification of a file. It runs once, before the first tensor of the file is read.
+    """Verifies a file once, before the first tensor is read from the file.
 
     Args:
         path: path of the file.
@@ -251,8 +252,7 @@ class FirstRead:
         """Verify the file if it has not been verified yet.
 
         Raises:
-            DamagedFile: If the file is sealed and its content differs from the content that was
-                written.
+            DamagedFile: If the file is sealed, but its data does not match the checksum.
         """
         if self._done or self._path in _CHECKED:
             return

@@ -1,7 +1,8 @@
-"""Errors of the processes that read batches for a torch `DataLoader`.
+"""Report errors of the worker processes that load batches for a torch `DataLoader`.
 
-These processes pass their batches on through /dev/shm, which is small in many containers. If a
-batch does not fit, torch prints a traceback, drops the batch, and then waits for it forever.
+Worker processes send their batches through /dev/shm, which is small in many containers. If a batch
+does not fit in /dev/shm, torch prints a traceback, discards the batch, and then waits for it
+forever.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ _work = worker._worker_loop
 
 
 def report_lost_batches() -> None:
-    """Make all loaders raise a `ValueError` with the remedy if their processes cannot be started or
-    cannot pass on a batch, for the rest of the process.
+    """From now on, make every `DataLoader` raise a `ValueError` with a remedy if its worker
+    processes cannot be started or cannot send a batch.
     """
     loaders: Any = dataloader._MultiProcessingDataLoaderIter
     if worker._worker_loop is _work:
@@ -34,20 +35,22 @@ def report_lost_batches() -> None:
 
 
 class _LostBatch(ExceptionWrapper):
-    """The reason why a batch could not be passed on, which is sent in place of the batch."""
+    """The reason why a batch could not be sent. This object is sent in place of the batch."""
 
     def __init__(self, error: Exception) -> None:
         self.text = _message("could not pass on a batch", error)
 
     def reraise(self) -> None:
-        """Raise the error in the process that trains. torch's loaders call this method."""
+        """Raise the error in the training process. torch's `DataLoader` calls this method."""
         raise ValueError(self.text)
 
 
 def _work_and_report(*args: Any) -> None:
-    """Run in place of torch's `_worker_loop`, whose fourth argument is the queue of batches.
+    """Replaces torch's `_worker_loop`. The fourth argument is the queue through which batches are
+    sent.
 
-    A thread of the queue pickles each batch, and calls the replaced method if that fails.
+    A thread of the queue pickles each batch. If pickling or sending fails, the thread calls
+    `_on_queue_feeder_error`, which this function replaces.
     """
     batches = args[3]
     batches._on_queue_feeder_error = lambda error, item: batches.put((item[0], _LostBatch(error)))

@@ -1,13 +1,14 @@
-"""Deterministic mode, in which runs with the same seed, settings and ranks give identical results.
+"""Deterministic mode: runs with the same seed, settings and ranks have identical results.
 
-Results are bitwise identical, including on GPUs of the same model. This mode requires a layout that
-is not chosen by measured times, so `parallel: auto` is refused. The mode also requires torch's
-strict mode, in which an operator without a deterministic implementation raises an error. Tile sizes
-of Triton kernels follow a fixed rule instead of measurements. Routing, dispatch and the kernels of
-this package always sum in a fixed order.
+Results are bitwise identical. On GPUs, results are bitwise identical only if the GPUs are of the
+same model. In this mode, the
+layout must not be chosen by measured times, so `parallel: auto` is not allowed. This mode also
+requires torch's strict mode, in which operators without a deterministic implementation raise an
+error. The tile sizes of Triton kernels are chosen by a fixed rule instead of by measurements.
+Routing, dispatch and the kernels of this package always sum values in a fixed order.
 
-The module also seeds random generators, and repeats the draws of a recorded value
-(`RecordedChoice`).
+This module also contains functions that seed random generators, and `RecordedChoice`, which repeats
+the random draws of an earlier choice.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from torch import Tensor
 
 
 def enable() -> None:
-    """Enable torch's strict deterministic mode and the cuBLAS workspace that this mode requires.
+    """Enable torch's strict deterministic mode, and set the cuBLAS workspace that this mode
+    requires.
 
     Call this function before the first matmul on a GPU.
     """
@@ -34,8 +36,8 @@ def enable() -> None:
 
 
 def check(wanted: bool) -> None:
-    """Raise a `ValueError` if a layer must be deterministic (`wanted`) and torch's strict mode is
-    off.
+    """Raise a `ValueError` if deterministic results are required (`wanted`) but torch's strict
+    deterministic mode is not enabled.
     """
     strict = torch.are_deterministic_algorithms_enabled(
     ) and not torch.is_deterministic_algorithms_warn_only_enabled()
@@ -46,8 +48,8 @@ def check(wanted: bool) -> None:
 
 
 def seed_of(*numbers: int) -> int:
-    """Return a seed that is derived from the given numbers, such as step and micro-batch. The seed
-    is the same in every process.
+    """Compute a seed from the given numbers, such as the step and the micro-batch. The seed is the
+    same in every process.
     """
     name = ".".join(map(str, numbers)).encode()
     return int.from_bytes(blake2b(name, digest_size=7).digest(), "little")
@@ -55,9 +57,9 @@ def seed_of(*numbers: int) -> int:
 
 @contextmanager
 def seeded(device: torch.device, seed: int) -> Iterator[None]:
-    """Seed torch's random generators of the CPU and of `device` with `seed` inside the block.
+    """Inside the block, seed the random generators of the CPU and of `device` with `seed`.
 
-    Afterwards, the generators have the same state as before the block.
+    After the block, the generators have the same state as before.
     """
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
@@ -66,7 +68,9 @@ def seeded(device: torch.device, seed: int) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class RecordedChoice:
-    """A recorded choice, and the states of the random generators before and after the choice."""
+    """The result of a choice, and the states of the random generators before and after the choice
+    was made.
+    """
 
     value: Any
     moves: tuple[tuple[torch.Generator, Tensor, Tensor], ...] = ()
@@ -79,14 +83,16 @@ class RecordedChoice:
         return cls(value, tuple(move for move in moves if not _equal(move[1], move[2])))
 
     def move_generators(self) -> None:
-        """Advance generators past the recorded draws if the checkpoint restores random states."""
+        """Suppose the random generators have been reset to their states before the choice, for
+        example by loading a checkpoint. Then move the generators to their states after the choice.
+        """
         for generator, before, after in self.moves:
             if _equal(generator.get_state(), before):
                 generator.set_state(after)
 
 
 def _generators() -> list[torch.Generator]:
-    """Return the default random generators of this machine whose state can currently be read."""
+    """Return all default random generators whose states can currently be read."""
     generators = [torch.default_generator]
     for device in (torch.cuda, torch.xpu):
         if device.is_initialized() and not (

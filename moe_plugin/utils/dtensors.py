@@ -1,4 +1,4 @@
-"""Utilities for parameters that FSDP2 has sharded."""
+"""Utilities for parameters that are sharded by FSDP2."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ if TYPE_CHECKING:
 
 
 def is_sharded(value: Any) -> TypeGuard[DTensor]:
-    """Return True if a value is a DTensor.
+    """Return whether a value is a DTensor.
 
-    The DTensor module is slow to import and is not imported for this check. If no other code has
-    imported it, no DTensors exist.
+    The DTensor module is not imported for this check, because importing it is slow. If no other
+    code has imported the DTensor module, there are no DTensors.
     """
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(value, module.DTensor)
 
 
 def sharded_as(whole: Tensor, like: DTensor) -> DTensor:
-    """Shard a whole tensor in the same way as `like`, which has the same shape. The call is
-    collective, and all ranks receive rank 0's values.
+    """Shard a full tensor in the same way as `like`, which must have the same shape. This function
+    is collective. All ranks receive shards of rank 0's tensor.
     """
     from torch.distributed.tensor import distribute_tensor
 
@@ -33,7 +33,8 @@ def sharded_as(whole: Tensor, like: DTensor) -> DTensor:
 
 @torch.no_grad()
 def fill_(parameter: Tensor, whole: Tensor) -> None:
-    """Copy a whole tensor into a parameter. The call is collective if the parameter is sharded."""
+    """Copy a full tensor into a parameter. This function is collective if the parameter is sharded.
+    """
     if is_sharded(parameter):
         parameter.to_local().copy_(sharded_as(whole, parameter).to_local())
     else:
@@ -41,6 +42,7 @@ def fill_(parameter: Tensor, whole: Tensor) -> None:
 
 
 def xavier_(weight_ED: Tensor) -> None:
-    """Fill `weight_ED` from the Xavier uniform distribution, with values drawn in float32."""
+    """Initialize `weight_ED` from a Xavier uniform distribution. The values are drawn in float32.
+    """
     bound = (6 / sum(weight_ED.shape)) ** 0.5
     fill_(weight_ED, torch.empty(weight_ED.shape, dtype=torch.float32).uniform_(-bound, bound))

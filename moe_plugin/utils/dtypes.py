@@ -1,4 +1,4 @@
-"""Floating dtypes of at least 32 bits."""
+"""Conversions to floating-point dtypes of at least 32 bits."""
 
 from __future__ import annotations
 
@@ -9,12 +9,16 @@ from torch import Tensor
 
 
 def at_least_float32(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype, or float32 for a floating dtype of fewer bits."""
+    """Return float32 for floating-point dtypes with fewer than 32 bits, and the given dtype
+    otherwise.
+    """
     return torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype
 
 
 def keep_float32(fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """Wrap `fn` for `Module._apply` so that results with fewer than 32 bits become float32."""
+    """Wrap a function for `Module._apply`, so that floating-point results with fewer than 32 bits
+    become float32.
+    """
 
     def apply(tensor: Tensor) -> Tensor:
         made = fn(tensor)

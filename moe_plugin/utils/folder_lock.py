@@ -1,10 +1,11 @@
-"""Locks that allow only one run at a time to write to a folder or a log.
+"""Locks that prevent two runs from writing to the same folder or log at the same time.
 
-A lock is a small file that is created with `O_EXCL`. Network file systems support `O_EXCL`, but
-many of them do not support `flock`. The lock file contains the host and the process id of the run,
-and the time at which the lock was acquired. A killed run leaves its lock file behind. On the same
-host, the next run asks the system whether the process still exists. On a different host, it checks
-the modification time of the lock file, which a thread of the running process updates.
+A lock is a small file that is created with `O_EXCL`. The lock uses `O_EXCL` because network file
+systems support it, while many of them do not support `flock`. The lock file contains the host and
+the process id of the run, and the time at which the run acquired the lock. If a run is killed, its
+lock file remains. The next run on the same host asks the operating system whether the killed run's
+process still exists. The next run on a different host checks the modification time of the lock
+file, which a thread of a live run updates regularly.
 """
 
 from __future__ import annotations
@@ -37,17 +38,17 @@ _held: dict[str, FolderLock] = {}
 
 @dataclass(frozen=True)
 class Holder:
-    """The run that holds a lock.
+    """The run that has acquired a lock.
 
     Attributes:
         host: name of the machine.
-        machine: identifier of the machine's boot and process table; see `_machine`. An empty string
-            means that it is not known.
+        machine: identifier of the machine's boot and of its process table (see `_machine`).
+            `machine` is empty if the identifier is unknown.
         process: process id.
-        begun: start time of the process in ticks after the boot. If a process id is reused, the
-            start time differs.
+        begun: start time of the process, in clock ticks since the boot. The start time shows
+            whether a process id has been reused.
         since: UTC time at which the lock was acquired.
-        job: identifier of the launcher's job, or an empty string if there is no job.
+        job: identifier of the job that the launcher started, or an empty string.
         token: random string that identifies the lock.
     """
 
@@ -61,7 +62,9 @@ class Holder:
 
 
 class FolderLock:
-    """A lock held by this process; see the module docstring. `release` ends it."""
+    """A lock that this process has acquired (see the module docstring). `release` releases the
+    lock. `release` ends it.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path, self.holder = path, _myself()
@@ -69,14 +72,14 @@ class FolderLock:
 
     @property
     def is_mine(self) -> bool:
-        """True if this process acquired the lock. False if the lock was acquired by the process
-        from which this process was forked.
+        """True if this process acquired the lock. False if the lock was acquired by a parent
+        process that then forked this process.
         """
         return self.holder.process == os.getpid()
 
     def acquire(self, what: str, take_over: bool) -> None:
-        """Create the lock file, and start to update the file's modification time. If this fails,
-        raise a `ValueError` as in `hold_folder`.
+        """Create the lock file, and start a thread that updates its modification time. Raises a
+        `ValueError` if the lock cannot be acquired, as in `hold_folder`.
         """
         for _ in range(_TRIES):
             if self._created():
@@ -94,7 +97,7 @@ class FolderLock:
                          "only one run at a time there")
 
     def _created(self) -> bool:
-        """Create the lock file. Return False if it already exists."""
+        """Try to create the lock file. Returns False if the file already exists."""
         try:
             file = os.open(self.path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
         except FileExistsError:
@@ -111,7 +114,7 @@ class FolderLock:
         return True
 
     def _is_gone(self, seen: _Seen) -> bool:
-        """Return True if the run that created the lock file has ended."""
+        """Return whether the run that created the lock file has ended."""
         other = seen.holder
         if other is not None and other.machine and (other.host, other.machine) == (
                 self.holder.host, self.holder.machine):
@@ -126,8 +129,8 @@ class FolderLock:
         return _read(self.path) == seen
 
     def _remove(self, seen: _Seen) -> None:
-        """Remove the lock file of a run that has ended, unless a different run has replaced the
-        file in the meantime.
+        """Remove the lock file of a run that has ended. If another run has replaced the file in the
+        meantime, the file is not removed.
         """
         aside, now = self.path.with_name(f"{self.path.name}.{self.holder.token}"), _read(self.path)
         if now is None or now.text != seen.text:
@@ -157,20 +160,20 @@ class FolderLock:
             return
 
     def share(self) -> FolderLock:
-        """Return this lock for an additional user in this process. Each user must call
-        `release`."""
+        """Return this lock for another user in the same process. Each user must call `release`."""
         self._shares += 1
         return self
 
     def release(self) -> None:
-        """Release the lock for one user. The lock file is removed after all users have released the
-        lock."""
+        """Release the lock for one of its users. When all users have released the lock, the lock
+        file is removed.
+        """
         self._shares -= 1
         if self._shares <= 0:
             self.end()
 
     def end(self) -> None:
-        """Remove the lock file, even if several users share the lock."""
+        """Remove the lock file, even if some users have not released the lock."""
         self._ended.set()
         if not self.is_mine or _held.get(os.path.realpath(self.path)) is not self:
             return
@@ -184,22 +187,23 @@ class FolderLock:
 
 
 def hold_folder(folder: str | os.PathLike[str], take_over: bool = False) -> FolderLock:
-    """Prevent other runs from using a folder until the lock is released or the process ends.
+    """Prevent other runs from using a folder until the lock is released or this process ends.
 
     Args:
-        folder: folder for checkpoints and logs of a run. Created if missing.
-        take_over: whether to acquire the lock even if a different run seems to hold it.
+        folder: folder in which a run stores checkpoints and logs. Created if missing.
+        take_over: whether to acquire the lock even if another run seems to have acquired it.
     Raises:
-        ValueError: If a different run holds the lock, or if the folder is not writable. The message
-            names the host, process and start of the different run.
+        ValueError: If another run has acquired the lock, or if the folder is not writable. The
+            message contains the host, the process id and the start time of the other run.
     """
     return _hold(make_folder(folder) / LOCK, f"folder {os.fspath(folder)}", take_over)
 
 
 def hold_saved(folder: str | os.PathLike[str]) -> FolderLock | None:
-    """Prevent other runs from using a folder that is replaced by every save; see `hold_log`.
+    """Prevent other runs from using a folder that every save replaces (see `hold_log`).
 
-    The lock file is next to the folder, because a file inside the folder would be replaced as well.
+    The lock file is created next to the folder, because a save would replace a lock file inside the
+    folder.
     """
     make_folder(Path(folder).parent)
     return hold_log(folder, what="folder")
@@ -207,10 +211,9 @@ def hold_saved(folder: str | os.PathLike[str]) -> FolderLock | None:
 
 def hold_log(path: str | os.PathLike[str], take_over: bool = False,
              what: str = "log") -> FolderLock | None:
-    """Prevent other runs from using a log; see `hold_folder`.
+    """Prevent other runs from writing to a log (see `hold_folder`).
 
-    Returns:
-        The lock, or None if this process already holds the lock of the log's folder.
+    Returns: The lock, or None if this process has already locked the folder of the log.
     """
     path = Path(path)
     folder = _held.get(os.path.realpath(path.parent / LOCK))
@@ -221,7 +224,7 @@ def hold_log(path: str | os.PathLike[str], take_over: bool = False,
 
 @atexit.register
 def release_all() -> None:
-    """Release all locks of this process."""
+    """Release all locks that this process has acquired."""
     for lock in list(_held.values()):
         lock.end()
 
@@ -239,12 +242,12 @@ def _hold(path: Path, what: str, take_over: bool) -> FolderLock:
 
 @dataclass(frozen=True)
 class _Seen:
-    """The content of a lock file.
+    """The data read from a lock file.
 
     Attributes:
-        text: content of the file.
-        modified: modification time of the file in seconds since 1970.
-        holder: run that the file names, or None if the file is incomplete.
+        text: text of the lock file.
+        modified: modification time of the lock file, in seconds since 1970.
+        holder: the run that created the lock file, or None if the file is incomplete.
     """
 
     text: str
@@ -253,7 +256,7 @@ class _Seen:
 
 
 def _read(path: Path) -> _Seen | None:
-    """Read a lock file. If it does not exist, return None."""
+    """Read a lock file. Returns None if the file does not exist."""
     try:
         with open(path, encoding="utf-8", errors="replace") as stream:
             # fstat of the open file, because network file systems refresh attributes on open
@@ -287,11 +290,11 @@ def _myself() -> Holder:
 
 
 def _machine() -> str:
-    """Return an identifier of the boot and the process table, which is the same for all processes
-    that can see each other.
+    """Return an identifier of the boot and the process table. Processes that can see each other
+    have the same identifier.
 
-    Containers have separate process tables. If the system does not provide the identifier, an empty
-    string is returned.
+    Containers have separate process tables. Returns an empty string if the operating system does
+    not provide this information.
     """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -301,7 +304,9 @@ def _machine() -> str:
 
 
 def _stat(process: int) -> tuple[str, str] | None:
-    """Return the state and start time of a process, or None if the system does not provide them."""
+    """Return the state and the start time of a process, or None if the operating system does not
+    provide them.
+    """
     try:
         text = Path(f"/proc/{process}/stat").read_text()
     except OSError:
@@ -311,8 +316,9 @@ def _stat(process: int) -> tuple[str, str] | None:
 
 
 def _exists(holder: Holder) -> bool:
-    """Return True if the process of a run on this machine still exists and its id has not been
-    reused."""
+    """Return whether the process of a run on this machine still exists, and its process id has not
+    been reused.
+    """
     try:
         os.kill(holder.process, 0)
     except ProcessLookupError:
@@ -324,9 +330,9 @@ def _exists(holder: Holder) -> bool:
 
 
 def _now_in(folder: Path) -> float:
-    """Return the time of the clock of a folder's file system.
+    """Return the current time according to the clock of a folder's file system.
 
-    This clock may be on a different machine.
+    A network file system may use the clock of another machine.
     """
     try:
         with tempfile.NamedTemporaryFile(dir=folder, prefix=LOCK) as file:

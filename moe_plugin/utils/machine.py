@@ -41,7 +41,7 @@ exporting = (torch.compiler.is_exporting if TorchVersion(torch.__version__) >= "
 
 @functools.cache
 def cpu_name() -> str:
-    """Return the name of the processor."""
+    """Return the model name of the CPU."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as stream:
             return next(
@@ -51,7 +51,7 @@ def cpu_name() -> str:
 
 
 def device_name(device: torch.device) -> str:
-    """Return the name of a device's processor."""
+    """Return the model name of a GPU or CPU."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
 
 
@@ -71,30 +71,34 @@ def to_device(numbers: Sequence[Any] | Tensor, device: torch.device) -> Tensor:
 
 
 def capturing(device: torch.device) -> bool:
-    """Return True if kernels that this thread launches on the device are captured in a CUDA graph.
+    """Return whether a CUDA graph is currently capturing the kernels that this thread launches on
+    the device.
     """
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def inside_backward() -> bool:
-    """Return whether this code runs inside a backward pass, that is, in a recomputation."""
+    """Return whether this code runs inside a backward pass. If so, the code recomputes a forward
+    pass.
+    """
     # The autograd engine sets this id during a backward pass; it is -1 outside (torch >= 2.0).
     return torch._C._current_graph_task_id() != -1
 
 
 def wait_for_device(device: torch.device) -> None:
-    """Wait on the host until a GPU has completed its queued work, for example before reading a
-    clock."""
+    """Make the host wait until a GPU has finished all queued work, for example before measuring
+    time.
+    """
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def start_to_host(x: Tensor) -> Callable[[], Tensor]:
-    """Start copying a tensor from a device to the host, and return a function that waits for the
+    """Start to copy a tensor from a device to the host, and return a function that waits for the
     copy.
 
-    The returned function waits for work that was queued before this call, but not for later work.
-    Then it returns the copy.
+    The returned function waits only for work that was queued before `start_to_host` was called. The
+    returned function then returns the copy.
     """
     if x.device.type == "cpu":
         return lambda: x
@@ -112,8 +116,8 @@ def start_to_host(x: Tensor) -> Callable[[], Tensor]:
 
 
 def record_event(device: torch.device, timing: bool = True) -> torch.cuda.Event:
-    """Record an event on the current stream of the given GPU, which may differ from the current
-    GPU.
+    """Record an event on the current stream of the given GPU. The given GPU may be a different GPU
+    than torch's current device.
     """
     event = torch.cuda.Event(enable_timing=timing)
     event.record(torch.cuda.current_stream(device))
@@ -121,21 +125,21 @@ def record_event(device: torch.device, timing: bool = True) -> torch.cuda.Event:
 
 
 def pinned_buffer(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Allocate uninitialized host memory for long-lived data that a GPU's kernels and copies can
-    access.
+    """Allocate uninitialized pinned host memory for long-lived data that is read or written by
+    kernels and copies of a GPU.
 
-    The memory is exactly as large as requested, while torch's pinned memory is rounded up to a
-    power of two. The memory is freed when no tensor refers to it and the device has completed all
-    work that was queued before. This is necessary because torch's allocator tracks copies that use
-    pinned memory, but not Triton kernels. For data that is needed only during part of a step, use
-    torch's pinned memory, which is cached.
+    The memory has exactly the requested size. torch would round the size of pinned memory up to a
+    power of two. The memory is freed once no tensor refers to it and the device has finished all
+    work that was queued before. Waiting for the device is necessary because torch's allocator
+    tracks copies from and to pinned memory, but not Triton kernels. For data that is needed only
+    for a part of a step, use torch's pinned memory instead, which is cached.
 
     Args:
         shape: shape of the tensor.
         dtype: dtype of the tensor.
-        device: GPU that accesses the memory. If it has no index, the caller's current GPU is used.
+        device: GPU that uses the memory. If the device has no index, torch's current GPU is used.
     Raises:
-        RuntimeError: If the memory cannot be registered. The message contains CUDA's error number.
+        RuntimeError: If the memory cannot be pinned. The message contains the CUDA error number.
     """
     if device.index is None:  # the memory may be freed in another thread with another current GPU
         device = torch.device(device.type, torch.cuda.current_device())
@@ -162,13 +166,13 @@ def pinned_buffer(shape: Sequence[int], dtype: torch.dtype, device: torch.device
 
 
 def pinned_copy(x: Tensor, device: torch.device) -> Tensor:
-    """Return a copy of x in a `pinned_buffer`."""
+    """Return a copy of a tensor in pinned host memory (see `pinned_buffer`)."""
     with torch.no_grad():
         return pinned_buffer(x.shape, x.dtype, device).copy_(x)
 
 
 def memory_bytes(device: torch.device) -> int | None:
-    """Return the total memory of a device in bytes, or None if it is not known."""
+    """Return the total memory of a device in bytes, or None if it is unknown."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     if device.type != "cpu" or "SC_PHYS_PAGES" not in os.sysconf_names:
@@ -177,25 +181,26 @@ def memory_bytes(device: torch.device) -> int | None:
 
 
 def cache_home() -> Path:
-    """Return the path of the folder for all data that is kept after a run.
+    """Return the path of the folder for all data that this package keeps between runs.
 
-    The folder `moe-plugin` is below `XDG_CACHE_HOME` if that is an absolute path, and otherwise
-    below `~/.cache`.
+    The folder is called `moe-plugin`. The folder is located in `XDG_CACHE_HOME` if this variable
+    contains an absolute path, and in `~/.cache` otherwise.
     """
     named = os.environ.get("XDG_CACHE_HOME", "")
     return (Path(named) if os.path.isabs(named) else Path.home() / ".cache") / "moe-plugin"
 
 
 def user_cache(purpose: str, folder: Path | None = None) -> Path:
-    """Return the folder that contains all caches and is kept after the process ends. It is created
-    if it does not exist.
+    """Return the folder for all caches that are kept between runs. If the folder does not exist, it
+    is created.
 
-    The folder belongs to this user, and no other user can write to it, because compiled programs
-    are run from it. If the folder cannot be created, a folder below the temporary folder is used.
-    If other users can write to the folder, a new folder is used for this process only.
+    The folder belongs to the current user. No other user may write to the folder, because compiled
+    programs in the folder are executed. If the folder cannot be created, a folder inside the folder
+    for temporary files is used instead. If other users can write to the folder, a new folder is
+    used instead. The new folder is deleted when the process ends.
 
     Args:
-        purpose: description, for error messages, of what is impossible without the folder.
+        purpose: description, for error messages, of what is not possible without the folder.
         folder: optional. Defaults to `cache_home`.
     Raises:
         ValueError: If the folder is not writable.
@@ -220,7 +225,7 @@ def user_cache(purpose: str, folder: Path | None = None) -> Path:
 
 
 def _is_private(folder: Path) -> bool:
-    """Return True if a folder belongs to this user and no other user can write to it."""
+    """Return whether a folder belongs to the current user and no other user can write to it."""
     status = folder.stat()
     ours = status.st_uid == os.getuid() == folder.lstat().st_uid
     return ours and stat.S_ISDIR(status.st_mode) and not status.st_mode & 0o022
@@ -228,8 +233,9 @@ def _is_private(folder: Path) -> bool:
 
 @functools.cache
 def fresh_cache() -> Path:
-    """Create a new folder to which no other user can write and which exists only as long as this
-    process."""
+    """Create a new folder to which no other user can write. The folder is deleted when this process
+    ends.
+    """
     folder = tempfile.mkdtemp(prefix="moe-plugin-")
     owner = os.getpid()
 
@@ -242,10 +248,10 @@ def fresh_cache() -> Path:
 
 
 def die_with_parent(parent: int) -> None:
-    """Ask the operating system's kernel to kill this process when the parent process ends for any
+    """Ask the operating system to kill this process as soon as its parent process ends for any
     reason.
 
-    The kernel sends the signal when the parent's thread that started this process ends.
+    The operating system kills the process when the parent's thread that started the process ends.
 
     Args:
         parent: process id of the parent.
@@ -256,8 +262,8 @@ def die_with_parent(parent: int) -> None:
 
 
 def call_libc(name: str, *args: int) -> None:
-    """Call a function of the C library, and raise an `OSError` with the reason if it does not
-    return 0.
+    """Call a function of the C library. If the function does not return 0, raise an `OSError` with
+    the reason.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     if getattr(libc, name)(*args):

@@ -1,4 +1,4 @@
-"""Helpers for messages, such as shortened values, tables, suggestions and progress bars."""
+"""Functions for messages, such as shortened values, tables, suggestions and progress bars."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ REMOVED = {
 
 
 def removed(name: str, *commands: str) -> str:
-    """Return the message for an unknown name that was removed from the package, or an empty string
-    for all other names.
+    """Return the error message for a name that has been removed from the package, or an empty
+    string for any other name.
 
     Args:
-        name: name of a flag, setting or command as the user wrote it.
-        commands: words that precede the name on the command line. One of them may be the command to
-            which the name belongs.
+        name: name of a flag, setting or command, as written by the user.
+        commands: the words before the name on the command line. One of these words may be the
+            command to which a flag belongs.
     """
     places = (name, *(f"{command} {name}" for command in commands))
     replacement = next((REMOVED[key] for key in places if key in REMOVED), "")
@@ -62,7 +62,8 @@ def removed(name: str, *commands: str) -> str:
 def short(value: Any, limit: int = LIMIT) -> str:
     """Convert a value to a string with at most `limit` characters.
 
-    For an error, the string is the message on one line. For any other value, it is the `repr`.
+    An error is converted to its message, without line breaks. Any other value is converted with
+    `repr`.
     """
     try:
         text = repr(value)
@@ -82,9 +83,9 @@ def cut(text: str, limit: int = LIMIT) -> str:
 
 
 def printable(text: str, limit: int | None = None) -> str:
-    """Convert a string from a file to one line that can safely be displayed in a terminal.
+    """Convert a string from a file to a single line that is safe to display in a terminal.
 
-    Escape sequences and characters that change the direction of writing are replaced with Python's
+    Escape sequences, and characters that change the writing direction, are replaced with Python
     escapes.
 
     Args:
@@ -96,7 +97,7 @@ def printable(text: str, limit: int | None = None) -> str:
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> str:
-    """Format a table for a terminal, with aligned columns separated by two spaces."""
+    """Format a table for a terminal. Columns are aligned and separated by two spaces."""
     rows = [[printable(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)
@@ -104,8 +105,9 @@ def aligned(rows: Sequence[Sequence[str]]) -> str:
 
 
 def similar_names(name: str, known: Iterable[str]) -> list[str]:
-    """Return the known names that may be meant by a wrong name: names with similar letters, and
-    longer names that start with the wrong name."""
+    """Return known names that the user may have meant instead of an unknown name. Possible names
+    are names with similar spelling, and longer names that start with the unknown name.
+    """
     known = list(known)
     near = difflib.get_close_matches(name, known, 2, 0.8)
     if len(near) == 2 and _likeness(name, near[0]) - _likeness(name, near[1]) > _CLEARLY:
@@ -119,43 +121,46 @@ def _likeness(one: str, other: str) -> float:
 
 
 def did_you_mean(near: Iterable[str]) -> str:
-    """Return the start of a remedy that suggests similar names, or an empty string if there are
-    none."""
+    """Return a question that suggests similar names, followed by the beginning of the remedy.
+    Return an empty string if there are no similar names.
+    """
     return f"did you mean {' or '.join(near)}? If not, " if near else ""
 
 
 @functools.cache
 def warn_once(where: str, text: str) -> None:
-    """Log a warning unless this process has already logged it. where: name of the logger."""
+    """Log a warning, unless this process has logged the same warning before. where: name of the
+    logger.
+    """
     logging.getLogger(where).warning("moe-plugin: %s", text)
 
 
 def first_process() -> bool:
-    """Return True if this is the first process started by a launcher, or the only process."""
+    """Return whether this is the first process that a launcher started, or the only process."""
     return os.environ.get("RANK", "0") == "0"
 
 
 def flag_names(words: Iterable[str]) -> list[str]:
-    """Return the flags in a command line, without their values and without duplicates."""
+    """Return the flags in a command line, without values and without duplicates."""
     return list(dict.fromkeys(text.split("=")[0] for text in words if text.startswith("--")))
 
 
 class Parser(argparse.ArgumentParser):
-    """An `ArgumentParser` with short error messages that suggest a known flag for a misspelled
-    flag.
+    """An `ArgumentParser` with short error messages. If a flag is misspelled, the message suggests
+    a known flag.
     """
 
     given: Sequence[str] = ()
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse arguments; see `ArgumentParser.parse_args`."""
+        """Parse arguments (see `ArgumentParser.parse_args`)."""
         parsed, unknown = self.parse_known_args(args, namespace)
         if unknown:
             self.error(f"unrecognized arguments: {cut(' '.join(flag_names(unknown) or unknown))}")
         return parsed
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse arguments; see `ArgumentParser.parse_known_args`."""
+        """Parse arguments (see `ArgumentParser.parse_known_args`)."""
         self.given = sys.argv[1:] if args is None else list(args)
         return super().parse_known_args(args, namespace)
 
@@ -169,12 +174,14 @@ class Parser(argparse.ArgumentParser):
         return found
 
     def unknown(self) -> list[str]:
-        """Return the flags among the arguments that are not known."""
+        """Return the unknown flags among the arguments."""
         known = self.flags()
         return [name for name in flag_names(self.given) if name not in known]
 
     def remedies(self, message: str) -> list[str]:
-        """Return suggestions of similar known flags or choices for an error message."""
+        """For an error message, return suggestions of known flags or choices that are similar to
+        the unknown flags or choices.
+        """
         known = self.flags()
         wrong = {name: similar_names(name, known) for name in self.unknown()}
         if match := _CHOICE.match(message):
@@ -189,11 +196,12 @@ class Parser(argparse.ArgumentParser):
                 for name, meant in list(near.items())[:_UNKNOWN]]
 
     def error(self, message: str) -> NoReturn:
-        """Print the message, preceded by the usage if it is short, and exit with status 2.
+        """Print the error message and exit with status 2. If the usage text is short, it is printed
+        before the message.
 
-        Only the first rank of each node prints the message. A launcher starts all ranks of a node
-        with the same arguments, but may use different arguments on different nodes. All remaining
-        ranks wait until the launcher terminates them, which it does when the first rank has exited.
+        Only the first rank on each node prints the message. On a node, a launcher starts all ranks
+        with the same arguments. On different nodes, the arguments may differ. All other ranks wait.
+        When the first rank has exited, the launcher terminates all other ranks.
         """
         if os.environ.get("LOCAL_RANK", "0") != "0":
             time.sleep(_WAIT_S)
@@ -205,7 +213,9 @@ class Parser(argparse.ArgumentParser):
 
 
 class _Silent:
-    """A progress bar that shows nothing. The class has the tqdm methods that this package uses."""
+    """A progress bar that does not print anything. The class has the same methods as tqdm, as far
+    as this package uses them.
+    """
 
     def update(self, *_: object) -> None:
         pass
@@ -220,15 +230,15 @@ def progress(total: int | None, description: str, stream: TextIO | None = None, 
              unit: str = "step") -> Any:
     """Create a progress bar with the methods `update(n)`, `set_postfix_str(text)` and `close()`.
 
-    The bar can also be used as a context manager. If the stream is a terminal, tqdm is installed
-    and this is the first process of its job, the bar is a tqdm bar with the remaining time.
-    Otherwise, it shows nothing.
+    The bar can also be used as a context manager. The bar is a tqdm bar that shows the remaining
+    time if three conditions are met: the stream is a terminal, tqdm is installed, and this is the
+    first process of its job. Otherwise, the bar does not print anything.
 
     Args:
-        total: optional. Total number of units until completion.
-        description: string that is shown in front of the bar.
-        stream: optional. Output stream, which is standard error by default.
-        unit: name of the counted unit, such as "step", or "B" for bytes.
+        total: optional. Total number of units when the bar is complete.
+        description: text to the left of the bar.
+        stream: optional. Output stream. Defaults to standard error.
+        unit: name of the unit that is counted, such as "step". "B" stands for bytes.
     """
     stream = stream if stream is not None else sys.stderr
     if not stream.isatty() or not first_process():
@@ -242,7 +252,7 @@ def progress(total: int | None, description: str, stream: TextIO | None = None, 
 
 
 def tracked(items: Sequence[T], description: str, unit: str) -> Iterator[T]:
-    """Yield the items one by one while a progress bar shows the number of completed items."""
+    """Yield items one by one, and show the number of completed items in a progress bar."""
     with progress(len(items), description, unit=unit) as bar:
         for item in items:
             yield item

@@ -1,5 +1,6 @@
-"""Registration of data classes as pytrees, which `torch.export` and wrappers such as FSDP2
-traverse."""
+"""Register data classes as pytrees, so that `torch.export` and wrappers such as FSDP2 can traverse
+their fields.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +15,13 @@ T = TypeVar("T")
 
 
 def as_pytree(*static: str) -> Callable[[type[T]], type[T]]:
-    """Register a data class as a pytree whose leaves are the values of the fields in order.
+    """Return a decorator that registers a data class as a pytree. The leaves of the pytree are the
+    values of the fields, in order.
 
     Args:
-        static: names of fields with plain values instead of tensors. These fields belong to the
-            structure and not to the leaves. This is needed because `torch.export` cannot load a
-            program that returns a string.
+        static: names of fields that contain plain values rather than tensors. The values of these
+            fields are part of the pytree's structure and are not leaves. Strings must not be
+            leaves, because `torch.export` cannot load a program that returns a string.
     """
     def register(cls: type[T]) -> type[T]:
         names = [field.name for field in dataclasses.fields(cls)  # type: ignore[arg-type]

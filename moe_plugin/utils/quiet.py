@@ -1,9 +1,9 @@
-"""Known warnings of other libraries for which users of this package can do nothing, and functions
-to hide them.
+"""Known warnings of other libraries that users of this package cannot avoid, and functions that
+hide these warnings.
 
-A warning is identified by the module that reports it and by the beginning of the message. All other
-warnings and all errors are shown. If the user sets Python's own warning filters
-(`PYTHONWARNINGS=default`, `python -W ...`), nothing is hidden.
+A warning is identified by the module that reports it and by the beginning of its message. All other
+warnings, and all errors, are still shown. Nothing is hidden if the user sets Python's own warning
+filters (`PYTHONWARNINGS=default`, `python -W ...`).
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class Known:
     """A known warning.
 
     Attributes:
-        module: module from which Python reports the warning.
-        text: regular expression that matches the beginning of the warning.
+        module: the module that reports the warning.
+        text: regular expression for the beginning of the warning's message.
     """
 
     module: str
@@ -32,18 +32,20 @@ class Known:
 
 @dataclass(frozen=True)
 class KnownLine:
-    """A known line in the log of a library.
+    """A known line that another library logs.
 
     Attributes:
         logger: name of the logger.
-        text: regular expression that matches the beginning of the line.
+        text: regular expression for the beginning of the line.
     """
 
     logger: str
     text: str
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Return False if the record is this line. This method is used by `Logger.addFilter`."""
+        """Return False for the known line, so that the logger drops it. `Logger.addFilter` expects
+        this method.
+        """
         return re.match(self.text, record.getMessage()) is None
 
 
@@ -108,10 +110,10 @@ TORCHRUN_LINES = (
 
 
 def hide(known: Iterable[Known], lines: Iterable[KnownLine] = ()) -> None:
-    """Hide known warnings and log lines for the rest of the process, or until the filters of
-    `warnings` are reset.
+    """Hide known warnings and log lines until the process ends or the filters of `warnings` are
+    reset.
 
-    Repeated calls have no further effect.
+    Calling this function again has no further effect.
     """
     if sys.warnoptions:
         return
@@ -124,21 +126,21 @@ def hide(known: Iterable[Known], lines: Iterable[KnownLine] = ()) -> None:
 
 @contextmanager
 def hidden(known: Iterable[Known]) -> Iterator[None]:
-    """Hide known warnings inside the block, and restore the previous filters afterwards."""
+    """Inside the block, hide known warnings. After the block, the previous filters are restored."""
     with warnings.catch_warnings():
         hide(known)
         yield
 
 
 def own_log(verbose: bool = False) -> None:
-    """Set up logging to standard error for a command of this package, unless the program has
-    already set up logging.
+    """Set up logging to standard error for a command of this package. If the program has already
+    set up logging, nothing is changed.
 
-    The log contains all lines of this package, and lines of other libraries with level `WARNING` or
-    higher.
+    All messages of this package are logged. Messages of other libraries are logged only if their
+    level is `WARNING` or higher.
 
     Args:
-        verbose: whether to log all lines of all libraries.
+        verbose: whether to log all messages of all libraries.
     """
     if not logging.getLogger().handlers:
         logging.basicConfig(level=logging.DEBUG if verbose else logging.WARNING,
@@ -149,7 +151,7 @@ def own_log(verbose: bool = False) -> None:
 
 @contextmanager
 def quiet(name: str = "moe_plugin") -> Iterator[None]:
-    """Show only the warnings and errors of a logger inside the block."""
+    """Inside the block, show only warnings and errors of a logger."""
     logger = logging.getLogger(name)
     before = logger.level
     logger.setLevel(logging.WARNING)

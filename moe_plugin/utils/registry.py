@@ -1,9 +1,10 @@
-"""Registries that map names to implementations. There is one registry for each kind of
-implementation. An unknown name causes an error that lists the known names.
+"""Registries that map names to implementations. There is one registry for each type of
+implementation, such as routers or dispatchers. For an unknown name, a registry raises an error that
+lists the known names.
 
-Each kind is created once, for example by `routers = Registry("router")`. Implementations that are
-registered in a registry can be selected in a config, and are automatically included in the
-exactness tests.
+Each registry is created once, for example by `routers = Registry("router")`. A registered
+implementation can be selected in the settings, and is automatically included in the exactness
+tests.
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ class Entry(Generic[T]):
         name: name of the implementation.
         value: the implementation.
         why_not: function that returns None if the implementation can run on this machine, and
-            otherwise the reason why it cannot.
-        optional: whether the implementation needs packages that may be missing. If it is optional
-            and cannot run, `Registry.names` omits it and `Registry.get` raises an error with the
-            reason.
+            otherwise returns the reason why it cannot run.
+        optional: whether the implementation requires packages that may be missing. If an optional
+            implementation cannot run, `Registry.names` does not list it, and `Registry.get` raises
+            an error with the reason.
     """
 
     name: str
@@ -42,18 +43,18 @@ class Entry(Generic[T]):
 
     @property
     def offered(self) -> bool:
-        """True if the name can be selected on this machine."""
+        """True if the implementation can be selected on this machine."""
         return not self.optional or self.why_not() is None
 
     @property
     def summary(self) -> str:
-        """First sentence of the implementation's docstring on one line."""
+        """The first sentence of the implementation's docstring, in one line."""
         paragraph = " ".join((self.value.__doc__ or "").strip().split("\n\n")[0].split())
         return re.split(r"(?<=\.)\s(?=[A-Z])", paragraph)[0]
 
 
 class Registry(Generic[T]):
-    """A mapping from names to implementations of one kind, such as routers or all-to-all
+    """A mapping from names to implementations of one type, such as routers or all-to-all
     algorithms.
     """
 
@@ -91,11 +92,12 @@ class Registry(Generic[T]):
         return add
 
     def get(self, name: str) -> T:
-        """Return the implementation called `name`.
+        """Return the implementation with the given name.
 
         Raises:
             ValueError: If the name is unknown, or if the implementation is optional and cannot run
-                on this machine. The message lists the known names or contains the reason.
+                on this machine. The message lists the known names, or contains the reason why the
+                implementation cannot run.
         """
         entry = self._entries.get(name) or self.entry(name)
         if entry.optional and not entry.offered:
@@ -103,14 +105,16 @@ class Registry(Generic[T]):
         return entry.value
 
     def find(self, name: str) -> T | None:
-        """Return the implementation called `name`, even if it cannot run on this machine, or None
-        if the name is unknown.
+        """Return the implementation with the given name, even if the implementation cannot run on
+        this machine. Return None if the name is unknown.
         """
         entry = self._entries.get(name)
         return None if entry is None else entry.value
 
     def entry(self, name: str) -> Entry[T]:
-        """Return the entry called `name`, or raise a `ValueError` that lists the known names."""
+        """Return the `Entry` with the given name. Raise a `ValueError` that lists the known names
+        if the name is unknown.
+        """
         if name not in self._entries:
             near = did_you_mean(similar_names(str(name), self.names()))
             raise ValueError(
@@ -119,12 +123,13 @@ class Registry(Generic[T]):
         return self._entries[name]
 
     def forget(self, name: str) -> None:
-        """Unregister `name`, for example to register a changed version in a notebook."""
+        """Remove a name from the registry, for example to register a changed version in a notebook.
+        """
         del self._entries[self.entry(name).name]
 
     @contextmanager
     def temporary(self) -> Iterator[None]:
-        """At the end of the block, undo all registrations and removals that were made inside it."""
+        """At the end of the block, undo all registrations and removals made inside the block."""
         before = dict(self._entries)
         try:
             yield
@@ -132,11 +137,11 @@ class Registry(Generic[T]):
             self._entries = before
 
     def names(self) -> list[str]:
-        """Return a sorted list of the names that can be selected on this machine."""
+        """Return the names that can be selected on this machine, in alphabetical order."""
         return sorted(name for name, entry in self._entries.items() if entry.offered)
 
     def values(self) -> list[T]:
-        """Return all implementations in the order of their registration."""
+        """Return all implementations, in the order in which they were registered."""
         return list(map(operator.attrgetter("value"), self._entries.values()))
 
     def __contains__(self, name: object) -> bool:

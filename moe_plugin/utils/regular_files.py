@@ -1,6 +1,6 @@
-"""Functions that read, write and append to regular files only, never to devices, pipes or folders.
+"""Functions that read, write and append to regular files, and refuse devices, pipes and folders.
 
-Links are not replaced. Error messages contain the path of the file and a remedy.
+Symbolic links are not replaced. Error messages contain the path of the file and a remedy.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ _Path = str | os.PathLike[str]
 
 
 def _kind(path: _Path, follow: bool) -> str:
-    """Return the type of a path that is not a regular file, or an empty string for regular and
-    missing files.
+    """Return the type of a path, such as "folder" or "pipe". Return an empty string for a regular
+    file or a missing file.
     """
     try:
         mode = os.stat(path, follow_symlinks=follow).st_mode
@@ -35,13 +35,14 @@ def _kind(path: _Path, follow: bool) -> str:
 
 
 def check_input(path: _Path, what: str = "", remedy: str = "give a file") -> None:
-    """Raise a `ValueError` if `path` is not a regular file, because opening a pipe would hang.
+    """Raise a `ValueError` if `path` is not a regular file. For example, opening a pipe would wait
+    forever.
 
     Args:
-        path: path of the file. A missing file does not cause an error in this function, but when it
-            is opened.
-        what: description of the file for the error message.
-        remedy: remedy that is added to the error message.
+        path: path of the file. If the file is missing, this function does not raise an error.
+            Instead, an error is raised when the file is opened.
+        what: description of the file, for the error message.
+        remedy: what the user can do, for the error message.
     """
     kind = _kind(path, follow=True)
     if kind:
@@ -50,9 +51,10 @@ def check_input(path: _Path, what: str = "", remedy: str = "give a file") -> Non
 
 
 def check_output(path: _Path) -> Path:
-    """Return the path, or raise a `ValueError` if `write_regular` cannot write to it.
+    """Return the path if `write_regular` can write to it. If `write_regular` cannot write to the
+    path, raise a `ValueError`.
 
-    Call this function in commands that run for a long time before they write.
+    Commands that run for a long time should call this function before they start.
     """
     path = Path(path)
     for name in (path, half_of(path)) if path.name else (path,):
@@ -67,15 +69,15 @@ def check_output(path: _Path) -> Path:
 
 
 def half_of(path: Path) -> Path:
-    """Return the temporary path at which a file is written until it is complete."""
+    """Return the temporary path to which a file is written before it is renamed to its final path.
+    """
     return path.with_name(path.name + ".new")
 
 
 def read_at(file: int, values: memoryview, offset: int) -> int:
-    """Fill a buffer from an open file, starting at byte `offset`.
+    """Fill a buffer with bytes of an open file, starting at position `offset`.
 
-    Returns:
-        The number of bytes by which the file is too short, or 0.
+    Returns: The number of bytes that are missing because the file is too short, or 0.
     Raises:
         OSError: If the file cannot be read.
     """
@@ -88,10 +90,11 @@ def read_at(file: int, values: memoryview, offset: int) -> int:
 
 
 def begin_writing(file: int, offset: int, nbytes: int) -> None:
-    """Start to flush a part of an open file to disk without removing it from memory.
+    """Start to flush a range of an open file to disk, without removing the range from the page
+    cache.
 
-    This function calls Linux's sync_file_range(2), which Python does not provide. If the C library
-    does not provide it, nothing is done.
+    This function calls sync_file_range(2) of Linux, which Python does not provide. If the C library
+    does not provide this function, nothing happens.
     """
     begin = getattr(ctypes.CDLL(None), "sync_file_range", None)
     if begin is not None:
@@ -99,7 +102,7 @@ def begin_writing(file: int, offset: int, nbytes: int) -> None:
 
 
 def write_regular(path: _Path, content: str | bytes) -> Path:
-    """Write a file completely or not at all. Strings are written as UTF-8.
+    """Write a file in one atomic operation. Strings are encoded as UTF-8.
 
     Raises:
         ValueError: If the path is not a regular file, or if the file cannot be written.
@@ -116,11 +119,12 @@ def write_regular(path: _Path, content: str | bytes) -> Path:
 
 
 def write_whole(path: Path, content: str | Callable[[BinaryIO], Any]) -> None:
-    """Write a small file and flush it to disk. The file gets its final name when it is complete.
+    """Write a small file and flush it to disk. The file is renamed to its final name when it is
+    complete.
 
     Args:
         path: path of the file.
-        content: string to write, or a function that writes to the stream that is passed to it.
+        content: string to write, or a function that receives a stream and writes the data to it.
     """
     half = half_of(path)
     with open(half, "wb") as stream:
@@ -136,13 +140,13 @@ def write_whole(path: Path, content: str | Callable[[BinaryIO], Any]) -> None:
 def move_into_place(scratch: Path, target: Path, keep_old: bool = False) -> None:
     """Rename a complete folder to its final name.
 
-    If the process is killed, either the old folder or the new folder is complete. The old folder
-    may then be called `NAME.old`.
+    If the process is killed, either the old folder or the new folder is still complete. If the
+    process is killed, the old folder may have the name `NAME.old`.
 
     Args:
         scratch: path of the complete new folder.
         target: final path of the new folder.
-        keep_old: whether to keep the old folder as `NAME.old`.
+        keep_old: whether to keep the old folder under the name `NAME.old`.
     """
     old = target.with_name(target.name + ".old")
     shutil.rmtree(old, ignore_errors=True)
@@ -154,8 +158,8 @@ def move_into_place(scratch: Path, target: Path, keep_old: bool = False) -> None
 
 
 def make_folder(path: _Path) -> Path:
-    """Create a folder and its parents if they are missing, and return the path. If this fails,
-    raise a `ValueError`.
+    """Create a folder, including its parents, if it does not exist. Return the path of the folder.
+    Raises a `ValueError` if the folder cannot be created.
     """
     path = Path(path)
     try:
@@ -166,13 +170,13 @@ def make_folder(path: _Path) -> Path:
 
 
 def output_folder(path: _Path, names: Iterable[str]) -> Path:
-    """Create a folder if it is missing, and check that files with the given names can be written to
-    it.
+    """Create a folder if it does not exist, and check that files with the given names can be
+    written to the folder.
 
-    Call this function in commands that run for a long time before they write.
+    Commands that run for a long time should call this function before they start.
 
     Raises:
-        ValueError: If the folder or the files are not writable.
+        ValueError: If the folder or one of the files is not writable.
     """
     folder = make_folder(path)
     for name in names:
@@ -181,8 +185,8 @@ def output_folder(path: _Path, names: Iterable[str]) -> Path:
 
 
 def open_append(path: _Path) -> BinaryIO:
-    """Open a file without buffering, so that bytes can be appended. The folder of the file is
-    created if it is missing, and a link is followed.
+    """Open a file for appending bytes, without buffering. If the folder of the file does not exist,
+    it is created. If the path is a symbolic link, the link is followed.
 
     Raises:
         ValueError: If the path is not a regular file, or if the file cannot be written.
@@ -200,20 +204,22 @@ def open_append(path: _Path) -> BinaryIO:
 
 
 def refuse_output(path: Path, error: OSError) -> NoReturn:
-    """Raise a `ValueError` that names the file that cannot be written, the cause and a remedy."""
+    """Raise a `ValueError` that contains the path of a file that cannot be written, the reason and
+    a remedy.
+    """
     raise ValueError(f"{path} cannot be written ({error.strerror}); "
                      f"{write_remedy(error, path.parent)}") from error
 
 
 def is_full(error: OSError) -> bool:
-    """Return True if an error means that a disk or the user's quota on it is full."""
+    """Return whether an error means that the disk or the user's disk quota is full."""
     return error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 def system_error(error: BaseException | None) -> OSError | None:
-    """Return the operating system's error that caused an error, or None.
+    """Return the `OSError` that caused an error, or None if there is none.
 
-    The search is needed because `torch.save` raises a different error if a stream cannot be
+    This search is necessary because `torch.save` raises a different error if a stream cannot be
     written.
     """
     while error is not None and not isinstance(error, OSError):
@@ -222,7 +228,7 @@ def system_error(error: BaseException | None) -> OSError | None:
 
 
 def write_remedy(error: BaseException, folder: _Path) -> str:
-    """Return a remedy for a failure to write a file in `folder`."""
+    """Return a remedy for an error that occurred while writing a file to `folder`."""
     os_error = system_error(error)
     code = None if os_error is None else os_error.errno
     free = shutil.disk_usage(folder).free if os.path.isdir(folder) else 0

@@ -1,4 +1,6 @@
-"""The interface of run features: the methods that a run calls around each step, and their data."""
+"""The interface of run features. The interface consists of methods that are called before, during
+and after each training step, and of the data that is passed to these methods.
+"""
 
 from __future__ import annotations
 
@@ -11,32 +13,32 @@ from torch import Tensor
 
 
 class SkipStep(OverflowError):
-    """Exception that makes all ranks skip a step. No parameter changes."""
+    """Raised to make all ranks skip a training step. No parameter changes."""
 
     lost = False  # whether the step is discarded and repeated
 
 
 class LostStep(SkipStep):
-    """Exception that makes all ranks discard a step and repeat it."""
+    """Raised to make all ranks discard a training step and repeat it."""
 
     lost = True
 
 
 class StepRepeat(Exception):  # noqa: N818 - not an error: control flow that restarts a step
-    """Exception that makes all ranks restart the forward and backward passes of a step."""
+    """Raised to make all ranks restart the forward and backward passes of a training step."""
 
 
 @dataclass(frozen=True)
 class StepInput:
-    """Information about a step that starts.
+    """Information about a training step that is about to start.
 
     Attributes:
-        number: index of the step, counted from 1.
-        batch: function that returns this rank's first micro-batch in a form that can be pickled, or
+        number: index of the training step, counted from 1.
+        batch: function that returns this rank's first micro-batch in a form that can be pickled.
             None if the host framework does not provide batches.
-        loss_of: function that computes the loss of a batch, as returned by `batch`, with the
-            model's forward pass.
-        total: number of steps in the whole run, or None if it is not known.
+        loss_of: function that computes the loss of a batch that `batch` has returned. The function
+            runs the forward pass of the model.
+        total: number of training steps in the run, or None if it is unknown.
     """
 
     number: int
@@ -47,17 +49,18 @@ class StepInput:
 
 @dataclass(frozen=True)
 class StepGradients:
-    """The gradients of a step before they are used by the optimizer.
+    """The gradients of a training step, before the optimizer uses them.
 
     Attributes:
-        number: index of the step, counted from 1.
-        tensors: function that returns all gradients of this rank, with None for parameters without
-            a gradient.
-        finite: collective function that returns True if the gradients and the loss are finite. The
-            result is the same on all ranks.
-        scale_falls: function that returns True if a loss scale is reduced when gradients or loss
-            are not finite. In this case, such a step is expected and does not indicate a failure.
-        bad: whether this rank knows that the step must be skipped.
+        number: index of the training step, counted from 1.
+        tensors: function that returns all gradients of this rank. For parameters without a
+            gradient, the list contains None.
+        finite: collective function that returns whether the gradients and the loss are finite. The
+            function returns the same value on all ranks.
+        scale_falls: function that returns whether the loss scale is reduced if gradients or the
+            loss are not finite. If the loss scale is reduced, a step that is not finite is expected
+            and does not indicate a failure.
+        bad: whether this rank already knows that the step must be skipped.
     """
 
     number: int
@@ -69,22 +72,22 @@ class StepGradients:
 
 @dataclass(frozen=True)
 class StepFacts:
-    """Information about a completed step.
+    """Information about a completed training step.
 
     Attributes:
-        number: number of completed steps including this one.
-        made: True if the step counts as a step of the run. Otherwise, its number is used again for
-            the next step.
-        skipped: whether the parameters were left unchanged because a gradient or the loss was not
+        number: number of completed training steps, including this step.
+        made: True if the step counts as a step of the run. If `made` is False, the next step has
+            the same number.
+        skipped: True if the parameters were not changed because a gradient or the loss was not
             finite.
-        tokens: total number of tokens of all ranks. None or 0 means that the host framework does
-            not report it.
-        left: number of steps that remain after this step, or None if it is not known.
-        loss: mean loss per token in nats, or None if the host framework does not report it.
-        dropped: fraction of the step's selected experts for which there was no free slot, or None
-            if it is not known.
-        logged: log line of the host framework for this step as a `StepRecord`, or None if there is
-            none.
+        tokens: number of tokens in the step, summed over all ranks. None or 0 if the host framework
+            does not report this number.
+        left: number of training steps that remain after this step, or None if it is unknown.
+        loss: mean loss per token, in nats. None if the host framework does not report the loss.
+        dropped: fraction of the chosen experts that had no free slot in this step. None if it is
+            unknown.
+        logged: the host framework's log line for this step as a `StepRecord`, or None if there is
+            no log line.
     """
 
     number: int
@@ -98,64 +101,69 @@ class StepFacts:
 
 
 class RunFeature:
-    """A feature of a run whose methods are called around each step. All methods do nothing unless
-    they are overridden.
+    """Base class of the features of a run. The methods of a feature are called before, during and
+    after each training step. Each method does nothing unless a subclass overrides it.
 
-    All ranks call all methods in the same order, so each method may be collective.
+    All ranks call all methods in the same order, so every method may use collectives.
 
     Attributes:
-        reduces: whether the feature completes the gradients, in which case the host framework must
-            not reduce them.
-        replaced: whether the state of a different run was loaded in the last step. In this case,
-            the loss of the step belongs to older weights, and the next samples differ.
+        reduces: whether the feature reduces the gradients itself. If `reduces` is True, the host
+            framework must not reduce the gradients.
+        replaced: whether the state of another run was loaded in the last step. If `replaced` is
+            True, the loss of that step was computed with older weights, and the next samples are
+            different.
     """
 
     reduces = False
     replaced = False
 
     def begin(self) -> None:
-        """Prepare for the first step. The optimizer exists, and a checkpoint has been loaded."""
+        """Prepare for the first training step. When this method is called, the optimizer exists,
+        and a checkpoint has been loaded.
+        """
 
     def around_step(self, step: StepInput) -> AbstractContextManager[Any]:
-        """Return a context manager that surrounds the whole step."""
+        """Return a context manager in which the whole training step runs."""
         return nullcontext()
 
     def batches(self, own: list[Any]) -> list[Any]:
-        """Return the micro-batches that this rank computes in the step in place of its own
-        micro-batches.
+        """Return the micro-batches that this rank computes in the training step. By default, the
+        rank's own micro-batches are returned.
         """
         return own
 
     def before_passes(self) -> Callable[[], None] | None:
-        """Prepare for the forward and backward passes of a step or an evaluation.
+        """Prepare for the forward and backward passes of a training step, or for the forward passes
+        of an evaluation.
 
-        Returns:
-            A function that restores the state changed by the passes, if this feature may raise
-                `StepRepeat`. None otherwise.
+        Returns: If this feature may raise `StepRepeat`, a function that restores all state that the
+            passes have changed. None otherwise.
         """
         return None
 
     def after_passes(self) -> None:
-        """This method is called after all forward and backward passes. May raise `StepRepeat`."""
+        """Called after all forward and backward passes. May raise `StepRepeat`."""
 
     def after_backward(self, gradients: StepGradients) -> None:
-        """This method is called with the complete gradients before any parameter changes. May raise
-        `SkipStep`."""
+        """Called with the complete gradients, before any parameter is changed. May raise
+        `SkipStep`.
+        """
 
     def after_step(self, facts: StepFacts) -> None:
-        """This method is called at the end of the step."""
+        """Called at the end of a training step."""
 
     def after_log(self, facts: StepFacts) -> None:
-        """This method is called if the host adds information (`dropped` or `logged`) about the
-        step."""
+        """Called if the host framework reports additional information about the step (`dropped` or
+        `logged`).
+        """
 
     def after_evaluation(self, number: int, dropped: float | None = None) -> None:
-        """This method is called at the end of a validation.
+        """Called at the end of a validation.
 
         Args:
-            number: number of completed steps.
-            dropped: fraction of the validation's selected experts for which there was no free slot,
-                or None if it is not known.
+            number: number of completed training steps.
+            dropped: fraction of the chosen experts that had no free slot in the validation. None if
+                it is unknown.
         """
 
     def numbers(self) -> dict[str, float]:
@@ -163,7 +171,7 @@ class RunFeature:
         return {}
 
     def evaluated(self) -> dict[str, Any]:
-        """Return values by name for the log of the host framework after an evaluation."""
+        """Return values by name that the host framework logs after an evaluation."""
         return {}
 
     def close(self) -> None:
@@ -171,12 +179,12 @@ class RunFeature:
 
 
 def refuse_unfit(what: str, unfit: Iterable[tuple[str, bool, str]]) -> None:
-    """Raise a `ValueError` for the first host setting that is incompatible with a request.
+    """Raise a `ValueError` for the first host setting that cannot be combined with a request.
 
     Args:
-        what: requested flag or setting, with its value.
-        unfit: for each host setting, a tuple of the name, True if the setting is compatible, and
-            the remedy.
+        what: the requested flag or setting, including its value.
+        unfit: for each host setting, a tuple of its name, whether it can be combined with the
+            request, and a remedy.
     """
     for name, fits, remedy in unfit:
         if not fits:

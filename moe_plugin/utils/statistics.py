@@ -1,10 +1,10 @@
-"""The table of the statistics that are logged for each layer.
+"""The table of statistics that are logged for each layer.
 
-Everything that concerns one statistic is in its entry. From the table follow what a layer measures
-(`LayerStats.more`), how calls and ranks are reduced (`StatsSums` in `moe_plugin/output.py`), the
-keys of records, what `LayerRecord` reads, the metrics in the host's log, the charts of the report
-and of comparisons, and the table in docs/observability.md. To log a new statistic, add an entry.
-This module does not import torch.
+An entry of this table contains everything that concerns one statistic. The table determines what a
+layer measures (`LayerStats.more`), how statistics are reduced over calls and ranks (`StatsSums` in
+`moe_plugin/output.py`), the keys of records, the fields that `LayerRecord` reads, the metrics in
+the host's log, the charts in the report and in comparisons, and the table in docs/observability.md.
+To log a new statistic, add an entry to this table. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -31,20 +31,21 @@ REDUCTIONS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Chart:
-    """A chart of the report.
+    """A chart in the report.
 
     Attributes:
-        id: a name that is unique in the report.
+        id: name of the chart. The name must be unique in the report.
         title: the title of the chart.
         about: one sentence that explains the chart.
-        section: the heading under which the chart is shown. A new heading creates a section.
-        value: a function of a `LayerRecord` that returns the value to draw, or None if the value is
-            unknown. By default the statistic itself is drawn.
+        section: the heading of the section that contains the chart. A heading that does not exist
+            yet creates a new section.
+        value: a function that maps a `LayerRecord` to the value to plot, or to None if the value is
+            unknown. By default, the statistic itself is plotted.
         unit, floor: see `LineChart`.
-        reference: a function of the number of experts that returns the name and the value of a
-            dashed line, or None to draw no line.
-        compared: one sentence that explains the chart in a comparison of runs, which shows the mean
-            over layers. None if comparisons do not show the chart.
+        reference: a function that maps the number of experts to the name and the value of a dashed
+            line, or to None if no line should be drawn.
+        compared: one sentence that explains the chart in a comparison of runs. The comparison shows
+            the mean over all layers. None if the chart is not part of comparisons.
     """
 
     id: str
@@ -60,28 +61,35 @@ class Chart:
 
 @dataclass(frozen=True, kw_only=True)
 class Statistic:
-    """One logged statistic of a layer.
+    """A statistic that is logged for each layer.
 
     Attributes:
-        name: the key in records.
-        meaning: what docs/observability.md says about the statistic.
-        reduce: a key of `REDUCTIONS`.
-        measure: a function of a `RoutedCall` that the layer evaluates in each call. It returns a
-            number, or a scalar tensor on the layer's device. `LayerStats.more` contains the result.
-            Not needed if `of_call` computes the statistic from other attributes of `LayerStats`.
-        of_call: a function of the `LayerStats` of one call that returns the value of the call, or
-            None if there is none. The value is a number, a tensor, a name, or a list. By default
-            it is the result of `measure`.
-        of_calls: for tensors, a function used instead of `of_call` to save small operations. It
-            maps the values of earlier statistics, each stacked over calls, to values [N, ...].
-        derive: for `derived`, a function of the earlier fields of the record.
+        name: key of the statistic in records.
+        meaning: description of the statistic in docs/observability.md.
+        reduce: how the statistic is reduced over calls and ranks. Must be one of the keys of
+            `REDUCTIONS`.
+        measure: a function that receives a `RoutedCall` and is called by the layer in each call.
+            The function returns a number, or a scalar tensor on the layer's device. The returned
+            value is stored in `LayerStats.more`. `measure` is not required if `of_call` computes
+            the statistic from other attributes of `LayerStats`.
+        of_call: a function that receives the `LayerStats` of one call and returns the value for
+            this call, or None. The value is a number, a tensor, a name or a list. By default, the
+            value returned by `measure` is used.
+        of_calls: for tensors, a function that replaces `of_call` to save small device operations.
+            The function receives the values of earlier statistics, stacked over calls, and returns
+            values [N, ...].
+        derive: for the reduction `derived`, a function that computes the statistic from earlier
+            fields of the record.
         on_device: whether the values are tensors.
-        shared: whether ranks with the same tokens measure the same value, which is counted once.
-        by_name: whether the value of a call is a dict of numbers. Each name is reduced separately.
-        names: the names that every call has, if `by_name` is true.
-        charts: the charts of the report that show the statistic.
-        logged: the metrics of the host's log, and how each of them is computed from the layers:
-            `mean`, `max` or `sum`. If `by_name` is true, the name is appended.
+        shared: whether all ranks with the same tokens measure the same value. If `shared` is True,
+            this value is counted only once.
+        by_name: whether the value of a call is a dict of numbers. Each key of the dict is reduced
+            separately.
+        names: if `by_name` is True, the keys that the dict of every call contains.
+        charts: the charts in the report that show the statistic.
+        logged: the metrics in the host's log, and how each metric is computed from the values of
+            all layers: `mean`, `max` or `sum`. If `by_name` is True, the key is appended to the
+                name of the metric.
     """
 
     name: str
@@ -112,7 +120,7 @@ class Statistic:
                              "out")
 
     def value_of(self, stats: Any) -> Any:
-        """Return the value of one call, or None if the call has none."""
+        """Return the value of the statistic for one call, or None if the call has no value."""
         return stats.more.get(self.name) if self.of_call is None else self.of_call(stats)
 
 
@@ -125,7 +133,9 @@ statistics: Registry[Statistic] = Registry("statistic", check=_check)
 
 
 def add(statistic: Statistic) -> Statistic:
-    """Add an entry to the table. Layers that were built before do not evaluate `measure`."""
+    """Add a statistic to the table. Layers that were built earlier do not call the `measure`
+    function of this statistic.
+    """
     return statistics.register(statistic.name)(statistic)
 
 
@@ -144,13 +154,15 @@ def _max_over_mean(record: Mapping[str, Any]) -> float:
 
 
 def _saved_rows(r: Any) -> float | None:
-    """Return the fraction of kept choices that needed no separate row, or None if it is 0."""
+    """Return the fraction of the kept choices for which no separate row was sent, or None if no row
+    was saved.
+    """
     kept = r.choices * (1 - (r.drop_fraction or 0.0))
     return 1 - r.rows_sent / kept if r.rows_sent and r.rows_sent < kept else None
 
 
 def _of_store(name: str) -> Callable[[Any], float | None]:
-    """Return a function that returns a counter of the store of experts per call."""
+    """Return a function that computes a counter of the expert store per call."""
     return lambda r: r.store.get(name, 0.0) / r.calls if r.store and r.calls else None
 
 

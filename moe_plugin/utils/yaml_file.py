@@ -1,4 +1,4 @@
-"""The function that reads all YAML files. Like Hydra, it uses the YAML dialect of OmegaConf."""
+"""Read YAML files. Like Hydra, this module uses the YAML dialect of OmegaConf."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _NAMES: dict[type, str] = {dict: "mapping", list: "list"}
 
 
 def bundled(path: str | Path) -> str | Path:
-    """If a path that begins with `configs/` is missing, return the path of the bundled example
-    file.
+    """If `path` begins with `configs/` and does not exist, return the path of the example file in
+    this package.
 
-    All other paths, and paths without a bundled file or folder, are returned unchanged.
+    All other paths, and paths for which there is no example, are returned unchanged.
     """
     wanted = Path(path)
     if wanted.parts[:1] != ("configs",) or ".." in wanted.parts or wanted.exists():
@@ -32,20 +32,19 @@ def bundled(path: str | Path) -> str | Path:
 
 def read_yaml(path: str | Path, what: str = "config file",
               remedy: str = "see configs/ for examples", kind: type = dict) -> Any:
-    """Read a YAML file, and return its mapping or list as plain Python containers. For an empty
-    file, an empty mapping is returned.
+    """Read a mapping or a list from a YAML file. An empty file is read as an empty mapping.
 
-    The value `1e-3` is read as a number, and dates are read as strings. Interpolations `${...}`
-    cause an error, because values must not come from outside the file.
+    The text `1e-3` is read as a number, and dates are read as strings. Interpolations `${...}` are
+    not allowed, because values must not come from outside the file.
 
     Args:
-        path: path of the file; see `bundled`.
-        what: description of the file for error messages.
-        remedy: remedy that is added to error messages.
-        kind: expected type of the content, which is dict or list.
+        path: path of the file (see `bundled`).
+        what: description of the file, for error messages.
+        remedy: what the user can do, for error messages.
+        kind: expected type of the data, dict or list.
     Raises:
         ValueError: If the file cannot be read, is not YAML, contains a key twice, uses an
-            interpolation, or has content of a different type.
+            interpolation, or contains data of another type.
     """
     from omegaconf import OmegaConf  # slow to import; many programs read no YAML
     from omegaconf.errors import OmegaConfBaseException
@@ -76,8 +75,9 @@ def read_yaml(path: str | Path, what: str = "config file",
 
 
 def _check_size(text: str) -> None:
-    """Raise a `ValueError` if a string is too large before or after aliases are expanded. A few
-    aliases can expand to any size."""
+    """Raise a `ValueError` if a YAML text is too large, or would be too large after its aliases are
+    expanded. A few aliases are enough to create data of any size.
+    """
     if len(text) > MAX_CHARACTERS:
         raise ValueError(f"more than {MAX_CHARACTERS} characters")
     import yaml

@@ -268,7 +268,7 @@ def test_none_for_evaluation_alone_is_refused(tmp_path) -> None:
     """It reads as "no token is dropped", but is the training capacity of a file or preset."""
     path = tmp_path / "moe.yaml"
     path.write_text("dispatch: {capacity_factor: 1.25}\n")
-    with pytest.raises(ValueError, match="none is ambiguous.*use 0, with which eval"):
+    with pytest.raises(ValueError, match="none is ambiguous.*use 0 to drop no tokens"):
         config_from_flags({"moe_config": str(path), "moe_eval_capacity_factor": "none"})
     flags = {"moe_capacity_factor": "none", "moe_eval_capacity_factor": "none"}
     assert config_from_flags({"moe_config": str(path), **flags}).dispatch.capacity_factor is None

@@ -158,7 +158,7 @@ def test_bad_requests() -> None:
         plan(ring, "broadcast")
     with pytest.raises(ValueError, match="trees=0 per root must be from 1"):
         plan(ring, trees=0)
-    with pytest.raises(ValueError, match="not possible with all_gather, which has one part"):
+    with pytest.raises(ValueError, match="not possible with all_gather, which has only one phase"):
         plan(ring, overlap=True)
     with pytest.raises(ValueError, match="cannot be combined with trees=2, .*Omit trees"):
         plan(ring, "all_reduce", 2, overlap=True)

@@ -82,7 +82,7 @@ def test_what_is_stored_nowhere_is_named() -> None:
         unique_slices(half, TensorLayout((3,), {1: ((0, 3),)}))
     with pytest.raises(ValueError, match="not inside"):
         TensorLayout((4,), {0: ((0, 5),)})
-    with pytest.raises(ValueError, match="must name axes"):
+    with pytest.raises(ValueError, match="must list axes"):
         TensorLayout.on_mesh((4,), {"a": 2}, [["b"]])
     with pytest.raises(ValueError, match="devices, got"):
         TensorLayout.on_mesh((4,), {"a": 2}, [["a"]], [0])

@@ -1,17 +1,20 @@
-"""Closed-form cost models that predict messages, bytes and times of all-to-all algorithms.
+"""Closed-form cost models that predict the number of messages, the number of bytes and the time of
+all-to-all algorithms.
 
-In the formulas, there are N nodes of P ranks, so W = N P ranks, and each rank sends S bytes in W
-equal pieces. The ranks of a node share `nics` network cards, so one card sends the messages of s =
-P / min(nics, P) ranks. The module of each algorithm states its formula. The formula gives the time
-per rank, or per network card if a card is slower, plus `phase_s` for each phase. The formulas of
-`linear` and `2dh` are identical to those of the Tutel paper (m = P, n = W) if s = 1 and phase_s =
-0. If nodes have different sizes, the busiest rank, network card or leader determines the time.
+In the formulas, a cluster has N nodes of P ranks each, and thus W = N P ranks. Each rank sends S
+bytes, divided equally among the W ranks. The ranks of a node share `nics` network cards, so each
+card sends the messages of s = P / min(nics, P) ranks. The module of each algorithm contains its
+formula. A formula gives the time per rank, or the time per network card if the card takes longer.
+For each phase, the constant `phase_s` is added. For s = 1 and phase_s = 0, the formulas of `linear`
+and `2dh` are identical to those of the Tutel paper (m = P, n = W). If nodes have different sizes,
+the busiest rank, network card or leader determines the predicted time.
 
-If one machine emulates the cluster, each phase also costs CPU time. This is `wake_s * k^(2/3)` for
-each rank that sends and receives k messages, plus the costs in `host` for each message and byte of
-all ranks. The exponent is empirical and reflects that messages that arrive together are handled
-together. The network and the CPU work at the same time, so a phase takes `(wire^4 +
-machine^4)^(1/4)`, which is close to the longer of the two times.
+If a single machine emulates the cluster, each phase also costs CPU time. The CPU time is
+`wake_s * k^(2/3)` for each rank that sends and receives k messages, plus the costs in `host` for
+every message and byte of all ranks. The exponent 2/3 was found empirically. The exponent is less
+than 1 because messages that arrive together are handled together. The network and the CPU work at
+the same time, so a phase takes `(wire^4 + machine^4)^(1/4)` seconds. This formula gives a value
+close to the longer of the two times.
 """
 
 from __future__ import annotations
@@ -33,8 +36,9 @@ COSTS: dict[str, CostModel] = {name: model for name, (_, model) in sorted(
 
 
 def distinct(cluster: Cluster) -> tuple[str, ...]:
-    """Return `linear` and every algorithm whose cost on the cluster differs from that of
-    `linear`."""
+    """Return `linear` and all algorithms whose cost on the cluster differs from the cost of
+    `linear`.
+    """
     # the comparison holds for any exchange size, so an arbitrary one is used
     size = 2.0**20
     base = COSTS["linear"](cluster, size)
@@ -42,10 +46,10 @@ def distinct(cluster: Cluster) -> tuple[str, ...]:
 
 
 def predict(cluster: Cluster, algorithm: str, size: float) -> Cost:
-    """Return the predicted cost of one all-to-all of `size` bytes per rank.
+    """Predict the cost of an all-to-all in which each rank sends `size` bytes.
 
     Raises:
-        ValueError: If the algorithm has no cost model.
+        ValueError: If there is no cost model for the algorithm.
     """
     if algorithm not in COSTS:
         raise ValueError(
@@ -56,12 +60,12 @@ def predict(cluster: Cluster, algorithm: str, size: float) -> Cost:
 
 def predict_table(cluster: Cluster, ranks: Sequence[int],
                   sizes: Sequence[float]) -> list[dict[str, Any]]:
-    """Return one JSON-serializable row per size, number of ranks and algorithm.
+    """Return one JSON-serializable row for each combination of size, number of ranks and algorithm.
 
     Args:
-        cluster: the cluster whose links are used, resized to each number of ranks.
-        ranks: numbers of ranks.
-        sizes: exchange sizes in bytes per rank.
+        cluster: the cluster that defines the links. The cluster is resized to each number of ranks.
+        ranks: numbers of ranks to predict.
+        sizes: exchange sizes to predict, in bytes per rank.
     """
     rows = []
     for size in sizes:

@@ -1,6 +1,7 @@
-"""Rounds of messages of an all-to-all, and the registry of cost models.
+"""Phases of an all-to-all, and the registry of cost models.
 
-Each cost model is defined in a module of this package and registers itself with `declared`.
+Each algorithm's cost model is defined in a module of this package and is registered by the
+decorator `declared`.
 """
 
 from __future__ import annotations
@@ -17,15 +18,16 @@ WAKES = 2 / 3
 
 @dataclass(frozen=True)
 class Phase:
-    """One round of messages of an exchange.
+    """One phase of an exchange, in which ranks send messages at the same time.
 
     Attributes:
         inter: numbers of messages and bytes that the busiest network card sends.
-        intra: numbers of messages and bytes that the busiest rank sends inside its node.
-        machine: totals over all ranks of `k ** WAKES`, messages and bytes, where k is the number of
-            messages that a rank sends and receives.
-        copied: number of bytes that the busiest rank reads and writes in memory copies.
-        parallel_links: whether links inside and between nodes transfer data at the same time.
+        intra: numbers of messages and bytes that the busiest rank sends to ranks of the same node.
+        machine: sums over all ranks of three values: `k ** WAKES`, number of messages, and number
+            of bytes. In this sum, k is the number of messages that a rank sends and receives.
+        copied: number of bytes that memory copies read and write on the busiest rank.
+        parallel_links: whether links inside nodes and links between nodes transfer data at the same
+            time.
     """
 
     inter: tuple[float, float]
@@ -35,34 +37,35 @@ class Phase:
     parallel_links: bool = False
 
     def wire_s(self, cluster: Cluster) -> float:
-        """Return the time in seconds that the links need."""
+        """Return the time in seconds for which the network links are busy."""
         bandwidth = self.inter[1] * cluster.inter.beta_s, self.intra[1] * cluster.intra.beta_s
         return self.inter[0] * cluster.inter.alpha_s + self.intra[0] * cluster.intra.alpha_s + (
             max(bandwidth) if self.parallel_links else sum(bandwidth))
 
     def seconds(self, cluster: Cluster) -> float:
-        """Return the time of the round in seconds, including copies and the fixed cost of a
-        phase."""
+        """Return the time of the phase in seconds, including memory copies and the fixed cost per
+        phase.
+        """
         return self.copied * cluster.copy_s + cluster.phase_s + overlapped_s(
             self.wire_s(cluster), cluster.machine_s(*self.machine))
 
 
 def overlapped_s(wire: float, machine: float) -> float:
-    """Return the time in seconds of two activities that overlap and sometimes wait for each
-    other."""
+    """Return the time in seconds of two overlapping activities that sometimes wait for each other.
+    """
     less, more = sorted((wire, machine))
     return more * (1 + (less / more) ** SHARPNESS) ** (1 / SHARPNESS) if less else more
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Cost of one all-to-all exchange.
+    """Predicted cost of an all-to-all exchange.
 
     Attributes:
         seconds: predicted time.
-        inter_messages, inter_bytes: numbers of messages and bytes that leave one node.
-        intra_messages, intra_bytes: numbers of messages and bytes that are sent inside one node.
-        phases: the rounds of messages of the exchange.
+        inter_messages, inter_bytes: numbers of messages and bytes that leave a node.
+        intra_messages, intra_bytes: numbers of messages and bytes that are sent inside a node.
+        phases: the phases of the exchange, in order.
     """
 
     seconds: float
@@ -78,9 +81,9 @@ def cost_of(cluster: Cluster, node: tuple[int, float, int, float], phases: Seque
 
     Args:
         cluster: the cluster on which the exchange runs.
-        node: numbers of messages and bytes that leave one node, followed by those sent inside one
-            node.
-        phases: the rounds of messages of the exchange.
+        node: numbers of messages and bytes that leave a node, followed by the numbers of messages
+            and bytes sent inside a node.
+        phases: the phases of the exchange, in order.
     """
     return Cost(sum(phase.seconds(cluster) for phase in phases), *node, phases=tuple(phases))
 
@@ -90,7 +93,7 @@ def busiest(cluster: Cluster, of_rank: Callable[[int], float]) -> float:
 
     Args:
         cluster: the cluster on which the exchange runs.
-        of_rank: function that returns the load of one rank, given the number of ranks of its node.
+        of_rank: function that maps the number of ranks in a node to the load of one of these ranks.
     """
     return max(size / min(cluster.nics, size) * of_rank(size) for size in cluster.sizes)
 
@@ -100,11 +103,12 @@ DECLARED: dict[str, tuple[int, CostModel]] = {}  # (rounds of messages, model) b
 
 
 def declared(name: str, rounds: int) -> Callable[[CostModel], CostModel]:
-    """Return a decorator that registers the cost model of the algorithm `name`.
+    """Return a decorator that registers a function as the cost model of the algorithm `name`.
 
     Args:
         name: registered name of the all-to-all algorithm.
-        rounds: number of rounds of messages. `COSTS` is ordered by this number.
+        rounds: number of phases (rounds of messages) of the algorithm. `COSTS` is sorted by this
+            number.
     """
     def add(model: CostModel) -> CostModel:
         DECLARED[name] = rounds, model
@@ -118,8 +122,9 @@ def declared(name: str, rounds: int) -> Callable[[CostModel], CostModel]:
 # s (W-P) a_inter + (P-1) a_intra + max(s (W-P) S/W b_inter, (P-1) S/W b_intra)
 @declared("linear", 1)
 def linear_cost(cluster: Cluster, size: float) -> Cost:
-    """Return the cost of an exchange of `size` bytes per rank in which ranks send directly to each
-    other."""
+    """Return the cost of an exchange in which every rank sends its `size` bytes directly to all
+    other ranks.
+    """
     n, p, w = cluster.nodes, cluster.ranks_per_node, cluster.ranks
     inter, intra = w - p, p - 1
     card = busiest(cluster, lambda here: w - here)
@@ -134,7 +139,7 @@ def linear_cost(cluster: Cluster, size: float) -> Cost:
 # 4 P S b_copy + 2 (P-1) (a_intra + S b_intra) + (N-1) (a_inter + P P S/W b_inter)
 @declared("leader", 3)
 def leader_cost(cluster: Cluster, size: float) -> Cost:
-    """Return the cost of an exchange through one leader rank per node.
+    """Return the cost of an exchange in which one leader rank per node sends the data of its node.
 
     On a single node, or with one rank per node, the cost equals that of `linear`.
     """
@@ -175,6 +180,7 @@ def two_d_cost(cluster: Cluster, size: float) -> Cost:
 
 
 def _messages(cluster: Cluster, here: int) -> int:
-    """Return the number of messages that a rank sends to other nodes in 2DH if its node has `here`
-    ranks."""
+    """Return the number of messages that a rank sends to other nodes in the 2DH algorithm if its
+    node has `here` ranks.
+    """
     return sum(-(-there // here) * nodes for there, nodes in cluster.sizes.items()) - 1

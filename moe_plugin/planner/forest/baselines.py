@@ -1,10 +1,12 @@
-"""Classical collective algorithms of communication libraries, simulated for comparison.
+"""Simulation of the collective algorithms that communication libraries commonly use, for comparison
+with ForestColl.
 
-The algorithms are rings, double binary trees, and recursive halving and doubling. Like a ForestColl
-schedule, each algorithm is a set of trees over the ranks. For example, a ring consists of paths,
-and recursive doubling consists of binomial trees. Each message takes a shortest path through the
-network. Among several shortest paths, the path whose lowest wire bandwidth is highest is chosen.
-Each algorithm tries several orders of the ranks and uses the fastest order.
+The algorithms are rings, double binary trees, and recursive halving and doubling. Each algorithm is
+represented by a set of trees over the ranks, like a ForestColl schedule. For example, a ring is
+represented by paths, and recursive doubling by binomial trees. Each message is sent along a
+shortest path through the network. If there are several shortest paths, the path with the highest
+minimum bandwidth is used. For each algorithm, several orders of the ranks are tried, and the
+fastest order is used.
 """
 
 from __future__ import annotations
@@ -30,10 +32,10 @@ class RankTree:
 
     Attributes:
         root: rank that is the root of the tree.
-        share: fraction of the result that is sent along the tree.
-        outward: edges along which data moves from the root to all ranks.
-        inward: edges along which data moves from all ranks to the root. If `inward` is empty, the
-            reversed outward edges are used.
+        share: fraction of the collective's result that is sent along this tree.
+        outward: edges along which data is sent from the root to all ranks.
+        inward: edges along which data is sent from all ranks to the root. If `inward` is empty, the
+            reverse of the outward edges is used.
     """
 
     root: int
@@ -42,8 +44,9 @@ class RankTree:
     inward: Edges = ()
 
     def steps(self, collective: str) -> list[tuple[int, int, bool]]:
-        """Return the messages of the collective in order, as tuples (source, target, True if the
-        target sums)."""
+        """Return the messages of the collective, in order. Each message is a tuple (source, target,
+        whether the target adds the message to its own data).
+        """
         sums = list(self.inward) or [(b, a) for a, b in reversed(self.outward)]
         down = [(a, b, True) for a, b in sums] if collective != "all_gather" else []
         up = [(a, b, False) for a, b in self.outward] if collective != "reduce_scatter" else []
@@ -51,7 +54,7 @@ class RankTree:
 
 
 def baselines(network: Network, collective: str) -> list[Program]:
-    """Return programs for a ring, a double binary tree and recursive halving/doubling."""
+    """Return three programs: a ring, a double binary tree, and recursive halving and doubling."""
     routes, ranks = Routes(network), len(network.ranks)
     candidates = {
         "ring": (*_rings(ranks), *_disjoint_rings(network)),
@@ -65,7 +68,9 @@ def baselines(network: Network, collective: str) -> list[Program]:
 
 def _slowest(network: Network, collective: str, trees: Sequence[RankTree],
              routes: Routes) -> Fraction:
-    """Return the time of the busiest wire in seconds per GB of result."""
+    """Return the time for which the busiest wire is used, in seconds per GB of the collective's
+    result.
+    """
     pairs: Counter[tuple[int, int]] = Counter()
     unit = min(tree.share for tree in trees)  # all shares are whole multiples of this unit
     for tree in trees:
@@ -88,7 +93,7 @@ def _program(network: Network, collective: str, name: str, trees: Sequence[RankT
 
 
 class Routes:
-    """Shortest paths between ranks, computed once for each source."""
+    """Shortest paths between ranks. The paths from each source are computed only once."""
 
     def __init__(self, network: Network) -> None:
         self._network = network
@@ -99,7 +104,7 @@ class Routes:
         self._known: dict[tuple[int, int], Route] = {}
 
     def __call__(self, source: int, target: int) -> Route:
-        """Return the node names on the path from one rank to another."""
+        """Return the names of the nodes on the path from one rank to another."""
         if source not in self._before:
             self._before[source] = self._search(self._network.ranks[source])
         if (source, target) not in self._known:
@@ -110,7 +115,9 @@ class Routes:
         return self._known[source, target]
 
     def _search(self, start: str) -> dict[str, str]:
-        """Return the predecessor of each node on its widest shortest path from `start`."""
+        """Return a mapping from each node to its predecessor on the shortest path from `start`.
+        Among equally short paths, the path with the highest minimum bandwidth is used.
+        """
         best: dict[str, tuple[int, Fraction]] = {}
         before: dict[str, str] = {}
         queue: list[tuple[int, Fraction, str, str]] = [(0, Fraction(-(10**12)), start, start)]
@@ -130,8 +137,10 @@ class Routes:
 
 
 def _orders(ranks: int) -> Iterator[list[int]]:
-    """Yield orders of the ranks, beginning with the natural order. For each group size, a further
-    order lists the first rank of every group, then the second rank of every group, and so on."""
+    """Yield several orders of the ranks. The first order is the natural order. For each group size,
+    one more order lists the first rank of every group, then the second rank of every group, and so
+    on.
+    """
     yield list(range(ranks))
     for size in _group_sizes(ranks):
         yield [first + i for i in range(size) for first in range(0, ranks, size)]
@@ -142,10 +151,11 @@ def _group_sizes(ranks: int) -> list[int]:
 
 
 def _rings(ranks: int) -> Iterator[list[RankTree]]:
-    """Yield sets of rings of three kinds: one ring, both directions of a ring, and several rings.
+    """Yield sets of rings of three types: a single ring, the two directions of a ring, or several
+    rings.
 
-    A set of several rings has one ring per rank of a node, and each ring leaves a node from a
-    different rank.
+    A set of several rings contains one ring for each rank of a node. Each of these rings leaves a
+    node from a different rank.
     """
     for order in _orders(ranks):
         yield _around([order])
@@ -156,8 +166,9 @@ def _rings(ranks: int) -> Iterator[list[RankTree]]:
 
 
 def _around(rings: Sequence[Sequence[int]]) -> list[RankTree]:
-    """Convert rings to trees whose sums and gathered data travel in the same direction around a
-    ring."""
+    """Convert rings to trees. Within a ring, partial sums and gathered data are sent in the same
+    direction.
+    """
     ranks, trees = len(rings[0]), []
     for ring in rings:
         edges = [(ring[i], ring[(i + 1) % ranks]) for i in range(ranks)]
@@ -169,10 +180,11 @@ def _around(rings: Sequence[Sequence[int]]) -> list[RankTree]:
 
 
 def _disjoint_rings(network: Network) -> Iterator[list[RankTree]]:
-    """Yield sets of rings, in both directions, that use only direct links.
+    """Yield sets of rings that use only direct links between ranks. Each ring is used in both
+    directions.
 
-    Each ring uses only bandwidth that is not used by earlier rings. If the search finds no ring
-    within its limit of steps, nothing is yielded.
+    A ring uses only bandwidth that no earlier ring uses. If no ring is found within the step limit
+    of the search, no set is yielded.
     """
     number = {name: rank for rank, name in enumerate(network.ranks)}
     left = {(number[w.source], number[w.target]): w.bandwidth for w in network.wires
@@ -190,11 +202,12 @@ def _disjoint_rings(network: Network) -> Iterator[list[RankTree]]:
 
 
 def _hamiltonian(pairs: Mapping[tuple[int, int], Fraction], ranks: int) -> list[int]:
-    """Return a ring over all ranks that uses only bidirectional links, or an empty list if none is
-    found.
+    """Return a ring over all ranks that uses only bidirectional links. Return an empty list if the
+    search finds no ring.
 
-    The search is limited to `SEARCH_STEPS` steps. The widest link is tried first, then the link to
-    the rank with the fewest onward links (Warnsdorff).
+    The search stops after `SEARCH_STEPS` steps. At each rank, links with higher bandwidth are tried
+    first. Among links with equal bandwidth, the link to the rank with the fewest unvisited
+    neighbors is tried first (Warnsdorff's rule).
     """
     beside: dict[int, set[int]] = {rank: set() for rank in range(ranks)}
     for a, b in pairs:
@@ -222,11 +235,11 @@ def _hamiltonian(pairs: Mapping[tuple[int, int], Fraction], ranks: int) -> list[
 
 
 def _double_trees(ranks: int, collective: str) -> Iterator[list[RankTree]]:
-    """Yield pairs of binary trees. Half of the data is sent along each tree of a pair.
+    """Yield pairs of binary trees. Each tree of a pair transfers half of the data.
 
-    The leaves of either tree are inner nodes of the paired tree. In an all-reduce, data is summed
-    towards the root of each tree. All-gather and reduce-scatter send each rank's part along both
-    trees.
+    The leaves of one tree are inner nodes of the other tree. In an all-reduce, data is summed on
+    the way to the root of each tree. All-gather and reduce-scatter send the shard of each rank
+    along both trees.
     """
     up = [_parent(at, ranks) for at in range(ranks)]
     other = (lambda at: ranks - 1 - at) if ranks % 2 == 0 else (lambda at: (at + 1) % ranks)
@@ -245,8 +258,9 @@ def _double_trees(ranks: int, collective: str) -> Iterator[list[RankTree]]:
 
 
 def _parent(at: int, ranks: int) -> int:
-    """Return the parent of a position in the binary tree with root 0 in which odd positions are
-    leaves."""
+    """Return the parent of a position in the binary tree whose root is position 0 and whose leaves
+    are the odd positions.
+    """
     bit = at & -at
     up = (at ^ bit) | (bit << 1)
     return up if up < ranks else at ^ bit
@@ -263,11 +277,11 @@ def _away_from(root: int, beside: dict[int, list[int]]) -> Edges:
 
 
 def _doubling(ranks: int) -> Iterator[list[RankTree]]:
-    """Yield trees of recursive doubling: in step i, each rank exchanges all of its data with the
-    rank at distance 2 ** i.
+    """Yield the trees of recursive doubling. In step i, each rank exchanges all of its data with
+    the rank at distance 2 ** i.
 
-    If the number of ranks is not a power of two, Bruck's algorithm is used, which forwards data to
-    the ranks at distances 1, 2, 4 and so on.
+    If the number of ranks is not a power of two, Bruck's algorithm is used, in which ranks forward
+    data to the ranks at distances 1, 2, 4 and so on.
     """
     partner: Callable[[int, int], int] = ((lambda at, far: at ^ far) if ranks & (ranks - 1) == 0
                                           else (lambda at, far: (at + far) % ranks))

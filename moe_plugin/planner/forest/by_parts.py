@@ -1,12 +1,13 @@
-"""Schedules of large clusters that consist of equal parts. One part is planned, and all parts use
-the same plan.
+"""Tree schedules for large clusters that consist of identical parts, such as nodes or racks. Only
+one part is planned, and all parts use the same plan.
 
-A shard is sent through the switches between the parts to the rank at the same position in every
-other part. Within each part, the shard is distributed along trees that the general algorithm packs
-into this part alone. With B parts, each rank of a part is the root of B times as many trees. Link
-capacity to these switches that the traffic between parts does not use also connects the ranks of a
-part. The slowest cut of the whole network bounds the speed of every method. Therefore this method
-is used only if its speed reaches this bound.
+A shard is first sent, through the switches between the parts, to the rank at the same position in
+every other part. Within each part, the shard is then distributed along trees. The general algorithm
+packs these trees into a single part. With B parts, each rank is the root of B times as many trees
+within its part. The links between ranks and these switches may have capacity left that traffic
+between the parts does not use. This remaining capacity also connects the ranks of a part. The
+bottleneck cut of the whole network is an upper bound on the speed of every schedule. The method of
+this module is used only if its schedule reaches this bound.
 """
 
 from __future__ import annotations
@@ -27,14 +28,15 @@ Levels = list[list[Edge]]  # edges of a tree by depth
 
 @dataclass(frozen=True)
 class Parts:
-    """Division of a graph into equal parts, each with consecutive ranks.
+    """Division of a graph into identical parts. Each part contains consecutive ranks.
 
     Attributes:
         size: number P of ranks in each part.
         count: number B of parts.
-        turned: for each node, the node to which it is mapped by the rotation that maps each part to
-            the next part.
-        between: nodes between the parts, which the rotation maps to themselves.
+        turned: for each node, the image of the node under the rotation that maps each part to the
+            next part.
+        between: nodes that do not belong to any part. The rotation maps each of these nodes to
+            itself.
     """
 
     size: int
@@ -44,7 +46,9 @@ class Parts:
 
 
 def find_parts(graph: Graph) -> Parts | None:
-    """Return the smallest equal parts with switches between them, or None if there are none."""
+    """Return the smallest identical parts that are connected by switches, or None if the graph has
+    no such parts.
+    """
     neighbours: dict[int, set[int]] = {v: set() for v in range(graph.nodes)}
     for source, target in graph.capacity:
         neighbours[source].add(target)
@@ -60,8 +64,9 @@ def find_parts(graph: Graph) -> Parts | None:
 
 
 def _turned(graph: Graph, neighbours: Mapping[int, set[int]], size: int) -> tuple[int, ...] | None:
-    """Return the rotation that maps rank i to rank i + size, or None if it does not preserve
-    wires."""
+    """Return the rotation that maps rank i to rank i + size. Return None if this rotation does not
+    map every wire to a wire of equal capacity.
+    """
     turned = {v: (v + size) % graph.ranks for v in range(graph.ranks)}
     left = list(range(graph.ranks, graph.nodes))
     while left:
@@ -98,20 +103,20 @@ def _around(graph: Graph, switch: int, names: Mapping[int, int]) -> frozenset[tu
 
 @dataclass(frozen=True)
 class Inner:
-    """A tree of one part, as a list of edges for each depth."""
+    """A tree within one part. `levels` lists the edges for each depth."""
 
     weight: int
     levels: tuple[tuple[tuple[Arc, tuple[tuple[Path, int], ...]], ...], ...]
 
 
 def trees_by_parts(counted: Graph, names: Sequence[str], parts: Parts, k: int) -> list[Tree] | None:
-    """Return k trees for each root, or None if the capacity of the wires is too low for this
+    """Return k trees for each root, or None if the wires do not have enough capacity for this
     method.
 
     Args:
-        counted: graph whose capacities are numbers of trees.
+        counted: graph whose capacities are counted in trees.
         names: names of the graph's nodes.
-        parts: division of the graph into equal parts.
+        parts: division of the graph into identical parts.
         k: number of trees per root.
     """
     # Lanes are assigned first, because trees within parts can only use the remaining capacity.
@@ -133,11 +138,12 @@ def trees_by_parts(counted: Graph, names: Sequence[str], parts: Parts, k: int) -
 
 def _lanes(counted: Graph, parts: Parts, left: dict[Arc, int], place: int,
            k: int) -> list[list[Lane]]:
-    """Return paths for k trees for each distance between two parts, or an empty list if links are
-    full.
+    """For each distance between two parts, return the paths of k trees. Return an empty list if the
+    links do not have enough capacity left.
 
-    A path leads from a rank up to a switch, and the data takes the mirrored path down to the
-    target. The capacity of the paths is subtracted from `left`, which describes part 0.
+    A path goes from a rank up to a switch between the parts. From the switch, data is sent down to
+    the target along the mirrored path. The capacity that the paths use is subtracted from `left`,
+    the remaining capacities of part 0.
     """
     ways = _ways(counted, parts, place)
     # Part 0 stands for all parts: it sends up to the part at a distance and receives down from the
@@ -161,8 +167,8 @@ def _lanes(counted: Graph, parts: Parts, left: dict[Arc, int], place: int,
 
 
 def _ways(counted: Graph, parts: Parts, place: int) -> list[Path]:
-    """Return paths from a rank of part 0 to the switches between parts, via at most one further
-    switch.
+    """Return the paths from a rank of part 0 to the switches between the parts. A path passes
+    through at most one other switch.
     """
     neighbours: dict[int, list[int]] = defaultdict(list)
     for source, target in counted.capacity:
@@ -178,8 +184,9 @@ def _ways(counted: Graph, parts: Parts, place: int) -> list[Path]:
 
 @dataclass(frozen=True)
 class NetworkPart:
-    """Part 0 as a separate graph. members: node of the whole graph that each node of part 0
-    represents."""
+    """Part 0 as a separate graph. members: for each node of part 0, the index of the node in the
+    whole graph.
+    """
 
     graph: Graph
     members: tuple[int, ...]
@@ -212,10 +219,11 @@ class NetworkPart:
 
 
 def _part(counted: Graph, parts: Parts, left: dict[Arc, int]) -> NetworkPart | None:
-    """Return part 0 with its remaining capacity, or None if a wire joins two parts without a
-    switch.
+    """Return part 0 with its remaining capacities, or None if a wire connects two parts directly,
+    without a switch.
 
-    The graph includes the switches between the parts, which also connect the ranks of the part.
+    The graph also contains the switches between the parts, because these switches can connect ranks
+    of the same part.
     """
     members = list(range(parts.size))
     neighbours: dict[int, list[int]] = defaultdict(list)
@@ -241,7 +249,9 @@ def _part(counted: Graph, parts: Parts, left: dict[Arc, int]) -> NetworkPart | N
 
 
 class _Assembly:
-    """Combination of paths between parts and trees within parts into trees of the whole network."""
+    """Joins paths between parts and trees within parts, so that they form trees of the whole
+    network.
+    """
 
     def __init__(self, names: Sequence[str], parts: Parts, lanes: Sequence[list[list[Lane]]],
                  inner: Sequence[Sequence[Inner]], k: int) -> None:
@@ -254,7 +264,7 @@ class _Assembly:
         self._known: dict[tuple[int, int, int, int, int], Levels] = {}
 
     def trees(self) -> Iterator[Tree]:
-        """Yield all trees of the network, ordered by root."""
+        """Yield all trees of the network, sorted by root."""
         shares = [list(self._shares(place)) for place in range(self._parts.size)]
         for part in range(self._parts.count):
             for place in range(self._parts.size):
@@ -262,10 +272,10 @@ class _Assembly:
                     yield self._tree(part, place, first, weight)
 
     def _shares(self, place: int) -> Iterator[tuple[int, int]]:
-        """Yield the index of the first tree and the number of trees for each run of equal trees of
-        a root.
+        """Divide the trees of a root into runs of identical trees. For each run, yield the index of
+        the first tree and the number of trees.
 
-        A run ends where the paths between parts or the trees within a part change.
+        A run ends where the path between parts or the tree within a part changes.
         """
         # Trees of a run use the same lanes and inner trees at every distance, so one tree with a
         # weight stands for the run. Inner trees are counted over all distances, k for each. Where
@@ -301,10 +311,10 @@ class _Assembly:
         return Tree(root, weight, tuple(edge for level in levels for edge in level))
 
     def _inside(self, part: int, place: int, distance: int, first: int, weight: int) -> Levels:
-        """Return the edges inside a part for a shard that enters this part at the rank at position
+        """Return the edges within a part for a shard that enters the part at the rank with position
         `place`.
 
-        distance: number of parts between the part of the root and this part.
+        distance: distance of this part from the part that contains the root.
         """
         at = distance * self._k + first
         for index, tree in enumerate(self._inner[place]):
@@ -321,7 +331,9 @@ class _Assembly:
 
     def _named(self, part: int, paths: Sequence[tuple[Path, int]], first: int,
                weight: int) -> Paths:
-        """Return the paths, within a part, of `weight` copies of a tree from index `first` on."""
+        """Return the paths within a part that `weight` copies of a tree use, starting with copy
+        number `first`.
+        """
         named_paths, at = [], 0
         for path, count in paths:
             some = min(at + count, first + weight) - max(at, first)

@@ -1,4 +1,4 @@
-"""Computation of max-flows and min-cuts with integer capacities by igraph."""
+"""Maximum flows and minimum cuts for integer capacities, computed by igraph."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ Capacities = Mapping[tuple[int, int], int]
 
 
 class Flows:
-    """A graph with fixed arcs, on which flows are computed for changing capacities.
+    """A graph with fixed arcs, for which flows with different capacities are computed.
 
     Args:
         nodes: number of nodes.
-        arcs: each arc as a pair (from, to). Methods expect capacities in the order of `arcs`.
+        arcs: list of arcs, each a pair (from, to). All methods expect capacities in the same order
+            as `arcs`.
     """
 
     def __init__(self, nodes: int, arcs: Sequence[tuple[int, int]]) -> None:
@@ -31,21 +32,21 @@ class Flows:
         return round(minimum.value), list(minimum.partition[0])
 
     def arcs(self, source: int, sink: int, capacities: Sequence[int]) -> list[int]:
-        """Return the flow on each arc in a maximum flow."""
+        """Return the flow on each arc for a maximum flow."""
         return [round(amount) for amount in self._graph.maxflow(source, sink, capacities).flow]
 
 
 class Demand:
-    """A test whether every rank can receive from all roots at the same time.
+    """A test of whether every rank can receive from all roots at the same time.
 
-    For each rank v, the test computes a maximum flow from a common source to v. This flow must
-    equal the sum of the roots' weights.
+    For each rank v, the test computes a maximum flow from a common source node to v. Rank v can
+    receive from all roots if this flow equals the sum of the roots' weights.
 
     Args:
-        nodes: number of nodes, excluding the common source. Ranks are the nodes 0 to len(roots) -
-            1.
-        capacities: capacity of each arc (from, to).
-        roots: for each rank, the amount that every rank must receive from it.
+        nodes: number of nodes, not counting the common source node. The ranks are the nodes 0 to
+            len(roots) - 1.
+        capacities: mapping from arcs (from, to) to capacities.
+        roots: for each rank, the amount of data that every other rank must receive from this rank.
     """
 
     def __init__(self, nodes: int, capacities: Capacities, roots: Sequence[int]) -> None:
@@ -57,17 +58,17 @@ class Demand:
             nodes + 1, [*self._arcs, *((nodes, rank) for rank in range(len(self._roots)))])
 
     def missing(self, enough: int | None = None, first: Iterable[int] = ()) -> tuple[int, int]:
-        """Return the largest deficit of any cut and a rank behind this cut, or (0, -1) if there is
-        none.
+        """Return the largest deficit of any cut, together with a rank behind this cut. Return (0,
+        -1) if no cut has a deficit.
 
-        A rank that is known to receive everything is merged with the common source, because all
-        cuts that separate this rank have been checked. This speeds up the flows to the remaining
-        ranks.
+        Once a rank is known to receive all data, the rank is merged with the common source node,
+        because all cuts that separate the rank have been checked. Merging ranks makes the flow
+        computations for the remaining ranks faster.
 
         Args:
-            enough: the search stops at a deficit of at least this size. By default, there is no
-                limit.
-            first: ranks to test first, for example ranks with a deficit in an earlier test.
+            enough: the search stops as soon as it finds a deficit of this size or larger. By
+                default, all ranks are searched.
+            first: ranks to test first, for example the ranks that had a deficit in an earlier test.
         """
         most, where, open_roots = 0, -1, list(self._roots)
         order = dict.fromkeys([*first, *range(len(open_roots))])
@@ -83,12 +84,12 @@ class Demand:
 
 
 def check_exact(capacities: Iterable[int], more: int = 0) -> None:
-    """Raise `ValueError` if a sum of capacities is too large to be represented exactly."""
+    """Raise a `ValueError` if a sum of capacities is too large for an exact representation."""
     total = sum(capacities) + more
     if total >= LARGEST:
         raise ValueError(
-            f"the bandwidths of the network need integers up to {total} for an exact result, but "
-            f"only integers below {LARGEST} are exact. Write bandwidths with fewer digits, or "
+            f"an exact result for this network requires integers up to {total}, but only integers "
+            f"below {LARGEST} can be represented exactly. Write bandwidths with fewer digits, or "
             "request fewer trees (--trees)")
 
 

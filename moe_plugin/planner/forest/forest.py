@@ -1,9 +1,9 @@
 """Throughput-optimal schedules of all-gather, reduce-scatter and all-reduce on any network.
 
-The method is ForestColl (Zhao et al., arXiv 2402.06787). ForestColl finds the cut that limits the
-time (`optimum`), replaces switches with links between ranks (`splitting`), and packs spanning trees
-into the resulting graph (`packing`). All computations use integers and fractions, so the trees
-reach the lower bound of the time exactly.
+The method is ForestColl (Zhao et al., arXiv 2402.06787). ForestColl first finds the bottleneck cut
+(`optimum`), then replaces switches by links between ranks (`splitting`), and finally packs spanning
+trees into the resulting graph (`packing`). All computations use integers and fractions, so that the
+schedules reach the lower bound on the time exactly.
 """
 
 from __future__ import annotations
@@ -37,12 +37,14 @@ from moe_plugin.utils.messages import short
 # bound, from which the search continues.
 @dataclass(frozen=True)
 class Shares:
-    """A rate of an overlapped all-reduce, and each root's share of this rate.
+    """The rate of an all-reduce whose two phases overlap, divided into one share per root.
 
     Attributes:
-        rate: K, the sum of the shares in the graph's units of capacity.
-        roots: share of the rate that each rank has as a root. The shares sum to K.
-        parts: disjoint sets of nodes whose bandwidths prove that no higher rate is possible.
+        rate: K, the sum of the shares, in the units of the graph's capacities.
+        roots: for each rank, the share of the data that is sent along trees whose root is this
+            rank. The shares of all roots sum to K.
+        parts: disjoint sets of nodes. The bandwidths between these sets prove that no higher rate
+            is possible.
     """
 
     rate: Fraction
@@ -51,8 +53,9 @@ class Shares:
 
 
 def best_shares(graph: Graph) -> Shares:
-    """Return the highest rate and the shares of the roots. The shares are equal if that does not
-    reduce the rate."""
+    """Return the highest possible rate, and the share of each root. All roots have equal shares,
+    unless unequal shares allow a higher rate.
+    """
     parts = tuple(frozenset([rank]) for rank in range(graph.ranks))
     while True:
         rate = _bound(graph, parts)
@@ -72,9 +75,10 @@ def _bound(graph: Graph, parts: Sequence[frozenset[int]]) -> Fraction:
 
 
 class _Search:
-    """Search for the smallest shares of the roots at a given rate p / q, in integers.
+    """A search for the smallest shares of the roots for a given rate p / q. The search uses only
+    integers.
 
-    For N ranks, the unit is 1 / (2 q N), so equal shares are integers as well.
+    For N ranks, shares are multiples of 1 / (2 q N), so that equal shares are also integers.
     """
 
     def __init__(self, graph: Graph, rate: Fraction) -> None:
@@ -88,8 +92,9 @@ class _Search:
         self._roots = [self._rate] * graph.ranks
 
     def run(self) -> list[Fraction] | tuple[frozenset[int], ...]:
-        """Return shares that sum to the rate or, if there are none, parts that prove a lower
-        bound."""
+        """Return shares that sum to the rate. If there are no such shares, return parts that prove
+        a lower bound on the time.
+        """
         ranks = range(self._graph.ranks)
         for rank in ranks:
             self._lower(rank, self._rate // self._graph.ranks)
@@ -106,8 +111,9 @@ class _Search:
         return [Fraction(share, self._unit) for share in self._roots]
 
     def _lower(self, rank: int, least: int) -> frozenset[int]:
-        """Lower a rank's share as far as possible, and return the set of nodes that limits the
-        share, if any."""
+        """Reduce the share of a rank as far as possible. Return the set of nodes that prevents a
+        smaller share, or an empty set.
+        """
         value, side = self._flows.cut(self._graph.nodes, rank, self._inside + self._roots)
         spare = value - self._rate
         self._roots[rank] = max(min(self._roots[rank], least), self._roots[rank] - spare)
@@ -117,8 +123,9 @@ class _Search:
 
 
 def _merged(sets: Sequence[frozenset[int]], ranks: int) -> tuple[frozenset[int], ...]:
-    """Merge sets of nodes that share a rank, and remove switches that are in several merged
-    sets."""
+    """Merge sets of nodes that have a rank in common. Then remove switches that belong to several
+    of the merged sets.
+    """
     parts: list[frozenset[int]] = []
     for each in sets:
         apart = [part for part in parts if not _share(part, each, ranks)]
@@ -140,19 +147,21 @@ def plan(network: Network, collective: str = "all_gather", trees: int | None = N
     """Return the schedule with the highest throughput.
 
     Args:
-        network: ranks and links on which the collective runs.
-        collective: name of the collective, which is one of `COLLECTIVES`. An all_reduce consists of
-            a reduce-scatter followed by an all-gather.
-        trees: number k of trees per root. By default, the number that the highest throughput needs.
+        network: the ranks and links on which the collective runs.
+        collective: name of the collective, one of `COLLECTIVES`. An all_reduce consists of a
+            reduce-scatter followed by an all-gather.
+        trees: number k of trees per root. By default, k is the number of trees that the highest
+            throughput requires.
         overlap: whether the reduce-scatter and the all-gather of an all_reduce run at the same time
-            on shared wires. If True, `best_shares` optimizes the shares of the roots for this case.
-        symmetry: whether clusters of equal parts use one plan for all parts if that is equally
-            fast; see `planner.forest.by_parts`.
+            and share the bandwidth of the wires. If `overlap` is True, `best_shares` computes the
+            optimal share of each root.
+        symmetry: whether all parts of a cluster with identical parts use the same plan, provided
+            that the schedule is not slower (see `planner.forest.by_parts`).
 
     Raises:
         ValueError: If the collective is unknown, if `trees` is out of bounds, if `overlap` is given
-        for a collective other than all_reduce, if bandwidths have so many digits that sums would be
-        rounded, or if igraph is missing.
+        for a collective other than all_reduce, if igraph is not installed, or if bandwidths have so
+        many digits that sums could not be computed exactly.
     """
     _check_request(collective, trees, overlap)
     if len(network.ranks) == 1:
@@ -179,8 +188,8 @@ def _check_request(collective: str, trees: int | None, overlap: bool) -> None:
     if trees is not None and not 1 <= trees <= MAX_TREES:
         raise ValueError(f"trees={short(trees)} per root must be from 1 to {MAX_TREES}")
     if overlap and collective != "all_reduce":
-        raise ValueError(f"overlap=True is not possible with {collective}, which has one part. "
-                         "Use all_reduce")
+        raise ValueError(f"overlap=True is not possible with {collective}, which has only one "
+                         "phase. Use all_reduce")
     if overlap and trees is not None:
         raise ValueError(f"overlap=True cannot be combined with trees={trees}, because roots then "
                          "have different numbers of trees. Omit trees")
@@ -201,7 +210,7 @@ def _overlapped(network: Network, graph: Graph, symmetry: bool) -> Schedule:
 
 
 def _common(numbers: Iterable[Fraction]) -> Fraction:
-    """Return the largest fraction that divides all numbers."""
+    """Return the largest fraction of which all given numbers are integer multiples."""
     numbers = list(numbers)
     below = lcm(*(n.denominator for n in numbers))
     return Fraction(gcd(*(int(n * below) for n in numbers)), below)
@@ -216,7 +225,7 @@ def _both_ways(counted: Graph, network: Network, roots: Sequence[int],
                collective: str, symmetry: bool) -> tuple[Tree, ...]:
     """Return the inward and outward trees of a collective.
 
-    Inward trees are computed as outward trees of the network with all wires reversed.
+    Inward trees are computed as outward trees of the network in which all wires are reversed.
     """
     outward: Sequence[Tree] = []
     inward: Sequence[Tree] = []
@@ -241,7 +250,7 @@ def _alone(network: Network, collective: str, trees: int | None, overlap: bool) 
 
 
 def _trees(counted: Graph, network: Network, roots: Sequence[int], symmetry: bool) -> list[Tree]:
-    """Return `roots[i]` outward spanning trees with physical paths for each root i."""
+    """For each root i, return `roots[i]` outward spanning trees whose edges are physical paths."""
     alike = symmetry and len(set(roots)) == 1
     if alike and (parts := find_parts(counted)) is not None:
         trees = trees_by_parts(counted, network.nodes, parts, roots[0])
@@ -256,7 +265,7 @@ def _trees(counted: Graph, network: Network, roots: Sequence[int], symmetry: boo
 
 
 class Naming:
-    """Assignment of physical paths to the edges of trees, within the capacity of the paths."""
+    """Assigns physical paths to the edges of trees, without exceeding the capacity of any path."""
 
     def __init__(self, network: Network, split: Splitting) -> None:
         self._names, self._pools = network.nodes, split.paths
@@ -264,7 +273,9 @@ class Naming:
         self._known = {}
 
     def tree(self, root: int, weight: int, edges: Sequence[tuple[int, int]]) -> Tree:
-        """Return a tree whose edges have physical paths. Later trees cannot use these paths."""
+        """Return a tree in which each edge has physical paths. The capacity of these paths is no
+        longer available to later trees.
+        """
         return Tree(root, weight, tuple(
             Edge(*edge, self._paths(edge, weight)) for edge in _by_depth(root, edges)))
 
@@ -293,10 +304,10 @@ def _by_depth(root: int, edges: Sequence[tuple[int, int]]) -> Iterator[tuple[int
 
 
 def _paired(inward: Sequence[Tree], outward: Sequence[Tree]) -> tuple[list[Tree], list[Tree]]:
-    """Split trees such that the i-th inward tree and the i-th outward tree have the same root and
-    weight.
+    """Split trees so that the inward tree and the outward tree with the same index have the same
+    root and weight.
 
-    For each root, the weights of inward trees and of outward trees must have the same sum.
+    For each root, the inward trees and the outward trees must have the same total weight.
     """
     waiting: dict[int, list[Tree]] = defaultdict(list)
     for tree in reversed(outward):
@@ -317,7 +328,7 @@ def _paired(inward: Sequence[Tree], outward: Sequence[Tree]) -> tuple[list[Tree]
 
 
 def _split(tree: Tree, weight: int) -> tuple[Tree, Tree | None]:
-    """Split a tree into a tree with weight `weight` and a tree with the remaining weight."""
+    """Split a tree into a tree of weight `weight` and a tree with the remaining weight."""
     if tree.weight == weight:
         return tree, None
     halves: tuple[list[Edge], list[Edge]] = [], []

@@ -1,10 +1,10 @@
-"""Conversion of programs to MSCCL XML files, which the MSCCL runtime (also part of RCCL) executes
-on GPUs.
+"""Convert a program to an XML file for MSCCL. The MSCCL runtime, which is also part of RCCL,
+executes such files on GPUs.
 
-Each thread block of a GPU either sends to one peer or receives from one peer. All thread blocks run
-their steps in an order that is the same on all GPUs. Therefore, each step waits only for steps that
-come earlier in this order. The earliest step that has not run can always run, even if the buffers
-between GPUs are small.
+Each thread block of a GPU either sends to a single peer or receives from a single peer. The thread
+blocks execute their steps in an order that is the same on all GPUs. A step only waits for steps
+that come earlier in this order. Therefore the earliest step that has not been executed can always
+run, even if the buffers between GPUs are small.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ class _Block:
 
 @dataclass
 class _Gpu:
-    """Thread blocks of a GPU.
+    """The thread blocks of one GPU.
 
     Attributes:
-        last: for each piece, the last step that wrote the GPU's copy of the piece.
-        place: for each piece, the buffer and offset at which the GPU's copy is stored.
+        last: for each piece of the data, the last step that wrote this GPU's copy of the piece.
+        place: for each piece of the data, the buffer and offset at which this GPU's copy is stored.
     """
 
     blocks: dict[tuple[int, int, int], _Block] = field(default_factory=dict)
@@ -60,7 +60,7 @@ class _Gpu:
     scratch: int = 0
 
     def add(self, step: _Step, send: int, receive: int, channel: int) -> _Step:
-        """Append a step to the thread block with these peers and this channel."""
+        """Append a step to the thread block that has the given peers and channel."""
         key = send, receive, channel
         step.block = self.blocks.setdefault(key, _Block(*key, len(self.blocks)))
         step.index = len(step.block.steps)
@@ -73,15 +73,17 @@ class _Gpu:
 
 
 def to_msccl(program: Program) -> str:
-    """Convert a program to the content of an XML file that supports in-place and out-of-place
-    calls.
+    """Convert a program to the text of an XML file. The file supports both in-place and
+    out-of-place calls.
 
-    Routes are omitted, because the runtime's transport knows the path between two GPUs. The result
-    is divided into equal chunks such that each piece consists of a whole number of chunks. The
-    runtime applies the file only to results whose size is divisible by the number of chunks.
+    The file contains no routes, because the runtime's transport finds the path between two GPUs.
+    The result of the collective is divided into equal chunks, and each piece of the data consists
+    of a whole number of chunks. The runtime uses the file only if the size of the result is
+    divisible by the number of chunks.
 
     Raises:
-        ValueError: If `verify` fails, or if the runtime's limits are exceeded.
+        ValueError: If `verify` finds an error in the program, or if the program exceeds a limit of
+            the runtime.
     """
     verify(program)
     channels = 1
@@ -96,7 +98,7 @@ def to_msccl(program: Program) -> str:
 
 
 class _Compiler:
-    """Compiler of a program into the steps of all GPUs."""
+    """A compiler that converts a program to the steps of all GPUs."""
 
     def __init__(self, program: Program, channels: int) -> None:
         self.program, self.channels = program, channels
@@ -123,7 +125,9 @@ class _Compiler:
             self._add(program.moves[index])
 
     def _offsets(self) -> list[int]:
-        """Return the offset of each piece in chunks. The pieces of a root are consecutive."""
+        """Return the offset of each piece of the data, in chunks. The pieces that belong to the
+        same root are stored consecutively.
+        """
         free = {root: root * self.shard for root in self.program.roots}
         if self.program.collective == "all_reduce":
             free = dict.fromkeys(free, 0)
@@ -140,7 +144,7 @@ class _Compiler:
             gpu.add(_Step("cpy", source, target, count), -1, -1, 0)
 
     def _add(self, move: ShareMove) -> None:
-        """Add the steps that send and receive one piece."""
+        """Add the steps that send and receive one piece of the data."""
         here, receiver = self.gpus[move.source], self.gpus[move.target]
         channel = move.piece % self.channels
         if self.phases == 2 and not move.sums:
@@ -159,8 +163,9 @@ class _Compiler:
         receiver.last[move.piece], receiver.place[move.piece] = last, place
 
     def _sum_place(self, move: ShareMove) -> tuple[str, int]:
-        """Return the buffer and offset of the target's sum: output if it is the root, otherwise
-        scratch."""
+        """Return the buffer and offset at which the target stores its sum. If the target is the
+        root, the output buffer is used. Otherwise the scratch buffer is used.
+        """
         gpu, piece = self.gpus[move.target], move.piece
         if move.target == self.program.roots[piece]:
             first = self.shard * move.target if self.phases == 1 else 0
@@ -170,7 +175,7 @@ class _Compiler:
 
     def _parts(self, source: tuple[str, int], target: tuple[str, int], piece: int
                ) -> Iterator[tuple[tuple[str, int], tuple[str, int], int]]:
-        """Split the copy of a piece into steps of at most `MAX_COUNT - 1` chunks."""
+        """Split the transfer of a piece into steps of at most `MAX_COUNT - 1` chunks."""
         for done in range(0, self.counts[piece], MAX_COUNT - 1):
             yield ((source[0], source[1] + done), (target[0], target[1] + done),
                    min(MAX_COUNT - 1, self.counts[piece] - done))

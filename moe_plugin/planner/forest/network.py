@@ -1,4 +1,6 @@
-"""Networks, which are directed graphs of ranks, switches, and wires with exact bandwidths."""
+"""Networks: directed graphs of ranks and switches that are connected by wires with exact
+bandwidths.
+"""
 
 from __future__ import annotations
 
@@ -25,11 +27,12 @@ _DIGITS = 3  # significant digits of a measured bandwidth; more digits only prod
 
 @dataclass(frozen=True, slots=True)
 class Wire:
-    """A wire, which is one direction of a link.
+    """One direction of a link.
 
-    Attributes: source, target: names of the nodes at which the wire starts and ends.
+    Attributes:
+        source, target: names of the nodes at which the wire starts and ends.
         bandwidth: bandwidth in GB/s (10^9 bytes per second).
-        alpha_s: fixed time of each message in seconds.
+        alpha_s: fixed time of each message, in seconds.
     """
 
     source: str
@@ -49,14 +52,15 @@ class Network:
 
     Attributes:
         name: name of the network.
-        ranks: names of the nodes that compute. Rank i is `ranks[i]`.
+        ranks: names of the nodes that compute. The name of rank i is `ranks[i]`.
         switches: names of the nodes that only forward data.
-        wires: directed wires between nodes, with at most one wire from any node to any different
+        wires: directed wires between nodes. There is at most one wire from any node to any other
             node.
 
     Raises:
         ValueError: If a node occurs twice, if a wire is invalid, if the total bandwidth into a node
-            differs from the total bandwidth out of it, or if nodes cannot reach each other.
+            differs from the total bandwidth out of the node, or if some nodes cannot reach each
+            other.
     """
 
     name: str
@@ -81,18 +85,19 @@ class Network:
 
     @property
     def nodes(self) -> tuple[str, ...]:
-        """Names of all ranks, followed by all switches."""
+        """Names of all ranks, followed by the names of all switches."""
         return self.ranks + self.switches
 
     def out_of(self, nodes: Iterable[str]) -> Fraction:
-        """Return the total bandwidth in GB/s of the wires that leave a set of nodes."""
+        """Return the total bandwidth, in GB/s, of all wires that leave a set of nodes."""
         inside = set(nodes)
         return sum((w.bandwidth for w in self.wires
                     if w.source in inside and w.target not in inside), Fraction(0))
 
     def to_dict(self) -> dict[str, Any]:
-        """Convert the network to plain values for `from_dict`. Bandwidths are strings such as
-        "25/2"."""
+        """Convert the network to plain values that `from_dict` accepts. Bandwidths are converted to
+        strings such as "25/2".
+        """
         return {"name": self.name, "ranks": list(self.ranks), "switches": list(self.switches),
                 "one_way": [[w.source, w.target, str(w.bandwidth), w.alpha_s] for w in self.wires]}
 
@@ -101,17 +106,18 @@ class Network:
         """Create a network from plain values.
 
         Args:
-            values: mapping with the keys name, ranks, switches, links and one_way. The values of
-                `ranks` and `switches` are lists of names, or numbers of nodes, which are then named
-                0, 1, 2 etc. and s0, s1, s2 etc. The entries of `links` are [a, b, GB/s] or [a, b,
-                GB/s, alpha_s] and apply to both directions. The entries of `one_way` have the same
-                form and apply only to the direction from a to b. GB/s is a number or a string such
-                as "25/2".
-            where: name of the values in error messages.
+            values: mapping with the keys `name`, `ranks`, `switches`, `links` and `one_way`.
+                `ranks` and `switches` are lists of node names, or numbers of nodes. Nodes without
+                names are called 0, 1, 2 etc. (ranks) and s0, s1, s2 etc. (switches). Each entry of
+                `links` has the form [a, b, GB/s] or [a, b, GB/s, alpha_s] and describes both
+                directions of a link. Each entry of `one_way` has the same form and describes only
+                the direction from a to b. A bandwidth in GB/s is a number or a string such as
+                "25/2".
+            where: description of the values for error messages, such as the path of the file.
 
         Raises:
-            ValueError: If a key is unknown, if a value has the wrong type, or if `Network` rejects
-                the values.
+            ValueError: If a key is unknown, if a value has the wrong type, or if the values do not
+                describe a valid `Network`.
         """
         if not isinstance(values, Mapping):
             raise ValueError(f"{where} must be a mapping with the keys {', '.join(_KEYS)}, got "
@@ -133,7 +139,7 @@ class Network:
 
     @classmethod
     def load(cls, path: str | Path) -> Network:
-        """Read a YAML file with the values that `from_dict` accepts.
+        """Read a network from a YAML file. The file contains the values that `from_dict` accepts.
 
         Raises:
             ValueError: If the file cannot be read, or if it does not describe a valid network.
@@ -144,14 +150,15 @@ class Network:
 
     @classmethod
     def from_cluster(cls, cluster: Cluster) -> Network:
-        """Return the network of a cluster, which has a switch for each node, network cards, and one
-        global switch.
+        """Convert a cluster to a network that contains one switch per node, the network cards, and
+        one global switch.
 
-        A rank is connected to its node's switch with the bandwidth of `cluster.intra`, and to its
-        network card with the bandwidth of `cluster.inter`. If a node has fewer cards than ranks,
-        ranks share a card. If a node has more cards than ranks, a rank has several cards.
-        Bandwidths are rounded to 3 significant digits. Alpha and the fixed time of a round are
-        added on the wire on which a message leaves a rank.
+        The link between a rank and its node's switch has the bandwidth of `cluster.intra`. The link
+        between a rank and its network card has the bandwidth of `cluster.inter`. If a node has
+        fewer network cards than ranks, several ranks share a card. If a node has more network cards
+        than ranks, a rank uses several cards. Bandwidths are rounded to 3 significant digits.
+        `alpha_s` and `phase_s` are charged to the first wire of each message, that is, the wire on
+        which the message leaves its rank.
         """
         ranks: list[str] = []
         switches: list[str] = []
@@ -185,18 +192,18 @@ class Network:
 
 
 def part_of(network: Network, ranks: Sequence[int]) -> Network:
-    """Return the part of a network that contains the given ranks, in order, and the switches they
-    reach.
+    """Return the sub-network that consists of the given ranks, in the given order, and the switches
+    that these ranks can reach.
 
-    The wires of all remaining ranks are omitted, because ranks do not forward data for other ranks.
+    Wires of all other ranks are omitted, because ranks do not forward data for each other.
 
     Args:
         network: the whole network.
         ranks: indices of the ranks to keep.
 
     Raises:
-        ValueError: If the remaining network is not connected, or if a node's bandwidth differs
-            between directions.
+        ValueError: If the sub-network is not connected, or if the bandwidth into a node differs
+            from the bandwidth out of the node.
     """
     kept = tuple(network.ranks[rank] for rank in ranks)
     if kept == network.ranks:
@@ -210,9 +217,9 @@ def part_of(network: Network, ranks: Sequence[int]) -> Network:
 
 
 def shortest_paths(network: Network, node: str) -> dict[str, tuple[str, ...]]:
-    """Return, for each target node, a path with the fewest wires from the given node.
+    """For each target node, return a path from the given node that uses as few wires as possible.
 
-    Among equally short paths, wires that come first in the network are preferred.
+    If several paths are equally short, wires that are listed earlier in the network are preferred.
     """
     after: dict[str, list[str]] = {name: [] for name in network.nodes}
     for wire in network.wires:
@@ -232,8 +239,7 @@ def parse_fraction(value: Any, where: str) -> Fraction:
     """Convert an integer, a float, or a string such as "25/2" to an exact fraction.
 
     Raises:
-        ValueError: If the value is not a number, or if it has more digits than any bandwidth can
-            have.
+        ValueError: If the value is not a number, or if it has too many digits.
     """
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         text = repr(value) if abs(value) < 10**15 else ""
@@ -334,7 +340,7 @@ def _check_connected(network: Network, where: str) -> None:
 
 
 def _reached(wires: Iterable[Wire], first: str) -> set[str]:
-    """Return the nodes that can be reached from a node, including the node itself."""
+    """Return all nodes that can be reached from the node `first`, including this node."""
     neighbours: dict[str, list[str]] = defaultdict(list)
     for wire in wires:
         neighbours[wire.source].append(wire.target)

@@ -1,12 +1,14 @@
-"""Minimum time of a collective, as determined by the network's slowest cut.
+"""Compute the minimum time of a collective, which is determined by the bottleneck cut of the
+network.
 
-For each set S of nodes that does not contain all ranks, the shards of all ranks in S must leave S,
-and B(S) is the bandwidth of the wires out of S. Hence the minimum time in seconds per GB of a shard
-is `1/x* = max over S of (ranks in S) / B(S)`. A rate x is possible if every rank can receive at
-rate x from all ranks at the same time. This is tested by max-flows. If a max-flow is too small, the
-corresponding min-cut is a slower set S, and the search continues with the rate of that set. Each
-cut that is found is slower than the previous one. Therefore a rank that passed its test does not
-have to be tested again, and each cut requires only one additional test.
+Consider any set S of nodes that does not contain all ranks. The shards of all ranks in S must leave
+S over wires with the total bandwidth B(S). Therefore the minimum time, in seconds per GB of a
+shard, is `1/x* = max over S of (ranks in S) / B(S)`. A rate x is possible if every rank can receive
+data from all ranks at the rate x at the same time. Maximum flows test whether a rate is possible.
+If the maximum flow to a rank is too small, the corresponding minimum cut gives a set S that limits
+the rate to a lower value. The search then continues with this lower rate. Each new cut limits the
+rate more than all cuts found before. Therefore a rank that has passed its test does not have to be
+tested again, and each new cut requires only one additional test.
 """
 
 from __future__ import annotations
@@ -27,10 +29,10 @@ class Graph:
     """A network with integer capacities.
 
     Attributes:
-        ranks: number of ranks, which are the nodes 0 to ranks - 1.
-        nodes: total number of nodes. The switches are numbered after the ranks.
+        ranks: number of ranks. The ranks are the nodes 0 to ranks - 1.
+        nodes: total number of nodes. Switches have higher indices than ranks.
         capacity: capacity of each arc (from, to).
-        scale: number of integer units in 1 GB/s.
+        scale: number of capacity units that correspond to 1 GB/s.
     """
 
     ranks: int
@@ -40,8 +42,9 @@ class Graph:
 
     @classmethod
     def of(cls, network: Network) -> Graph:
-        """Return the graph of a network, with bandwidths converted to a unit in which all are
-        integers."""
+        """Convert a network to a graph. The unit of capacity is chosen so that all bandwidths are
+        integers.
+        """
         index = {name: i for i, name in enumerate(network.nodes)}
         scale = lcm(*(wire.bandwidth.denominator for wire in network.wires))
         return cls(len(network.ranks), len(index), {
@@ -49,7 +52,7 @@ class Graph:
             for w in network.wires}, scale)
 
     def reversed(self) -> Graph:
-        """Return the graph with every arc reversed."""
+        """Return a copy of the graph in which every arc is reversed."""
         return Graph(self.ranks, self.nodes, {(b, a): c for (a, b), c in self.capacity.items()},
                      self.scale)
 
@@ -59,8 +62,9 @@ class Optimum:
     """The best rate.
 
     Attributes:
-        ratio: minimum time 1/x* in seconds per unit of data of the graph's scale.
-        cut: set of nodes whose outgoing bandwidth proves that no shorter time is possible.
+        ratio: minimum time 1/x*, in seconds per unit of data. The unit of data is defined by the
+            graph's scale.
+        cut: a set of nodes. The bandwidth out of this set proves that no shorter time is possible.
     """
 
     ratio: Fraction
@@ -68,8 +72,9 @@ class Optimum:
 
 
 def optimum(graph: Graph) -> Optimum:
-    """Return the minimum time 1/x* and a cut that proves it. The graph must be connected and have
-    at least 2 ranks."""
+    """Return the minimum time 1/x*, and a cut that proves that this time is the minimum. The graph
+    must be connected and contain at least 2 ranks.
+    """
     entering: dict[int, int] = defaultdict(int)
     for (_, target), capacity in graph.capacity.items():
         entering[target] += capacity
@@ -90,7 +95,9 @@ def optimum(graph: Graph) -> Optimum:
 
 def _slower(graph: Graph, flows: Flows, ratio: Fraction, done: set[int],
             rank: int) -> Optimum | None:
-    """Return a slower cut that separates `rank` from the other ranks, or None if there is none."""
+    """Return a cut that separates `rank` from other ranks and limits the rate further, or None if
+    there is no such cut.
+    """
     p, q = ratio.as_integer_ratio()
     need = q * graph.ranks
     inside = [capacity * p for capacity in graph.capacity.values()]
@@ -105,9 +112,9 @@ def _slower(graph: Graph, flows: Flows, ratio: Fraction, done: set[int],
 
 
 def whole_trees(graph: Graph, ratio: Fraction) -> tuple[int, Fraction]:
-    """Return the number of trees per root, k, and the number of trees per unit of capacity.
+    """Return the number k of trees per root, and the number of trees per unit of capacity.
 
-    Here k is the smallest number of trees per root with which the full rate is reached.
+    The number k is the smallest number of trees per root that reaches the maximum rate.
     """
     p, q = ratio.as_integer_ratio()
     divisor = gcd(q, *graph.capacity.values())
@@ -118,26 +125,26 @@ def whole_trees(graph: Graph, ratio: Fraction) -> tuple[int, Fraction]:
 
 
 def whole(graph: Graph, per_unit: Fraction) -> Graph:
-    """Return a graph in which the capacity of each arc is the number of trees that the arc can
-    carry.
+    """Return a graph in which the capacity of each arc is the number of trees that can use the arc.
 
-    One unit of the original capacity carries `per_unit` trees, and the number of trees of each arc
-    is rounded down. Arcs are then reduced until each node sends as many trees as it receives.
+    One unit of the original capacity is enough for `per_unit` trees. The number of trees per arc is
+    rounded down. Capacities are then reduced until the arcs into each node have the same total
+    capacity as the arcs out of the node.
     """
     counts = {arc: int(c * per_unit) for arc, c in graph.capacity.items()}
     return _balanced(Graph(graph.ranks, graph.nodes, counts, graph.scale))
 
 
 def best_unit(graph: Graph, ratio: Fraction, trees: int) -> Fraction:
-    """Return the smallest number of trees per unit of capacity at which each root can have `trees`
-    trees.
+    """Return the smallest number of trees per unit of capacity that allows each root to have
+    `trees` trees.
 
-    The result is at least `ratio * trees`. The result is found by bisection over the values at
-    which some arc becomes able to carry one more tree.
+    The returned number is at least `ratio * trees`. The number is found by bisection over all
+    numbers at which the capacity of some arc becomes sufficient for one more tree.
 
     Args:
-        graph: graph whose capacities are converted to whole numbers of trees.
-        ratio: minimum time 1/x* in the graph's units; see `optimum`.
+        graph: graph whose capacities will be converted to numbers of trees.
+        ratio: minimum time 1/x* in the graph's units (see `optimum`).
         trees: number of trees that each root must have.
     """
     low, roots = ratio * trees, [trees] * graph.ranks
@@ -158,7 +165,9 @@ def best_unit(graph: Graph, ratio: Fraction, trees: int) -> Fraction:
 
 
 def _balanced(graph: Graph) -> Graph:
-    """Reduce arcs until every node sends as much as it receives, by subtracting a flow."""
+    """Subtract a flow, so that for every node the arcs into the node have the same total capacity
+    as the arcs out of the node.
+    """
     surplus: dict[int, int] = defaultdict(int)
     for (source, target), count in graph.capacity.items():
         surplus[source] += count

@@ -1,11 +1,12 @@
-"""Packing of spanning trees into a graph of ranks, as in the constructive proof of Edmonds'
-theorem.
+"""Pack spanning trees into a graph of ranks. The algorithm follows the constructive proof of
+Edmonds' theorem.
 
-Trees are extended edge by edge. A tree may use an edge x -> y if every set of ranks that contains y
-but not x keeps enough incoming capacity for all trees that have not reached the set yet. A max-flow
-from x to y determines how many trees may use the edge. If this number is less than the weight of
-the tree, the tree is split into two trees. Because a set without spare capacity never regains
-capacity, each edge is tested at most once per tree.
+Each tree is extended one edge at a time. Consider an edge x -> y, and all sets of ranks that
+contain y but not x. A tree may use the edge only if every such set keeps enough incoming capacity
+for all trees that have not reached the set yet. The maximum flow from x to y determines how many
+trees may use the edge. If fewer trees may use the edge than the weight of the tree, the tree is
+split into two trees. A set without spare capacity never regains capacity, so each edge has to be
+tested at most once per tree.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ class Partial:
 
     Attributes:
         root: rank that is the root of the tree.
-        weight: number of equal trees that this tree represents.
-        nodes: ranks of the tree, in the order in which they were added.
+        weight: number of identical trees that this tree stands for.
+        nodes: ranks that the tree contains, in the order in which they were added.
         edges: edges of the tree.
         blocked: edges that the tree can no longer use.
     """
@@ -50,10 +51,10 @@ def pack(ranks: int, capacity: Mapping[Arc, int], roots: Sequence[int]) -> list[
     """Return spanning trees that together do not exceed the capacity of any edge.
 
     Args:
-        ranks: number of ranks, which are all nodes of the graph.
-        capacity: capacity of each edge. Every rank must be able to receive from all roots at the
-            same time (`flow.Demand`).
-        roots: for each rank, the number of trees of which it is the root.
+        ranks: number of ranks. All nodes of the graph are ranks.
+        capacity: capacity of each edge, in trees. The capacities must allow every rank to receive
+            from all roots at the same time (`flow.Demand`).
+        roots: for each rank, the number of trees whose root is this rank.
     """
     return _Packing(ranks, capacity, roots).run()
 
@@ -91,8 +92,9 @@ class _Packing:
         return done
 
     def _grow(self, tree: Partial) -> None:
-        """Extend the tree by the widest edge that it may use, from the earliest node with such an
-        edge."""
+        """Add one edge to the tree. The edge starts at the earliest node that has a usable edge,
+        and edges with the highest remaining capacity are preferred.
+        """
         inside = set(tree.nodes)
         for source in tree.nodes:
             ahead = [(-self._left[arc], target, arc) for target, arc in self._out[source]
@@ -119,8 +121,8 @@ class _Packing:
         tree.edges.append(edge)
 
     def _room(self, source: int, target: int, most: int) -> int:
-        """Return the number of trees that may use an edge. If more than `most` may use it, any
-        value >= `most` may be returned.
+        """Return how many trees may use an edge. If more than `most` trees may use the edge, any
+        number >= `most` may be returned.
         """
         if self._flows is None:
             more = [(self._ranks, v) for v in range(self._ranks)]

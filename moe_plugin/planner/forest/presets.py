@@ -1,9 +1,10 @@
-"""Networks by name, such as `ring:8`, `torus:4x4x4` or `dgx-a100:2`.
+"""Create networks from names such as `ring:8`, `torus:4x4x4` or `dgx-a100:2`.
 
-Each kind of network is built by one function. Bandwidths are given in GB/s per direction, as
-published by the manufacturers. Latencies are assumed to be zero because they are not published. A
-network file can define latencies. The sources of the bandwidths are the user guides of NVIDIA DGX
-A100, DGX H100 and DGX GB200, and the page on the AMD Instinct MI250 in the ROCm documentation.
+Each type of network is built by a separate function. All bandwidths are in GB/s per direction, as
+published by the manufacturers. All latencies are assumed to be zero, because manufacturers do not
+publish them. To specify latencies, write a network file. The bandwidths are taken from the user
+guides of NVIDIA DGX A100, DGX H100 and DGX GB200, and from the page on the AMD Instinct MI250 in
+the ROCm documentation.
 """
 
 from __future__ import annotations
@@ -32,8 +33,9 @@ JOINING_LINKS = ((0, 0), (1, 1), (1, 2), (2, 1), (2, 2), (3, 3))  # GCD numbers 
 
 @dataclass
 class Builder:
-    """A network under construction, with a list of nodes and the bandwidth between pairs of
-    nodes."""
+    """A network that is being built: a list of nodes, and the bandwidth between each pair of
+    connected nodes.
+    """
 
     ranks: list[str] = field(default_factory=list)
     switches: list[str] = field(default_factory=list)
@@ -50,13 +52,14 @@ class Builder:
         return name
 
     def link(self, a: str, b: str, bandwidth: Fraction | int) -> None:
-        """Add wires of `bandwidth` GB/s in both directions. The bandwidths of parallel links are
-        added."""
+        """Add a wire of `bandwidth` GB/s in each direction between two nodes. If the two nodes are
+        already connected, the bandwidths are added.
+        """
         for ends in ((a, b), (b, a)):
             self.wires[ends] = self.wires.get(ends, Fraction(0)) + bandwidth
 
     def network(self, name: str) -> Network:
-        """Return the network that has been built."""
+        """Return the finished network."""
         return Network(name=name, ranks=tuple(self.ranks), switches=tuple(self.switches),
                        wires=tuple(Wire(*ends, rate) for ends, rate in self.wires.items()))
 
@@ -65,15 +68,16 @@ class Builder:
 
 
 def star(b: Builder, scale: Fraction, ranks: int) -> None:
-    """Build a network in which all ranks are connected to one switch."""
+    """Build a network in which all ranks are connected to a single switch."""
     switch = b.switch("switch")
     for i in range(ranks):
         b.link(b.rank(f"r{i}"), switch, scale)
 
 
 def clusters(b: Builder, scale: Fraction, count: int, size: int) -> None:
-    """Build clusters that each have one switch with links of weight 10 to its ranks, and a global
-    switch with links of weight 1."""
+    """Build several clusters of ranks. Each cluster has a switch that is connected to its ranks
+    with links of weight 10. A global switch is connected to all ranks with links of weight 1.
+    """
     everyone = b.switch("global")
     for c in range(count):
         switch = b.switch(f"c{c}.switch")
@@ -84,10 +88,11 @@ def clusters(b: Builder, scale: Fraction, count: int, size: int) -> None:
 
 
 def mesh(b: Builder, scale: Fraction, *sizes: int, wraps: bool = False) -> None:
-    """Build a grid of any number of dimensions, with links to the neighbours in each dimension.
+    """Build a grid with any number of dimensions. Ranks are linked to their neighbors in each
+    dimension.
 
-    wraps: if True, the ends of each dimension are linked, which results in a torus. In a dimension
-    of size 2, there is always one link instead of two.
+    wraps: if True, the first and the last rank of each dimension are also linked, so that the grid
+    becomes a torus. In a dimension of size 2, the two ranks are always connected by a single link.
     """
     names = {at: b.rank("r" + ".".join(map(str, at))) for at in product(*map(range, sizes))}
     for at, rank in names.items():
@@ -99,14 +104,14 @@ def mesh(b: Builder, scale: Fraction, *sizes: int, wraps: bool = False) -> None:
 
 
 def hypercube(b: Builder, scale: Fraction, dimensions: int) -> None:
-    """Build a hypercube of `2 ** dimensions` ranks, with links between ranks that differ in one
-    bit.
+    """Build a hypercube of `2 ** dimensions` ranks. Ranks whose binary numbers differ in one bit
+    are linked.
     """
     mesh(b, scale, *(2,) * dimensions)
 
 
 def fat_tree(b: Builder, scale: Fraction, ports: int) -> None:
-    """Build a three-level fat tree from switches that have an even number of ports.
+    """Build a three-level fat tree from switches with an even number of ports.
 
     The fat tree has `ports ** 3 / 4` ranks and full bisection bandwidth (Al-Fares et al., 2008).
 
@@ -134,9 +139,9 @@ def fat_tree(b: Builder, scale: Fraction, ports: int) -> None:
 def dragonfly(b: Builder, scale: Fraction, routers: int, hosts: int, links: int) -> None:
     """Build a dragonfly network (Kim et al., 2008).
 
-    Each group has `routers` routers, which are all linked with each other. Each router has `hosts`
-    ranks and `links` links to different groups. There are `routers * links + 1` groups, and any two
-    of them are joined by a link.
+    Each group has `routers` routers, and all routers of a group are linked with each other. Each
+    router is connected to `hosts` ranks, and has `links` links to other groups. There are
+    `routers * links + 1` groups, and each pair of groups is connected by one link.
     """
     groups = routers * links + 1
     names = [[b.switch(f"g{g}.s{r}") for r in range(routers)] for g in range(groups)]
@@ -157,11 +162,11 @@ def dragonfly(b: Builder, scale: Fraction, routers: int, hosts: int, links: int)
 
 def switched(b: Builder, scale: Fraction, nodes: int, *, size: int, inner: int,
              outer: int) -> None:
-    """Build nodes that each have a switch and `size` GPUs, which are connected to the switch at
+    """Build nodes that consist of a switch and `size` GPUs. Each GPU is connected to the switch at
     `inner` GB/s.
 
-    If there are several nodes, each GPU is connected through a network card at `outer` GB/s to a
-    network without a bottleneck.
+    If there are several nodes, each GPU is also connected through a network card at `outer` GB/s to
+    a network without bottlenecks.
     """
     fabric = b.switch("network") if nodes > 1 else ""
     for n in range(nodes):
@@ -174,8 +179,8 @@ def switched(b: Builder, scale: Fraction, nodes: int, *, size: int, inner: int,
 
 
 def mi250(b: Builder, scale: Fraction, nodes: int) -> None:
-    """Build nodes of eight AMD MI250 accelerators, which have 16 GCDs (graphics compute dies) per
-    node.
+    """Build nodes of eight AMD MI250 accelerators, which contain 16 GCDs (graphics compute dies) in
+    total.
 
     Each GCD has seven Infinity Fabric links of 50 GB/s, and a bandwidth of 16 GB/s to other nodes.
     """
@@ -199,18 +204,19 @@ def mi250(b: Builder, scale: Fraction, nodes: int) -> None:
 
 @dataclass(frozen=True)
 class Preset:
-    """A named kind of network, for example `torus`.
+    """A named type of network, for example `torus`.
 
     Attributes:
-        make: function that builds the network. The arguments of the function are a builder, the
-            bandwidth in GB/s of a link of weight 1, and the numbers after the colon in the user's
-            notation.
-        numbers: description, for error messages, of the numbers after the colon.
-        count: how many numbers follow the colon. None means that any count is allowed.
-        example: example of the notation, such as `ring:8`.
-        ranks: function that returns the number of ranks, used to reject networks that are too
-            large before they are built.
-        least: smallest allowed value of each number after the colon.
+        make: function that builds the network. The arguments of this function are a builder, the
+            bandwidth in GB/s of a link of weight 1, and the numbers that follow the colon in the
+            network's name.
+        numbers: description of the numbers after the colon, for error messages.
+        count: how many numbers must follow the colon. None means that the name may contain any
+            number of numbers.
+        example: example of a network name, such as `ring:8`.
+        ranks: function that computes the number of ranks. The number of ranks is used to reject
+            networks that are too large before they are built.
+        least: smallest value that is allowed for each number after the colon.
     """
 
     make: Callable[..., None]
@@ -251,10 +257,11 @@ PRESETS = {
 
 
 def preset(text: str) -> Network:
-    """Return the network of a name such as `dgx-a100:2` or `torus:4x4@25`.
+    """Return the network with a name such as `dgx-a100:2` or `torus:4x4@25`.
 
-    The number after `@` is the bandwidth of the links in GB/s, which defaults to 1. If the name is
-    that of a machine, the number is a factor for the bandwidths of all links.
+    The optional number after `@` is the bandwidth of a link in GB/s. If there is no `@`, the
+    bandwidth of a link is 1 GB/s. For names of machines, such as `dgx-a100`, all bandwidths are
+    multiplied by the number after `@`.
 
     Raises:
         ValueError: If the name is unknown, if the numbers are invalid, or if the network is too

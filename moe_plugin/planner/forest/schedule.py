@@ -1,5 +1,5 @@
-"""Schedule of a collective, which consists of trees over a network's wires and a lower bound of the
-time."""
+"""The schedule of a collective: trees over the wires of a network, and a lower bound on the time.
+"""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _FORMAT = 1
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """An edge of a tree, which is a message from a source rank to a target rank.
+    """An edge of a tree. An edge stands for a message from a source rank to a target rank.
 
-    paths: pairs of a path, given by node names from source to target, and its multiplicity. The
-    multiplicities sum to the weight of the tree, and the tree's data is divided among the paths in
-    proportion to them.
+    paths: pairs of a path and its multiplicity. A path is a tuple of node names from the source to
+    the target. The multiplicities sum to the weight of the tree, and the data of the tree is
+    divided among the paths in proportion to their multiplicities.
     """
 
     source: int
@@ -36,14 +36,14 @@ class Edge:
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """A spanning tree of all ranks.
+    """A tree that contains all ranks.
 
     Attributes:
         root: rank that is the root of the tree.
-        weight: number of trees of unit weight that this tree represents.
-        edges: edges in the order in which data moves away from the root or, if the tree is inward,
-            is summed towards the root.
-        inward: if True, data moves from all ranks towards the root.
+        weight: number of trees of weight 1 that this tree stands for.
+        edges: edges in the order of the messages: away from the root, or towards the root if the
+            tree is inward.
+        inward: if True, data is sent from all ranks towards the root and summed on the way.
     """
 
     root: int
@@ -52,7 +52,7 @@ class Tree:
     inward: bool = False
 
     def from_root(self) -> Iterator[tuple[int, int]]:
-        """Return the edges as pairs (parent, child), in order from the root to the leaves."""
+        """Return the edges as pairs (parent, child), ordered from the root to the leaves."""
         if self.inward:
             return ((edge.target, edge.source) for edge in reversed(self.edges))
         return ((edge.source, edge.target) for edge in self.edges)
@@ -65,8 +65,7 @@ class Tree:
         return depths
 
     def reversed(self) -> Tree:
-        """Return the tree with all edges and paths reversed, and with the edges in reverse
-        order."""
+        """Return a tree in which all edges and paths, and the order of the edges, are reversed."""
         return Tree(self.root, self.weight, tuple(
             Edge(e.target, e.source, tuple((path[::-1], count) for path, count in e.paths))
             for e in reversed(self.edges)), not self.inward)
@@ -74,31 +73,37 @@ class Tree:
 
 @dataclass(frozen=True)
 class Schedule:
-    """The trees of one collective on one network, with a proof of the highest possible speed.
+    """The trees of one collective on one network, with a proof that no schedule of this type is
+    faster.
 
-    A result of M bytes is divided into pieces in proportion to the weights of the outward trees
-    (for reduce_scatter, of the inward trees). In an all_gather, the piece of a tree starts at the
-    tree's root. In a reduce_scatter, it ends at the root. In an all_reduce, it is summed towards
-    the root along the i-th inward tree, and then sent from the root along the i-th outward tree.
+    A result of M bytes is divided into one piece per outward tree (for reduce_scatter, per inward
+    tree). The sizes of the pieces are proportional to the weights of the trees. In an all_gather,
+    the tree's root stores the piece of the tree at the beginning. In a reduce_scatter, the tree's
+    root stores the piece of the tree at the end. In an all_reduce, the piece with index i is first
+    summed towards the root along inward tree i. The piece is then sent from the root to all ranks
+    along outward tree i.
 
     Attributes:
-        collective: name of the collective, which is one of `COLLECTIVES`.
+        collective: name of the collective, one of `COLLECTIVES`.
         network: the network.
-        inverse_rate: minimum time 1/x* in seconds per GB of a shard. A shard has M/N bytes for N
-            ranks. No schedule of this kind takes less time. For all_reduce, the value applies to
-            each of the two phases separately or, with `overlap`, to both phases together.
-        cut: names of the nodes of the set S that proves the bound `1/x* = (ranks in S) / (bandwidth
-            out of S)`. The set is empty with `overlap` and for a single rank.
-        k: number of trees of each root, where a tree of weight w counts as w trees. With `overlap`,
-            k counts the trees of all roots together, because roots may have different shares.
-        unit: bandwidth of a tree of weight 1 in GB/s.
-        trees: all trees. For all_reduce, all inward trees come first.
-        fixed: whether the user specified k. If True, the trees may take longer than 1/x*.
-        overlap: whether inward and outward trees of an all_reduce run at the same time on shared
-            wires.
-        parts: with `overlap`, disjoint sets of nodes that prove the bound, each with at least one
-            rank. The minimum time is `2 M (number of parts - 1) / (sum of the bandwidths out of
-            each part)`. Without `overlap`, there are no parts.
+        inverse_rate: minimum time 1/x*, in seconds per GB of a shard. With N ranks and a result of
+            M bytes, a shard has M/N bytes. No schedule that consists of trees can take less time.
+            For all_reduce, this time applies to each of the two phases or, with `overlap`, to both
+            phases together.
+        cut: the node names of a set S. This set proves the bound
+            `1/x* = (ranks in S) / (bandwidth out of S)`. With `overlap`, and for a single rank,
+            `cut` is empty.
+        k: number of trees per root. A tree of weight w counts as w trees. With `overlap`, k is the
+            total number of trees of all roots, because roots may have different shares.
+        unit: bandwidth in GB/s of a tree of weight 1.
+        trees: all trees. For all_reduce, the inward trees precede the outward trees.
+        fixed: whether the user specified k. If `fixed` is True, the schedule may take longer than
+            1/x*.
+        overlap: whether the inward and the outward trees of an all_reduce run at the same time and
+            share the bandwidth of the wires.
+        parts: with `overlap`, disjoint sets of nodes that prove the bound. Each set contains at
+            least one rank. For a result of M bytes, the minimum time is `2 M (number of parts - 1)
+            / (sum of the bandwidths out of each part)`. Without `overlap`, `parts` is empty.
     """
 
     collective: str
@@ -114,16 +119,16 @@ class Schedule:
 
     @property
     def phases(self) -> int:
-        """Number of phases of the collective that run one after the other.
+        """Number of phases that run one after the other.
 
-        The number is 2 for an all-reduce without overlap (a reduce-scatter followed by an
-        all-gather), and 1 otherwise.
+        An all-reduce without overlap has 2 phases, a reduce-scatter followed by an all-gather.
+        Every other collective has 1 phase.
         """
         return 2 if self.collective == "all_reduce" and not self.overlap else 1
 
     @property
     def weight(self) -> int:
-        """Total weight of the trees among which a result is divided."""
+        """Total weight of the trees among which the collective's result is divided."""
         return self.k if self.overlap else self.k * len(self.network.ranks)
 
     @cached_property
@@ -133,35 +138,39 @@ class Schedule:
 
     @cached_property
     def message_s(self) -> float:
-        """Fixed time of a message in seconds, which is the largest sum of `alpha_s` along a path of
-        any edge."""
+        """Fixed time of a message in seconds: the largest sum of `alpha_s` along any path in the
+        schedule.
+        """
         alphas = {wire.ends: wire.alpha_s for wire in self.network.wires}
         paths = {path for edge in _edges(self) for path, _ in edge.paths}
         return max((sum(alphas[hop] for hop in zip(path, path[1:])) for path in paths), default=0.0)
 
     def bound_s(self, size: float) -> float:
-        """Return a lower bound of the time in seconds for a result of `size` bytes."""
+        """Return a lower bound on the time, in seconds, for a result of `size` bytes."""
         return float(self.phases * self.inverse_rate / len(self.network.ranks)) * size / 1e9
 
     def seconds(self, size: float) -> float:
-        """Return the time in seconds for a result of `size` bytes, without the fixed costs of
-        messages."""
+        """Return the time in seconds for a result of `size` bytes, without the fixed time of
+        messages.
+        """
         if len(self.network.ranks) == 1:
             return 0.0
         return float(self.phases / (self.weight * self.unit)) * size / 1e9
 
     @property
     def algorithmic_bandwidth(self) -> Fraction:
-        """Bandwidth of these trees in GB of result per second. For a single rank, `ValueError` is
-        raised."""
+        """Bandwidth of the schedule, in GB of the collective's result per second. Raises a
+        `ValueError` for a single rank.
+        """
         if len(self.network.ranks) == 1:
             raise ValueError(f"network {short(self.network.name)} has only 1 rank and moves no "
                              "data, so it has no bandwidth. Use at least 2 ranks")
         return self.weight * self.unit / self.phases
 
     def to_json(self) -> str:
-        """Convert the schedule to JSON, with fractions as strings "p/q" and each path stored
-        once."""
+        """Convert the schedule to JSON. Fractions are written as strings "p/q", and each path is
+        written only once.
+        """
         table: dict[tuple[str, ...], int] = {}
         trees = [[t.root, t.weight, t.inward, [
             [e.source, e.target, [[table.setdefault(path, len(table)), count]
@@ -176,10 +185,10 @@ class Schedule:
 
     @classmethod
     def from_json(cls, text: str, where: str = "schedule") -> Schedule:
-        """Read a schedule from the JSON string that `to_json` returned, and check it.
+        """Read a schedule from a JSON string that was created by `to_json`, and check the schedule.
 
         Raises:
-            ValueError: If the string does not describe a schedule, or if `check` fails.
+            ValueError: If the string does not describe a schedule, or if `check` raises an error.
         """
         try:
             schedule = _decode(json.loads(text), where)
@@ -194,16 +203,16 @@ class Schedule:
         """Check the schedule.
 
         Raises:
-            ValueError: If the cut does not prove the bound, if a tree does not span all ranks, if
-                the weights of a root's trees have the wrong sum, if a path does not exist, or if a
-                wire is overloaded.
+            ValueError: If the cut does not prove the bound, if a tree does not contain all ranks,
+                if the weights of a root's trees have the wrong sum, if a path does not exist in the
+                network, or if the load of a wire exceeds its bandwidth.
         """
         if self.collective not in COLLECTIVES:
             raise ValueError(f"collective {short(self.collective)} is unknown. Choose from "
                              f"{', '.join(COLLECTIVES)}")
         if self.k < 1 or self.unit <= 0:
             raise ValueError(f"the schedule has k={self.k} trees with {self.unit} GB/s, but both "
-                             "numbers must be positive. Plan it again")
+                             "numbers must be positive. Plan the schedule again")
         _check_cut(self)
         for tree in self.trees:
             _check_tree(tree, len(self.network.ranks))
@@ -211,8 +220,8 @@ class Schedule:
         for inward in kinds[self.collective]:
             _check_weights(self, [t for t in self.trees if t.inward is inward])
         if {t.inward for t in self.trees} != set(kinds[self.collective]):
-            raise ValueError(f"the {self.collective} has trees in the wrong direction. Plan it "
-                             "again")
+            raise ValueError(f"the {self.collective} has trees in the wrong direction. Plan the "
+                             "schedule again")
         _check_paths(self)
         for load in _loads(self):
             for wire in self.network.wires:
@@ -248,7 +257,9 @@ def _decode(values: dict[str, Any], where: str) -> Schedule:
 
 
 def _check_cut(schedule: Schedule) -> None:
-    """Check that the schedule's cut or, with `overlap`, the parts prove the bound."""
+    """Check that the schedule's cut proves the bound. With `overlap`, check that the schedule's
+    parts prove the bound.
+    """
     network = schedule.network
     if len(network.ranks) == 1:
         return
@@ -324,8 +335,9 @@ def _edges(schedule: Schedule) -> Iterator[Edge]:
 
 
 def _loads(schedule: Schedule) -> Iterator[Counter[tuple[str, str]]]:
-    """Yield the total multiplicity on each wire for each group of trees that run at the same
-    time."""
+    """For each group of trees that run at the same time, yield the total multiplicity of the paths
+    on each wire.
+    """
     together = [(True, False)] if schedule.overlap else [(True,), (False,)]
     for kinds in together:
         by_paths: Counter[Paths] = Counter(

@@ -1,11 +1,11 @@
-"""A simulator of chunked collectives in which every wire transfers one chunk at a time.
+"""Simulate collectives whose data is divided into chunks. Each wire transfers one chunk at a time.
 
-The simulator runs a program, which consists of the pieces of the result and the moves that transfer
-each piece along a tree. ForestColl's schedules can be converted to programs. The rings and binary
-trees of `baselines` are also programs. Each piece is divided into consecutive chunks. Ranks and
-switches forward a chunk as soon as the whole chunk has arrived. If the longest path of a piece has
-D wires, a schedule takes at most `1 + (D - 1) / chunks` times as long as the bandwidths of the
-wires require.
+A simulated program consists of pieces of the collective's result, and of moves that transfer a
+piece along a tree. ForestColl schedules can be converted to programs. The module `baselines`
+creates programs for rings and binary trees. Each piece is divided into consecutive chunks. Ranks
+and switches forward a chunk as soon as they have received the whole chunk. Let D be the number of
+wires on the longest path of a piece. A schedule then takes at most `1 + (D - 1) / chunks` times as
+long as the bandwidths of the wires require.
 """
 
 from __future__ import annotations
@@ -26,14 +26,15 @@ Route = tuple[str, ...]  # node names from one rank to another
 
 @dataclass(frozen=True, slots=True)
 class ShareMove:
-    """A transfer of one piece between two ranks.
+    """The transfer of one piece between two ranks.
 
     Attributes:
-        piece: index of the piece that is transferred.
+        piece: index of the piece.
         source, target: ranks that send and receive the piece.
-        routes: pairs of a path through the network and the fraction of the piece that takes this
-            path. The fractions sum to 1.
-        sums: whether the target adds the piece to its own data instead of replacing this data.
+        routes: pairs of a path through the network and the fraction of the piece that is sent along
+            this path. The fractions sum to 1.
+        sums: if True, the target adds the piece to its own data. If `sums` is False, the piece
+            replaces the target's own data.
     """
 
     piece: int
@@ -45,15 +46,15 @@ class ShareMove:
 
 @dataclass(frozen=True)
 class Program:
-    """A collective operation as a list of moves.
+    """A collective operation, represented as a list of moves.
 
     Attributes:
         name: name of the program.
-        collective: name of the collective, which is one of `COLLECTIVES`.
+        collective: name of the collective, one of `COLLECTIVES`.
         network: the network.
-        roots: for each piece, the rank that has it first or receives its sum.
-        shares: for each piece, its fraction of the result.
-        moves: moves in an order in which each source has the data that it sends.
+        roots: for each piece, the rank that stores the piece initially or receives the sum.
+        shares: for each piece, the fraction of the collective's result that this piece contains.
+        moves: moves in an order in which every rank stores a piece before it sends the piece.
     """
 
     name: str
@@ -64,7 +65,9 @@ class Program:
     moves: tuple[ShareMove, ...]
 
     def loads(self) -> dict[tuple[str, str], Fraction]:
-        """Return, for each wire, the fraction of the result that it transfers."""
+        """For each wire, return the fraction of the collective's result that is sent over this
+        wire.
+        """
         loads: dict[tuple[str, str], Fraction] = defaultdict(Fraction)
         for move in self.moves:
             for route, share in move.routes:
@@ -73,25 +76,26 @@ class Program:
         return loads
 
     def inverse_bandwidth(self) -> Fraction:
-        """Return the time of the busiest wire, in seconds per GB. With any number of chunks, the
-        total time cannot be lower than this.
+        """Return the time for which the busiest wire is used, in seconds per GB of the collective's
+        result. The time of the busiest wire is a lower bound on the total time, for any number of
+        chunks.
         """
         loads = self.loads()
         return max((loads[w.ends] / w.bandwidth for w in self.network.wires), default=Fraction(0))
 
     @property
     def tasks(self) -> int:
-        """Number of simulated transfers over single wires if each piece consists of one chunk."""
+        """Number of simulated transfers over a single wire if each piece is one chunk."""
         return sum(len(route) - 1 for move in self.moves for route, _ in move.routes)
 
 
 @dataclass(frozen=True)
 class Simulated:
-    """Result of simulating a program.
+    """The result of simulating a program.
 
     Attributes:
         seconds: simulated time.
-        chunks: number of chunks of each piece.
+        chunks: number of chunks per piece.
         depth: number of wires on the longest path of a piece.
     """
 
@@ -101,8 +105,9 @@ class Simulated:
 
 
 def program_of(schedule: Schedule) -> Program:
-    """Convert a schedule to a program with one piece per tree (for all_reduce, per pair of
-    trees)."""
+    """Convert a schedule to a program. The program has one piece per tree or, for all_reduce, one
+    piece per pair of trees.
+    """
     first = [t for t in schedule.trees if t.inward] or list(schedule.trees)
     second = [t for t in schedule.trees if not t.inward] if first[0].inward else []
     moves = _moves(first) + _moves(second)
@@ -118,12 +123,13 @@ def _moves(trees: Sequence[Tree]) -> list[ShareMove]:
 
 
 def verify(program: Program) -> None:
-    """Check a program by tracking which ranks' contributions each copy of a piece contains.
+    """Check a program by simulating, for each copy of a piece, which ranks have contributed to the
+    copy.
 
     Raises:
         ValueError: If a rank sends data that it does not have, receives or adds data twice, or
-        lacks data at the end, if the pieces do not make up the whole result, or if a route is
-        invalid.
+        lacks data at the end. ValueError: Also if the pieces do not add up to the whole result, or
+        if a route is invalid.
     """
     ranks = len(program.network.ranks)
     if program.collective not in COLLECTIVES:
@@ -181,11 +187,11 @@ def _verify_move(program: Program, move: ShareMove, held: list[int], everything:
 
 
 def run(program: Program, size: float, chunks: int = 64) -> Simulated:
-    """Simulate a program for a result of `size` bytes, with each piece divided into `chunks`
-    chunks.
+    """Simulate a program for a result of `size` bytes. Each piece is divided into `chunks` chunks.
 
     Raises:
-        ValueError: If `verify` fails, or if the number of chunks is less than 1 or too large.
+        ValueError: If `verify` raises an error, if the number of chunks is less than 1, or if the
+            simulation would have too many steps.
     """
     if chunks < 1 or size < 0:
         raise ValueError(f"chunks={short(chunks)} must be >= 1, and size={size} must be >= 0")
@@ -204,8 +210,9 @@ def run(program: Program, size: float, chunks: int = 64) -> Simulated:
 
 
 def starts(program: Program) -> tuple[list[int], int]:
-    """Return the number of wires that precede the first chunk of each move, and the program's
-    depth."""
+    """For each move, return how many wires the first chunk passes before the move starts. Also
+    return the depth of the program.
+    """
     arrived: dict[tuple[int, int], int] = defaultdict(int)
     waves = []
     for move in program.moves:
@@ -218,17 +225,17 @@ def starts(program: Program) -> tuple[list[int], int]:
 
 @dataclass(frozen=True)
 class _Hop:
-    """Transfer of the chunks of a move over one wire of a route.
+    """The transfers of a move's chunks over one wire of a route.
 
     Attributes:
-        name: name that identifies the hop.
+        name: unique name of the hop.
         wave: index of the wave in which the first chunk is transferred.
-        rest: number of wires on the longest remaining path of a chunk, or of data that depends on
-            it, including this wire.
-        wire: name of the wire, which identifies the resource in the simulation.
-        seconds: transfer time per chunk in seconds.
-        after: names of the hops that must transfer a chunk before this hop does. The names do not
-            include the chunk number.
+        rest: number of wires on the longest path that starts with this wire, for a chunk or for
+            data that depends on the chunk.
+        wire: name of the wire. The simulation uses the name of the wire as the name of a resource.
+        seconds: time to transfer one chunk, in seconds.
+        after: names of the hops that must transfer a chunk before this hop can transfer the same
+            chunk. The names in `after` do not contain the index of the chunk.
     """
 
     name: str
@@ -239,7 +246,7 @@ class _Hop:
     after: tuple[str, ...]
 
     def task(self, chunk: int) -> Task:
-        """Return the simulator's task that transfers the given chunk."""
+        """Return the task that simulates the transfer of the given chunk."""
         return Task(f"{self.name}.{chunk}", self.wire, self.seconds,
                     tuple(f"{name}.{chunk}" for name in self.after))
 
@@ -265,7 +272,7 @@ def _hops(program: Program, size: float, chunks: int) -> list[_Hop]:
 
 
 def _rests(program: Program) -> list[int]:
-    """Return, for each move, the number of wires on the longest path that begins with the move."""
+    """For each move, return the number of wires on the longest path that starts with this move."""
     longest: dict[tuple[int, int], int] = defaultdict(int)
     rests = []
     for move in reversed(program.moves):
@@ -281,10 +288,11 @@ def _by_chunk(program: Program, size: float, chunks: int) -> list[Task]:
 
 
 def _by_wave(program: Program, size: float, chunks: int) -> Iterator[Task]:
-    """Yield the tasks wave by wave. The tasks of a wave wait only for tasks of earlier waves.
+    """Yield the tasks of all waves, in the order of the waves. The tasks of a wave wait only for
+    tasks of earlier waves.
 
-    If each wire can transfer its data of any wave in one unit of time, the n-th wave ends after at
-    most n units of time.
+    If each wire can transfer its chunks of any wave in one unit of time, wave n ends after at most
+    n units of time.
     """
     waves = defaultdict(list)
     for hop in _hops(program, size, chunks):

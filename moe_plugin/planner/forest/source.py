@@ -1,4 +1,4 @@
-"""Loading of networks from the name of a preset or from one of three kinds of files."""
+"""Load networks from a preset name or from one of three types of files."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ _HEAD = re.compile(r"\s*GPU0(?!\s+X(\s|$))(\s|$)")
 
 @dataclass(frozen=True)
 class Speeds:
-    """Assumed bandwidths per direction in GB/s.
+    """Assumed bandwidths in GB/s per direction.
 
     Attributes:
         nvlink: bandwidth of one NVLink (25 GB/s from Volta to Hopper, 50 GB/s on Blackwell).
-        pcie: bandwidth of the PCIe connection of a GPU, network card or switch. The default is what
-            PCIe 4.0 x16 reaches.
+        pcie: bandwidth of the PCIe connection of a GPU, network card or switch. Defaults to the
+            bandwidth that PCIe 4.0 x16 reaches in practice.
         sockets: bandwidth of the connection between two CPU sockets.
-        card: bandwidth of a network card. The default corresponds to 200 Gbit/s.
+        card: bandwidth of a network card. Defaults to 200 Gbit/s.
     """
 
     nvlink: Fraction = Fraction(25)
@@ -58,10 +58,11 @@ class Speeds:
 
 @dataclass(frozen=True)
 class TopologyTable:
-    """Contents of the table that `nvidia-smi topo -m` prints.
+    """The connections listed in the table that `nvidia-smi topo -m` prints.
 
-    Attributes: gpus, cards: names of the GPUs and of the network cards in the order of the table.
-        classes: connection class, such as `NV4`, of each ordered pair of names.
+    Attributes:
+        gpus, cards: names of the GPUs and of the network cards, in the order of the table.
+        classes: for each ordered pair of names, the class of the connection, such as `NV4`.
     """
 
     gpus: tuple[str, ...]
@@ -69,8 +70,9 @@ class TopologyTable:
     classes: Mapping[tuple[str, str], str]
 
     def links(self, a: str, b: str) -> int:
-        """Return the number of NVLinks between two GPUs, or 0 if they are connected only by
-        PCIe."""
+        """Return the number of NVLinks between two GPUs. Return 0 if the GPUs are connected only by
+        PCIe.
+        """
         connection = self.classes[a, b]
         return int(connection[2:]) if connection.startswith("NV") else 0
 
@@ -81,15 +83,15 @@ def is_table(text: str) -> bool:
 
 
 def parse_table(text: str, where: str) -> TopologyTable:
-    """Read the table. Affinities and the legend after the table are ignored.
+    """Read the table. CPU affinities and the legend below the table are ignored.
 
     Args:
         text: output of `nvidia-smi topo -m`.
-        where: name of the table's source for error messages.
+        where: source of the text for error messages, such as the path of the file.
 
     Raises:
-        ValueError: If rows or cells are missing or unknown, or if the two directions of a
-            connection differ.
+        ValueError: If a row or cell is missing or cannot be interpreted, or if a connection has
+            different classes in the two directions.
     """
     lines = _TERMINAL.sub("", text).splitlines()
     first = next((i for i, line in enumerate(lines) if _HEAD.match(line)), None)
@@ -122,13 +124,12 @@ def parse_table(text: str, where: str) -> TopologyTable:
 
 def network_of(table: TopologyTable, nodes: int = 1, speeds: Speeds = Speeds(),
                name: str = "machine") -> Network:
-    """Return the network of `nodes` identical machines, which are joined through their network
-    cards.
+    """Return the network of `nodes` identical machines that are connected by their network cards.
 
-    NVLinks are treated as direct connections, unless a GPU's row lists more links than a GPU has.
-    In this case, the links are assumed to lead to a switch. PCIe is used for data between GPUs only
-    if NVLinks do not connect all GPUs. Each network card serves the GPUs nearest to it, and all
-    cards are connected by a network without a bottleneck.
+    NVLinks are assumed to connect GPUs directly, unless the row of a GPU lists more NVLinks than a
+    GPU has. In this case, the NVLinks are assumed to lead to a switch. GPUs exchange data over PCIe
+    only if NVLinks do not connect all GPUs. Each network card is used by the GPUs that are nearest
+    to it. All network cards are connected by a network without a bottleneck.
 
     Args:
         table: connections between the devices of one machine.
@@ -176,7 +177,7 @@ def _add_nvlinks(b: Builder, table: TopologyTable, island: Sequence[str], prefix
 
 
 def _add_pcie(b: Builder, table: TopologyTable, prefix: str, speeds: Speeds) -> None:
-    """Add a tree of PCIe switches, from the nearest connection class to the farthest."""
+    """Add a tree of PCIe switches. GPUs in the nearest connection class are joined first."""
     top = {gpu: prefix + gpu for gpu in table.gpus}  # highest node above each GPU so far
     for level, name in enumerate(LEVELS):
         near = LEVELS[: level + 1]
@@ -198,8 +199,9 @@ def _nearest(table: TopologyTable, card: str) -> list[str]:
 
 
 def _groups(names: Sequence[str], joined: Callable[[str, str], bool]) -> list[list[str]]:
-    """Return the groups of names that are connected, in the order of the names. joined: function
-    that returns True if two names are connected."""
+    """Return groups of names that are connected directly or indirectly, in the order of the names.
+    joined: function that returns whether two names are connected directly.
+    """
     left, groups = list(names), []
     while left:
         group = [left.pop(0)]
@@ -218,18 +220,19 @@ _CLUSTER_KEYS = {"nodes", "ranks_per_node", "nics", "intra", "inter"}
 
 
 def find_network(text: str, nodes: int | None = None) -> tuple[Network, str]:
-    """Return the network that a user specified, and a line that lists the assumptions (or "").
+    """Return the network that a user specified, and a line that lists the assumed bandwidths. The
+    line is empty if no bandwidths were assumed.
 
     Args:
-        text: path of a file or name of a preset. If both exist, the file takes precedence over the
-            preset.
-        nodes: number of machines, for a cluster file or for the output of `nvidia-smi`. The default
-            is the number in the file if there is one, otherwise 1.
+        text: path of a file or name of a preset. If a file has the same name as a preset, the file
+            is used.
+        nodes: number of machines. Only allowed for a cluster file or for the output of
+            `nvidia-smi`. Defaults to the number in the file, or to 1 if the file does not contain a
+            number of machines.
 
     Raises:
         ValueError: If `text` is neither a file nor a preset, if the file does not describe a
-            network, or if `nodes` is given although the network already defines the number of
-            machines.
+            network, or if `nodes` is given although the number of machines is already fixed.
     """
     path = Path(bundled(text))
     if nodes is not None and nodes < 1:

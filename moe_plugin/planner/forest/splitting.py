@@ -1,13 +1,13 @@
-"""Edge splitting, which replaces a network's switches with links between ranks without reducing the
+"""Edge splitting: replace the switches of a network by links between ranks without reducing the
 rate.
 
-A pair of arcs u -> w -> t through a switch w is replaced with a single arc u -> t. The replacement
-reduces the capacity of cuts that separate w from u and t by the replaced amount. If the full amount
-is too much for a cut, the amount is reduced by the deficit of the cut. If each node sends as much
-as it receives, all capacity of a switch can be replaced, and the pairs can be processed in any
-order (Bang-Jensen, Frank, Jackson). Therefore many pairs that are unlikely to reduce the rate are
-replaced at once, followed by a single check. If the check fails, each half of the pairs is tried
-separately, and so on down to single pairs.
+A pair of arcs u -> w -> t through a switch w is replaced by a single arc u -> t. This replacement
+reduces the capacity of every cut that separates w from both u and t. If a cut would then have too
+little capacity, a smaller amount is replaced: the deficit of the cut is subtracted from the amount.
+If each node can send as much as it receives, the whole capacity of a switch can be replaced, and
+the pairs of arcs can be processed in any order (Bang-Jensen, Frank, Jackson). Therefore many pairs
+that probably do not reduce the rate are replaced at once, and only one check follows. If this check
+fails, each half of the pairs is tried separately, down to single pairs.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ Path = tuple[int, ...]
 
 
 class Splitting:
-    """A graph whose switches are replaced one after another.
+    """A graph whose switches are replaced by links, one switch after the other.
 
     Args:
-        graph: graph whose capacities are numbers of trees.
-        roots: number of trees that start at each rank.
+        graph: graph whose capacities are counted in trees.
+        roots: for each rank, the number of trees whose root is this rank.
 
     Attributes:
         capacity: capacities of the remaining arcs.
-        paths: for each arc, the physical paths that it represents and their multiplicities.
+        paths: for each arc, the physical paths that the arc stands for, with their multiplicities.
     """
 
     def __init__(self, graph: Graph, roots: Sequence[int]) -> None:
@@ -45,8 +45,7 @@ class Splitting:
             self._out[source].add(target)
 
     def run(self) -> None:
-        """Replace all switches with links, starting with the switch that has the highest
-        capacity."""
+        """Replace all switches by links, starting with the switch that has the highest capacity."""
         def weight(switch: int) -> int:
             return -sum(self.capacity[switch, t] for t in self._out[switch])
 
@@ -69,8 +68,9 @@ class Splitting:
     def _guess(self, switch: int, beside: Sequence[int]) -> list[Pair]:
         """Return pairs of arcs that can probably be replaced without reducing the rate.
 
-        The switch's neighbours are arranged in a circle. The pairs are spread evenly around it, and
-        connect neighbours at distances at which no two neighbours are otherwise connected.
+        The switch's neighbors are arranged in a circle. The pairs are spread evenly around the
+        circle. The pairs connect neighbors at distances at which no two neighbors are connected in
+        another way.
         """
         size = len(beside)
         sends = {u: self.capacity.get((u, switch), 0) for u in beside}
@@ -91,13 +91,16 @@ class Splitting:
         return [(u, t, count) for (u, t), count in pairs.items()]
 
     def _near(self, node: int, without: int) -> set[int]:
-        """Return the nodes that are at most two arcs away without passing through `without`."""
+        """Return the nodes that can be reached over at most two arcs without passing through
+        `without`.
+        """
         first = self._out[node] - {without}
         return first.union(*(self._out[n] for n in first)) - {node} if first else set()
 
     def _replace(self, switch: int, pairs: Sequence[Pair]) -> None:
-        """Replace as much of these pairs as possible. If they cannot all be replaced, continue with
-        each half."""
+        """Replace as much capacity of these pairs as possible. If not all pairs can be replaced,
+        continue with each half of the pairs.
+        """
         pairs = [(u, t, min(count, self._left(u, switch, t))) for u, t, count in pairs]
         if not any(count for _, _, count in pairs):
             return
@@ -148,8 +151,9 @@ class Splitting:
 
 
 def take(pool: list[tuple[Path, int]], count: int) -> Path:
-    """Remove `count` units from the last path of a pool and return this path, which must have a
-    multiplicity of at least `count`."""
+    """Remove `count` units from the last path of a pool, and return this path. The path must have a
+    multiplicity of at least `count`.
+    """
     path, left = pool.pop()
     if left > count:
         pool.append((path, left - count))
@@ -166,8 +170,9 @@ def _without_loops(path: Path) -> Path:
 
 
 def _shares(count: int, offsets: Sequence[int]) -> list[tuple[int, int]]:
-    """Distribute `count` units among the offsets as evenly as possible, with the larger shares
-    evenly spread."""
+    """Distribute `count` units among the offsets as evenly as possible. The offsets that receive
+    one more unit than others are spread evenly.
+    """
     if not offsets:
         return []
     base, more = divmod(count, len(offsets))

@@ -1,2 +1,3 @@
-"""Plans that offload activations and weights from device memory to slower memory. Never imports
-torch."""
+"""Plan the offloading of activations and weights from device memory to slower memory. Never imports
+torch.
+"""

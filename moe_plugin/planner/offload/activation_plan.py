@@ -1,6 +1,7 @@
-"""Plans that keep, recompute or swap activations (KARMA; see `activation_problem`).
+"""Decide for each block whether to keep, recompute or swap its activations (KARMA; see
+`activation_problem`).
 
-The search first finds good decisions, and then tries to prove by branch and bound that these
+The search first finds good decisions, and then tries to prove with branch and bound that the
 decisions are optimal.
 """
 
@@ -31,16 +32,17 @@ TOLERANCE = 1e-12  # relative difference below which results differ only by roun
 
 @dataclass(frozen=True)
 class SwapPlan:
-    """Decisions for the blocks of a model, and the cost of the resulting step.
+    """Decisions for the blocks of a model, and the predicted time of a training step.
 
     Attributes:
-        problem: blocks of the model and memory for their activations.
-        decisions: decision (keep, recompute or swap) for each block.
-        seconds: time of a step in seconds.
-        bound_s: lower bound in seconds of the time of a step, given the rule by which swaps start.
+        problem: the blocks of the model, and the memory for their activations.
+        decisions: for each block, one of keep, recompute or swap.
+        seconds: time of a training step, in seconds.
+        bound_s: lower bound on the time of a training step in seconds, given the rule that
+            determines when swaps start.
         proved: whether the search proved that the decisions are optimal.
-        limit: memory of the device in bytes.
-        base: number of bytes that are always occupied on the device.
+        limit: memory limit of the device, in bytes.
+        base: number of bytes that are always in use on the device.
     """
 
     problem: SwapProblem
@@ -53,32 +55,32 @@ class SwapPlan:
 
     @cached_property
     def schedule(self) -> OffloadSchedule:
-        """Schedule of all computations and copies."""
+        """Schedule of all computations and copies in a training step."""
         return self.problem.schedule(self.decisions, self.base)
 
     @cached_property
     def outcome(self) -> Outcome:
-        """Result of simulating the schedule."""
+        """The result of simulating the schedule."""
         return self.schedule.run()
 
 
 def plan(blocks: Sequence[SwapBlock], limit: int, base: int = 0, duplex: bool = True) -> SwapPlan:
-    """Return the decisions that give the shortest step within the memory limit.
+    """Return the decisions with the shortest training step that fits in the memory limit.
 
-    With up to 10 blocks, the result is the best of all `3 ** n` combinations. With more blocks, the
-    plan is the best combination found. A plan contains a lower bound of the time
-    (`SwapPlan.bound_s`) and a flag that is True if the search proved that the combination is
-    optimal.
+    With up to 10 blocks, these decisions are the best of all `3 ** n` combinations. With more than
+    10 blocks, the decisions are the best combination that the search finds. The plan also contains
+    a lower bound on the time of a step (`SwapPlan.bound_s`), and a flag that is True if the search
+    proved that the decisions are optimal.
 
     Args:
-        blocks: blocks in the order of the forward pass.
-        limit: memory of the device in bytes.
-        base: number of bytes that are always occupied on the device. Defaults to 0.
-        duplex: whether copies in both directions run at the same time. Defaults to True.
+        blocks: blocks of the model, in the order of the forward pass.
+        limit: memory limit of the device, in bytes.
+        base: number of bytes that are always in use on the device. Defaults to 0.
+        duplex: whether copies to and from the device can run at the same time. Defaults to True.
 
     Raises:
-        ValueError: If the limit is too small for any decisions. The message states how many bytes
-            are needed.
+        ValueError: If no combination of decisions fits in the memory limit. The message contains
+            the number of bytes that are needed.
     """
     problem = SwapProblem(tuple(blocks), limit - base, duplex)
     need = least_bytes(blocks) + base
@@ -93,11 +95,11 @@ def plan(blocks: Sequence[SwapBlock], limit: int, base: int = 0, duplex: bool = 
 
 
 def uniform(plan: SwapPlan) -> dict[str, float]:
-    """For each decision, return the time in seconds of a step that uses this decision for all
-    blocks.
+    """For each decision, return the time in seconds of a training step in which all blocks use this
+    decision.
 
-    The memory limit of the plan applies. The time is infinite if the decision exceeds the memory or
-    if a block cannot be swapped.
+    The memory limit of the plan applies. The time is infinite if the step does not fit in memory,
+    or if a block cannot be swapped.
     """
     problem = plan.problem
     return {decision: problem.seconds((decision,) * len(problem.blocks))
@@ -109,9 +111,10 @@ def uniform(plan: SwapPlan) -> dict[str, float]:
 
 
 def search(problem: SwapProblem) -> tuple[Decisions, bool]:
-    """Return the best decisions found, and True if they are proved to be optimal.
+    """Return the best decisions that were found, and whether these decisions were proved to be
+    optimal.
 
-    The problem must have at least one combination of decisions that fits into the memory.
+    At least one combination of decisions must fit in memory.
     """
     best = improve(problem, min(seeds(problem), key=problem.seconds))
     proof = _Proof(problem, best, problem.seconds(best))
@@ -120,9 +123,10 @@ def search(problem: SwapProblem) -> tuple[Decisions, bool]:
 
 
 def keep_more(problem: SwapProblem, decisions: Decisions) -> Decisions:
-    """Keep the activations of more blocks if this does not make the step longer.
+    """Keep the activations of additional blocks if this does not make the training step longer.
 
-    The last block is tried first. Keeping more activations avoids useless copies.
+    Blocks are tried from the last to the first. Keeping additional activations avoids copies that
+    do not save any time.
     """
     best, seconds = decisions, problem.seconds(decisions) * (1 + TOLERANCE)
     for j in reversed(range(len(best))):
@@ -135,9 +139,9 @@ def keep_more(problem: SwapProblem, decisions: Decisions) -> Decisions:
 def seeds(problem: SwapProblem) -> Iterator[Decisions]:
     """Yield combinations of decisions from which the search starts.
 
-    The first combination uses as little memory as possible. All others keep the last blocks, which
-    the backward pass needs first, and swap or recompute the earlier blocks, either in two groups or
-    alternately.
+    The first combination uses as little memory as possible. All other combinations keep the last
+    blocks, because the backward pass needs them first. The earlier blocks are swapped or
+    recomputed, either in two groups or alternately.
     """
     blocks = problem.blocks
     size = len(blocks)
@@ -157,8 +161,9 @@ def seeds(problem: SwapProblem) -> Iterator[Decisions]:
 
 
 def improve(problem: SwapProblem, decisions: Decisions) -> Decisions:
-    """Change the decisions for one or two blocks at a time as long as the step becomes shorter, in
-    up to `MOST_TRIALS` trials."""
+    """Change the decisions of one or two blocks at a time while this makes the training step
+    shorter. At most `MOST_TRIALS` combinations are tried.
+    """
     best, seconds, left = decisions, problem.seconds(decisions), MOST_TRIALS
     improved = True
     while improved and left > 0 and seconds > problem.compute_s * (1 + TOLERANCE):
@@ -188,15 +193,18 @@ def _neighbours(problem: SwapProblem, decisions: Decisions) -> Iterator[Decision
 
 @dataclass(frozen=True)
 class _Prefix:
-    """Lower bounds of a step's costs that result from the decisions for the first blocks.
+    """Decisions for the first blocks, and the lower bounds on the costs of a step that follow from
+    these decisions.
 
     Attributes:
         decisions: decisions for the first blocks.
-        held: number of bytes that stay on the device between the forward and backward passes.
-        again_s: time of recomputation in seconds.
-        copies_s: time in seconds of copies to the device.
-        first: index of the first swapped block, or -1 if no block is swapped.
-        again_before_s: time in seconds to recompute the blocks before the first swapped block.
+        held: number of bytes that remain on the device between the forward pass and the backward
+            pass.
+        again_s: time in seconds that is spent on recomputation.
+        copies_s: time in seconds of all copies to the device.
+        first: index of the first block that is swapped, or -1 if no block is swapped.
+        again_before_s: time in seconds to recompute the blocks that precede the first swapped
+            block.
     """
 
     decisions: Decisions = ()
@@ -208,13 +216,13 @@ class _Prefix:
 
 
 class _Proof:
-    """Depth-first search over the decisions of one block after another.
+    """A depth-first search over the decisions of the blocks, one block after the other.
 
-    Branches that cannot be better are skipped.
+    Branches that cannot lead to a shorter step are skipped.
 
     Attributes:
-        best: best decisions that have been found so far.
-        left: number of nodes of the search that may still be visited. 0 means that the proof was
+        best: the best decisions found so far.
+        left: number of search nodes that may still be visited. If `left` reaches 0, the proof is
             abandoned.
     """
 
@@ -226,7 +234,9 @@ class _Proof:
             self.backward_s.append(self.backward_s[-1] + b.backward_s)
 
     def run(self) -> None:
-        """Visit all combinations of decisions that may be better, up to `MOST_NODES` prefixes."""
+        """Visit all combinations of decisions that may lead to a shorter step. At most `MOST_NODES`
+        nodes are visited.
+        """
         if self._can_improve(_Prefix()):
             self._visit(_Prefix())
 
@@ -263,11 +273,11 @@ class _Proof:
                        prefix.first, prefix.again_before_s)
 
     def _can_improve(self, prefix: _Prefix) -> bool:
-        """Return True if the lower bounds for a prefix are below the best time.
+        """Return whether the lower bounds of a prefix are below the best time found so far.
 
-        One lower bound is the total computation time. The second lower bound is the time of the
-        forward pass, all copies to the device, and the backward pass from the first swapped block
-        on.
+        The first lower bound is the total computation time. The second lower bound is the sum of
+        three times: the forward pass, all copies to the device, and the part of the backward pass
+        that starts with the first swapped block.
         """
         bound = self.problem.compute_s + prefix.again_s
         if prefix.first >= 0:
@@ -277,14 +287,15 @@ class _Proof:
 
 
 def lower_bound(problem: SwapProblem) -> float:
-    """Return a lower bound in seconds of the time of a step with any decisions.
+    """Return a lower bound, in seconds, on the time of a training step with any decisions.
 
-    The bound is computed from a relaxed problem. The relaxed problem requires only that recomputing
-    and swapping have freed enough memory for a block when the forward pass of the block begins. In
-    a step of T seconds, the time that is available for recomputation is T minus the time of all
-    other computation. Copies from the device can overlap with the forward passes of all earlier
-    blocks except the shortest, and with the recomputation. Copies to the device can use T minus the
-    time of the whole forward pass and of the shortest backward pass of a block.
+    The lower bound is the solution of a relaxed problem. In the relaxed problem, recomputation and
+    swapping only need to free enough memory for each block before the forward pass of this block
+    begins. In a step of T seconds, the time available for recomputation is T minus the time of all
+    other computation. Copies from the device can overlap with recomputation, and with the forward
+    passes of all earlier blocks except the block with the shortest forward pass. The time available
+    for copies to the device is T minus the time of the whole forward pass and the time of the
+    shortest backward pass of a block.
     """
     low = problem.compute_s
     if _enough(problem, low):
@@ -299,7 +310,7 @@ def lower_bound(problem: SwapProblem) -> float:
 
 
 def _enough(problem: SwapProblem, seconds: float) -> bool:
-    """Return True if the relaxed problem has a step of the given length."""
+    """Return whether a step of the given length is possible in the relaxed problem."""
     blocks, budget = problem.blocks, seconds - problem.compute_s
     swaps = [b for b in blocks if SWAP in b.choices and b.activation_bytes]
     rate_in = max((_rate(b.activation_bytes, b.swap_in_s) for b in swaps), default=0.0)
@@ -325,16 +336,17 @@ def _rate(size: int, seconds: float) -> float:
 
 
 def _product(rate: float, seconds: float) -> float:
-    """Return `rate * seconds`, the number of bytes.
+    """Return `rate * seconds`, a number of bytes.
 
-    The result is infinite at an infinite rate, even in 0 seconds.
+    If the rate is infinite, return infinity even if `seconds` is 0.
     """
     return math.inf if rate == math.inf else rate * max(0.0, seconds)
 
 
 def _recomputed(blocks: list[tuple[int, float]], budget: float) -> float:
-    """Return the largest number of bytes that recomputing blocks or parts of blocks saves within a
-    time budget."""
+    """Return the largest number of bytes that can be saved by recomputing blocks, or fractions of
+    blocks, within a time budget.
+    """
     saved = 0.0
     for size, seconds in sorted(blocks, key=lambda b: b[1] / b[0] if b[0] else math.inf):
         part = min(1.0, budget / seconds) if seconds else 1.0

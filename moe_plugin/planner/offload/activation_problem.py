@@ -1,13 +1,15 @@
-"""The problem of keeping, recomputing or swapping activations under a memory limit (KARMA).
+"""The problem of choosing which activations to keep, recompute or swap under a memory limit
+(KARMA).
 
-The source is Wahib et al., "Scaling Distributed Deep Learning Workloads beyond the Memory Capacity
-with KARMA", SC 2020.
+Source: Wahib et al., "Scaling Distributed Deep Learning Workloads beyond the Memory Capacity with
+KARMA", SC 2020.
 
-The forward pass computes the blocks in order. The activations of a swapped block are copied from
-the device after the block's forward pass. The backward pass computes the last block first. Swapped
-activations are copied back before the block's backward pass, while different blocks are computed or
-recomputed. A copy to the device starts as soon as there is memory that no other block needs before
-the copied activations are used. All waits for free memory are determined before the step starts.
+The forward pass computes the blocks in order. After the forward pass of a swapped block, the
+activations of this block are copied from the device to slower memory. The backward pass computes
+the blocks in reverse order. The activations of a swapped block are copied back to the device before
+the backward pass of this block, while other blocks are being computed or recomputed. A copy to the
+device starts as soon as enough memory is free that no other block needs before the copied
+activations are used. The waits for free memory are determined before the training step starts.
 """
 
 from __future__ import annotations
@@ -27,19 +29,18 @@ Decisions = tuple[str, ...]  # one decision per block
 
 @dataclass(frozen=True, kw_only=True)
 class SwapBlock:
-    """A block of a model and its costs. All times are in seconds.
+    """A block of a model, with its times and sizes. All times are in seconds.
 
     Attributes:
         name: name of the block.
-        forward_s, backward_s: times of the block's forward pass and backward pass in seconds.
+        forward_s, backward_s: times of the block's forward pass and backward pass.
         activation_bytes: number of bytes that the forward pass stores for the backward pass,
             including the block's input.
-        kept_bytes: number of bytes of the activations that remain stored if the forward pass is
-            recomputed.
-        workspace_bytes: number of additional bytes that are needed while the forward or backward
-            pass runs.
-        swap_out_s, swap_in_s: times in seconds to copy the activations from and to the device.
-            Infinity means that the block cannot be swapped.
+        kept_bytes: number of bytes that remain stored if the block is recomputed.
+        workspace_bytes: number of additional bytes that the device needs while the forward or
+            backward pass of the block runs.
+        swap_out_s, swap_in_s: times to copy the block's activations from the device and to the
+            device. Infinity means that the block cannot be swapped.
     """
 
     name: str
@@ -68,7 +69,9 @@ class SwapBlock:
 
 
 def blocks_of(profile: ModelProfile) -> list[SwapBlock]:
-    """Return the blocks of a profile, with copy times that follow from the profile's bandwidths."""
+    """Convert the blocks of a profile to `SwapBlock` objects. Copy times are computed from the
+    bandwidths in the profile.
+    """
     return [SwapBlock(name=b.name, forward_s=b.forward_s, backward_s=b.backward_s,
                       activation_bytes=b.activation_bytes, kept_bytes=b.kept_bytes,
                       workspace_bytes=b.workspace_bytes,
@@ -83,18 +86,18 @@ def _copy_s(size: int, bytes_s: float) -> float:
 
 @dataclass(frozen=True)
 class Waits:
-    """Waits that keep a step within the memory limit. All lists have one entry per block, and -1
-    means that there is no wait.
+    """The waits that keep a training step within the memory limit. Each list has one entry per
+    block. The entry -1 means that there is no wait.
 
     Attributes:
         forward: for each block, the block whose copy from the device must end before the forward
-            pass starts.
+            pass of this block starts.
         backward: for each block, the block whose copy from the device must end before the backward
-            pass starts.
-        start: for each swapped block, the block that the backward pass has reached when the copy to
-            the device may start.
-        started: for each block, the last copy from the device that has ended when the block's turn
-            in the backward pass starts.
+            pass of this block starts.
+        start: for each swapped block, the block that the backward pass must have reached before the
+            copy to the device may start.
+        started: for each block, the last copy from the device that must have ended when the
+            backward pass reaches this block.
     """
 
     forward: list[int]
@@ -105,12 +108,13 @@ class Waits:
 
 @dataclass(frozen=True)
 class SwapProblem:
-    """Blocks in the order of the forward pass, and the memory for their activations.
+    """The blocks of a model, in the order of the forward pass, and the memory for their
+    activations.
 
     Attributes:
         blocks: the blocks.
-        room: number of bytes for activations and workspace.
-        duplex: whether copies in both directions run at the same time.
+        room: number of bytes available for activations and workspace.
+        duplex: whether copies to and from the device can run at the same time.
     """
 
     blocks: tuple[SwapBlock, ...]
@@ -119,12 +123,13 @@ class SwapProblem:
 
     @cached_property
     def compute_s(self) -> float:
-        """Time in seconds of a step that keeps all activations."""
+        """Time in seconds of a training step that keeps all activations."""
         return sum(b.forward_s + b.backward_s for b in self.blocks)
 
     def waits(self, decisions: Decisions) -> Waits | None:
-        """Return the waits for the given decisions, or None if the memory is exceeded with any
-        waits."""
+        """Return the waits for the given decisions. Return None if the decisions do not fit in
+        memory with any waits.
+        """
         size = len(self.blocks)
         slack, forward, backward = [0] * size, [-1] * size, [-1] * size
         start, started = [-1] * size, [-1] * size
@@ -154,10 +159,10 @@ class SwapProblem:
         return Waits(forward, backward, start, started)
 
     def _earliest(self, i: int, slack: list[int]) -> int:
-        """Return the earliest point of the backward pass from which block i's activations fit into
-        memory.
+        """Return the earliest point of the backward pass from which the activations of block i fit
+        in memory.
 
-        The memory that they occupy is subtracted from `slack`.
+        The memory for these activations is subtracted from `slack`.
         """
         turn, size = i, self.blocks[i].activation_bytes
         while turn + 1 < len(slack) and slack[turn + 1] >= size:
@@ -166,8 +171,9 @@ class SwapProblem:
         return turn
 
     def seconds(self, decisions: Decisions) -> float:
-        """Return the time in seconds that a step takes under `schedule`, or inf if it exceeds the
-        memory."""
+        """Return the time in seconds of the training step that `schedule` would return, or inf if
+        the step does not fit in memory.
+        """
         waits = self.waits(decisions)
         if waits is None:
             return math.inf
@@ -194,14 +200,15 @@ class SwapProblem:
         return now
 
     def schedule(self, decisions: Decisions, base: int = 0) -> OffloadSchedule:
-        """Return the schedule that results from the given decisions.
+        """Return the schedule of a training step with the given decisions.
 
         Args:
-            decisions: decision (keep, recompute or swap) for each block.
-            base: number of bytes on the device in addition to `room`. Defaults to 0.
+            decisions: for each block, one of keep, recompute or swap.
+            base: number of bytes that are in use on the device in addition to `room`. Defaults to
+                0.
 
         Raises:
-            ValueError: If the memory is exceeded with any waits.
+            ValueError: If the decisions do not fit in memory with any waits.
         """
         waits = self.waits(decisions)
         if waits is None:
@@ -254,7 +261,9 @@ class SwapProblem:
 
 
 def least_bytes(blocks: Sequence[SwapBlock]) -> int:
-    """Return the smallest number of bytes that is sufficient for any combination of decisions."""
+    """Return the smallest number of bytes with which at least one combination of decisions is
+    possible.
+    """
     held = most = 0
     for block in blocks:
         most = max(most, held + block.activation_bytes + block.workspace_bytes)

@@ -1,8 +1,8 @@
-"""Comparison of two ways to train with peers on a slow network.
+"""Compare two ways to train with peers that are connected by a slow network.
 
-In ATOM, each peer streams the whole model and computes its own micro-batches. From time to time,
-the peers average their weights. In a pipeline, the peers send the activations and gradients of
-every micro-batch over the links between them.
+In ATOM, each peer streams the weights of the whole model through its device and computes its own
+micro-batches. After a number of steps, the peers average their weights. In a pipeline, the peers
+send each other the activations and gradients of every micro-batch.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from moe_plugin.planner.pipeline.schedules import MODES, Pipeline
 
 @dataclass(frozen=True, kw_only=True)
 class Peers:
-    """A group of peers and the network between them.
+    """A group of peers, and the network that connects them.
 
     Attributes:
-        count: number of peers, which is also the number of pipeline stages.
+        count: number of peers. In a pipeline, the number of peers is also the number of stages.
         bytes_s: bandwidth of each peer's link in one direction, in bytes per second.
-        delay_s: delay of a message in seconds.
+        delay_s: latency of a message, in seconds.
         average_every: number of steps after which the weights are averaged.
-        averaged_bytes: number of bytes of the model that are averaged.
+        averaged_bytes: number of bytes of the weights that are averaged.
     """
 
     count: int
@@ -47,12 +47,13 @@ class Peers:
 
 @dataclass(frozen=True)
 class Versus:
-    """Times for the same micro-batches with a streamed and with a pipelined model.
+    """Predicted times for the same micro-batches, with a streamed model and with a pipeline.
 
     Attributes:
-        streamed: time in seconds if each peer streams the model.
+        streamed: time in seconds if each peer streams the whole model.
         pipelined: time in seconds if the same peers form a pipeline.
-        mode: sending mode of `planner.pipeline.schedules` with which the pipeline is fastest.
+        mode: the sending mode, defined in `planner.pipeline.schedules`, with which the pipeline is
+            fastest.
     """
 
     streamed: float
@@ -61,21 +62,23 @@ class Versus:
 
     @property
     def ratio(self) -> float:
-        """Ratio of the time of the pipeline to the time of streaming."""
+        """Time of the pipeline divided by the time of streaming."""
         return self.pipelined / self.streamed
 
 
 def versus_pipeline(plan: StreamPlan, peers: Peers) -> Versus:
-    """Compare peers that stream the model with a pipeline.
+    """Compare peers that each stream the whole model with a pipeline of the same peers.
 
-    With g accumulated micro-batches and n peers, each alternative computes `n * g` micro-batches
-    per step. The assumptions favour the pipeline. The pipeline's weights and activations fit into
-    memory, and all stages take equally long. The model is divided where the least data is sent.
-    Activations are stored instead of recomputed, and no weights are averaged. The streaming time
-    includes a fraction of the time of an average. This fraction does not overlap with anything.
+    With n peers and g accumulated micro-batches per peer, both methods compute `n * g`
+    micro-batches per step. All assumptions favor the pipeline. The weights and activations of the
+    pipeline fit in memory, and all stages take equally long. The model is divided between the
+    layers at which the least data has to be sent. The pipeline stores activations instead of
+    recomputing them, and does not average weights. For streaming, each step also includes its share
+    of the time to average the weights. The averaging time is assumed not to overlap with any
+    computation or copy.
 
     Raises:
-        ValueError: If the model has fewer layers than there are peers.
+        ValueError: If there are more peers than layers.
     """
     layers, batches = plan.model.layers, plan.model.batches * peers.count
     if len(layers) < peers.count:

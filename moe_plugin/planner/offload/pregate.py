@@ -1,10 +1,11 @@
-"""Times and buffers of four designs for inference with experts in host memory.
+"""Predict the times and buffer sizes of four designs for inference with experts in host memory.
 
-In the design `resident`, all experts are on the device. In the design `on_demand`, a layer's active
-experts are copied to the device after the layer's router has chosen them. In the design
-`prefetch_all`, all experts of the next layer are copied while a layer computes. In the design
-`pre_gated`, the router of a layer chooses the experts of the next layer, so only these experts are
-copied while the layer computes (Pre-gated MoE, Hwang et al., ISCA 2024).
+In the design `resident`, all experts are stored on the device. In the design `on_demand`, the
+active experts of a layer are copied to the device after the router of this layer has chosen them.
+In the design `prefetch_all`, all experts of the next layer are copied to the device while a layer
+computes. In the design `pre_gated`, the router of each layer chooses the experts of the next layer,
+so only these experts are copied to the device while the layer computes (Pre-gated MoE, Hwang et
+al., ISCA 2024).
 """
 
 from __future__ import annotations
@@ -28,17 +29,17 @@ Pass = Sequence[Sequence[int]]  # active experts by MoE layer
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertModel:
-    """A stack of MoE layers, with the speeds of the machine that runs these layers.
+    """A stack of MoE layers, and the speeds of the machine that runs the layers.
 
     Attributes:
-        layers: number of layers with experts.
-        experts: number of experts per layer.
+        layers: number of MoE layers.
+        experts: number of experts per MoE layer.
         expert_bytes: size of one expert's weights in bytes.
-        attention_s: time in seconds from the end of a layer's experts until the next layer's router
-            has selected experts.
-        expert_s: time in seconds per active expert of a layer.
+        attention_s: time in seconds between the end of a layer's experts and the moment when the
+            next layer's router has chosen experts.
+        expert_s: computation time in seconds per active expert of a layer.
         bytes_s: bandwidth from host memory to the device, in bytes per second.
-        base_bytes: number of bytes on the device that are not weights of experts.
+        base_bytes: number of bytes on the device that are not expert weights.
     """
 
     layers: int
@@ -63,22 +64,23 @@ class ExpertModel:
 
 def expert_model(model: ModelShape, device: Device, link_bytes_s: float,
                  tokens: int) -> tuple[ExpertModel, Pass]:
-    """Return the model and the number of active experts for a pass over `tokens` sequences.
+    """Return an `ExpertModel`, and the active experts of each layer in a pass over `tokens`
+    sequences.
 
-    The pass generates one token per sequence. Times follow a roofline model in which every matrix
-    needs one launch and is read once. The attribute `base_bytes` includes the dense weights, and
-    the keys and values of whole sequences. The number of active experts is the mean that results if
-    all experts are equally likely.
+    The pass generates one token per sequence. Times follow a roofline model, in which every matrix
+    requires one launch and is read once. `base_bytes` includes the dense weights, and the keys and
+    values of complete sequences. The number of active experts per layer is the expected number if
+    all experts are equally likely to be chosen.
 
     Args:
-        model: shape of the model.
+        model: sizes of the model.
         device: processor of the machine.
-        link_bytes_s: bandwidth in bytes per second from the memory that stores the experts to the
+        link_bytes_s: bandwidth, in bytes per second, from the memory that stores the experts to the
             device.
-        tokens: number of sequences, for each of which one token is generated.
+        tokens: number of sequences. One token is generated for each sequence.
 
     Raises:
-        ValueError: If no layer has experts, or if `tokens` is less than 1.
+        ValueError: If the model has no MoE layers, or if `tokens` is less than 1.
     """
     layers, dense = model.moe_layers, model.dense_parameters
     if not layers or tokens < 1:
@@ -104,12 +106,12 @@ def expert_model(model: ModelShape, device: Device, link_bytes_s: float,
 
 @dataclass(frozen=True)
 class DesignCost:
-    """Cost of an inference design.
+    """Predicted cost of a design for inference.
 
     Attributes:
         design: name of the design, such as `on_demand`.
         seconds: time of a pass in seconds.
-        buffer_bytes: largest number of bytes that experts occupy on the device at a time.
+        buffer_bytes: largest number of bytes that expert weights occupy on the device at any time.
         outcome: result of simulating the design's schedule.
     """
 
@@ -121,17 +123,18 @@ class DesignCost:
 
 def schedule(design: str, model: ExpertModel, passes: Sequence[Pass],
              limit: int | None = None) -> OffloadSchedule:
-    """Return the schedule of consecutive passes in a design.
+    """Return the schedule of several consecutive passes with a given design.
 
     Args:
-        design: name of the design, which is one of `DESIGNS`.
-        model: layers of the model and speeds of the machine.
-        passes: for each pass and each layer, the active experts, for example from a recorded trace.
-        limit: maximum number of bytes on the device. By default, there is no limit.
+        design: name of the design, one of `DESIGNS`.
+        model: the layers of the model, and the speeds of the machine.
+        passes: for each pass, the active experts of each layer, for example from a recorded trace.
+        limit: maximum number of bytes that may be in use on the device. By default, there is no
+            limit.
 
     Raises:
-        ValueError: If the design is unknown, or if the layers or experts of a pass differ from
-            those of the model.
+        ValueError: If the design is unknown, or if a pass contains a number of layers or an expert
+            that the model does not have.
     """
     if design not in DESIGNS:
         raise ValueError(f"design {short(design)} is unknown. Choose from {', '.join(DESIGNS)}")
@@ -146,7 +149,7 @@ def schedule(design: str, model: ExpertModel, passes: Sequence[Pass],
 
 
 def compare(model: ExpertModel, passes: Sequence[Pass]) -> list[DesignCost]:
-    """Return the cost of each design, with the time of a pass and the size of expert buffers."""
+    """Predict the cost of each design."""
     costs = []
     for design in DESIGNS:
         outcome = schedule(design, model, passes).run()
@@ -156,10 +159,10 @@ def compare(model: ExpertModel, passes: Sequence[Pass]) -> list[DesignCost]:
 
 
 def best(costs: Sequence[DesignCost], limit: int) -> DesignCost:
-    """Return the fastest design that fits into memory and that the settings of a run can select.
+    """Return the fastest design that fits in memory and can be selected with settings.
 
     Raises:
-        ValueError: If no design fits into the memory limit.
+        ValueError: If no selectable design fits in the memory limit.
     """
     able = [c for c in costs if DESIGNS[c.design]]
     fits = [c for c in able if c.outcome.peak <= limit]
@@ -172,7 +175,7 @@ def best(costs: Sequence[DesignCost], limit: int) -> DesignCost:
 
 
 def explain(costs: Sequence[DesignCost], limit: int) -> str:
-    """Return a string that contains a table of the costs and the settings for the best design."""
+    """Return a text with a table of all costs and the settings that select the best design."""
     chosen = best(costs, limit)
     lines = [f"{'design':14}{'a pass':>12}{'waits':>12}{'experts':>13}{'device':>13}"]
     lines += [f"{c.design:14}{show_time(c.seconds):>12}{show_time(c.outcome.stall_s):>12}"
@@ -203,8 +206,9 @@ def _check(model: ExpertModel, number: int, active: Pass) -> None:
 
 
 class _Writer:
-    """Writer of the schedule's steps for consecutive passes. The layers of all passes are numbered
-    consecutively."""
+    """Writes the steps of a schedule for several consecutive passes. The MoE layers are numbered
+    consecutively over all passes.
+    """
 
     def __init__(self, design: str, model: ExpertModel) -> None:
         self.design, self.model = design, model
@@ -228,8 +232,9 @@ class _Writer:
             self._compute(label, len(experts), copies)
 
     def _copy(self, label: str, experts: list[int], decided: str) -> list[OffloadStep]:
-        """Issue copies of the active experts into the buffers that the layer before the last one
-        used."""
+        """Add steps that copy the active experts. The copies reuse the buffers of the layer before
+        the previous layer.
+        """
         after = (decided, *self.computed[-1:])
         copies = [OffloadStep(f"copy {label} expert {e}", "in", self.model.copy_s(1), after,
                               takes=self.model.expert_bytes, block=label) for e in experts]
@@ -237,7 +242,9 @@ class _Writer:
         return copies
 
     def _copy_all(self, label: str) -> list[OffloadStep]:
-        """Issue a copy of all experts into the buffers that the layer before the last one used."""
+        """Add a step that copies all experts of a layer. The copy reuses the buffers of the layer
+        before the previous layer.
+        """
         after = tuple(self.computed[-2:-1])
         count = self.model.experts
         copy = OffloadStep(f"copy {label}", "in", self.model.copy_s(count), after,

@@ -1,10 +1,11 @@
-"""Schedules of computation and of copies between a device and slower memory, with memory
-accounting.
+"""Schedules for computing on a device and for copying data between the device and slower memory.
+The simulation also tracks how much memory is in use.
 
-A device has three streams that work at the same time. The first stream computes, the second copies
-data to the device, and the third copies data from the device. Each stream runs one step at a time,
-in issue order. The accounting of bytes does not delay steps, so a step that needs memory must list
-the step that frees this memory in `after`.
+A device has three streams that work at the same time. The first stream computes, the second stream
+copies data to the device, and the third stream copies data from the device. Each stream runs one
+step at a time, in the order in which the steps were issued. A lack of memory does not delay a step
+in the simulation. A step that needs memory must therefore list the step that frees this memory in
+`after`.
 """
 
 from __future__ import annotations
@@ -28,20 +29,20 @@ MAX_SECONDS, MAX_BYTES, MAX_BLOCKS = 1e6, 10**16, 10_000
 
 @dataclass(frozen=True, kw_only=True)
 class BlockProfile:
-    """Measured costs of one block of a model for one micro-batch.
+    """Measured times and sizes of one block of a model, for one micro-batch.
 
     Attributes:
-        name: name of the block, which is unique in the model.
-        forward_s, backward_s: time in seconds of the forward pass, and time in seconds of the
-            backward pass without recomputation.
+        name: name of the block. Block names must be unique within a model.
+        forward_s, backward_s: times in seconds of the forward pass and of the backward pass,
+            without recomputation.
         activation_bytes: number of bytes that the forward pass stores for the backward pass,
             including the block's input.
-        kept_bytes: size in bytes of the block's input. The input remains stored if the forward pass
-            is recomputed. If a model is divided before this block, the same number of bytes is sent
-            between the two parts.
+        kept_bytes: size in bytes of the block's input. The input remains stored even if the block
+            is recomputed. If the model is divided before this block, the same number of bytes is
+            sent from one half of the model to the other.
         parameter_bytes: size of the block's weights in bytes.
-        gradient_bytes: size of the weights' gradients in bytes.
-        workspace_bytes: number of additional bytes that are needed only while the forward or
+        gradient_bytes: size of the gradients of the block's weights in bytes.
+        workspace_bytes: number of additional bytes that the device needs only while the forward or
             backward pass runs.
     """
 
@@ -68,17 +69,17 @@ class BlockProfile:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelProfile:
-    """A model's blocks in the order of the forward pass, and properties of the machine on which
-    they were measured.
+    """The blocks of a model in the order of the forward pass, and properties of the machine on
+    which the blocks were measured.
 
     Attributes:
-        blocks: blocks of the model, of which there is at least one.
-        name: name of the model that is shown to users.
-        base_bytes: number of bytes that are always on the device, such as resident weights,
+        blocks: the blocks of the model. There must be at least one block.
+        name: name of the model for messages to the user.
+        base_bytes: number of bytes that are always in use on the device, such as resident weights,
             optimizer state and buffers.
-        in_bytes_s, out_bytes_s: bandwidths in bytes per second of copies to and from the device.
-            The value 0 means that copies are not possible.
-        duplex: whether copies in both directions run at the same time.
+        in_bytes_s, out_bytes_s: bandwidths of copies to the device and from the device, in bytes
+            per second. A bandwidth of 0 means that data cannot be copied in this direction.
+        duplex: whether copies to and from the device can run at the same time.
     """
 
     blocks: list[BlockProfile] = field(default_factory=list)
@@ -104,11 +105,11 @@ class ModelProfile:
 
     @property
     def compute_s(self) -> float:
-        """Total time in seconds of all forward and backward passes without recomputation."""
+        """Total time in seconds of all forward and backward passes, without recomputation."""
         return sum(block.forward_s + block.backward_s for block in self.blocks)
 
     def save(self, path: str | Path) -> Path:
-        """Write the profile to a file atomically."""
+        """Write the profile to a file in one atomic operation."""
         return write_regular(path, json.dumps(asdict(self), indent=1) + "\n")
 
 
@@ -126,18 +127,19 @@ STREAMS = ("compute", "in", "out")
 
 @dataclass(frozen=True)
 class OffloadStep:
-    """A step that one stream runs.
+    """A step that runs on one stream.
 
     Attributes:
-        name: name of the step, which is unique in the schedule.
-        stream: stream that runs the step, which is "compute", "in" (copies to the device) or "out"
+        name: name of the step. Step names must be unique within a schedule.
+        stream: the stream that runs the step: "compute", "in" (copies to the device) or "out"
             (copies from the device).
         seconds: duration of the step in seconds.
-        after: names of the steps that must end before this step starts. These steps must be issued
-            earlier.
-        takes: number of bytes that are allocated on the device when the step starts.
-        frees: number of bytes that are freed on the device when the step ends.
-        block: name of the block to which the step belongs, which is used for display.
+        after: names of the steps that must end before this step starts. The steps listed in `after`
+            must be issued before this step.
+        takes: number of bytes that the step allocates on the device when it starts.
+        frees: number of bytes that the step frees on the device when it ends.
+        block: name of the block to which the step belongs. The name of the block is used only for
+            display.
     """
 
     name: str
@@ -167,18 +169,18 @@ class OffloadStep:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Result of a simulated schedule.
+    """The result of simulating a schedule.
 
     Attributes:
-        timeline: timeline with spans in issue order, in which resources are streams and phases are
-            blocks.
-        memory: pairs (time in seconds, number of bytes on the device) after each change, in
-            chronological order.
-        peak: largest number of bytes on the device at a time.
-        peak_step: name of the step during which the peak was reached.
-        stalls: for each compute step, the time in seconds for which the compute stream waited
-            before it.
-        moved_in, moved_out: numbers of bytes copied to and from the device.
+        timeline: timeline of all steps, in the order in which they were issued. The resources of
+            the timeline are streams, and the phases are blocks.
+        memory: pairs (time in seconds, number of bytes in use on the device), one for each change,
+            in chronological order.
+        peak: maximum number of bytes in use on the device.
+        peak_step: name of the step that raised memory use to its peak.
+        stalls: for each compute step that had to wait, the time in seconds for which the compute
+            stream was idle before the step.
+        moved_in, moved_out: numbers of bytes copied to the device and from the device.
     """
 
     timeline: Timeline
@@ -196,7 +198,7 @@ class Outcome:
 
     @property
     def stall_s(self) -> float:
-        """Total time in seconds for which the compute stream waited before or between steps."""
+        """Total time in seconds for which the compute stream was idle before or between steps."""
         return sum(self.stalls.values())
 
     @property
@@ -206,17 +208,18 @@ class Outcome:
 
     @cached_property
     def ended(self) -> dict[str, float]:
-        """Time in seconds at which each step ends."""
+        """Time in seconds at which each step ends, by step name."""
         return {span.task.name: span.end for span in self.timeline.spans}
 
     @cached_property
     def started(self) -> dict[str, float]:
-        """Time in seconds at which each step starts."""
+        """Time in seconds at which each step starts, by step name."""
         return {span.task.name: span.start for span in self.timeline.spans}
 
     def trace(self) -> dict[str, Any]:
-        """Return the timeline as a trace for Chrome and Perfetto that includes a counter of used
-        bytes."""
+        """Return the timeline as a trace for Chrome and Perfetto. The trace includes a counter of
+        the bytes in use.
+        """
         trace = self.timeline.trace(STREAMS)
         trace["traceEvents"] += [{"name": "memory", "ph": "C", "pid": 0, "ts": 1e6 * at,
                                   "args": {"bytes": size}} for at, size in self.memory]
@@ -225,15 +228,15 @@ class Outcome:
 
 @dataclass(frozen=True)
 class OffloadSchedule:
-    """A schedule of steps in issue order.
+    """The steps of a schedule, in the order in which they are issued.
 
     Attributes:
         steps: the steps.
-        limit: largest number of bytes that may be on the device at a time, or None if there is no
-            limit.
-        base: number of bytes that are always on the device.
-        duplex: whether copies to and from the device run at the same time. If False, copies run one
-            after another in issue order, as in a single queue.
+        limit: maximum number of bytes that may be in use on the device, or None for no limit.
+        base: number of bytes that are always in use on the device.
+        duplex: whether copies to and from the device can run at the same time. If `duplex` is
+            False, all copies run one after the other in the order in which they were issued, as if
+            there were a single copy queue.
     """
 
     steps: tuple[OffloadStep, ...]
@@ -252,9 +255,9 @@ class OffloadSchedule:
         """Simulate the schedule.
 
         Raises:
-            ValueError: If a step waits for a step that is not issued before it, if a step occurs
-                twice, if the bytes on the device exceed the limit, or if more bytes are freed than
-                were allocated.
+            ValueError: If a step waits for a step that is not issued earlier, if a step name occurs
+                twice, if memory use exceeds the limit, or if more bytes are freed than were
+                allocated.
         """
         timeline = simulate(self._tasks)
         memory: list[tuple[float, int]] = [(0.0, self.base)]
@@ -283,10 +286,12 @@ class OffloadSchedule:
 
 def _changes(steps: tuple[OffloadStep, ...],
              spans: tuple[Span, ...]) -> Iterator[tuple[float, int, int]]:
-    """Yield each change as a tuple (seconds, step, change in bytes) in chronological order.
+    """Yield the changes in memory use in chronological order, as tuples (time in seconds, index of
+    the step, change in bytes).
 
     At equal times, running steps end before new steps start. Steps that start at the same time are
-    in issue order, and a step of zero length ends before the next step starts.
+    sorted by the order in which they were issued. A step of zero length ends before the next step
+    starts.
     """
     order = []
     for index, (step, span) in enumerate(zip(steps, spans, strict=True)):
@@ -299,8 +304,9 @@ def _changes(steps: tuple[OffloadStep, ...],
 
 
 def _stalls(timeline: Timeline) -> dict[str, float]:
-    """Return, for each compute step, the time in seconds for which the compute stream idles before
-    it."""
+    """For each compute step that has to wait, return the time in seconds for which the compute
+    stream is idle before the step.
+    """
     stalls, end = {}, 0.0
     for span in timeline.spans:
         if span.task.resource == "compute":

@@ -1,17 +1,18 @@
-"""Streaming of a whole model through one device, segment by segment (ATOM).
+"""Stream the weights of a whole model through one device, segment by segment (ATOM).
 
-The source is "ATOM: Asynchronous Training of Massive Models for Deep Learning in a Decentralized
+Source: "ATOM: Asynchronous Training of Massive Models for Deep Learning in a Decentralized
 Environment", 2024. While one segment computes g micro-batches, the weights of the next segment are
-copied in, and the gradients of the previous segment are copied out. The next stage starts when all
-of this is done. The last two segments stay on the device between both passes. Conditions:
+copied to the device, and the gradients of the previous segment are copied from the device. The next
+stage starts when the computation and both copies are done. The last two segments stay on the device
+between the forward pass and the backward pass. Conditions:
 
-(i) Two neighbouring segments, including gradients and activations, must fit into the limit.
-(ii) If each segment computes at least as long as the copies take, it waits for the first load only.
-(iii) Among equally fast divisions, the one that divides the model at the smallest tensors is used.
+(i) Two neighboring segments, including gradients and activations, must fit in the memory limit.
+(ii) If every segment computes for longer than its copies take, computation waits only for the first
+copy. (iii) Among equally fast divisions, the division with the smallest tensors between segments is
+used.
 
-Because the time of a stage depends on three neighbouring segments, the best division is found by a
-dynamic program over the ends of two segments.
-"""
+The time of a stage depends on three neighboring segments. Therefore the best division is found by a
+dynamic program over the ends of two segments."""
 
 from __future__ import annotations
 
@@ -32,17 +33,16 @@ TOLERANCE = 1e-9  # relative excess over an upper bound up to which paths are ke
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
-    """Costs of one layer for one micro-batch. All times are given in seconds.
+    """Times and sizes of one layer for one micro-batch. All times are in seconds.
 
     Attributes:
-        backward_s: time of the backward pass, including recomputation, as only inputs are stored.
-        load_s: time in seconds to copy the layer's weights to the device.
-        out_s: time in seconds to copy the layer's gradients from the device.
-        weight_bytes, gradient_bytes: sizes of the layer's weights and gradients in bytes.
+        backward_s: time of the backward pass, including the recomputation of activations.
+        load_s: time to copy the layer's weights to the device.
+        out_s: time to copy the layer's gradients from the device.
+        weight_bytes, gradient_bytes: sizes of the layer's weights and of their gradients.
         kept_bytes: size in bytes of the layer's input, which is stored for the backward pass. If
             the model is divided before this layer, the same number of bytes is sent.
-        workspace_bytes: number of additional bytes while the layer computes one micro-batch.
-    """
+        workspace_bytes: additional bytes that the layer needs to compute one micro-batch."""
 
     name: str
     forward_s: float
@@ -62,7 +62,7 @@ class Layer:
 
 
 def layers_of(profile: ModelProfile) -> list[Layer]:
-    """Return the layers of a profile. Raises `ValueError` if the profile lacks a bandwidth."""
+    """Convert the blocks of a profile to layers. Both bandwidths of the profile must be > 0."""
     into, out = profile.in_bytes_s, profile.out_bytes_s
     if not into or not out:
         raise ValueError(f"profile {short(profile.name)}: in_bytes_s={into} and out_bytes_s={out} "
@@ -76,12 +76,11 @@ def layers_of(profile: ModelProfile) -> list[Layer]:
 
 @dataclass(frozen=True)
 class Segment:
-    """Consecutive layers that are on the device together, with totals over all micro-batches.
+    """Layers that are on the device at the same time, with totals over all micro-batches.
 
     Attributes:
-        begin, end: index of the first layer, and index after the last layer.
-        kept_before: number of bytes of the inputs that earlier layers store.
-    """
+        begin, end: index of the first layer, and index of the layer after the last layer.
+        kept_before: number of bytes that all earlier layers store for their inputs."""
 
     begin: int
     end: int
@@ -99,10 +98,10 @@ class Segment:
 
 @dataclass(frozen=True)
 class Stage:
-    """Segments that compute, load weights and send gradients at the same time.
+    """A stage in which one segment computes, one segment loads its weights, and one segment sends
+    its gradients.
 
-    need: number of bytes on the device during the stage, except bytes that are always there.
-    """
+    need: number of bytes on the device in this stage, except bytes that are always in use."""
 
     compute: Segment | None = None
     load: Segment | None = None
@@ -119,21 +118,21 @@ class Stage:
 
     @property
     def seconds(self) -> float:
-        """Time in seconds until computation and copies are done."""
+        """Time in seconds until the computation and all copies are done."""
         return max(self.compute_s, self.load.load_s if self.load else 0.0,
                    self.out.out_s if self.out else 0.0)
 
 
 class Streamed:
-    """Layers that are streamed through a device with several accumulated micro-batches.
+    """A model whose layers are streamed through a device, with several accumulated micro-batches.
 
     Args:
-        layers: at most `MOST_LAYERS` layers in the order of the forward pass.
-        batches: number g of accumulated micro-batches.
-        limit: memory of the device in bytes.
-        base: number of bytes that are always occupied on the device. Defaults to 0.
-    Raises: ValueError: If the number of layers or of micro-batches is out of bounds.
-    """
+        layers: at most `MOST_LAYERS` layers, in the order of the forward pass.
+        batches: number g of micro-batches that are accumulated per step.
+        limit: memory limit of the device, in bytes.
+        base: number of bytes that are always in use on the device. Defaults to 0.
+    Raises:
+        ValueError: If the number of layers or the number of micro-batches is out of bounds."""
 
     def __init__(self, layers: Sequence[Layer], batches: int, limit: int, base: int = 0) -> None:
         if not 1 <= len(layers) <= MOST_LAYERS:
@@ -160,26 +159,26 @@ class Streamed:
         return self._segments[begin, end]
 
     def segments(self, ends: Sequence[int]) -> list[Segment]:
-        """Split the model into segments, each of which ends before a layer listed in `ends`."""
+        """Split the model into segments. `ends` contains the end index of each segment."""
         return [self.segment(begin, end) for begin, end in pairwise((0, *ends))]
 
     def forward_stage(self, here: Segment, following: Segment | None) -> Stage:
-        """Return the forward stage of a segment, which overlaps with loading the next segment."""
+        """Return the stage of a segment's forward pass, during which the next segment is loaded."""
         need = here.kept_before + here.kept + here.workspace + here.weights
         need += following.weights if following else 0
         return Stage(here, following, need=need)
 
     def backward_stage(self, before: Segment | None, here: Segment,
                        behind: Segment | None) -> Stage:
-        """Return the backward stage of a segment, which overlaps with copies of its neighbours.
+        """Return the stage of a segment's backward pass, which overlaps with two copies.
 
-        For the last segment, no weights are loaded, because its neighbour is still resident."""
+        For the last segment, no weights are loaded, as the previous segment is still resident."""
         need = here.kept_before + here.kept + here.workspace + here.weights + here.gradients
         need += (before.weights if before else 0) + (behind.gradients if behind else 0)
         return Stage(here, before if behind else None, behind, True, need=need)
 
     def stages(self, parts: Sequence[Segment]) -> Iterator[Stage]:
-        """Yield all stages of a step in the order in which they run."""
+        """Yield all stages of a training step, in the order in which they run."""
         padded = [None, *parts, None]
         yield Stage(load=parts[0], need=parts[0].weights)
         for here, following in zip(parts, padded[2:], strict=True):
@@ -189,16 +188,16 @@ class Streamed:
         yield Stage(out=parts[0], need=parts[0].gradients)
 
     def seconds(self, ends: Sequence[int]) -> float:
-        """Return the time in seconds of a step, or inf if a stage exceeds the memory."""
+        """Return the time of a step in seconds, or inf if a stage does not fit in memory."""
         stages = list(self.stages(self.segments(ends)))
         return sum(stage.seconds for stage in stages) if self.fits(*stages) else math.inf
 
     def fits(self, *stages: Stage) -> bool:
-        """Return True if each of the given stages fits into the memory of the device."""
+        """Return whether all of the given stages fit in the device's memory."""
         return all(self.base + stage.need <= self.limit for stage in stages)
 
     def schedule(self, ends: Sequence[int]) -> OffloadSchedule:
-        """Return the schedule for segments with the given ends."""
+        """Return the schedule for a division into segments with the given ends."""
         steps: list[OffloadStep] = []
         before: tuple[str, ...] = ()
         parts = self.segments(ends)
@@ -232,7 +231,7 @@ class Streamed:
                            frees + part.workspace, label)
 
     def label(self, part: Segment) -> str:
-        """Return the name of the segment's first layer, or of its first and last layer."""
+        """Return the name of a segment: the names of its first and last layers."""
         first, last = self.layers[part.begin].name, self.layers[part.end - 1].name
         return first if first == last else f"{first}-{last}"
 
@@ -242,12 +241,12 @@ _State = tuple[Segment | None, Segment]  # the last two segments
 
 
 def best_ends(model: Streamed) -> tuple[int, ...] | None:
-    """Return the ends of the segments with the shortest step, or None if all exceed the memory.
+    """Return the ends of the segments with the shortest step, or None if no division fits.
 
-    Among divisions with equally short steps, the one that divides the model at the smallest tensors
-    is chosen. The dynamic program runs over the last two segments, with the cost of all stages
-    before them. Paths that cannot be faster than the best even division are skipped.
-    """
+    Among divisions with equally short steps, the division with the smallest tensors at the borders
+    of its segments is chosen. The dynamic program runs over the last two segments and the cost of
+    all earlier stages. Divisions that cannot be faster than the best division into segments of
+    similar size are skipped."""
     size = len(model.layers)
     even = min(model.seconds([size * (i + 1) // count for i in range(count)])
                for count in range(1, size + 1))  # best division into parts of similar size
@@ -291,7 +290,7 @@ def best_ends(model: Streamed) -> tuple[int, ...] | None:
 
 
 def _added(model: Streamed, cost: _Cost, state: _State, following: Segment | None) -> _Cost:
-    """Return the cost with both stages of the last segment, or inf if one exceeds the memory."""
+    """Add the cost of the last segment's two stages, or inf if a stage does not fit."""
     before, here = state
     stages = (model.forward_stage(here, following), model.backward_stage(before, here, following))
     if not model.fits(*stages):
@@ -303,12 +302,11 @@ def _added(model: Streamed, cost: _Cost, state: _State, following: Segment | Non
 
 @dataclass(frozen=True)
 class StreamPlan:
-    """Division of a model into segments.
+    """The division of a model into segments.
 
     Attributes:
-        ends: for each segment, the index after its last layer.
-        seconds: time in seconds of a step with all accumulated micro-batches.
-    """
+        ends: for each segment, the index of the layer after the segment.
+        seconds: time in seconds of a training step, including all accumulated micro-batches."""
 
     model: Streamed
     ends: tuple[int, ...]
@@ -321,20 +319,20 @@ class StreamPlan:
 
     @property
     def parts(self) -> list[Segment]:
-        """Segments that the plan defines."""
+        """The segments of the division."""
         return self.model.segments(self.ends)
 
     @property
     def fill_s(self) -> float:
-        """Time in seconds of the first load, which does not overlap with computation."""
+        """Time in seconds of the first load. No computation overlaps with the first load."""
         return self.parts[0].load_s
 
     @property
     def hides(self) -> bool:
-        """True if computation hides all copies that it can hide (condition (ii)).
+        """True if computation overlaps with all copies that can overlap (condition (ii)).
 
-        Not included are the first load, and gradient copies of the first segment's backward
-        pass."""
+        Copies before the first forward pass, or after the start of the last backward pass, are not
+        considered."""
         inner = list(self.model.stages(self.parts))[1:-2]
         return all(stage.seconds <= stage.compute_s for stage in inner)
 
@@ -345,22 +343,24 @@ class StreamPlan:
 
     @property
     def edge_bytes(self) -> int:
-        """Size in bytes of the tensors at the borders of segments for one micro-batch."""
+        """Size in bytes, for one micro-batch, of the tensors at the borders of segments."""
         return sum(part.edge_bytes for part in self.parts)
 
     @cached_property
     def outcome(self) -> Outcome:
-        """Result of simulating the schedule."""
+        """The result of simulating the schedule."""
         return self.model.schedule(self.ends).run()
 
 
 def plan(layers: Sequence[Layer], batches: int, limit: int, base: int = 0) -> StreamPlan:
-    """Return the division with the shortest step. Ties go to the one with the smallest borders.
+    """Return the division of a model that gives the shortest training step. Among equally fast
+    divisions, the division with the smallest tensors at its borders is returned.
 
     Args:
         layers, batches, limit, base: as in `Streamed`.
-    Raises: ValueError: If no division fits into memory. The message states the bytes that it needs.
-    """
+    Raises:
+        ValueError: If no division fits in memory. The message contains the number of bytes that are
+            needed."""
     model = Streamed(layers, batches, limit, base)
     ends = best_ends(model)
     if ends is None:
@@ -375,10 +375,10 @@ MOST = 256  # largest number of micro-batches that `fewest_batches` tries
 
 
 def fewest_batches(layers: Sequence[Layer], limit: int, base: int = 0) -> StreamPlan | None:
-    """Return the plan with the fewest micro-batches in which computation hides all copies, or None.
+    """Return the division with the fewest micro-batches that hides all copies, or None.
 
-    The number is found by bisection, because more micro-batches hide more copies if they fit.
-    """
+    The number of micro-batches is found by bisection. Bisection is possible because computation
+    hides more copies if there are more micro-batches."""
     low, high, best = 0, 1, None
     while best is None:
         if high > MOST:

@@ -1,1 +1,3 @@
-"""Schedules of pipeline stages, with the order of tasks, step times and memory of activations."""
+"""Simulate the schedules of pipeline stages: the order of tasks, the time of a step, and the memory
+for activations.
+"""

@@ -1,5 +1,4 @@
-"""Choice of the pipeline schedule with the shortest predicted step whose activations fit into
-memory."""
+"""Choose the pipeline schedule with the shortest predicted step whose activations fit in memory."""
 
 from __future__ import annotations
 
@@ -32,31 +31,33 @@ def _is_sample(value: Any, numbers: int) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class StageProfile:
-    """Measured or assumed times and sizes of one micro-batch on each pipeline stage.
+    """Measured or assumed times and sizes of one micro-batch, for each pipeline stage.
 
     Attributes:
         name: name of the profile.
-        micro_batches: number of micro-batches per step in one pipeline.
-        forward_s, backward_s: times in seconds of each stage's forward and backward passes, from
-            the first to the last stage.
-        transfer_s: time in seconds to send a micro-batch's activations or their gradient between
-            two stages.
-        activation_bytes: for each stage, the number of bytes that the backward pass needs for one
-            micro-batch. Empty means unknown.
-        memory_bytes: memory limit in bytes for activations on each rank, or 0 if there is no limit.
-        transport: backend of the transfers, nccl or gloo. With gloo, two stages that exchange data
-            send one after the other.
-        sequence: number of tokens of a sequence, which is needed to compare slices of sequences.
-            The value is 0 if slices are not compared.
-        slice_samples: measured forward passes of slices on the slowest stage, as [tokens, earlier
-            tokens of the sequence, seconds]. Some samples must have no earlier tokens. With
-            `batch`, each sample begins with its number of sequences.
-        batch: number of sequences per step in one pipeline, if the size of a micro-batch is chosen
-            together with its slices. The value is 0 if the size of a micro-batch is fixed.
-        granularity: number of tokens. Every slice length is a multiple of this number. The number
-            must divide `sequence`.
-        slices: fixed slice lengths in tokens. If the tuple is empty, the best lengths are
-            determined from the samples.
+        micro_batches: number of micro-batches per training step in one pipeline.
+        forward_s, backward_s: for each stage, the time of the forward pass and the time of the
+            backward pass in seconds. Stages are listed from first to last.
+        transfer_s: time in seconds to send one micro-batch's activations, or the gradient of these
+            activations, from a stage to the next.
+        activation_bytes: for each stage, the number of bytes that one micro-batch stores for its
+            backward pass. Empty means unknown.
+        memory_bytes: memory limit for activations on each rank in bytes, or 0 for no limit.
+        transport: backend that sends data between stages, nccl or gloo. With gloo, two stages that
+            exchange data send one after the other.
+        sequence: number of tokens per sequence. Required if slices of sequences are to be compared.
+            `sequence` is 0 if slices are not compared.
+        slice_samples: measured forward passes of slices on the slowest stage. Each sample is
+            [number of tokens, number of earlier tokens in the sequence, seconds]. At least one
+            sample must have no earlier tokens. If `batch` is given, each sample begins with an
+            additional number, the number of sequences.
+        batch: number of sequences per training step in one pipeline. `batch` is given if the size
+            of micro-batches is chosen together with the slices. `batch` is 0 if the size of
+            micro-batches is fixed.
+        granularity: a number of tokens. The length of every slice is a multiple of this number.
+            `granularity` must be a divisor of `sequence`.
+        slices: fixed lengths of slices in tokens. If `slices` is empty, the best lengths are
+            computed from the samples.
     """
 
     name: str = "pipeline"
@@ -82,8 +83,8 @@ class StageProfile:
             raise ValueError(f"activation_bytes={self.activation_bytes} must contain one size >= 0 "
                              f"for each of {stages} stages, or be omitted")
         if self.memory_bytes < 0 or (self.memory_bytes and not self.activation_bytes):
-            raise ValueError(f"memory_bytes={self.memory_bytes} must be >= 0, and needs "
-                             "activation_bytes unless it is 0. Set both or omit memory_bytes")
+            raise ValueError(f"memory_bytes={self.memory_bytes} must be >= 0, and a value > 0 "
+                             "requires activation_bytes. Set both or omit memory_bytes")
         if self.transport not in TRANSPORTS:
             raise ValueError(f"transport={self.transport!r} is unknown. Choose from "
                              f"{', '.join(TRANSPORTS)}")
@@ -112,7 +113,7 @@ class StageProfile:
         self.pipeline()  # the constructor of `Pipeline` validates the times
 
     def pipeline(self) -> Pipeline:
-        """Return the profile as a `Pipeline` for the simulator."""
+        """Convert the profile to a `Pipeline`, which can be simulated."""
         return Pipeline(stages=len(self.forward_s), micro_batches=self.micro_batches,
                         forward_s=tuple(self.forward_s), backward_s=tuple(self.backward_s),
                         send_s=self.transfer_s)
@@ -120,17 +121,16 @@ class StageProfile:
 
 @dataclass(frozen=True)
 class Predicted:
-    """Predicted step of a pipeline schedule.
+    """Predicted training step with a pipeline schedule.
 
     Attributes:
-        schedule: name of the schedule, which is one of `SCHEDULES`.
-        timeline: simulated timeline of a step.
-        alive: for each stage, the largest number of micro-batches whose activations are stored at
-            the same time. The number may be fractional.
-        fits: whether the activations fit into the memory.
-        slices: slice lengths in tokens. The tuple is empty if sequences are not divided.
-        sequences: number of sequences per micro-batch. The value 0 means the same number as in the
-            profile.
+        schedule: name of the schedule, one of `SCHEDULES`.
+        timeline: simulated timeline of a training step.
+        alive: for each stage, the maximum number of micro-batches whose activations are stored at
+            the same time. With slices, the number of micro-batches may be fractional.
+        fits: whether the activations fit in memory.
+        slices: lengths of slices in tokens. Empty if sequences are not divided into slices.
+        sequences: number of sequences per micro-batch. 0 means the same number as in the profile.
     """
 
     schedule: str
@@ -142,18 +142,19 @@ class Predicted:
 
     @property
     def seconds(self) -> float:
-        """Time of the step in seconds."""
+        """Time of the training step in seconds."""
         return self.timeline.seconds
 
     @property
     def bubble(self) -> float:
-        """Fraction of the time, from 0 to 1, during which stages do not compute."""
+        """Fraction of the time for which stages are idle, from 0 to 1."""
         return idle(self.timeline, len(self.alive))
 
 
 def predict(profile: StageProfile) -> list[Predicted]:
-    """Return the predictions for all schedules, fastest first. The schedule `terapipe` is included
-    only if slices were measured."""
+    """Return the predicted training steps of all schedules, from fastest to slowest. The schedule
+    `terapipe` is included only if the profile contains measured slices.
+    """
     line = profile.pipeline()
     predictions = []
     for schedule, mode in (("1f1b", TRANSPORTS[profile.transport]), ("eager-1f1b", "eager")):
@@ -179,10 +180,11 @@ def _slice_times(profile: StageProfile) -> BatchTimes:
 
 
 def _sliced(profile: StageProfile, times: BatchTimes, sequences: int) -> Predicted:
-    """Return the prediction for slices that are chosen by the dynamic program.
+    """Predict a training step with the slices that the dynamic program chooses.
 
-    For each slice, the ratio of backward time to forward time is assumed to be the same as for
-    whole micro-batches. The transfer time is assumed to be proportional to the number of tokens.
+    For a slice, the ratio between the times of the backward pass and the forward pass is assumed to
+    be the same as for a whole micro-batch. The time to send a slice is assumed to be proportional
+    to its number of tokens.
 
     sequences: number of sequences per micro-batch. The value 0 means the same number as in the
         profile.
@@ -213,13 +215,13 @@ def _backward_share(profile: StageProfile) -> float:
 
 
 def groups(profile: StageProfile) -> BatchCut:
-    """Return TeraPipe's division of the batch into groups of samples, and of each group into
-    slices.
+    """Return the division that TeraPipe uses: the batch is divided into groups of samples, and each
+    group is divided into slices.
 
-    The groups run one after another. The times include the forward and backward passes but not the
-    transfers.
+    The groups run one after the other. The times include the forward and backward passes, but not
+    the transfers between stages.
 
-    profile: profile in which `batch` is not 0.
+    profile: a profile whose `batch` is not 0.
     """
     times, both = _slice_times(profile), 1 + _backward_share(profile)
     return cut_batch(lambda b, l, c: both * times(b, l, c), profile.batch,  # noqa: E741
@@ -228,11 +230,11 @@ def groups(profile: StageProfile) -> BatchCut:
 
 
 def choose(profile: StageProfile) -> Predicted:
-    """Return the fastest schedule whose activations fit into the memory. Among equally fast
-    schedules, Megatron's is preferred.
+    """Return the fastest schedule whose activations fit in memory. If several schedules are equally
+    fast, Megatron's own schedule is preferred.
 
     Raises:
-        ValueError: If no schedule fits into the memory.
+        ValueError: If no schedule fits in memory.
     """
     fitting = [one for one in predict(profile) if one.fits]
     if not fitting:

@@ -1,29 +1,32 @@
-"""Pipeline schedules, with the order of tasks, step times and numbers of stored activations.
+"""Simulate pipeline schedules: the order of tasks, the time of a step, and the number of stored
+activations.
 
-The supported schedules are 1F1B, eager 1F1B (AlpaComm, arXiv 2211.05322) and TeraPipe's schedule
-with slices of sequences (arXiv 2102.07988). With n stages, stage i begins with n - i forward passes
-and then alternates between one backward and one forward pass. If sequences are divided into S
-slices, each pass processes one slice, and each stage begins with S - 1 additional forward passes.
-The backward passes of a micro-batch run in reverse order, because a slice's keys and values receive
-gradients from later slices. With few micro-batches, this is the same as TeraPipe's order, in which
-all forward passes come first.
+The supported schedules are 1F1B, eager 1F1B (AlpaComm, arXiv 2211.05322), and TeraPipe's schedule
+with slices of sequences (arXiv 2102.07988). With n stages, stage i begins with n - i forward
+passes. Each stage then alternates between one backward pass and one forward pass. If each sequence
+is divided into S slices, each pass processes one slice, and each stage begins with S - 1 additional
+forward passes. The backward passes of a micro-batch's slices run in reverse order, because the keys
+and values of a slice receive gradients from later slices. With few micro-batches, this order is the
+same as TeraPipe's order, in which all forward passes precede all backward passes.
 
-There are four modes in which stages send results:
+There are four modes for sending results from a stage to the next:
 
-- paired: Both stages wait until the transfer ends. A transfer begins when both stages have issued
-  their calls. Transfers in both directions run one after the other, because gloo's request for the
-  second transfer is queued on the connection behind the data of the first. This mode models
-  Megatron's 1F1B over gloo.
+- paired: Both the sending and the receiving stage wait until the transfer ends. A transfer begins
+  when both stages have called the transfer. Transfers in the two directions run one after the
+  other, because gloo queues its request for the second transfer on the same connection, behind the
+  data of the first transfer. This mode models Megatron's 1F1B schedule over gloo.
 - blocking: The sending stage waits until the transfer ends.
-- overlapped: The sending stage continues during the transfer. In 1F1B, the next stage needs an
-  activation immediately after it is computed, so this stage still waits for the transfer.
-- eager: Stage i begins with 2 (n - i) - 1 forward passes instead of n - i. Because of the
-  additional passes, there is one slot between computing an activation and using it, in which it is
-  sent. About twice as many activations are stored.
+- overlapped: The sending stage continues to compute during the transfer. In 1F1B, the next stage
+  needs an activation as soon as it is computed. Therefore the mode `overlapped` still makes the
+  next stage wait for the transfer.
+- eager: Stage i begins with 2 (n - i) - 1 forward passes instead of n - i. In the mode `eager`, the
+  additional forward passes leave time for one pass between computing an activation and using it.
+  The activation is sent during the time of this pass. The mode `eager` stores about twice as many
+  activations.
 
-A backward pass can be split into two parts. The gradient of the input, for which the previous stage
-waits, is computed first. The gradients of the weights are computed while the gradient of the input
-is being sent.
+A backward pass can be split into two steps. The first step computes the gradient of the input, for
+which the previous stage waits. The second step computes the gradients of the weights, while the
+gradient of the input is being sent.
 """
 
 from __future__ import annotations
@@ -48,7 +51,7 @@ def warm_up(stages: int, stage: int, micro_batches: int, mode: str, slices: int 
         stages: number of stages.
         stage: index of the stage, counted from 0.
         micro_batches: number of micro-batches.
-        mode: sending mode, which is one of `MODES`.
+        mode: sending mode, one of `MODES`.
         slices: number of slices per sequence. Defaults to 1.
     """
     behind = stages - stage
@@ -58,7 +61,7 @@ def warm_up(stages: int, stage: int, micro_batches: int, mode: str, slices: int 
 
 def order(stages: int, stage: int, micro_batches: int, mode: str = "overlapped",
           slices: int = 1) -> list[Pass]:
-    """Return the passes of a stage in the order in which they run."""
+    """Return the passes of a stage, in the order in which they run."""
     first = warm_up(stages, stage, micro_batches, mode, slices)
     forward = [("forward", batch, part) for batch in range(micro_batches)
                for part in range(slices)]
@@ -71,11 +74,11 @@ def order(stages: int, stage: int, micro_batches: int, mode: str = "overlapped",
 
 
 def equal_slices(length: int, multiple: int, count: int) -> tuple[int, ...]:
-    """Return `count` slice lengths that are as equal as possible, with longer slices first.
+    """Return `count` slice lengths that are as equal as possible. Longer slices come first.
 
     Args:
         length: number of tokens of the sequence.
-        multiple: number of tokens. Every slice length is a multiple of it.
+        multiple: a number of tokens. The length of every slice is a multiple of this number.
         count: number of slices.
     """
     pieces = length // multiple
@@ -84,20 +87,20 @@ def equal_slices(length: int, multiple: int, count: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class Pipeline:
-    """Stages and micro-batches of a pipeline.
+    """The stages and micro-batches of a pipeline.
 
     Attributes:
         stages: number of stages.
-        micro_batches: number of micro-batches per step.
-        forward_s, backward_s: times in seconds of one micro-batch's forward and backward passes, as
-            one number for all stages or as one number per stage. With `slices`, times of each slice
-            on every stage.
-        send_s: time in seconds to send one micro-batch's activations or their gradient to a
-            neighbouring stage. With `slices`, one time for each slice.
-        delayed_s: part of `backward_s` in which gradients of weights are computed, after the
-            gradient of the input was sent, or 0 if the backward pass is not split. The mode
-            "paired" never splits the backward pass, as in Megatron's 1F1B.
-        slices: number of slices per sequence, or 0 if sequences are not divided.
+        micro_batches: number of micro-batches per training step.
+        forward_s, backward_s: times of one micro-batch's forward pass and backward pass in seconds,
+            given as one number for all stages or as one number per stage. With `slices`, one number
+            per slice must be given. All stages then take equally long.
+        send_s: time in seconds to send one micro-batch's activations, or the gradient of these
+            activations, to a neighboring stage. With `slices`, one number per slice.
+        delayed_s: part of `backward_s` that computes the gradients of the weights after the
+            gradient of the input has been sent. 0 if the backward pass is not split. In the mode
+            "paired", the backward pass is never split, as in Megatron's 1F1B.
+        slices: number of slices per sequence, or 0 if sequences are not divided into slices.
     """
 
     stages: int
@@ -129,12 +132,12 @@ class Pipeline:
 
     @property
     def ideal_s(self) -> float:
-        """Step time in seconds without transfers.
+        """Time of a training step in seconds without transfers.
 
-        For m micro-batches and n equal stages, the time is `(m + n - 1) (forward + backward)`.
+        With m micro-batches and n equal stages, the time is `(m + n - 1) (forward + backward)`.
 
-        In general, the time of the slowest stage is added m times, and the time of every other
-        stage once.
+        With unequal stages, the time of the slowest stage is counted m times, and the time of every
+        other stage is counted once.
         """
         assert isinstance(self.forward_s, tuple) and isinstance(self.backward_s, tuple)
         times = [f + b for f, b in zip(self.forward_s, self.backward_s, strict=True)]
@@ -144,7 +147,7 @@ class Pipeline:
         """Return the timeline of all passes and transfers.
 
         Args:
-            mode: sending mode, which is one of `MODES`. Defaults to "overlapped".
+            mode: sending mode, one of `MODES`. Defaults to "overlapped".
 
         Raises:
             ValueError: If the mode is unknown.
@@ -158,11 +161,13 @@ class Pipeline:
             for stage in range(self.stages)))
 
     def peak_activations(self, mode: str = "overlapped", sizes: Sequence[int] = (1,)) -> list[int]:
-        """Return the peak number of stored activations for each stage.
+        """For each stage, return the maximum number of activations that are stored at the same
+        time.
 
         Args:
             mode: sending mode, which is one of `MODES`.
-            sizes: number of tokens of each slice. By default, micro-batches are counted.
+            sizes: number of tokens in each slice, if tokens should be counted. By default,
+                micro-batches are counted.
         """
         peaks = []
         for stage in range(self.stages):
@@ -185,8 +190,9 @@ class Pipeline:
         return f"{kind} {stage} {batch}.{part}" if self.slices else f"{kind} {stage} {batch}"
 
     def _neighbour(self, stage: int, kind: str, step: int = 1) -> int | None:
-        """Return the stage that uses a pass's result (step 1) or that sent the pass's input (step
-        -1)."""
+        """Return the stage that uses the result of a pass (step 1), or the stage that sent the
+        input of a pass (step -1).
+        """
         neighbour = stage + (step if kind == "forward" else -step)
         return neighbour if 0 <= neighbour < self.stages else None
 
@@ -197,8 +203,9 @@ class Pipeline:
                     self._of(seconds, stage, part) - late, after, kind)
 
     def _tasks(self, stage: int, each: Pass, mode: str) -> Iterator[Task]:
-        """Yield the tasks of a pass, which are computation, transfer, and delayed gradients of
-        weights."""
+        """Yield the tasks of a pass: the computation, the transfer and the delayed gradients of
+        weights.
+        """
         kind, batch, part = each
         late = self._of(self.delayed_s, stage, part) if kind == "backward" else 0.0
         source, target = self._neighbour(stage, kind, -1), self._neighbour(stage, kind)
@@ -216,11 +223,11 @@ class Pipeline:
     # Mode "paired": a transfer begins when its sender and its receiver have both called it.
 
     def _calls(self, stage: int) -> Iterator[Pass | set[Transfer]]:
-        """Yield the passes of a stage, and each set of transfers for which the stage waits in one
-        call.
+        """Yield the passes of a stage and, between passes, the sets of transfers for which the
+        stage waits in a single call.
 
-        Between a forward and a backward pass of the steady state, a stage sends and receives in one
-        call. Otherwise, a stage uses two calls.
+        In the steady state, a stage sends and receives in a single call between a forward pass and
+        a backward pass. In all other cases, the stage uses separate calls to send and to receive.
         """
         passes, in_turns = self._order(stage, "paired"), self.micro_batches >= self.stages - stage
         for last, following in pairwise([None, *passes, None]):
@@ -236,8 +243,9 @@ class Pipeline:
                 yield following
 
     def _paired(self) -> list[list[Task]]:
-        """Return, for each stage, the tasks of its passes and of its transfers with the next
-        stage."""
+        """For each stage, return the tasks of the stage's passes and of the transfers between this
+        stage and the next.
+        """
         waits: dict[Transfer, tuple[str, ...]] = defaultdict(tuple)
         programs: list[list[Task | Transfer]] = [[] for _ in range(self.stages)]
         for stage, steps in enumerate(programs):
@@ -264,8 +272,9 @@ class Pipeline:
 
 
 def _interleaved(programs: Iterable[Sequence[Task]]) -> Iterator[Task]:
-    """Yield the tasks of several programs. The order within each program is kept, and a task
-    follows all tasks that it waits for."""
+    """Merge the tasks of several programs. The order within each program does not change, and each
+    task comes after all tasks that it waits for.
+    """
     waiting = [deque(program) for program in programs]
     issued: set[str] = set()
     while any(waiting):
@@ -276,6 +285,6 @@ def _interleaved(programs: Iterable[Sequence[Task]]) -> Iterator[Task]:
 
 
 def idle(timeline: Timeline, stages: int) -> float:
-    """Return the fraction of the time, averaged over all stages, in which stages do not compute."""
+    """Return the fraction of the time for which stages are idle, averaged over all stages."""
     busy = sum(span.task.seconds for span in timeline.spans if span.task.phase != "send")
     return 1 - busy / (stages * timeline.seconds) if timeline.seconds else 0.0

@@ -1,19 +1,21 @@
-"""Lengths of the token slices that pass through pipeline stages (TeraPipe, arXiv 2102.07988).
+"""Choose the lengths of the slices of a sequence that pass through pipeline stages (TeraPipe, arXiv
+2102.07988).
 
-Under causal attention, a slice of a sequence depends only on earlier slices. Therefore slices of
-one sequence can fill a pipeline in the same way as micro-batches. If t(l, c) is the time of a slice
-of l tokens after c earlier tokens, K stages need
+With causal attention, a slice of a sequence depends only on earlier slices. Therefore the slices of
+a sequence can fill a pipeline in the same way as micro-batches. Let t(l, c) be the time of a slice
+of l tokens that follows c earlier tokens. With K stages, a sequence takes the time
 
     sum of t_i + (K - 1) max of t_i.
 
-For a given upper bound on all t_i, the smallest sum is found by a dynamic program over the end of
-the last slice. The values of t are tried as bounds in ascending order, until (K - 1) times the
-bound exceeds the best time so far. Of several values that differ by less than a gap, only the
-largest is tried.
+For a given upper bound on all t_i, a dynamic program over the end of the last slice finds the
+smallest sum. The values of t are tried as upper bounds in ascending order, until (K - 1) times the
+bound exceeds the best time found so far. If several values differ by less than a given gap, only
+the largest of these values is tried.
 
-Measured times are fitted by `t(l, c) = base(l) + a0 + a1 l + a2 c + a3 l c` (TeraPipe's latency
-model). The term `base(l)` interpolates linearly between the times measured without context. For
-slices without context, all other terms are omitted.
+Measured times are fitted with TeraPipe's latency model,
+`t(l, c) = base(l) + a0 + a1 l + a2 c + a3 l c`. The term `base(l)` is a linear interpolation
+between the times measured without context. For slices without context, all terms except `base(l)`
+are omitted.
 """
 
 from __future__ import annotations
@@ -43,8 +45,8 @@ class SliceCut:
     """A sequence divided into slices.
 
     Attributes:
-        slices: slice lengths in tokens, in the order of the sequence.
-        seconds: time in seconds until all slices have passed all stages.
+        slices: lengths of the slices in tokens, in the order of the sequence.
+        seconds: time until all slices have passed through all stages.
     """
 
     slices: tuple[int, ...]
@@ -53,11 +55,11 @@ class SliceCut:
 
 @dataclass(frozen=True)
 class BatchCut:
-    """A batch divided into groups that run one after another.
+    """A batch divided into groups, which run one after the other.
 
     Attributes:
-        groups: for each group, the number of samples and the division into slices.
-        seconds: total time of all groups in seconds.
+        groups: for each group, the number of samples and the division of the samples into slices.
+        seconds: total time of all groups.
     """
 
     groups: tuple[tuple[int, SliceCut], ...]
@@ -65,35 +67,37 @@ class BatchCut:
 
 
 def latency(seconds: Sequence[float], stages: float) -> float:
-    """Return the time in seconds in which consecutive slices pass through equal stages.
+    """Return the time in seconds that consecutive slices need to pass through equally fast stages.
 
     Args:
-        seconds: time of each slice on one stage in seconds.
-        stages: number of stages K. For the time per sequence of m consecutive sequences, use `1 +
-            (K - 1) / m`.
+        seconds: for each slice, its time on one stage in seconds.
+        stages: number of stages K. If m sequences follow each other, pass `1 + (K - 1) / m` to get
+            the time per sequence.
     """
     return sum(seconds) + (stages - 1) * max(seconds)
 
 
 def slice_seconds(times: Times, slices: Sequence[int]) -> tuple[float, ...]:
-    """Return the time in seconds of each slice, with all earlier tokens as context."""
+    """Return the time of each slice in seconds. All earlier tokens are the context of a slice."""
     ends = np.cumsum([0, *slices]).tolist()
     return tuple(times(length, start) for length, start in zip(slices, ends, strict=False))
 
 
 def cut(times: Times, length: int, stages: float, *, granularity: int = 1,
         gap_s: float = 0.0) -> SliceCut:
-    """Return the division into slices with which a sequence passes all stages in the shortest time.
+    """Return the division into slices with which a sequence passes through all stages in the
+    shortest time.
 
     Args:
-        times: function t(l, c) that returns the time >= 0 in seconds of l tokens after c tokens.
-            Infinity means that a slice is not possible.
-        length: number of tokens of the sequence.
-        stages: number of stages K. For one of m consecutive sequences, use `1 + (K - 1) / m`.
-        granularity: number of tokens of which every slice length is a multiple. The number must
-            divide `length`.
-        gap_s: largest difference in seconds between a value of t and the next bound that is tried.
-            The result is at most `(K - 1) * gap_s` slower than the best division.
+        times: function t(l, c) that returns the time in seconds, >= 0, of l tokens that follow c
+            tokens. An infinite time means that the slice is not possible.
+        length: number of tokens in the sequence.
+        stages: number of stages K. If m sequences follow each other, pass `1 + (K - 1) / m`.
+        granularity: a number of tokens. The length of every slice is a multiple of this number.
+            This number must be a divisor of `length`.
+        gap_s: maximum difference in seconds between a value of t and the next larger bound that is
+            tried. The resulting division is at most `(K - 1) * gap_s` slower than the best
+            division.
 
     Raises:
         ValueError: If sizes or times are invalid, or if no division is possible.
@@ -117,14 +121,13 @@ def cut(times: Times, length: int, stages: float, *, granularity: int = 1,
 
 def cut_batch(times: BatchTimes, batch: int, length: int, stages: int, *, granularity: int = 1,
               gap_s: float = 0.0) -> BatchCut:
-    """Return the division of a batch into consecutive groups of samples and of each group into
-    slices.
+    """Divide a batch into consecutive groups of samples, and each group into slices.
 
-    As in TeraPipe, the sum of the shortest times of the groups is minimized.
+    As in TeraPipe, the division minimizes the sum of the groups' shortest times.
 
     Args:
-        times: function t(b, l, c) that returns the time in seconds of a slice of l tokens in each
-            of b samples, after c tokens.
+        times: function t(b, l, c) that returns the time in seconds of a slice. The slice consists
+            of l tokens of each of b samples, which follow c tokens.
         batch: number of samples in the batch.
         length: see `cut`.
         stages: see `cut`.
@@ -132,7 +135,7 @@ def cut_batch(times: BatchTimes, batch: int, length: int, stages: int, *, granul
         gap_s: see `cut`.
 
     Raises:
-        ValueError: If `batch` is less than 1, or in the same cases as in `cut`.
+        ValueError: If `batch` is less than 1, and in all cases in which `cut` raises an error.
     """
     if batch < 1:
         raise ValueError(f"batch={batch} is too small; it must be >= 1")
@@ -208,10 +211,10 @@ def _least_sum(table: np.ndarray) -> tuple[float, list[int]]:
 
 @dataclass(frozen=True)
 class SliceTimes:
-    """Fitted function t(l, c) for the time of a slice in seconds.
+    """A fitted function t(l, c) that returns the time of a slice in seconds.
 
     Attributes:
-        base: pairs (length, seconds) of slices without context, in ascending order of length.
+        base: pairs (length, seconds) for slices without context, sorted by length.
         context: coefficients a0 to a3 of the latency model.
     """
 
@@ -219,7 +222,9 @@ class SliceTimes:
     context: tuple[float, float, float, float] = (0.0, 0.0, 0.0, 0.0)
 
     def __call__(self, length: int, context: int) -> float:
-        """Return the time >= 0 in seconds of a slice of `length` tokens after `context` tokens."""
+        """Return the time in seconds, >= 0, of a slice of `length` tokens that follows `context`
+        tokens.
+        """
         seconds = self._base(length)
         if context:
             a0, a1, a2, a3 = self.context
@@ -237,11 +242,12 @@ class SliceTimes:
 
 
 def fit(samples: Iterable[Sample]) -> SliceTimes:
-    """Fit slice times by least squares of the relative errors. The median of repeated measurements
-    is used.
+    """Fit the times of slices with least squares of the relative errors. If a slice was measured
+    several times, the median of its times is used.
 
     Args:
-        samples: measured slices (length, context, seconds), of which at least one has no context.
+        samples: measured slices as (length, context, seconds). At least one slice must have no
+            context.
 
     Raises:
         ValueError: If no slice without context was measured, or if a sample is invalid.
@@ -271,11 +277,12 @@ def fit(samples: Iterable[Sample]) -> SliceTimes:
 
 
 def fit_batches(samples: Iterable[tuple[int, int, int, float]]) -> BatchTimes:
-    """Fit slice times separately for each number of sequences (the first item of a sample).
+    """Fit the times of slices separately for each number of sequences. The number of sequences is
+    the first number of a sample.
 
-    Times are interpolated linearly between measured numbers of sequences, and extrapolated linearly
-    beyond the largest number. For fewer sequences than the smallest measured number, the time of
-    that number is used.
+    Between two measured numbers of sequences, times are interpolated linearly. Beyond the largest
+    measured number, times are extrapolated linearly. Below the smallest measured number of
+    sequences, the time at the smallest measured number is used.
     """
     samples_by_size: dict[int, list[Sample]] = defaultdict(list)
     for size, length, context, seconds in samples:
@@ -294,17 +301,18 @@ def fit_batches(samples: Iterable[tuple[int, int, int, float]]) -> BatchTimes:
 
 @dataclass(frozen=True, kw_only=True)
 class SliceProfile:
-    """Measured slice times of the slowest pipeline stage, and transfer times.
+    """Measured times of slices on the slowest pipeline stage, and the times of transfers between
+    stages.
 
     Attributes:
-        length: number of tokens of a sequence.
-        multiple: number of tokens. Every slice length must be a multiple of it.
+        length: number of tokens per sequence.
+        multiple: a number of tokens. The length of every slice must be a multiple of this number.
         stages: number of pipeline stages.
         micro_batches: number of micro-batches per step.
-        forward, backward: functions that return a slice's time in seconds, given length and
-            context.
+        forward, backward: functions that return the time of a slice's forward pass and backward
+            pass in seconds, given the length of the slice and of its context.
         send_s: fixed time of a transfer in seconds.
-        token_s: additional time of a transfer per token in seconds.
+        token_s: additional time of a transfer per token, in seconds.
     """
 
     length: int
@@ -318,26 +326,28 @@ class SliceProfile:
 
     @property
     def granularity(self) -> int:
-        """Number of tokens of which slice lengths are multiples.
+        """A number of tokens. All slice lengths in the search are multiples of this number.
 
-        The number is large enough for a fast search.
+        The number is chosen large enough for a fast search.
         """
         pieces = self.length // self.multiple
         return self.multiple * min(n for n in range(1, pieces + 1)
                                    if pieces % n == 0 and pieces // n <= MOST_MEASURED_PIECES)
 
     def pipeline(self, slices: tuple[int, ...]) -> Pipeline:
-        """Return a `Pipeline` with the given slices for the simulator."""
+        """Return a `Pipeline` with the given slices, which can be simulated."""
         return Pipeline(stages=self.stages, micro_batches=self.micro_batches, slices=len(slices),
                         forward_s=slice_seconds(self.forward, slices),
                         backward_s=slice_seconds(self.backward, slices),
                         send_s=tuple(self.send_s + n * self.token_s for n in slices))
 
     def best(self) -> tuple[tuple[int, ...], float]:
-        """Return the slices of the fastest simulated division, and the time of a step in seconds.
+        """Return the slices of the division with the shortest simulated step, and the time of this
+        step in seconds.
 
-        The candidates are the undivided sequence and two results of the dynamic program: one for
-        the stages alone, and one in which each link is treated as an additional stage.
+        Three divisions are simulated: the undivided sequence, and two results of the dynamic
+        program. The dynamic program runs once with the stages alone, and once with each link as an
+        additional stage.
         """
         candidates: set[tuple[int, ...]] = {(self.length,)}
         for parts in (self.stages, 2 * self.stages - 1):
