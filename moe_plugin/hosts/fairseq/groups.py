@@ -140,7 +140,9 @@ class Turns:
             self._layers[turn]()
 
     def end(self) -> None:
-        """Participate in calls of other ranks until all ranks have finished. Collective."""
+        """Participate in calls of other ranks until all ranks have finished. This is a collective
+        operation.
+        """
         if self._layers:
             self.wait_for(len(self._layers))
 
@@ -265,8 +267,8 @@ def make_groups(expert_parallel_size: int, timeout_s: float, *, measured: bool =
 
 
 def _consecutive(size: int, timeout_s: float) -> dist.ProcessGroup:
-    """Return the process group of `size` consecutive ranks that contains the current rank.
-    Collective.
+    """Return the process group of `size` consecutive ranks that contains the current rank. This is
+    a collective operation.
 
     The group is cached, so no new connections are opened if the size is changed back.
     """

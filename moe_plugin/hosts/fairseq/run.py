@@ -76,7 +76,7 @@ def wants_replicas(cfg: Any, model: nn.Module) -> bool:
 
 
 def run_of(trainer: Any) -> Run:
-    """Build the run object of a `MoETrainer` from its settings. Collective."""
+    """Build the run object of a `MoETrainer` from its settings. This is a collective operation."""
     model, cfg = trainer.get_model(), trainer.cfg
     config = config_of(model)
     if config is None:

@@ -241,7 +241,9 @@ class MoETrainer(Trainer):
             mark_replicas(copy, replicas_of(parameter))
 
     def average_replicas(self) -> None:
-        """Average gradients over the ranks that store the same experts as this rank. Collective."""
+        """Average gradients over the ranks that store the same experts as this rank. This is a
+        collective operation.
+        """
         moe = moe_layers(self._model)[0].moe_layer.moe
         timeout_s = moe.config.comm.timeout_s
         world = TorchComm(self.data_parallel_process_group, timeout_s)

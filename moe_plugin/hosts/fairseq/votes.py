@@ -58,8 +58,8 @@ class FileTurns(StepVotes):
         return shared + self.ballots.sharing.all_reduce(experts)
 
     def check_norm(self, norm: Tensor) -> None:
-        """Log a warning if the gradient norm of some ranks differs from that of the majority.
-        Collective.
+        """Log a warning if the gradient norm of some ranks differs from that of the majority. This
+        is a collective operation.
 
         This method replaces fairseq's check that all ranks have the same norm.
 
@@ -118,6 +118,8 @@ class FileTurns(StepVotes):
         return kept or [{name: value * 0 for name, value in entry.items()} for entry in logged[:1]]
 
     def sample_size(self) -> float:
-        """Return the sample size of all files, on which the ranks agree by vote. Collective."""
+        """Return the sample size of all files, on which the ranks agree by vote. This is a
+        collective operation.
+        """
         sizes = torch.tensor(self._sizes or [0.0], dtype=torch.float64)
         return float(self.agreed_sums(sizes.split(1)))

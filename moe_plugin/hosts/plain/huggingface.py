@@ -90,7 +90,7 @@ class SwappedBlock(MoEBlock):
 def swap_moe_blocks(model: nn.Module, comm: Comm | None = None,
                     settings: Mapping[str, Any] | None = None) -> list[str]:
     """Replace every MoE block of a model with this package's layer, which has the same weights.
-    Collective.
+    This is a collective operation.
 
     The model computes the same results up to rounding errors. Frozen parameters stay frozen, and
     routers that `transformers` keeps in float32 stay in float32 (`router.fp32`). Each rank of
@@ -311,8 +311,8 @@ def swapped_blocks(model: nn.Module) -> Iterator[tuple[str, SwappedBlock]]:
 
 @replaces_parameters
 def restore_moe_blocks(model: nn.Module) -> None:
-    """Put the model's own MoE blocks back, with the current weights of this package's layers.
-    Collective.
+    """Put the model's own MoE blocks back, with the current weights of this package's layers. This
+    is a collective operation.
 
     The weights have the dtype and device of this package's layers, and frozen weights stay frozen.
     Afterwards `model` is an ordinary `transformers` model, and `save_pretrained` and `generate` can

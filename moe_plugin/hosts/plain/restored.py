@@ -56,7 +56,7 @@ def all_alike(source: nn.Module, target: nn.Module) -> bool:
 
 def restored(moe: MoELayer, original: nn.Module, config: dict[str, Any]) -> nn.Module:
     """Return the model's own block with the weights of this package's layer, gathered from all
-    ranks. Collective.
+    ranks. This is a collective operation.
 
     Args:
         moe: this package's layer.

@@ -46,7 +46,8 @@ Result = TypeVar("Result")
 
 
 class TrainingSteps:
-    """The training steps of a model and its optimizer, with the features of a run. Collective.
+    """The training steps of a model and its optimizer, with the features of a run. This is a
+    collective operation.
 
         steps = TrainingSteps(model, optimizer, lambda model, batch: model(batch).loss, clip=1.0)
         for batch in batches:
@@ -186,7 +187,8 @@ class TrainingSteps:
         return loss if left_out is None else None
 
     def evaluate(self, compute: Callable[[], Result]) -> Result:
-        """Call `compute()` in evaluation mode without gradients, and return its result. Collective.
+        """Call `compute()` in evaluation mode without gradients, and return its result. This is a
+        collective operation.
 
         The call is repeated if routed rows exceeded the bound of the dispatcher.
         """

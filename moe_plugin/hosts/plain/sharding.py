@@ -30,7 +30,7 @@ def fully_shard_model(model: nn.Module, *, units: Iterable[nn.Module] | None = N
     is needed. Gradients can be clipped with `moe_plugin.training.gradients.sync.clip_grad_norm_` or
     with torch's own function (`part_gradients`). The gradients of experts are divided by the value
     that was passed to `set_gradient_divide_factor` of the innermost FSDP unit around their layer.
-    Collective.
+    This is a collective operation.
 
     Args:
         model: the model on its device. Shared parameters and buffers are set to the values of
@@ -75,7 +75,7 @@ def fully_shard_model(model: nn.Module, *, units: Iterable[nn.Module] | None = N
 
 
 def ddp_model(model: nn.Module, **options: Any) -> DistributedDataParallel:
-    """Wrap a model with experts in `DistributedDataParallel`. Collective.
+    """Wrap a model with experts in `DistributedDataParallel`. This is a collective operation.
 
     When `backward` returns, every gradient is that of the mean of all ranks' losses. See
     `fully_shard_model`. A custom communication hook must also average the gradients, and must have

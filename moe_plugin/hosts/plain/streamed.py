@@ -94,7 +94,8 @@ class BlockGradients:
         self._replicas: dict[str, Comm | None] = {}  # by the name of the expert-parallel group
 
     def __call__(self, block: nn.Module) -> None:
-        """Reduce the gradients of a block to those of the mean of all ranks' losses. Collective.
+        """Reduce the gradients of a block to those of the mean of all ranks' losses. This is a
+        collective operation.
 
         Raises:
             ValueError: If the layers of the block have different expert-parallel groups, if these

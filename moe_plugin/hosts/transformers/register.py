@@ -246,7 +246,9 @@ def _call(routed: RoutedExperts, module: Any, x_TD: Tensor, ids_TK: Tensor,
 
 def _routed(module: Any, settings: Mapping[str, Any], comm: Comm, experts: int,
             choices: int) -> RoutedExperts:
-    """Build the object that computes the calls of an experts module. Collective."""
+    """Build the object that computes the calls of an experts module. This is a collective
+    operation.
+    """
     check_module(module)  # again, because the weights may be quantized after the model is built
     first = module.gate_up_proj if module.has_gate else module.up_proj
     width, inner = first.shape[1:] if module.is_transposed else reversed(first.shape[1:])

@@ -221,7 +221,7 @@ class _SharedScorer:
         return add
 
     def share(self) -> None:
-        """Add the hypotheses of all other ranks to this scorer. Collective."""
+        """Add the hypotheses of all other ranks to this scorer. This is a collective operation."""
         everyone = gather_objects(self._given, "hypotheses to be scored")
         for rank, given in enumerate(everyone):
             for name, args in given if rank != dist.get_rank() else ():

@@ -1,9 +1,9 @@
-"""Execution of the passes of a pipeline stage in a given order, by Megatron's own functions for
-single passes.
+"""Run the passes of a pipeline stage in a given order. Each pass is run by Megatron's own function
+for a single pass.
 
-The module also does the work that Megatron's `forward_backward_pipelining_without_interleaving`
-does around the passes. It collects losses and token counts, delays gradient reductions, and
-finishes gradients.
+This module also performs the work around the passes that Megatron does in
+`forward_backward_pipelining_without_interleaving`. It collects losses and token counts, delays
+gradient reductions, and finalizes the gradients.
 """
 
 from __future__ import annotations
@@ -32,10 +32,11 @@ AHEAD = 2
 
 
 class Receiver:
-    """Receiver of the tensors that a neighbouring stage sends in one direction, in order.
+    """Receives the tensors that a neighbouring stage sends in one direction, in the order in which
+    they are sent.
 
-    Receive operations are started in advance, so that a tensor arrives while earlier tensors are
-    processed.
+    Receive operations are posted ahead of time, so that a tensor can arrive while earlier tensors
+    are processed.
     """
 
     def __init__(self, source: int, shapes: list[tuple[int, ...]], empty: Callable[..., Tensor],
@@ -61,9 +62,9 @@ class Receiver:
 
 
 class Sender:
-    """Sender that transfers tensors asynchronously to a neighbouring stage in one direction.
+    """Sends tensors asynchronously to a neighbouring stage in one direction.
 
-    A tensor is kept in memory until it has been sent.
+    Each tensor is kept in memory until it has been sent.
     """
 
     def __init__(self, target: int, group: Any, tag: int, what: str) -> None:
@@ -71,7 +72,7 @@ class Sender:
         self._leaving: deque[tuple[Tensor, Any]] = deque()
 
     def send(self, tensor: Tensor) -> None:
-        """Start to send a tensor. The storage of the tensor must not be changed before `finish`
+        """Start sending a tensor. The storage of the tensor must not be modified before `finish`
         returns.
         """
         kept = tensor.detach().contiguous()
@@ -91,17 +92,18 @@ class Sender:
 
 
 class Links:
-    """The transfers of a pipeline stage in one step. Activations are sent to the next stage, and
-    gradients to the previous stage.
+    """The connections of a pipeline stage to its two neighbours during one step. Activations are
+    sent to the next stage, and gradients are sent to the previous stage.
 
     Args:
-        group: process group of the pipeline stages, in order.
-        backward_group: second process group of the same ranks, for gradients. NCCL runs the
-            transfers of a group one after the other, so with a single group the two directions
-            could deadlock.
-        received: list of the shapes of the activations from the previous stage, in the order of
-            arrival.
-        sent: list of the shapes of the gradients from the next stage, in the order of arrival.
+        group: process group of the pipeline stages, in pipeline order.
+        backward_group: second process group with the same ranks, for gradients. NCCL runs all
+            transfers of a group one after another, so the two directions could deadlock if they
+            shared a group.
+        received: list of the shapes of the activations that arrive from the previous stage, in
+            order of arrival.
+        sent: list of the shapes of the gradients that arrive from the next stage, in order of
+            arrival. These are also the shapes of the activations that this stage has sent.
         dtype: dtype of the transferred tensors.
         device: device of the transferred tensors.
     """
@@ -143,15 +145,16 @@ class Step:
     """One training step of a pipeline stage.
 
     Args:
-        passes: keyword arguments of Megatron's forward-backward functions. `model` and
-            `data_iterator` are each a single object or a list with one object.
+        passes: keyword arguments that Megatron passes to its forward-backward functions. `model`
+            and `data_iterator` must each be a single object, or a list that contains a single
+            object.
         config: Megatron's `TransformerConfig`.
         group: process group of the pipeline stages.
-        gradients: process group for gradients. See `PipelineSchedule`.
+        gradients: process group for transferring gradients. See `PipelineSchedule`.
         mode: name of the order in which the passes run. See `planner.pipeline.schedules`.
     Attributes:
-        slices: lengths in tokens of the slices of a sequence. In this class there is a single
-            slice, which is the whole sequence.
+        slices: lengths of the slices of a sequence, in tokens. In this class, the only slice is the
+            whole sequence.
     """
 
     slices: tuple[int, ...] = (0,)
@@ -170,8 +173,8 @@ class Step:
         self.links = Links(group, gradients, *self.travelling(), config.pipeline_dtype, self.device)
 
     def travelling(self) -> tuple[list[Shape], list[Shape]]:
-        """Return a list of the shapes of the received activations and a list of the shapes of the
-        received gradients.
+        """Return two lists: the shapes of the activations and the shapes of the gradients that this
+        stage receives.
 
         Both lists are in the order of the passes.
         """
@@ -179,8 +182,8 @@ class Step:
         return [received] * self.batches, [sent] * self.batches
 
     def shapes(self) -> tuple[Shape, Shape]:
-        """Return the shapes [s, B, h] of the activations that the stage receives and sends for a
-        micro-batch.
+        """Return the shape [s, B, h] of the activations that the stage receives for each
+        micro-batch, and the shape of the activations that it sends.
         """
         shapes = core.call_supported(
             schedules.get_tensor_shapes, seq_length=self.passes["seq_length"],
@@ -192,7 +195,7 @@ class Step:
         return tuple(received[0]), tuple(sent[0])
 
     def run(self) -> list[Any]:
-        """Run every pass once, finish the gradients, and return the losses that the last stage
+        """Run every pass once, finalize the gradients, and return the losses that the last stage
         logged.
         """
         # gradients are not reduced until this context is closed in `reducing`
@@ -207,8 +210,8 @@ class Step:
 
     @contextlib.contextmanager
     def reducing(self, last: bool) -> Iterator[None]:
-        """Context in which a backward pass is run. Gradients are reduced only from the last
-        backward pass on.
+        """Run a backward pass inside this context. Gradient reduction is enabled only for the last
+        backward pass.
         """
         sync = self.config.grad_sync_func
         # with a grad_sync_func, stages other than the first reduce after their last pass
@@ -256,11 +259,11 @@ class Step:
 
     def finish_backward(self) -> None:
         """Finish a backward pass after the gradient of the stage's input has been sent. In this
-        class there is nothing left to do.
+        class, this method does nothing.
         """
 
     def _finish_gradients(self) -> None:
-        """Run Megatron's gradient reductions over replicas and between stages that share
+        """Run Megatron's gradient reductions: over replicas, and between stages that share
         embeddings.
         """
         finalize = self.config.finalize_model_grads_func
@@ -279,11 +282,12 @@ def _only(value: Any) -> Any:
 
 
 def transfer_s(step: Step, shape: Shape) -> float:
-    """Return the time in seconds to send a tensor between neighbouring stages, which is half the
-    time of the fastest round trip.
+    """Measure the time of sending a tensor between neighbouring stages. Return half the time of the
+    fastest round trip, in seconds.
 
-    This is a collective call of all pipeline stages. Even and odd pairs of stages are measured one
-    after the other, so that no stage takes part in two measurements at the same time.
+    This is a collective operation, so all pipeline stages must call this function. Even and odd
+    pairs of stages are measured one after another, so that no stage takes part in two measurements
+    at once.
     """
     group, worst = step.links.group, 0.0
     tensor = torch.zeros(shape, dtype=step.config.pipeline_dtype, device=step.device)

@@ -96,7 +96,7 @@ class _SavesExperts:
         self.model = model
 
     def __call__(self, save_directory: str, *args: Any, **kwargs: Any) -> None:
-        """Save all adapters. See `save_adapter`. Collective."""
+        """Save all adapters. See `save_adapter`. This is a collective operation."""
         save_adapter(self.model, save_directory)
 
 

@@ -23,7 +23,7 @@ from moe_plugin.utils import checksums
 
 def load_adapter(model: nn.Module, folder: str | Path, freeze: bool = True) -> list[str]:
     """Add the adapters in a `peft` file to the experts of a model. Each rank loads the adapters of
-    its own experts. Collective.
+    its own experts. This is a collective operation.
 
     Args:
         model: model as in `save_adapter`. A `peft` model also loads its own adapters from the file.

@@ -29,7 +29,7 @@ def adapted_layers(model: nn.Module) -> dict[str, MoELayer]:
 
 
 def merge_lora(model: nn.Module, keep: bool = False) -> None:
-    """Merge the adapters into the experts' weights. Collective.
+    """Merge the adapters into the experts' weights. This is a collective operation.
 
     Args:
         model: model whose experts have adapters.
