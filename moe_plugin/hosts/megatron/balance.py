@@ -12,7 +12,7 @@ from moe_plugin.utils.messages import short
 
 
 def as_list(value: Any) -> list[Any]:
-    """Return a setting as a list, whether it is a single value or a sequence."""
+    """Return a setting as a list. The setting may be a single value or a sequence."""
     return list(value) if isinstance(value, (list, tuple)) else [value]
 
 

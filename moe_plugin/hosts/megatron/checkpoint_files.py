@@ -45,8 +45,8 @@ def folder(root: str, iteration: int) -> str:
 
 
 def part_of(final: str) -> str:
-    """Create the empty temporary folder in which a checkpoint is written before it is renamed to
-    `final`.
+    """Create the empty temporary folder for a checkpoint. The folder is renamed to `final` when the
+    checkpoint is complete.
 
     This is a collective operation, so all ranks must call this function. Returns the path of the
     temporary folder.
@@ -113,8 +113,8 @@ def cause(error: BaseException) -> tuple[int, BaseException]:
     """Return the error that caused a save to fail, and the index of the rank that raised this
     error.
 
-    When one rank fails, torch raises the same `CheckpointException` on all ranks. This exception
-    contains the error of the failed rank.
+    When one rank fails, torch raises the same `CheckpointException` on all ranks. The
+    `CheckpointException` contains the error of the failed rank.
     """
     if isinstance(error, CheckpointException) and error.failures:
         rank, (error, _) = min(error.failures.items())
@@ -160,13 +160,14 @@ def readable(path: str) -> Iterator[None]:
 
 
 def on_first_rank(path: str, work: Callable[[], Any]) -> Any:
-    """On the first rank, call `work`, which reads a checkpoint. Return the result on every rank.
+    """Call `work`, which reads a checkpoint, only on the first rank. Return the result of `work` on
+    every rank.
 
     This is a collective operation.
 
     Raises:
-        ValueError: If `work` failed on the first rank. The error is raised on every rank. Errors of
-            other types are converted by `unreadable`.
+        ValueError: If `work` failed on the first rank. All ranks raise this `ValueError`.
+            `unreadable` converts errors of other types to a `ValueError`.
     """
     result: Any = None
     error: ValueError | None = None
@@ -385,8 +386,8 @@ def say_lost(root: str) -> None:
 
 
 def nothing_found(root: str, evaluates: bool) -> None:
-    """Handle the case that no checkpoint was found: warn that training starts from scratch, or
-    raise a `ValueError` in an evaluation run.
+    """Handle a missing checkpoint: warn that training starts from scratch, or raise a `ValueError`
+    in an evaluation run.
     """
     if evaluates:
         raise ValueError(f"no checkpoint found in {root}, so there is nothing to evaluate. Set "

@@ -46,15 +46,14 @@ def status_of(prog: str, work: Callable[[], object], given: Callable[[], Mapping
     """Call the main function of a process and return the exit status of the process.
 
     After a usage error, the status is 2. The status is 1 on every rank if numbers stay non-finite,
-    a rank computes wrong results, the disk is full, or another rank has exited. In all of these
-    cases a one-line message is printed instead of a traceback, by the first rank that has a
-    message.
+    a rank computes wrong results, the disk is full, or another rank has exited. In each of these
+    cases, the first rank that has a message prints it in one line, without a traceback.
 
     Args:
         prog: name of the program, which is printed at the start of the message.
         work: main function to call.
-        given: function that returns a dict of the parsed arguments. With these arguments, the
-            message can name each setting as the user wrote it.
+        given: function that returns a dict of the parsed arguments. The message uses these
+            arguments to name each setting as the user wrote it.
     """
     status = 0
     try:
@@ -89,8 +88,8 @@ def status_of(prog: str, work: Callable[[], object], given: Callable[[], Mapping
 def end_process(main: Callable[[], int]) -> None:
     """Run the main function and exit the process with the status that the function returns.
 
-    After an error, the process exits immediately. It does not wait for threads of process groups,
-    because other ranks may still be using these groups.
+    After an error, the process exits immediately. The process does not wait for the threads of its
+    process groups, because other ranks may still be using these groups.
     """
     try:
         status = main()
@@ -108,8 +107,8 @@ def of_a_script(error: Exception) -> str | None:
     must be reported with a traceback.
 
     A `ValueError` raised by user code is reported with a traceback. A `ValueError` raised by this
-    package, and an error raised when Megatron checks its arguments, are reported without a
-    traceback.
+    package is reported without a traceback. Errors raised while Megatron checks its arguments are
+    also reported without a traceback.
     """
     last = traceback.extract_tb(error.__traceback__)[-1]
     if _of_megatrons_checks(error):

@@ -1,7 +1,7 @@
 """Confident multiple choice learning for Megatron models.
 
-The module provides prediction heads for a GPT model, which are trained with the confident oracle
-loss, and a run feature that counts the wrong predictions of the heads.
+The module provides prediction heads for a GPT model, and a run feature that counts the wrong
+predictions of the heads. The heads are trained with the confident oracle loss.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ _COUNTS = 1 + len(_ERRORS)  # the number of tokens, and the number of wrong toke
 
 
 def ensemble_of(args: argparse.Namespace) -> EnsembleSettings | None:
-    """Return the settings of the ensemble that the arguments of a training run request, or None if
-    no ensemble is requested.
+    """Return the ensemble settings that the arguments of a training run contain, or None if no
+    ensemble is requested.
 
     Raises:
         ValueError: If an argument is out of bounds, or cannot be used together with an ensemble.
@@ -102,9 +102,9 @@ def add_heads(model: nn.Module, ensemble: EnsembleSettings, classes: int | None 
               ) -> nn.Module:
     """Replace the output layer of a GPT model with an ensemble of prediction heads.
 
-    If the model is called without labels, it then returns logits [B, S, M, V]. If the model is
-    called with labels, it returns the confident oracle loss of each token as a float32 tensor [B,
-    S]. The loss is 0 for tokens for which `loss_mask` [B, S] is 0. During evaluation, the
+    After the replacement, calling the model without labels returns logits [B, S, M, V]. Calling the
+    model with labels returns the confident oracle loss of each token, as a float32 tensor [B, S].
+    The loss of a token is 0 if `loss_mask` [B, S] is 0 for this token. During evaluation, the
     divergence is computed exactly for heads that are not responsible for a token.
 
     Pipeline stages that have no output layer are not changed. Call this function before the model
@@ -112,7 +112,7 @@ def add_heads(model: nn.Module, ensemble: EnsembleSettings, classes: int | None 
 
     classes: number of token ids that occur in the data. The loss pulls the predictions of heads
         that are not responsible for a token towards the uniform distribution over these token ids.
-        Defaults to the vocabulary size of the model, which Megatron pads.
+        `classes` defaults to the vocabulary size of the model, which Megatron pads.
     Raises:
         ValueError: If the model uses tensor parallelism, which would split the output layer among
             ranks, or if the output layer shares its weights with the embeddings.
@@ -137,11 +137,11 @@ class OracleLosses:
     """Replacement for the method `compute_language_model_loss` of a GPT model.
 
     Attributes:
-        counts: float64 tensor [3]. The first element is the number of tokens. The other elements
-            are the numbers of wrong tokens, in the order in which they are logged. The counts are
-            summed over calls until `counts` is set to None. During evaluation, the confidence
-            histograms are appended to the counts in the order of `HISTOGRAMS`. Each histogram has
-            BINS elements.
+        counts: float64 tensor [3]. The first element is the number of tokens. The other two
+            elements are the numbers of wrong tokens, in the order in which these numbers are
+            logged. The counts are summed over calls until `counts` is set to None. During
+            evaluation, the confidence histograms are appended to the counts in the order of
+            `HISTOGRAMS`. Each histogram has BINS elements.
         training: True if the counts come from a training step, False if they come from evaluation.
     """
 
@@ -151,8 +151,8 @@ class OracleLosses:
         self._mask_BS: Tensor | None = None
 
     def take_mask(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        """Store the loss mask of the current micro-batch for the loss. This hook runs before the
-        forward pass of the model.
+        """Store the loss mask of the current micro-batch. The loss uses this mask. This method is a
+        hook that runs before the forward pass of the model.
         """
         self._mask_BS, self.training = kwargs.get("loss_mask"), model.training
 

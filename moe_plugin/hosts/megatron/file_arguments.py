@@ -8,11 +8,12 @@
     router: {fp32: true}            # settings of this package, in the same file
 
 Command-line settings such as `megatron.num_layers=8` and `router.fp32=false` override the file.
-Flags override both the file and these settings. The section `megatron` is converted to command-line
-arguments, which are inserted before the user's arguments. In this way, Megatron's own parser checks
-their types and choices. If the file contains a setting of this package that corresponds to an
-argument of Megatron, Megatron's argument is also inserted. For example, `num_experts: 8` becomes
-`--num-experts 8`. If an argument contradicts the file, building a layer raises an error.
+Flags override both the file and these command-line settings. The section `megatron` is converted to
+command-line arguments, which are inserted before the user's arguments. Megatron's own parser can
+then check the types and choices of all arguments. If the file contains a setting of this package
+that corresponds to an argument of Megatron, Megatron's argument is also inserted. For example,
+`num_experts: 8` becomes `--num-experts 8`. If an argument contradicts the file, building a layer
+raises an error.
 """
 
 from __future__ import annotations
@@ -75,11 +76,11 @@ class FileArguments:
     settings: Mapping[str, Any]
 
     def before_those_of(self, parser: Parser) -> tuple[list[str], dict[str, bool]]:
-        """Convert Megatron's arguments in the file to command-line arguments, and return these
-        together with a dict of attributes that no command-line argument can set.
+        """Convert Megatron's arguments in the file to command-line arguments. Also return a dict of
+        attributes that no command-line argument can set.
 
-        The dict contains switches that can be turned on or off in the file, but not on the command
-        line.
+        The dict of attributes contains switches that can be turned on or off in the file, but not
+        on the command line.
 
         Raises:
             ValueError: If the parser does not define an argument, or if an argument does not accept
@@ -218,7 +219,8 @@ def _as_flag(path: str, text: str) -> str | None:
 
 def _by_attribute(where: str, actions: list[argparse.Action], value: Any,
                   kept: dict[str, bool]) -> list[str]:
-    """Return the command-line arguments that make one of these parser actions store the value."""
+    """Return the command-line arguments that make one of the given parser actions store the value.
+    """
     for action in actions:
         if isinstance(action, argparse.BooleanOptionalAction):
             if isinstance(value, bool):

@@ -31,8 +31,8 @@ def guard_of(args: argparse.Namespace, settings: Mapping[str, Any],
              guard: GuardConfig | None = None) -> GuardConfig:
     """Return the settings of the checks that a run requests.
 
-    guard: the guard settings that were used to build the layers. Defaults to the guard settings in
-        `settings`.
+    guard: the guard settings that were used to build the layers. `guard` defaults to the guard
+        settings in `settings`.
     Raises:
         ValueError: If the run does not support a requested check. The message contains the setting,
             the reason and what to change.
@@ -63,8 +63,6 @@ class FileSteps(StepVotes):
     """`StepVotes` for Megatron. The votes cover the micro-batches of all ranks, and every rank
     reads all of these micro-batches. The micro-batches are divided into groups (called files). The
     forward and backward passes of each file run separately.
-
-    The forward and backward passes are run separately for each file.
 
     Args:
         guard: settings of the checks.
@@ -107,9 +105,9 @@ class FileSteps(StepVotes):
     def compute(self, passes: Passes, sums: Callable[[Logged], Tensor]) -> Tensor:
         """Compute all gradients of the step. Return the sums of the logged values over all ranks.
 
-        The sums are a float64 tensor. Its first two elements are the sum of the losses and the
-        number of tokens. On all pipeline stages except the last one, the returned tensor is empty.
-        This is a collective operation, so all ranks must call this method.
+        The sums are a float64 tensor. The first two elements of the tensor are the sum of the
+        losses and the number of tokens. On all pipeline stages except the last one, the returned
+        tensor is empty. This is a collective operation, so all ranks must call this method.
 
         Args:
             passes: function that runs Megatron's forward and backward passes for a given number of

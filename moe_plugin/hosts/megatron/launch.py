@@ -6,9 +6,9 @@ r"""Run Megatron's own training script with additional arguments from this packa
 
 The launcher does not modify the script. If the name `pretrain_gpt_moe` is given without a path, the
 launcher runs the example script with this name in `examples`. This package's arguments are added
-through Megatron's `extra_args_provider`, which is intended for this purpose. The layers read the
-arguments from the namespace that Megatron parsed. Megatron's arguments can also be written in the
-`--moe-config` file (see `file_arguments`). The script runs on the CPU if no GPU is found, or if
+through Megatron's `extra_args_provider`, which is meant for arguments of scripts. The layers read
+the arguments from the namespace that Megatron parsed. Megatron's arguments can also be written in
+the `--moe-config` file (see `file_arguments`). The script runs on the CPU if no GPU is found, or if
 `--moe-cpu` precedes the script's name.
 """
 
@@ -86,7 +86,7 @@ def chained(first: Provider | None) -> Provider:
     """Return an argument provider that runs the script's own provider first, and then the provider
     of this package.
 
-    The provider also changes the script's parser so that the parser prints short error messages.
+    The script's parser is also changed so that it prints short error messages.
     """
 
     def provide(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

@@ -66,17 +66,16 @@ class PluginMoELayer(TakesTokenIds, stages.Stages, core.MoELayer):
         submodules: Megatron's `MoESubmodules` in the spec. The layer uses the shared experts and a
             custom router from the spec, but ignores the experts in the spec.
         layer_number: number of the transformer layer, starting at 1.
-        pg_collection: process groups created by Megatron. Defaults to Megatron's global groups.
+        pg_collection: process groups of Megatron. Defaults to Megatron's global process groups.
         settings: settings of this package by dotted path (see `moe_plugin.config`). Defaults to the
-            settings that were passed to the launcher, or to this package's defaults.
+            settings that were passed to the launcher.
         in_hybrid: True if the layer belongs to the layer stack of a `HybridModel`.
     Attributes:
         router: Megatron's router if a setting requires it, or else this package's router.
         moe: the `MoELayer` that runs the router and the experts.
         last_stats: the `LayerStats` of the latest forward pass.
-        observer: function that is called with the `LayerStats` of each forward pass, except when
-            activations are recomputed.
-        run_ends_steps: True if the run calls `finish_step` at the end of each step. Otherwise, the
+        observer: called with the `LayerStats` of each forward pass, except for recomputations.
+        run_ends_steps: True if the run calls `finish_step` at the end of each step. If False, the
             layer detects the end of a step itself.
     Raises:
         ValueError: If a setting is not supported. The message states what to change.
@@ -227,10 +226,7 @@ class PluginMoELayer(TakesTokenIds, stages.Stages, core.MoELayer):
             self.layer_number, self.config, self._prediction)
 
     def set_layer_number(self, layer_number: int) -> None:
-        """Set the layer number for log records and routers. Megatron calls this method.
-
-        The attribute `layer_number` is set to the return value of `losses.in_model`.
-        """
+        """Set the layer number for log records and routers. See `losses.in_model`."""
         self.layer_number = self._number_in_model(layer_number)
         self._given_number = layer_number
         if not self._number_parts(layer_number):
@@ -265,7 +261,8 @@ class PluginMoELayer(TakesTokenIds, stages.Stages, core.MoELayer):
         """Compute the output of the MoE layer for all tokens.
 
         Args:
-            hidden_states: activations [s, b, h] of the sequence, or of the rank's slice of it.
+            hidden_states: activations [s, b, h] of the whole sequence, or of the current rank's
+                slice.
             intermediate_tensors: tensors of partial CUDA graphs. Must be None.
             padding_mask: bool tensor [b, s] that is True for padding tokens, as in Megatron.
                 Padding tokens are not routed, and their outputs are zero.
@@ -373,7 +370,8 @@ class PluginMoELayer(TakesTokenIds, stages.Stages, core.MoELayer):
                            metadata: dict[str, Any] | None = None) -> dict[str, Any]:
         """Return the layer's sharded tensors for Megatron's distributed checkpoint.
 
-        Experts are stored by global index, so any expert-parallel size can load them.
+        Experts are stored by their global index, so a run with any expert-parallel size can load
+        them.
         """
         if not self.plan.native_router and self._clock.ended():
             self._finish_step()

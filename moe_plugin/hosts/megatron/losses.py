@@ -76,8 +76,8 @@ def last_layer_is_moe(config: Any) -> bool:
 def passes_a_microbatch(config: Any, is_mtp: bool) -> int:
     """Return the number of forward passes that a layer runs per micro-batch.
 
-    This number is `mtp_num_layers` if multi-token prediction repeats a single layer
-    (`mtp_use_repeated_layer`), and 1 otherwise.
+    If multi-token prediction repeats a single layer (`mtp_use_repeated_layer`), this number is
+    `mtp_num_layers`. Otherwise, it is 1.
     """
     repeated = is_mtp and setting(config, "mtp_use_repeated_layer", False)
     return config.mtp_num_layers if repeated else 1
@@ -91,8 +91,8 @@ def _hybrid_parts() -> tuple[str, str, int]:
     """Return three values: the layer symbols of the main model, the layer symbols of one
     multi-token prediction, and the number of predictions.
 
-    The values describe the hybrid model that Megatron's script trains. For all other models, the
-    strings are empty and the number is 0.
+    The values describe the hybrid model that Megatron's script trains. For all models that are not
+    hybrid, the strings are empty and the number is 0.
     """
     main, *predictions = (script_arguments().get("hybrid_layer_pattern") or "").split("/")
     return main.replace("|", ""), predictions[0] if predictions else "", len(predictions)
@@ -123,9 +123,9 @@ class AuxiliaryLosses:
         weights: dict that maps each loss name of this package to the weight of the loss.
         ranks: process group whose ranks share the tokens of a micro-batch. Each rank computes a
             share of the losses.
-        timeout_s: timeout for each collective call among these ranks, in seconds.
-        passes: number of forward passes per micro-batch. Each loss is divided by this number. See
-            `passes_a_microbatch`.
+        timeout_s: timeout for each collective among these ranks, in seconds.
+        passes: number of forward passes per micro-batch. Each loss is divided by the number of
+            forward passes. See `passes_a_microbatch`.
     """
 
     config: Any
@@ -136,17 +136,17 @@ class AuxiliaryLosses:
 
     def attach(self, y: Tensor, losses: Mapping[str, Tensor], own_tokens: Count,
                layer_number: int | None) -> Tensor:
-        """Return `y` unchanged, and log the losses. The backward pass of `y` adds the gradients of
-        the losses.
+        """Return `y` unchanged, and log the losses. In the backward pass, the gradients of the
+        losses are added.
 
         With `calculate_per_token_loss`, Megatron divides the gradients of a step by the number of
-        tokens. Therefore, each loss is multiplied by the number of tokens that its micro-batch has
-        on all ranks.
+        tokens. To compensate for this division, each loss is multiplied by the number of tokens
+        that its micro-batch has on all ranks.
 
         Args:
             y: any activation of the layer.
             losses: dict that maps each loss name of this package to the current rank's share of the
-                loss. Each loss is a scalar without its weight.
+                loss. Each loss is a scalar that has not been multiplied by its weight.
             own_tokens: number of tokens on the current rank, excluding padding.
             layer_number: see `in_model`.
         """
@@ -181,7 +181,7 @@ class AuxiliaryLosses:
 def wanted(module: torch.nn.Module) -> bool:
     """Return True if the current pass must add the losses.
 
-    Losses are not added during evaluation. With activation recomputation, they are not added in the
-    first pass, because that pass computes no gradients.
+    Losses are not added during evaluation. With activation recomputation, losses are not added in
+    the first pass, because the first pass computes no gradients.
     """
     return module.training and torch.is_grad_enabled()

@@ -1,5 +1,5 @@
-"""Collect the settings that determine what a model computes, and compare them with those in a
-checkpoint.
+"""Collect the settings that determine what a model computes, and compare them with the settings in
+a checkpoint.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ _COMPUTED = ("norm_epsilon", "rotary_base", "rotary_percent", "position_embeddin
 
 
 def model_settings(args: argparse.Namespace, config: Any) -> dict[str, Any]:
-    """Return the settings that determine what the model computes. The values are JSON values, which
-    are stored in checkpoints.
+    """Return the settings that determine what the model computes. The values can be stored as JSON
+    in a checkpoint.
 
     The keys are the names of Megatron's arguments. The settings of this package are stored under
     the key "moe_plugin".

@@ -23,16 +23,17 @@ from moe_plugin.routing.contract import keeps_init
 def mark(experts: nn.Module) -> None:
     """Set the attributes by which Megatron recognises expert parameters.
 
-    With `allreduce = False`, Megatron stores the gradient in the buffers for experts. It sums the
-    gradient over the ranks that store the same experts, and divides by the data-parallel size.
-    Without expert parallelism, Megatron's own layer uses the buffers for dense parameters, whereas
-    the layer of this package always uses the buffers for experts. Both choices lead to the same
-    gradients. The buffers for experts are also correct if experts are sharded differently from
-    dense layers. In addition, the optimizer is divided in the same way at every expert-parallel
-    size, so that a checkpoint can be loaded at a different size. With
-    `tensor_model_parallel = True`, every rank of the model-parallel group adds its expert
-    parameters to the gradient norm. This is correct because each of these ranks stores different
-    experts or different slices of experts. Expert biases are treated as vectors by the optimizers.
+    With `allreduce = False`, Megatron stores the gradient in the buffers for experts. Megatron then
+    sums the gradient over the ranks that store the same experts, and divides the sum by the
+    data-parallel size. Without expert parallelism, Megatron's own layer uses the buffers for dense
+    parameters, whereas the layer of this package always uses the buffers for experts. Both kinds of
+    buffers lead to the same gradients. The buffers for experts are also correct if experts are
+    sharded differently from dense layers. With the buffers for experts, the optimizer is divided in
+    the same way at every expert-parallel size. Therefore, a checkpoint can be loaded with a
+    different size. With `tensor_model_parallel = True`, every rank of the model-parallel group adds
+    its expert parameters to the gradient norm. Counting all of these parameters is correct, because
+    each rank stores different experts or different slices of experts. Expert biases are treated as
+    vectors by the optimizers.
     """
     biases_are_vectors()
     parameter: Any  # the attributes are read by Megatron
@@ -47,10 +48,9 @@ def wait_for(experts: nn.Module) -> None:
     `overlap_param_gather`).
 
     Megatron waits in a hook that runs before the forward pass of the module that owns the
-    parameters. The layer of this package can use expert parameters without running this forward
-    pass: if the parameters are gathered (r = 0) or broadcast, or if they are used token by token.
-    This function therefore runs the hook directly. If the forward pass runs later, the hook has no
-    effect.
+    parameters. The layer of this package uses expert parameters without this forward pass if they
+    are gathered (r = 0), broadcast, or applied token by token. This function therefore runs the
+    hook directly. If the forward pass runs later, the hook has no effect.
     """
     if any(hasattr(parameter, "__fsdp_param__") for parameter in experts.parameters()):
         raise ValueError(
@@ -67,9 +67,9 @@ def gather(chunks: Iterable[Any]) -> None:
     """Gather the parameters after a step, so that code that runs before the next step can read
     them.
 
-    With `overlap_param_gather`, each rank updates only its own shards. The other shards are
-    outdated until the next forward pass gathers the parameters. This is a collective operation, so
-    all ranks must call this function.
+    With `overlap_param_gather`, each rank updates only its own shards. The shards of other ranks
+    are outdated until the next forward pass gathers the parameters. This is a collective operation,
+    so all ranks must call this function.
 
     Args:
         chunks: model chunks with their data-parallel wrappers.
@@ -84,8 +84,8 @@ def initialise(experts: nn.Module, placement: Placement, weight_init: Callable[[
     """Initialise expert weights with Megatron's init methods. The initial weights do not depend on
     the number of ranks.
 
-    One random number is drawn from torch's generator. The seed of each expert is this number plus
-    the global index of the expert. Biases become zero.
+    One random number is drawn from torch's generator. The seed of each expert is the sum of this
+    random number and the global index of the expert. Biases become zero.
     """
     base = int(torch.randint(2**31, ()))
     with torch.no_grad(), torch.random.fork_rng(devices=[]):

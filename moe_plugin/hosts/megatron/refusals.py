@@ -37,7 +37,7 @@ def values_of(args: argparse.Namespace, settings: Mapping[str, Any], **facts: An
     Args:
         args: arguments of the script. Some training loops do not define all arguments.
         settings: settings of this package that the user set, by dotted path.
-        facts: additional values. They take precedence over arguments and settings with the same
+        facts: additional values. Facts take precedence over arguments and settings with the same
             name.
     """
     run = flatten(to_dict(run_config(settings)))
@@ -175,8 +175,9 @@ SWARM = Request("--swarm", (
 
 def _overlap(name: str, bound: Any, *accepted: Any, given: Any = True,
              fact: str = "") -> tuple[Any, ...]:
-    """Return a row of `OVERLAP`. The row contains either the accepted values of a setting, or the
-    name of a fact; if this fact is true, the setting is rejected.
+    """Return a row of `OVERLAP`, which rejects values of a setting. By default, all values except
+    those in `accepted` are rejected. If `fact` is given, the setting is rejected whenever this fact
+    is true.
     """
     remedy = f"{name} must be {bound}, or turn the overlap off"
     if fact:

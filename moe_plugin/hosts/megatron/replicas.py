@@ -1,7 +1,7 @@
 """Replicas of a run that can join and leave at any time. torchft manages the replicas.
 
-This module checks the arguments. In Megatron's own training loop, it also provides the state that a
-run exchanges with other replicas.
+This module checks the arguments. In Megatron's own training loop, this module also provides the
+state that a run exchanges with other replicas.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 of a run.
 
 Megatron's training loop stores references to several objects: the process groups of dense layers,
-the optimizer, the model's wrapper and the scheduler. These objects are therefore modified in place
-instead of being replaced.
+the optimizer, the model's wrapper and the scheduler. Because of these references, the objects are
+modified in place instead of being replaced.
 """
 
 from __future__ import annotations

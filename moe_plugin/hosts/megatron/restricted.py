@@ -1,9 +1,9 @@
 """Prevent files that Megatron loads from executing code.
 
 The restrictions apply unless the user starts the run with `--trust-checkpoint`. Megatron, torch and
-Transformer Engine open files in many functions, which differ between versions. All of these
-functions call `torch.load`, `pickle.load`, `pickle.loads` or `numpy.load`. It is therefore
-sufficient to restrict these four functions.
+Transformer Engine open files in many functions, which differ between versions. However, all of
+these functions call `torch.load`, `pickle.load`, `pickle.loads` or `numpy.load`. Restricting these
+four functions is therefore sufficient.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ refused: list[trust.UntrustedFile] = []
 def trusts_files() -> bool:
     """Return True if the user allows the run to load files that could execute code.
 
-    The flag is also searched on the command line, because Megatron loads a checkpoint before it has
-    parsed all arguments. (Some arguments are read from the checkpoint.)
+    The function also searches the command line for the flag, because Megatron loads a checkpoint
+    before it has parsed all arguments. (Some arguments are read from the checkpoint.)
     """
     return trust.FLAG in sys.argv or bool(script_arguments().get("trust_checkpoint"))
 

@@ -33,8 +33,8 @@ def replay_rollouts(model: nn.Module, ids_BSLK: Tensor,
         model: the model that is passed to `forward_step`.
         ids_BSLK: expert ids of the whole micro-batch, before the micro-batch is split for context
             parallelism. The functions `padded` and `packed` of `moe_plugin.routing.rollouts` return
-            such a tensor. Dimension L consists of either all layers of the model or only the MoE
-            layers.
+            tensors of this form. Dimension L consists of either all layers of the model or only the
+            MoE layers.
         lengths: lengths of packed sequences. See `tokens_of_rank`.
     Raises:
         ValueError: see `moe_plugin.routing.rollouts.replay_rollouts`.

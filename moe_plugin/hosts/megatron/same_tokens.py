@@ -9,10 +9,10 @@ Without sequence parallelism, all N tensor-parallel ranks have the same tokens.
 | `dispatch.name: index_slice` (PPMoE) | all tokens | expert ranks equal tensor-parallel ranks |
 | `parallel.replicas: N` (Parm) | S1: its part; S2: all tokens | experts on whole such groups |
 
-With sequence parallelism, each rank has only its own slice of the sequence. PPMoE's all-reduce is
-then split into a reduce-scatter and an all-gather, as in a dense layer. The dispatcher is
-`all_gather`. See `layer_config`. Parm has no effect in this case, because no rank has the same
-tokens as another rank.
+With sequence parallelism, each rank has only its own slice of the sequence. With sequence
+parallelism, PPMoE's all-reduce is split into a reduce-scatter and an all-gather, as in a dense
+layer. PPMoE then uses the dispatcher `all_gather`. See `layer_config`. With sequence parallelism,
+Parm has no effect, because no two ranks have the same tokens.
 """
 
 from __future__ import annotations
@@ -82,8 +82,8 @@ class StepClock:
     """Detects the first micro-batch of each step, based on Megatron's number of micro-batches per
     step.
 
-    Training loops other than Megatron's own do not set this number. In such a loop, no steps are
-    detected, so the loop must call `moe_plugin.routing.finish_step` after each step.
+    Training loops other than Megatron's own do not set this number. Other training loops must call
+    `moe_plugin.routing.finish_step` after each step, because this class detects no steps in them.
     """
 
     def __init__(self) -> None:
@@ -102,8 +102,8 @@ class StepClock:
         return ended
 
     def ended(self) -> bool:
-        """Return True if a step has ended and `new_step` has not reported its end yet. The step
-        then counts as reported.
+        """Return True if a step has ended and `new_step` has not reported its end yet. After this
+        call, the step counts as reported.
 
         Call this method before a checkpoint is written.
         """
@@ -115,8 +115,8 @@ def layer_config(native: Any, asked: MoEConfig) -> MoEConfig:
     """Adapt the settings that the user requested to a `TransformerConfig`, and return the adapted
     settings.
 
-    Two features of Megatron can require changes: sequence parallelism and overlapped exchanges.
-    Overlapped exchanges are split into steps that support only one parallel layout.
+    Changes can be required by two features of Megatron: sequence parallelism and overlapped
+    exchanges. Overlapped exchanges are split into steps that support only one parallel layout.
     """
     if setting(native, "overlap_moe_expert_parallel_comm") and asked.parallel.mode is None:
         asked = dataclasses.replace(asked, parallel=dataclasses.replace(asked.parallel,

@@ -90,7 +90,7 @@ def check_seam(settings: PipelineConfig) -> None:
 
 
 class Script:
-    """The features (`run`) and the report of a run. Both are created together with the model.
+    """The features (`run`) and the report of a run, which are created together with the model.
 
     Attributes:
         stepped: True if at least one step has started.
@@ -382,8 +382,8 @@ def step_facts(number: int, done: tuple[Any, ...], left_out: SkipStep | None) ->
 
     Args:
         number: 1-based number of the step.
-        done: return value of `train_step`. Its first element is a dict of losses by name, and its
-            second element is True if the step was skipped.
+        done: return value of `train_step`. The first element of `done` is a dict of losses by name,
+            and the second element is True if the step was skipped.
         left_out: reason why the step did not change any parameters, or None if it did.
     """
     losses, skipped = done[:2]

@@ -1,9 +1,9 @@
 """Checkpoints of Megatron's own training loop. A checkpoint folder appears only when the checkpoint
 is complete, and the files have checksums.
 
-If the newest checkpoint is damaged, the checkpoint before it is loaded. This module handles
-synchronous checkpoints in the format `torch_dist` that are stored in a file system. Megatron writes
-all other checkpoints without any changes.
+If the newest checkpoint is damaged, the newest intact checkpoint is loaded instead. This module
+handles synchronous checkpoints in the format `torch_dist` that are stored in a file system.
+Megatron writes all other checkpoints without any changes.
 """
 
 from __future__ import annotations
@@ -96,8 +96,8 @@ def loading(path: str, has_optimizer: bool | None, arguments: MutableMapping[str
 
 
 def completed(state: Any, path: str) -> Any:
-    """Add values that Megatron's training loop expects to the state of a checkpoint that a
-    different program wrote.
+    """Complete the state of a checkpoint that a different program wrote: add the values that
+    Megatron's training loop expects.
     """
     given = _scheduler.get()
     if not isinstance(state, dict) or not _is_foreign(state) or not given:
@@ -254,7 +254,7 @@ def _newest_whole(arguments: MutableMapping[str, Any], root: str | None,
 
 def _compared(path: str, arguments: Mapping[str, Any]) -> bool | None:
     """Check that a checkpoint is safe to load and that its settings match the run (see
-    `model_settings.check_settings`). Then return the `optimizer_state` of the checkpoint.
+    `model_settings.check_settings`). Return the `optimizer_state` of the checkpoint.
     """
     newer, trusted = "layernorm_epsilon", bool(arguments.get("trust_checkpoint"))
     current = {**({"norm_epsilon": arguments[newer]} if newer in arguments else {}), **arguments}
@@ -274,8 +274,8 @@ def _compared(path: str, arguments: Mapping[str, Any]) -> bool | None:
 
 
 def readable_loads(load: Callable[..., Any], given: dict[str, Any]) -> Any:
-    """Call a load function of `dist_checkpointing`. Its error messages contain the checkpoint and
-    state what to do.
+    """Call a load function of `dist_checkpointing`. If loading fails, the error message contains
+    the checkpoint and states what to do.
     """
     path = str(given["checkpoint_dir"])
     with files.readable(path), collectives_named("a collective of a checkpoint's loading"):
@@ -286,8 +286,8 @@ def latest_iteration(root: str) -> int | None:
     """Return the iteration of the newest checkpoint. Return None if Megatron must search for the
     checkpoint itself.
 
-    Also return None if there is no checkpoint. This is a collective operation, so all ranks must
-    call this function.
+    The return value is also None if there is no checkpoint. This is a collective operation, so all
+    ranks must call this function.
     """
     text = files.gather(files.tracked(root))[0]
     if text:

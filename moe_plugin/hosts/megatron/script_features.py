@@ -156,8 +156,8 @@ def activations_of(settings: OffloadConfig, config: Any,
 
 
 def _random_states() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Return two contexts for two passes. Both contexts start with the same random states of
-    Megatron's tracker.
+    """Return two contexts for two passes. Both contexts use the same random states of Megatron's
+    tracker.
     """
     tracker, states = get_cuda_rng_tracker(), []
 
@@ -247,7 +247,7 @@ def say_native(chunks: list[Any]) -> None:
 def _traced(observe: ObserveConfig, args: argparse.Namespace,
             layers: list[PluginMoELayer]) -> ObserveConfig:
     """Call `run.traced` for the layers of the current stage, and return the `observe` settings. If
-    an error occurs on any stage, it is raised on all stages.
+    one stage raises an error, all stages raise it.
     """
     if not getattr(args, "moe_routing_trace_path", None):
         return observe

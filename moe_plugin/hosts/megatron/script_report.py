@@ -47,7 +47,7 @@ class ScriptReport:
         recorder: object that collects the statistics of the layers.
 
     Attributes:
-        evaluates: tuple of Megatron's name for the current evaluation and the iteration of this
+        evaluates: tuple with Megatron's name for the current evaluation, and the iteration of this
             evaluation.
         done: number of completed steps.
     """
@@ -146,8 +146,8 @@ class ScriptReport:
     def after_evaluation(self, losses: Mapping[str, torch.Tensor]) -> None:
         """Record the loss of an evaluation on the validation set. This is a collective operation.
 
-        losses: dict of losses averaged over all ranks. Only the ranks of the last pipeline stage
-            have these values.
+        losses: dict of losses, averaged over all ranks. Only ranks of the last pipeline stage have
+            these losses.
         """
         loss, evaluated = losses.get("lm loss"), self.run.evaluated()
         value = of_last_stage(None if loss is None else float(loss))

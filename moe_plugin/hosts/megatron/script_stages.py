@@ -1,7 +1,7 @@
 """Support for `--stage-layouts` in Megatron's own training loop.
 
 This module sets the arguments for the pipeline stage of each rank and builds the process groups of
-all layouts. It also makes checkpoints store the tensors of each layer separately.
+all layouts. Checkpoints then store the tensors of each layer separately.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ _APART = "non_homogeneous_layers"
 
 
 def prepared(args: argparse.Namespace) -> StageLayouts | None:
-    """Return the pipeline stages that the parsed arguments describe. Also set the arguments for the
-    stage of the current rank.
+    """Return the pipeline stages that the parsed arguments describe. The arguments for the stage of
+    the current rank are set in `args`.
 
     Raises:
         ValueError: see `stages_of`.
@@ -74,7 +74,7 @@ def follow(stages: Callable[[], StageLayouts | None]) -> None:
     checkpoint format.
 
     stages: function that returns the stages of the run, or None if all stages have the same layout.
-        It is called after the script has parsed its arguments.
+        `stages` is called after the script has parsed its arguments.
     """
     make = ps.initialize_model_parallel
     signature = inspect.signature(make)

@@ -14,8 +14,8 @@ Usage on the command line of Megatron's training script:
 Both specs follow the script's arguments for attention (`--qk-layernorm`,
 `--multi-latent-attention`, `--qk-l2-norm`), normalization, `--moe-layer-freq` and multi-token
 prediction. With `--hybrid-layer-pattern`, both specs return the layer stack of a `HybridModel`. The
-launcher (`python -m moe_plugin.hosts.megatron.launch pretrain_gpt.py ...`) provides the settings,
-because it adds this package's arguments to the script. Without the launcher, write a module with
+settings come from the launcher (`python -m moe_plugin.hosts.megatron.launch pretrain_gpt.py ...`),
+which adds this package's arguments to the script. Without the launcher, write a module with
 `spec = script_spec("settings.yaml")` and pass `--spec your_module spec`.
 """
 
@@ -51,10 +51,10 @@ def swap_moe(spec: Any, settings: Mapping[str, Any] | str | None = None, *,
     Args:
         spec: spec of a transformer layer, `TransformerBlockSubmodules`, or the layer stack of a
             `HybridModel`. The given spec is not modified.
-        settings: settings of this package. Either a mapping from dotted paths to values, or the
-            path of a YAML file. A file with `imports` is rejected (see
-            `moe_plugin.config.settings_from_yaml`). Defaults to the settings passed to the
-            launcher, or to this package's defaults if the launcher is not used.
+        settings: settings of this package. `settings` can be a mapping from dotted paths to values,
+            or the path of a YAML file. A file with `imports` is rejected (see
+            `moe_plugin.config.settings_from_yaml`). By default, the settings passed to the launcher
+            are used, or this package's defaults if the launcher is not used.
         allow_none: True to accept a spec without MoE layers, for example the spec of a pipeline
             stage that has only dense layers.
     Raises:
@@ -87,8 +87,8 @@ def swap_attention(spec: Any) -> Any:
     """Return a copy of a Megatron layer or block spec whose attention modules support slices of
     sequences.
 
-    This attention is required by `pipeline.schedule=terapipe`. Whole sequences are still computed
-    by Megatron's `DotProductAttention`.
+    `pipeline.schedule=terapipe` requires these attention modules. Whole sequences are still
+    computed by Megatron's `DotProductAttention`.
     """
     # imported here: it imports Megatron's layers, which other schedules may not have
     from moe_plugin.hosts.megatron.pipeline.attention import SliceAttention

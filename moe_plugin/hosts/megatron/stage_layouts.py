@@ -1,9 +1,9 @@
 """Pipeline stages with different parallel layouts, which the user sets with
 `--stage-layouts tp=2 tp=1,ep=2`.
 
-Megatron uses the same parallel sizes for all stages. It creates one set of process groups, and each
-rank exchanges messages with the ranks that have the same index in the neighbouring stages. This
-module creates process groups for every layout, and each rank uses the groups of its own stage.
+Megatron uses the same parallel sizes for all stages. Megatron creates one set of process groups.
+Each rank exchanges messages with the ranks that have the same index in the neighbouring stages.
+This module creates process groups for every layout, and each rank uses the groups of its own stage.
 Activations and their gradients are converted between the layouts of neighbouring stages by
 `comm.resharding` (AlpaComm, arXiv 2211.05322), which replaces Megatron's communicator between
 stages. All stages have the same number of ranks. A stage with a smaller tensor-parallel size has
@@ -54,7 +54,7 @@ class StageLayout:
     Attributes:
         tp: tensor-parallel size.
         ep: expert-parallel size.
-        etp: expert-tensor-parallel size. Defaults to the value of `tp`, as in Megatron.
+        etp: expert-tensor-parallel size. By default, `etp` equals `tp`, as in Megatron.
     """
 
     tp: int = 1
@@ -69,7 +69,7 @@ def parse(entries: Sequence[str]) -> list[StageLayout]:
     """Parse entries such as "tp=2,ep=4", and return one layout per stage.
 
     Raises:
-        ValueError: If an entry does not have the form of this example.
+        ValueError: If an entry does not have this form.
     """
     return [_parse(entry) for entry in entries]
 
@@ -168,12 +168,12 @@ def stages_of(args: argparse.Namespace, world: int) -> StageLayouts | None:
 def initialize(stages: StageLayouts, groups: Callable[..., None]) -> None:
     """Create process groups for every layout, and select the groups of the current rank's stage.
 
-    Process groups that span several stages are always those of the first layout. They connect the
-    ranks that have the same index in each stage. This is a collective operation, so all ranks must
-    call this function.
+    Process groups that span several stages are always those of the first layout. Groups that span
+    several stages connect the ranks that have the same index in each stage. This is a collective
+    operation, so all ranks must call this function.
 
-    groups: Megatron's `initialize_model_parallel`. It is called once for each layout, with the
-    parallel sizes of the layout.
+    groups: Megatron's `initialize_model_parallel`. `groups` is called once for each layout, with
+    the parallel sizes of the layout.
     """
     stage = stages.stage_of(torch.distributed.get_rank())
     before, made = _state(ps), {}
@@ -221,9 +221,10 @@ def boundaries(stages: StageLayouts, world: Comm,
     the current rank belongs to neither stage.
 
     The gradients on a replica are those of the replica's mean loss, and Megatron averages gradients
-    over replicas. Therefore, the gradients are multiplied by the ratio of the replica counts of the
-    two stages. With `--calculate-per-token-loss` they are not multiplied, because the loss is then
-    a sum over tokens. This is a collective operation, so all ranks must call this function.
+    over replicas. To correct for this, the gradients are multiplied by the ratio of the replica
+    counts of the two stages. With `--calculate-per-token-loss` the gradients are not multiplied,
+    because the loss is a sum over tokens. This is a collective operation, so all ranks must call
+    this function.
     """
     between: list[_Boundary | None] = []
     for stage in range(len(stages.layouts) - 1):
@@ -317,8 +318,9 @@ def _agree_over_all_stages(optimizer: Any) -> None:
 
     If all stages have the same layout, each of Megatron's process groups for the gradient norm
     contains every parameter exactly once. With different layouts, the sum over all ranks would
-    count parameters several times. The contribution of each rank is therefore weighted by the share
-    of all ranks that belong to one of these groups, under the layout of the rank's own stage.
+    count parameters several times. Therefore, the contribution of each rank is multiplied by a
+    factor: the size of such a process group under the layout of the rank's own stage, divided by
+    the number of all ranks.
     """
     world, chain = comm_of(), parts(optimizer)
     shares = [torch.distributed.get_world_size(part.get_grad_stats_parallel_group()) / world.size
@@ -338,9 +340,9 @@ def _agree_over_all_stages(optimizer: Any) -> None:
 def _count_tokens_of_all(config: Any, last: bool) -> None:
     """Divide the gradients by the number of tokens on all replicas of the last stage.
 
-    This function is used if the loss is a sum over tokens. Without this function, each stage would
-    sum the token counts over its own replicas. The number of replicas can differ from that of the
-    last stage, which counts the tokens.
+    This function is used if the loss is a sum over tokens. Megatron itself would sum the token
+    counts of the last stage's ranks over the replicas of each stage. This sum would be wrong for a
+    stage whose number of replicas differs from that of the last stage.
 
     last: True if the current rank belongs to the last stage.
     """

@@ -4,9 +4,9 @@ micro-batches.
 With `overlap_moe_expert_parallel_comm`, Megatron runs the forward pass of one micro-batch at the
 same time as the backward pass of another micro-batch.
 
-Megatron splits the autograd graph between these steps. Each step receives detached tensors and runs
-its own backward pass. The memory of a step's inputs is released when the step is done. Therefore,
-every tensor with a gradient (tokens, rows, gate weights) must be passed from step to step as an
+Megatron splits the autograd graph between the steps. Each step receives detached tensors and runs
+its own backward pass. The memory of a step's inputs is released when the step is done. Every tensor
+with a gradient (tokens, rows, gate weights) must therefore be passed from step to step as an
 argument. A step copies the tensors that it needs later. A layer processes only one call at a time.
 Backward passes that run between the steps of a call do not change the state of the call.
 
@@ -134,7 +134,7 @@ class Stages:
     def routed_experts_compute(self: Any, hidden_states: Tensor,
                                probs: Tensor) -> tuple[Tensor, None]:
         """Return a tuple (outputs of the experts [R, h], None). The second element is None because
-        there is no separate bias.
+        the experts have no separate bias.
         """
         call = self._call
         call.plan = _with_weights(call.plan, probs)
@@ -152,8 +152,8 @@ class Stages:
         return call.layout.dispatcher.combine(call.sent, call.plan)
 
     def postprocess(self: Any, output: Tensor, shared_expert_output: Tensor | None) -> Tensor:
-        """Return the output of the layer [s, b, h], including the output of the shared expert. This
-        step ends the call.
+        """Return the output of the layer [s, b, h], including the output of the shared expert. The
+        call of the layer ends with this step.
         """
         call, self._call, moe = self._call, None, self.moe
         if moe.latent is not None:
@@ -185,12 +185,12 @@ def delay(layer: Any) -> None:
     called.
 
     The compute strategies `fused` and `kernels` compute the weight gradients in `backward_dw`.
-    Other strategies still compute the weight gradients in the backward pass. In both cases,
+    Other strategies still compute the weight gradients in the backward pass. With all strategies,
     Megatron reduces the gradients in `backward_dw`. Megatron's data-parallel wrapper searches for
-    modules with a method `register_wgrad_accumulation_and_reduce_hooks`. It passes the reduction
-    hooks of the module's parameters to this method. The method is added to the routed experts
-    instead of the whole layer. The layer also contains the shared expert, whose modules call their
-    hooks themselves.
+    modules with a method `register_wgrad_accumulation_and_reduce_hooks`. The wrapper passes the
+    reduction hooks of the module's parameters to this method. The method is added to the routed
+    experts instead of the whole layer. The layer also contains the shared expert, whose modules
+    call their hooks themselves.
     """
     layer._gradient_hooks = []
     layer.experts.register_wgrad_accumulation_and_reduce_hooks = functools.partial(

@@ -1,10 +1,10 @@
 """The state of a layer in checkpoints: plain state dicts, and the measurements of the layout tuner.
 
-The keys of a state dict are Megatron's parameter names (`router.*`, `experts.*`). The same
-parameters are also registered in `moe`, the `MoELayer` that runs the router and the experts. The
-keys that begin with `moe` are left out, because they refer to the same parameters. The description
-of the current rank's experts is also left out. Megatron's sharded tensors store experts by their
-global index, so that a checkpoint can be loaded with any expert-parallel size.
+The keys of a state dict are Megatron's parameter names (`router.*`, `experts.*`). The parameters
+are also registered in `moe`, the `MoELayer` that runs the router and the experts. The keys that
+begin with `moe` are left out, because they refer to the same parameters. The description of the
+current rank's experts is also left out. Megatron's sharded tensors store experts by their global
+index, so that a checkpoint can be loaded with any expert-parallel size.
 
 The tuner state (with `parallel: auto`) is optional. Each layer's tuner state is stored as one
 object, under the global number of the layer. Every pipeline stage saves the objects of its own
@@ -13,7 +13,7 @@ replica is saved. Tuner state for a different number of ranks is left out.
 
 If `load_without_missing` is active, the state of a predicted layout is saved and loaded in the same
 way. Without `load_without_missing`, Megatron raises an error if a checkpoint lacks a requested
-object. Checkpoints of other layers or of fixed layouts have no tuner state.
+object. For example, checkpoints of other layers or of fixed layouts lack the tuner state.
 
 Checkpoints of Megatron's own experts can be loaded into this package's layers. Checkpoints of this
 package's experts can be loaded into Megatron's own layers. `checkpoint.formats.megatron.experts`
@@ -76,8 +76,8 @@ def tuner_state(moe: MoELayer) -> dict[str, Any] | None:
 
 
 def drop_repeated(layer: Any, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
-    """Hook that runs after `state_dict`. It removes the duplicate keys of `layer.moe`, and adds the
-    tuner state.
+    """Hook that runs after `state_dict`. The hook removes the duplicate keys of `layer.moe`, and
+    adds the tuner state.
     """
     for key in [key for key in state if key.startswith(f"{prefix}moe.")]:
         del state[key]
@@ -87,7 +87,8 @@ def drop_repeated(layer: Any, state: dict[str, Any], prefix: str, _metadata: Any
 
 
 def add_repeated(layer: Any, state: dict[str, Any], prefix: str, *_rest: Any) -> None:
-    """Hook that runs before `load_state_dict`. It reverses the changes made by `drop_repeated`.
+    """Hook that runs before `load_state_dict`. The hook reverses the changes made by
+    `drop_repeated`.
 
     The state dict may lack the tuner state. If the layer has no tuner, tuner state in the state
     dict is ignored.
@@ -106,8 +107,8 @@ def add_repeated(layer: Any, state: dict[str, Any], prefix: str, *_rest: Any) ->
 
 
 def load_without_missing(load: Callable[..., Any], given: dict[str, Any]) -> Any:
-    """Call `dist_checkpointing.load` so that it accepts checkpoints of either Megatron's experts or
-    this package's experts.
+    """Call `dist_checkpointing.load` so that it accepts checkpoints of Megatron's own experts as
+    well as checkpoints of this package's experts.
 
     If the checkpoint does not contain the tuner state of a layer, this state is not requested. This
     function also works in Megatron's own training script.
@@ -159,8 +160,8 @@ def load_either_layout(original: Callable[..., Any], given: dict[str, Any]) -> A
             state, the common state is adapted to the sharded state dict.
     Raises:
         CheckpointError: If the experts must be converted, and the requested optimizer state is
-            stored by buckets. It cannot be converted, because the parameters have different
-            positions in the buckets of the other format.
+            stored by buckets. Optimizer state in buckets cannot be converted, because the
+            parameters have different positions in the buckets of the other format.
     """
     state, path = given["sharded_state_dict"], given["checkpoint_dir"]
     if not (Path(path) / METADATA).is_file():  # not written by torch's backend

@@ -4,10 +4,10 @@ are stored in host memory.
 This module can be used in any training loop that is structured like Megatron's loop. The model is
 built in parts, in the same way as Megatron builds pipeline stages. The parts are the embedding,
 each transformer layer, and the output layer. Each part is a block of a `StreamedTrainer`. In each
-step, one part after another computes all micro-batches of the step. The training loop sees a single
-model, a single optimizer, and a single function that runs the forward and backward passes. For each
-micro-batch, the arguments with which the forward step calls the model are recorded. Every part is
-then called with these arguments.
+step, the parts run one after another, and each part computes all micro-batches of the step. The
+training loop sees a single model, a single optimizer, and a single function that runs the forward
+and backward passes. For each micro-batch, the arguments with which the forward step calls the model
+are recorded. Every part is then called with these arguments.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class _Calls:
 class ModelPart(nn.Module):
     """A part of Megatron's GPT model.
 
-    The output of a part has shape [T, B, D]. The output of the last part are the losses [B, T].
+    The output of a part has shape [T, B, D]. The last part returns the losses [B, T] instead.
     """
 
     def __init__(self, part: Any, calls: _Calls) -> None:
@@ -260,8 +260,8 @@ def build(make: MakePart, args: argparse.Namespace, settings: Mapping[str, Any]
     initialised.
 
     Args:
-        make: function that builds a pipeline stage of the model. It is called once for each part,
-            and the returned stage contains only the layer of this part.
+        make: function that builds a pipeline stage of the model. `make` is called once for each
+            part, and returns a stage that contains only the layer of this part.
         args: parsed arguments of the training script.
         settings: settings of this package by dotted path.
     Raises:
@@ -293,8 +293,8 @@ def micro_batches(args: argparse.Namespace) -> int:
 
 
 def numbered(spec: Any, number: int) -> Any:
-    """Return a layer spec that sets the layer's number in the whole model, because Megatron would
-    otherwise number the only layer of a part as 1.
+    """Return a layer spec that contains the layer's number in the whole model. Without this spec,
+    Megatron would assign number 1 to the layer, because it is the only layer of its part.
     """
 
     class Layer(spec.module):  # type: ignore[misc,name-defined]

@@ -71,15 +71,16 @@ def load(root: str, model: StreamedModel, optimizer: StreamedOptimizer | None,
          settings: Mapping[str, Any], iteration: int | None = None) -> dict[str, Any]:
     """Load a checkpoint that `save` has written, and return the progress of the run.
 
-    If `root` contains no checkpoint, a training run logs a warning and an empty dict is returned.
+    If `root` contains no checkpoint, a training run logs a warning and this function returns an
+    empty dict.
 
     Args:
         optimizer: the optimizer into which the saved state is loaded, or None if the model is only
             evaluated.
-        iteration: iteration of the checkpoint to load. Defaults to the newest iteration.
+        iteration: iteration of the checkpoint to load. By default, the newest checkpoint is loaded.
     Raises:
         ValueError: If the checkpoint belongs to a different model, is damaged, or does not contain
-            streamed weights. Also if there is no checkpoint to evaluate.
+            streamed weights. A missing checkpoint is also an error if the run only evaluates.
     """
     iteration = iteration or files.latest(root)
     if iteration is None:
@@ -120,8 +121,8 @@ def _own(folder: str) -> str:
 
 
 def _ranks() -> list[int]:
-    """Return a list that starts with the number of ranks. If there are several ranks, the sizes of
-    the parallel groups follow.
+    """Return a list that starts with the number of ranks. If there is more than one rank, the list
+    continues with the sizes of the parallel groups.
     """
     if dist.get_world_size() == 1:
         return [1]

@@ -68,8 +68,9 @@ class StreamedOptimizer:
     def step(self) -> tuple[bool, float | None, None]:
         """Clip the gradients and run an optimizer step.
 
-        Returns: three values: True if the step was made and False if it was skipped; the gradient
-            norm; and None instead of the number of zeros in the gradients.
+        Returns: three values. The first value is True if the step was made and False if it was
+            skipped. The second value is the gradient norm. The third value, in Megatron the number
+            of zeros in the gradients, is None.
         """
         skip = self.prepare_grads()
         self.trainer.update(skip)
@@ -137,13 +138,14 @@ class StreamedNorm:
     The gradients are bitwise equal only if neither Apex nor Transformer Engine is installed. Like
     Megatron, this class first computes the norm of each tensor, and then the norm of these norms.
     Dense parameters and experts are processed separately. The tensors are processed in the order of
-    the optimizer: the matrices of the whole model precede the vectors. Then the norms are reduced
-    over the ranks that store different parameters.
+    the optimizer: the matrices of the whole model precede the vectors. Finally, the norms are
+    reduced over the ranks that store different parameters.
 
     Args:
         max_norm: upper bound for the norm of all gradients together. 0 disables clipping.
-        scaler: loss scaler. The gradients are divided by its scale. None if losses are not scaled.
-        ranks: object that reduces the gradients over ranks before the norm is computed. None if
+        scaler: loss scaler. The gradients are divided by the scale of the loss scaler. If None,
+            losses are not scaled.
+        ranks: object that reduces the gradients over ranks before the norm is computed. If None,
             there is only one rank.
     """
 

@@ -2,10 +2,10 @@
 computed by peers, which can join and leave at any time.
 
 Trainers are the processes that run the training loop. A trainer reads data, sets learning rates,
-and writes logs and checkpoints. It does not store any weights. To start a peer, run the same
-command with `--swarm peer`. A peer builds the layers of one stage in the same way as Megatron
-builds a pipeline stage. It computes these layers with the script's own forward step, on
-micro-batches that a trainer has read.
+and writes logs and checkpoints. A trainer stores no weights. To start a peer, run the same command
+with `--swarm peer`. A peer builds the layers of one stage in the same way as Megatron builds a
+pipeline stage. The peer computes these layers with the script's own forward step, on micro-batches
+that a trainer has read.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ ForwardStep = Callable[..., tuple[Tensor, Callable[[Tensor], Any]]]
 
 
 class SwarmStage(nn.Module):
-    """A pipeline stage on a peer. It applies the script's forward step to the layers of the stage.
+    """A pipeline stage on a peer. The stage applies the script's forward step to its layers.
 
     Args:
         part: pipeline stage that Megatron has built.
@@ -67,7 +67,7 @@ class SwarmStage(nn.Module):
         """Compute the stage.
 
         x: output [T, B, D] of the previous stage. The first stage ignores `x`.
-        Returns: a tensor [T, B, D]. On the last stage, the input of the script's loss function.
+        Returns: a tensor [T, B, D]. The last stage returns the input of the script's loss function.
         """
         if not self.part.pre_process:
             self.part.set_input_tensor(x)
@@ -156,8 +156,8 @@ def stage_of(make: MakePart, number: int, stages: int, layers: int, forward_step
 
 
 class SwarmModel(nn.Module):
-    """The only model chunk of a trainer. The model has no weights: it runs the forward and backward
-    passes on the peers.
+    """The only model chunk of a trainer. A trainer's model has no weights. It runs the forward and
+    backward passes on the peers.
     """
 
     vp_stage, pre_process, post_process = None, True, True
@@ -227,7 +227,8 @@ class SwarmOptimizer(StreamedOptimizer):
 
 def set_up(given: Mapping[str, Any], run: Callable[[], Run], forward_step: ForwardStep
            ) -> tuple[list[SwarmModel], SwarmOptimizer | None, Any]:
-    """Return the model, optimizer and scheduler, like Megatron's `setup_model_and_optimizer`.
+    """Build the model, optimizer and scheduler, and return them like Megatron's
+    `setup_model_and_optimizer`.
 
     If this process is a peer, serve requests instead, and then exit the process.
 

@@ -4,7 +4,7 @@ script in Megatron's own training loop.
     torchrun --nproc_per_node 2 -m moe_plugin.hosts.megatron.train --data-path data/corpus
     --num-layers 4 ...
 
-This command is equivalent to `python -m moe_plugin.hosts.megatron.launch
+The command above is equivalent to `python -m moe_plugin.hosts.megatron.launch
 pretrain_gpt_moe`. The option `--cpu` is equivalent to the launcher's `--moe-cpu`. See
 docs/megatron.md.
 """

@@ -1,10 +1,10 @@
 """Translate Megatron's settings to settings of this package.
 
-Megatron's MoE arguments keep their meaning. If the router of this package computes the same results
-as Megatron's router, it is used. If only Megatron's router supports a setting, the layer of this
-package uses Megatron's router. If neither router supports a setting, a `ValueError` is raised.
-Settings that only select an implementation in Megatron (dispatcher type, fusions) do not change the
-results. They are logged and otherwise ignored.
+Megatron's MoE arguments keep their meaning. If the router of this package gives the same results as
+Megatron's router, the router of this package is used. If only Megatron's router supports a setting,
+the layer of this package uses Megatron's router. If neither router supports a setting, a
+`ValueError` is raised. Settings that only select an implementation in Megatron (dispatcher type,
+fusions) do not change the results, so they are logged and otherwise ignored.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def settings_from_flags(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def timeout_of(settings: Mapping[str, Any]) -> float:
-    """Return the setting `comm.timeout_s`. The settings are a dict by dotted path.
+    """Return the setting `comm.timeout_s`. `settings` is a dict of settings by dotted path.
 
     Raises:
         ValueError: If the timeout is out of bounds.
@@ -202,7 +202,7 @@ _ATTRIBUTES = {
 
 
 def _without_open(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Remove the settings whose value means that the host chooses."""
+    """Remove all settings that leave the choice to the host, and return the remaining settings."""
     open_values = {"model_dim": 0, "experts.hidden_dim": 0, "router.normalize": "auto",
                    "experts.init_std": None}
     return {path: value for path, value in settings.items()
@@ -213,9 +213,9 @@ def _agreed(native: Any, settings: Mapping[str, Any], whole: bool) -> dict[str, 
     """Translate Megatron's settings to settings of this package, after checking that they do not
     contradict the settings that the user set in this package.
 
-    whole: True if the user's settings describe complete layers. If True and Megatron's setting has
-        its default value, this package's setting takes precedence in cases that only the layer of
-        this package supports.
+    whole: True if the user's settings describe complete layers. In this case, if Megatron's setting
+        has its default value and only the layer of this package supports the user's value, the
+        user's value is used.
     """
     known = _native_values(native)
     said = {**known, "experts.init_std": setting(native, "init_method_std"),
@@ -328,8 +328,8 @@ def refuse_unsupported(native: Any) -> None:
     """Raise a `ValueError` for the first of Megatron's settings that the layer of this package does
     not support.
 
-    These settings change the results or the order of computation. Without an error, the layer would
-    silently ignore them.
+    These settings would change the results or the order of computation. Without an error, the layer
+    would silently ignore them.
     """
     if not native.num_moe_experts:
         raise ValueError(

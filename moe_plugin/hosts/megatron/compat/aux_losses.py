@@ -1,7 +1,7 @@
 """Gradient scale and log of Megatron's auxiliary losses.
 
-The log is a dict in `moe_utils` in Megatron-core 0.15 to 0.17, and a `MoEMetricsTracker` from 0.18
-on.
+In Megatron-core 0.15 to 0.17, the log is a dict in `moe_utils`. From 0.18 on, it is a
+`MoEMetricsTracker`.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ Group = dist.ProcessGroup
 
 
 def attach_loss(activation: Tensor, loss: Tensor) -> Tensor:
-    """Return `activation` unchanged. In the backward pass, the gradient of `loss` is scaled in the
-    same way as in Megatron.
+    """Return `activation` unchanged. The backward pass scales the gradient of `loss` in the same
+    way as Megatron does.
     """
     return moe_utils.MoEAuxLossAutoScaler.apply(activation, loss)
 
@@ -48,7 +48,7 @@ def auxiliary_scale(scale: Tensor | None) -> Iterator[None]:
 
 def log_loss(name: str, value: Tensor, layer_number: int | None, config: Any,
              part_of: Group | None) -> None:
-    """Add an auxiliary loss, without its coefficient, to Megatron's log of auxiliary losses.
+    """Add an auxiliary loss to Megatron's log. The loss must not be multiplied by its coefficient.
 
     When Megatron reads the log, it sums the values over the ranks in `part_of`.
     """
@@ -60,9 +60,7 @@ def log_loss(name: str, value: Tensor, layer_number: int | None, config: Any,
 
 @dataclass(frozen=True)
 class LoggedLoss:
-    """The logged sums of one loss, with shape [layers], and the settings for reducing them over
-    ranks.
-    """
+    """The logged sums of one loss, with shape [layers], and how to reduce these sums over ranks."""
 
     values: Tensor
     reduce_group: Group | None
@@ -81,7 +79,9 @@ def _loss_records() -> dict[str, Any]:
 
 
 def forget_losses() -> None:
-    """Delete all records of auxiliary losses, and reset the gradient scale of these losses."""
+    """Delete all records of auxiliary losses, and reset the gradient scale that Megatron's
+    schedules have set.
+    """
     _loss_records().clear()
     moe_utils.MoEAuxLossAutoScaler.main_loss_backward_scale = None
 
@@ -99,7 +99,9 @@ def _logged(record: Any) -> LoggedLoss:
 
 
 def losses_so_far() -> dict[str, Tensor]:
-    """Return a copy of the logged sums of all losses, for `set_logged_losses`."""
+    """Return a copy of the logged sums of all losses. Pass the copy to `set_logged_losses` to
+    restore the sums.
+    """
     return {name: entry.values.clone() for name, entry in logged_losses().items()}
 
 

@@ -18,8 +18,8 @@ def wrap(name: str, around: Around) -> None:
     A second call with the same `around` has no effect.
 
     name: name of the function in `megatron.core.dist_checkpointing`.
-    around: function that is called with two arguments: the original function, and a dict of the
-        arguments of the call by parameter name.
+    around: function that is called with the original function and a dict. The dict maps parameter
+        names to the arguments of the call.
     """
     original = getattr(dist_checkpointing, name)
     if is_wrapped(name, around):

@@ -17,12 +17,12 @@ def changed(change: Change, strategy_given: bool) -> Iterator[dict[str, Any]]:
 
     `load` must be called with the keyword arguments that this context manager yields.
 
-    Up to Megatron 0.17, a strategy object loads the common state. From 0.18 on, the common state is
-    loaded by a function in the module that defines `load`. This function is `load_common` in 0.18
-    and `load_common_state_dict` in 0.19.
+    Up to Megatron 0.17, a strategy object loads the common state. From Megatron 0.18 on, the common
+    state is loaded by a function in the module that defines `load`. The function is named
+    `load_common` in Megatron 0.18 and `load_common_state_dict` in Megatron 0.19.
 
-    strategy_given: True if the caller passes its own strategy to `load`. In this case, `change` has
-        no effect up to Megatron 0.17.
+    strategy_given: True if the caller passes its own strategy to `load`. If True, `change` has no
+        effect up to Megatron 0.17.
     """
     common = importlib.import_module(f"{_PACKAGE}.strategies.common")
     base = getattr(common, "TorchCommonLoadStrategy", None)  # absent from 0.18 on

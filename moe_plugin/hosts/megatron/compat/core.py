@@ -80,7 +80,9 @@ class MegatronGroups:
 
 
 def groups(collection: Any | None) -> MegatronGroups:
-    """Return the process groups passed by Megatron. Defaults to Megatron's global groups."""
+    """Return the process groups passed by Megatron. If Megatron passed none, return Megatron's
+    global groups.
+    """
     if collection is None or not hasattr(collection, "tp_ep") or not hasattr(collection, "tp_cp"):
         collection = moe_utils.get_default_pg_collection()
     context = _group(collection, "cp", parallel_state.get_context_parallel_group)
@@ -114,9 +116,10 @@ def destroy_groups() -> None:
     """Destroy Megatron's process groups, including the groups that `destroy_model_parallel` of
     Megatron 0.15 to 0.19 leaves behind.
 
-    Some of these remaining groups are referenced by the records of auxiliary losses. If they were
-    not destroyed, a child process that is forked later and creates new groups would destroy them.
-    The child would then wait forever for threads that exist only in the parent.
+    Records of auxiliary losses still refer to some of the groups that are left behind. Without this
+    function, a child process that is forked later and creates new groups would destroy the groups
+    that are left behind. The child process would then wait forever for threads that exist only in
+    the parent process.
     """
     parallel_state.destroy_model_parallel()
     forget_losses()
@@ -191,8 +194,8 @@ def call_native_router(router: Any, x_SBD: Tensor, padding_SB: Tensor | None
 
     `undropped` is the routing decision before tokens are dropped, or None without a capacity.
 
-    padding_SB: boolean mask that is True for padding tokens. The mask is ignored if the installed
-    router does not accept a mask.
+    padding_SB: boolean mask that is True for padding tokens. If the installed router does not
+    accept a mask, `padding_SB` is ignored.
     """
     takes_mask = "padding_mask" in inspect.signature(router.forward).parameters
     given = {"padding_mask": padding_SB} if takes_mask and padding_SB is not None else {}
@@ -205,11 +208,11 @@ def call_native_router(router: Any, x_SBD: Tensor, padding_SB: Tensor | None
 
 @contextlib.contextmanager
 def _undropped() -> Iterator[list[Undropped]]:
-    """Yield a list. When Megatron's router runs, its selection before tokens are dropped is
-    appended to the list.
+    """Yield a list. When Megatron's router runs, it appends the selection before tokens are dropped
+    to this list.
 
-    Megatron's router returns the selection only after it has dropped tokens and padded the experts
-    to their capacity.
+    The selection that Megatron's router returns is different, because tokens have been dropped and
+    experts have been padded to their capacity.
     """
     undropped, drop = list[Undropped](), router_module.apply_router_token_dropping
 
@@ -252,12 +255,14 @@ def shared_experts(config: Any, submodules: Any, groups_: MegatronGroups) -> tor
 
 def module_shards(module: torch.nn.Module, prefix: str, offsets: tuple[Any, ...],
                   metadata: Any) -> dict[str, Any]:
-    """Return the sharded state dict of any torch module, which may be a Megatron module."""
+    """Return the sharded state dict of a torch module. The module need not be a Megatron module."""
     return sharded_state_dict_default(module, prefix, offsets, metadata)
 
 
 def swap_mlp(mlp: Any, replacement: type, settings: dict[str, Any]) -> Any:
-    """Return a copy of the `mlp` spec of a MoELayer with the class replaced, or any other `mlp`."""
+    """Return a copy of the `mlp` spec of a MoELayer in which the class is replaced. Return any
+    other `mlp` unchanged.
+    """
     if isinstance(mlp, functools.partial) and mlp.func is MoELayer:  # 0.18 on
         return functools.partial(replacement, *mlp.args, **mlp.keywords, **settings)
     if isinstance(mlp, ModuleSpec) and mlp.module is MoELayer:
@@ -313,12 +318,13 @@ def _submodules(spec: Any) -> tuple[Any, bool]:
 
 
 def _is_stack(submodules: Any) -> bool:
-    """Return True for the submodules of a hybrid model, which has one spec per type of layer."""
+    """Return True if `submodules` belong to a hybrid model, which has one spec per layer type."""
     return hasattr(submodules, "moe_layer")
 
 
 def with_engine(wanted: bool | None) -> bool:
-    """Return `wanted`. If None, return whether Megatron can import Transformer Engine."""
+    """Return `wanted`. If `wanted` is None, return whether Megatron can import Transformer Engine.
+    """
     return bool(getattr(gpt_layer_specs, "HAVE_TE", False)) if wanted is None else wanted
 
 
@@ -362,7 +368,9 @@ def gpt_block_spec(config: Any, transformer_engine: bool | None,
 
 def predictions_spec(config: Any, layers: TransformerBlockSubmodules,
                      transformer_engine: bool | None, vp_stage: int | None) -> Any:
-    """Return Megatron's spec for multi-token prediction. It uses the last of the layer specs."""
+    """Return Megatron's spec for multi-token prediction. The spec uses the last of the given layer
+    specs.
+    """
     return gpt_layer_specs.get_gpt_mtp_block_spec(
         config, layers, use_transformer_engine=with_engine(transformer_engine), vp_stage=vp_stage)
 

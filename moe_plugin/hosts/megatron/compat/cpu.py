@@ -1,10 +1,10 @@
 """Optional support for running Megatron-core without CUDA, on CPU tensors and gloo. If CUDA is
 available, this module has no effect.
 
-Megatron-core uses the current CUDA device, CUDA streams and CUDA random states. It also contains
-hard-coded `device="cuda"` arguments. Each patch below lists the functions it replaces, the
+Megatron-core uses the current CUDA device, CUDA streams and CUDA random states. Megatron-core also
+contains hard-coded `device="cuda"` arguments. Each patch below lists the functions it replaces, the
 Megatron-core versions that need the patch, and the reason. `enable()` applies all patches until the
-process ends. It must be called before any Megatron object is built. The MoE layer of this package
+process ends. Call `enable()` before any Megatron object is built. The MoE layer of this package
 needs none of the patches.
 """
 
@@ -64,11 +64,11 @@ _patch = functools.partial(patch_in, PATCHES)
 def enable(force: bool = False) -> bool:
     """Apply all patches that make Megatron-core run on CPU.
 
-    Returns: True if the patches are active. False if CUDA is available, in which case no patch is
-    applied.
+    Returns: True if the patches are active. If CUDA is available, no patch is applied and the
+    return value is False.
 
-    force: True to apply the patches even if CUDA is available. Use this for a process that must run
-    on CPU.
+    force: True to apply the patches even if CUDA is available. Use this option for a process that
+    must run on CPU.
     """
     if torch.cuda.is_available() and not force:
         return False
@@ -96,7 +96,7 @@ def building() -> Iterator[None]:
 
     `enable` maps the device "cuda" to "cpu" in every torch call. This mapping slows down each call
     and changes the results of torch.compile. After a layer has been built, the mapping is no longer
-    needed, so this context manager removes it.
+    needed. This context manager therefore removes the mapping at the end of the block.
     """
     _replace()
     with _CudaMeansCpu():

@@ -1,10 +1,9 @@
 """Table that states how each MoE setting of Megatron 0.15 to main (0.20) is handled.
 
 The table has one row per setting. To change how a setting is handled, change its row. `translate`
-converts the settings. If a newer Megatron has a setting that is not in the table, the setting must
-have its default value or an error is raised (`refuse_unknown`).
-`tests/hosts/megatron/test_megatron_fields.py` fails until the setting is added to the table.
-Importing this module does not import Megatron.
+converts the settings. A setting of a newer Megatron that is not in the table must have its default
+value. Otherwise, `refuse_unknown` raises an error. `tests/hosts/megatron/test_megatron_fields.py`
+fails until the setting is added to the table. Importing this module does not import Megatron.
 """
 
 from __future__ import annotations
@@ -47,8 +46,8 @@ class Row:
             the values for which the router of this package gives the same results as Megatron's
             router. If `taken` is a registry, the accepted values are the names in the registry. If
             `taken` is None, any value is accepted.
-        words: what the user should do, for the error message, if `by` is REFUSED. If `by` is ROUTER
-            and the name of the setting is not self-explanatory, an explanation of the setting.
+        words: what the user should do, for the error message, if `by` is REFUSED. If `by` is
+            ROUTER, an optional explanation of a setting whose name is not self-explanatory.
     """
 
     by: By
@@ -185,8 +184,8 @@ def names(by: By, rows: Mapping[str, Row] = FIELDS) -> list[str]:
 
 
 def without_row(settings: Iterable[str], rows: Mapping[str, Row] = FIELDS) -> list[str]:
-    """Return the names of expert-related settings that are missing from the table. A setting counts
-    as present if the table contains its older name.
+    """Return the names of expert-related settings that are missing from the table. A setting is not
+    missing if the table contains the setting under its older name.
     """
     known = {*rows, *(RENAMED.get(name, name) for name in rows)}
     return sorted(name for name in settings if of_experts(name) and name not in known)

@@ -50,7 +50,7 @@ class PreparedGradients:
         self._update_scale = _share_scaler(optimizer)
 
     def __call__(self) -> bool:
-        """Prepare the gradients. This is a collective operation, so all ranks must call it.
+        """Prepare the gradients. All ranks must call this method, because it runs collectives.
 
         Raises:
             FloatingPointError: see `FiniteSteps`.
@@ -92,10 +92,10 @@ def _share_scaler(optimizer: Any) -> Callable[[bool], None]:
     the loss scaler.
 
     The returned function must be called once per step. In Megatron 0.15 to 0.19, each optimizer has
-    its own dynamic loss scaler. The gradients of the other optimizers do not affect this scaler. If
-    only the gradients of experts overflow, only the scale of the experts' optimizer is reduced. The
-    loss is still multiplied by the scale of the first optimizer. From then on, all gradients of
-    experts are wrong by a constant factor.
+    its own dynamic loss scaler. Each loss scaler is adjusted only by the gradients of its own
+    optimizer. If only the gradients of experts overflow, only the scale of the experts' optimizer
+    is reduced. The loss is still multiplied by the scale of the first optimizer. From then on, the
+    gradients of all experts are wrong by a constant factor.
     """
     scaled = [part for part in parts(optimizer) if getattr(part, "grad_scaler", None) is not None]
     if not scaled:
@@ -115,10 +115,10 @@ def _scale_falls(part: Any) -> bool:
 
 
 def guard_all_optimizers(run: Callable[[], Run] | None = None) -> None:
-    """Replace `prepare_grads` of every Megatron optimizer with a `PreparedGradients` object when
-    the optimizer makes its first step. This setting lasts until the process ends.
+    """Make every Megatron optimizer use `PreparedGradients` from its first step on. This change
+    applies to all optimizers until the process ends.
 
-    Optimizers that a script builds itself are included.
+    Optimizers that a script builds itself are also changed.
 
     run: function that returns the current run object. By default, the run skips steps with
         non-finite gradients.

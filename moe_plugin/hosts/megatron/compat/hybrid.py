@@ -3,8 +3,8 @@
 
 A hybrid model has one layer for each symbol in `--hybrid-layer-pattern`. Megatron's own spec of a
 hybrid model needs Transformer Engine. Without Transformer Engine, the stack is built from the
-modules that Megatron uses in its local GPT layers. The parameters of these modules have the same
-names.
+modules that Megatron uses in its local GPT layers. These modules have the same parameter names as
+the modules of Transformer Engine.
 
 | symbol | layer | without Transformer Engine |
 |---|---|---|
@@ -72,14 +72,14 @@ def stack_spec(config: Any, pattern: str, transformer_engine: bool | None) -> Mo
 
 
 def mend_loss_log() -> None:
-    """Make all pipeline stages log the same number of auxiliary losses, and divide the logged sums
-    by the number of MoE layers.
+    """Make all pipeline stages log the same number of auxiliary losses, and make Megatron divide
+    the logged sums by the number of MoE layers.
 
     In Megatron 0.18 and 0.19, a stage without experts logs one value per MoE layer, whereas a stage
-    with experts logs one value per layer. Because these sizes differ, summing the logs over the
-    stages hangs or gives a wrong sum. Megatron also divides by the number of MoE layers according
-    to `moe_layer_freq`, which hybrid models do not use. In addition, Megatron counts multi-token
-    predictions twice.
+    with experts logs one value per layer. Because these numbers differ between stages, summing the
+    logs over the stages hangs or gives a wrong sum. Megatron also divides by a wrong number of MoE
+    layers, because it computes this number from `moe_layer_freq`, which hybrid models do not use.
+    In addition, Megatron counts multi-token predictions twice.
     """
     original: Any = MoEMetricsTracker.ensure_initialized
     if hasattr(original, "__wrapped__"):

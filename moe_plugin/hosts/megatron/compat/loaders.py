@@ -12,9 +12,9 @@ from typing import Any
 def refuse_empty_splits() -> None:
     """Until the process ends, make Megatron raise a `ValueError` for a dataset without documents.
 
-    An empty dataset is still allowed if no samples are requested from it. Without this change,
-    Megatron 0.15 to 0.19 enters an endless loop for an empty dataset, because it repeats the
-    documents until there are enough samples.
+    An empty dataset is still allowed if no samples are requested from it. For an empty dataset,
+    Megatron 0.15 to 0.19 would otherwise enter an endless loop: it repeats the documents until
+    there are enough samples.
     """
     datasets = importlib.import_module("megatron.core.datasets.gpt_dataset")
     native = datasets.GPTDataset._get_num_epochs
@@ -35,7 +35,8 @@ def refuse_empty_splits() -> None:
 def replace_tokenizer_builder(replace: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
     """Replace the function that builds a tokenizer from a metadata file.
 
-    Megatron 0.15 has no such function, so this call has no effect there.
+    This function has no effect in Megatron 0.15, which cannot build a tokenizer from a metadata
+    file.
     """
     with suppress(ImportError):
         tokenizers = importlib.import_module("megatron.core.tokenizers.megatron_tokenizer")
@@ -54,9 +55,9 @@ def of_all_ranks(build: Callable[..., Any], dataset: Any) -> Iterator[None]:
     """Inside the block, make `build_pretraining_data_loader` return the micro-batches of all ranks.
 
     Every rank receives the training micro-batches of all ranks, in an order that alternates between
-    the ranks. This is required in steps in which several ranks compute the same micro-batches.
-    Megatron 0.15 to 0.19 reads the current rank and the number of ranks from `parallel_state`, so
-    this function replaces both numbers there.
+    the ranks. Steps in which several ranks compute the same micro-batches need this. Megatron 0.15
+    to 0.19 reads the rank and the number of ranks from `parallel_state`. Inside the block, the rank
+    is 0 and the number of ranks is 1.
     """
     if split_of(dataset) not in (None, "train"):
         yield

@@ -83,8 +83,8 @@ def _teach(module: ModuleType) -> None:
 
 
 def _with_stacks(key: Any) -> Any:
-    """Return a `ParamKey` that selects all parameters that Muon does not update: vectors, and other
-    parameters that are not matrices. Stacks of matrices of this package's experts are not selected.
+    """Return a copy of a `ParamKey` that selects all parameters that Muon must not update, for
+    example vectors. The copy does not select stacks of matrices of this package's experts.
     """
 
     def added(predicate: Any) -> Any:

@@ -2,7 +2,7 @@
 it is first used.
 
 If a symbol moves in a new Megatron version, only one line of this module has to change. In Megatron
-0.15 to 0.19, no symbol has moved.
+0.15 to 0.19, the import path of every symbol is the same.
 
 All other modules may import only `parallel_state`, `tensor_parallel` and `dist_checkpointing`
 directly from Megatron-core. `tests/packaging/test_host_names.py` checks this rule.

@@ -8,8 +8,9 @@ Megatron 0.15 to 0.19 multiplies each router loss by a number of tokens:
 | any loss, if tensor- and context-parallel ranks share N tokens | by the rank's own tokens | by N |
 | sequence loss of B sequences | by the tokens of one sequence | by the tokens of all B |
 
-The correct weights are those of a run in which a single rank has all tokens. In this run, each loss
-is multiplied by the number of all tokens in the micro-batch, excluding padding.
+This module makes the weights the same as in a run in which a single rank has all tokens. In a run
+with a single rank, each loss is multiplied by the number of all tokens in the micro-batch,
+excluding padding.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ Count = int | Tensor
 
 @contextlib.contextmanager
 def logged_losses() -> Iterator[dict[str, Tensor]]:
-    """Yield a dict. While the block runs, the losses that Megatron's router logs are stored in this
-    dict, without their coefficients.
+    """Yield a dict. While the block runs, the dict collects the losses that Megatron's router logs,
+    without their coefficients.
 
     The keys of the dict are the names of the losses in Megatron's log. To log losses, Megatron uses
     a tracker object from 0.18 on, and a function in earlier versions.
@@ -52,8 +53,8 @@ def logged_losses() -> Iterator[dict[str, Tensor]]:
 
 @contextlib.contextmanager
 def weighed_by_tokens(router: nn.Module, local: Count, every: Count, ranks: int) -> Iterator[None]:
-    """Inside the block, multiply the losses of this router by the total number of tokens. The
-    results are the same in every Megatron version.
+    """Inside the block, multiply the losses of this router by the number of all tokens in the
+    micro-batch. This weighting is the same in every Megatron version.
 
     The values in Megatron's log do not change.
 

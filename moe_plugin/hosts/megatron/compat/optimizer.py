@@ -42,7 +42,7 @@ def counts_in_norm(parameter: Tensor) -> bool:
 
 
 def scaler_of(args: argparse.Namespace) -> Any:
-    """Return a new loss scaler for a 16-bit run, as Megatron would create it, or None if the run
+    """Create a loss scaler for a 16-bit run in the same way as Megatron. Return None if the run
     needs no loss scaler.
     """
     from megatron.core.optimizer.grad_scaler import ConstantGradScaler, DynamicGradScaler
@@ -87,9 +87,8 @@ def biases_are_vectors() -> None:
 
     The expert biases of this package are stacks of vectors. After this call, expert biases have no
     weight decay. With `--use-mup`, their learning rates do not depend on the width of the model.
-    The change lasts until the process ends. Without this change, Megatron 0.15 to main would choose
-    the wrong options, because it chooses the options of a parameter by its name and number of
-    dimensions.
+    The change lasts until the process ends. This change is needed because Megatron 0.15 to main
+    chooses the options of a parameter by its name and its number of dimensions.
     """
     core: Any = importlib.import_module("megatron.core.optimizer")
     original = core._get_param_groups
@@ -106,8 +105,9 @@ def biases_are_vectors() -> None:
 
 
 def parts(optimizer: Any) -> list[Any]:
-    """Return the list of all optimizers in a chain, or a list with the optimizer itself if it is
-    not a chain. Megatron 0.15 to 0.19 creates a chain only if there are several optimizers.
+    """Return the list of all optimizers in a chain. For a single optimizer, return a list that
+    contains only this optimizer. Megatron 0.15 to 0.19 creates a chain only if there are several
+    optimizers.
     """
     return getattr(optimizer, "chained_optimizers", [optimizer])
 
@@ -121,13 +121,13 @@ def gradients_of_norm(part: Any) -> list[Tensor]:
 
 
 def norm_of_all_ranks(optimizer: Any, norm: Callable[[], float]) -> None:
-    """Make an optimizer use `norm` as the gradient norm. An overflow on one rank is shared with all
-    ranks.
+    """Make an optimizer use `norm` as the gradient norm. If gradients overflow on one rank, all
+    ranks are informed.
 
-    Without this change, Megatron 0.19 would ask all ranks of a group whether they have parameters
-    of multi-token prediction, because the norm of these parameters is computed separately. The
-    change is safe because a model with multi-token prediction cannot have pipeline stages with
-    different parallel layouts.
+    Without this change, the ranks of a group in Megatron 0.19 would have to agree whether the model
+    has multi-token prediction, whose gradient norm is computed separately. The change is safe
+    because a model with multi-token prediction cannot have pipeline stages with different parallel
+    layouts.
     """
     optimizer.get_grad_norm = norm
     optimizer.has_grad_norm_group = lambda group: False
@@ -136,8 +136,8 @@ def norm_of_all_ranks(optimizer: Any, norm: Callable[[], float]) -> None:
 
 
 def checkpoint_metadata() -> dict[str, Any]:
-    """Return checkpoint metadata for Megatron that makes the saved optimizer state loadable with
-    any parallel sizes.
+    """Return metadata for Megatron's checkpoints. With these metadata, the saved optimizer state
+    can be loaded with any parallel sizes.
     """
     return {
         "distrib_optim_sharding_type": "fully_reshardable", "singleton_local_shards": False,
@@ -159,9 +159,9 @@ def use_fused_adam(optimizer: Any, fused: bool) -> None:
     """Enable or disable torch's fused kernels in the torch Adam optimizers inside Megatron's
     optimizer.
 
-    If a checkpoint was saved with the opposite choice, the choice made here still applies after the
-    checkpoint is loaded. Without Apex and Transformer Engine, Megatron 0.15 to 0.19 uses torch's
-    AdamW without its fused kernels.
+    This choice still applies after loading a checkpoint that was saved with the opposite choice.
+    Without Apex and Transformer Engine, Megatron 0.15 to 0.19 uses torch's AdamW without its fused
+    kernels.
 
     Raises:
         ValueError: If `fused` is True but the optimizer is not Adam.
@@ -228,7 +228,7 @@ def prepare_optimizer_for_load(optimizer: Any) -> None:
     """Create the empty optimizer state into which a checkpoint of a distributed optimizer is
     loaded.
 
-    This function is needed for two reasons. Without Apex and Transformer Engine, Megatron 0.15 to
+     Without Apex and Transformer Engine, Megatron 0.15 to
     0.19 reads the step number from the optimizer state before it loads the checkpoint. For SGD,
     Megatron 0.15 to 0.19 calls a function that does not exist.
     """
@@ -264,7 +264,7 @@ def _complete_groups(optimizer: Any, state: Any) -> None:
 
     Megatron 0.19 identifies saved parameter groups by additional values, for example their learning
     rates. Parameter groups that were saved by older versions or other programs lack these values.
-    The values are copied from the current run.
+    The missing values are copied from the current run.
     """
     from megatron.core.optimizer import optimizer as core
 
@@ -299,11 +299,11 @@ def _saved_groups(state: Any) -> Iterator[dict[str, Any]]:
 def _step_out_of_sight(optimizer: Any) -> Iterator[None]:
     """Hide the step number from a distributed optimizer while the optimizer loads a checkpoint.
 
-    In Megatron 0.15 to 0.19, the optimizer reads the step number from the common state. It then
-    also expects a step number among the tensors of each parameter, where no checkpoint has one. The
-    optimizer also assigns the same step tensor to all parameters, so torch's Adam would increment
-    the tensor once for each parameter. Therefore, this function creates a separate step tensor for
-    each parameter.
+    In Megatron 0.15 to 0.19, the optimizer first reads the step number from the common state. The
+    optimizer then also expects a step number among the tensors of each parameter. No checkpoint
+    contains these step numbers. Furthermore, the optimizer assigns the same step tensor to all
+    parameters, so torch's Adam would increment the step once for each parameter. This function
+    therefore creates a separate step tensor for each parameter.
     """
     for part in _torch_adam_parts(optimizer):
         part._set_main_param_and_optimizer_states = functools.partial(_set_without_step, part)
@@ -318,7 +318,7 @@ def _step_out_of_sight(optimizer: Any) -> Iterator[None]:
 
 
 def mend_loading_of_all_optimizers() -> None:
-    """Correct how all Megatron optimizers load checkpoints, until the process ends.
+    """Until the process ends, correct how all Megatron optimizers load checkpoints.
 
     Distributed optimizers call `prepare_optimizer_for_load` before they load a checkpoint, and keep
     the step number of torch's Adam. In addition, all optimizers can load parameter groups that were

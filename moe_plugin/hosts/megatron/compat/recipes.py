@@ -1,10 +1,10 @@
 """Precision recipes for fp8 and fp4 (`--fp8-format`, `--fp8-recipe`, `--fp4-format`) of Megatron
 0.15 to main.
 
-The table has one row for each recipe. The row lists the matmul precisions with which this package's
-experts implement the recipe. Modules of Transformer Engine implement the recipes themselves. The
-recipes are defined by the source code of Transformer Engine 2.0 to 2.9 (`Float8BlockScaling` and
-`MXFP8BlockScaling` in `common/recipe/__init__.py`, and the scales in
+The module contains a table with one row for each recipe. Each row lists the matmul precisions with
+which this package's experts implement the recipe. Modules of Transformer Engine implement the
+recipes themselves. The recipes are defined by the source code of Transformer Engine 2.0 to 2.9
+(`Float8BlockScaling` and `MXFP8BlockScaling` in `common/recipe/__init__.py`, and the scales in
 `tests/pytorch/references/quantize_scale_calc.py`). Importing this module does not import Megatron.
 """
 
@@ -26,10 +26,10 @@ class Recipe:
     Attributes:
         products: dict that maps each format (`fp8` or `fp4` in `TransformerConfig`) to the
             corresponding value of `experts.precision`.
-        why_not: reason why the experts do not support the recipe, for the error message. Empty if
-            the recipe is supported.
+        why_not: reason why the experts do not support the recipe, for the error message. An empty
+            string means that the experts support the recipe.
         variables: dict of Transformer Engine's environment variables that modify the recipe. Each
-            variable is mapped to the values that do not modify the recipe.
+            variable is mapped to the values with which the recipe stays unmodified.
     """
 
     products: Mapping[str, str] = field(default_factory=dict)
@@ -71,11 +71,12 @@ def precision_settings(native: Any, given: Mapping[str, Any]) -> dict[str, Any]:
 
     Args:
         native: `TransformerConfig`.
-        given: the user's settings by dotted path. These settings take precedence over the recipe.
+        given: the user's settings by dotted path. The user's settings take precedence over
+            Megatron's recipe.
     Raises:
         ValueError: If the experts do not support the recipe, if weights are stored in fp8, or if
-            rows are to be sent in different formats. The message names the setting and states how
-            to change it.
+            Megatron's settings request different formats for sending rows. The message names the
+            setting and states how to change it.
     """
     refuse_primary_weights(native)
     settings = _wires(native, given)

@@ -23,8 +23,8 @@ _OF_EXPERTS = re.compile(r"ep|expt_\w+|intra_expt_dp|tp_ep\w*")
 
 
 def expert_groups() -> dict[str, Any]:
-    """Return the current expert process groups and their sizes as a dict, with the names they have
-    in `parallel_state`.
+    """Return a dict of the current expert process groups and their sizes. The keys are the variable
+    names in `parallel_state`.
     """
     return {name: value for name, value in _state().items() if "EXPERT" in name}
 
@@ -88,7 +88,7 @@ def rewrap(chunk: Any) -> None:
     """Recreate the gradient buffers of a `DistributedDataParallel` object for its current
     parameters and groups.
 
-    The object itself is not replaced.
+    The `DistributedDataParallel` object itself is not replaced.
     """
     chunk.grad_accs.clear()  # with their hooks
     new = type(chunk)(config=chunk.config, ddp_config=chunk.ddp_config, module=chunk.module)

@@ -3,7 +3,7 @@
 This module builds on `compat.cpu`. `compat.cpu` is sufficient for Megatron-core, but the function
 `pretrain` of the training code also requires CUDA when it starts. Each patch lists the functions it
 replaces, the Megatron versions that need the patch, and the reason. `enable()` applies all patches
-until the process ends. It must be called before the script builds any object.
+until the process ends. Call `enable()` before the script builds any object.
 """
 
 from __future__ import annotations

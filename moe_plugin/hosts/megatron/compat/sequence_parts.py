@@ -56,7 +56,7 @@ def is_mtp_layer(extra: dict[str, Any]) -> bool:
 
 
 def is_told(extra: dict[str, Any]) -> bool:
-    """Return True if Megatron would inform its own router that the layer belongs to multi-token
+    """Return True if Megatron would inform its own router that this layer belongs to multi-token
     prediction.
     """
     return bool(extra.get("is_mtp_layer")) or _inside.get()
@@ -98,15 +98,16 @@ _KINDS = {"LayerNorm": (fused.LAYER_NORM, nn.LayerNorm), "RMSNorm": (fused.RMS_N
 
 
 class LocalNorm:
-    """Builder of norms. It uses apex's fused `LayerNorm` or `RMSNorm`, or torch's norms if apex
-    cannot be used.
+    """Builder of norms. The norms are apex's fused `LayerNorm` or `RMSNorm`, or torch's norms if
+    apex cannot be used.
 
     See `gradients.fused`. Each norm is marked so that Megatron's sequence parallelism supports it.
 
-    Megatron-core's own norms (`FusedLayerNorm`, `WrappedTorchNorm`) are not sufficient: if apex is
-    installed they need a GPU, they have no fused RMS norm, and without apex they raise an error for
-    `sequence_parallel`. To support sequence parallelism, a norm needs only one attribute. It makes
-    Megatron sum the gradient of a replicated parameter over the tensor-parallel group.
+    Megatron-core's own norms (`FusedLayerNorm`, `WrappedTorchNorm`) have three drawbacks: they need
+    a GPU if apex is installed, they include no fused RMS norm, and without apex they raise an error
+    for `sequence_parallel`. To support sequence parallelism, the parameters of a norm need only one
+    attribute. The attribute makes Megatron sum the gradient of a replicated parameter over the
+    tensor-parallel group.
     """
 
     def __new__(cls, config: Any, hidden_size: int, eps: float = 1e-5, **_unused: Any) -> nn.Module:  # type: ignore[misc]

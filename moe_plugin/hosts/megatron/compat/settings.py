@@ -50,8 +50,8 @@ def setting(config: Any, name: str, default: Any = None) -> Any:
 
 
 def with_known_names(config: Any) -> Any:
-    """Add attributes to a config, and return the config. The attributes are the names that this
-    package uses for settings that Megatron has renamed.
+    """Give a config additional attributes for settings that Megatron has renamed, and return the
+    config. The additional attributes have the older names, which this package uses.
     """
     for known, newer in RENAMED.items():
         if not hasattr(config, known) and hasattr(config, newer):
@@ -60,7 +60,8 @@ def with_known_names(config: Any) -> Any:
 
 
 def newer_name(name: str, known: Container[str]) -> str:
-    """Return the name of a setting in the installed Megatron, whose settings are listed in `known`.
+    """Return the name that a setting has in the installed Megatron. `known` contains all names in
+    the installed Megatron.
     """
     return RENAMED[name] if name not in known and RENAMED.get(name) in known else name
 
@@ -104,8 +105,8 @@ def vocabulary_sizes() -> list[int]:
     """Return a list of two sizes: the number of token ids of the script's tokenizer, and the number
     of embedding rows after padding.
 
-    The padding depends on the tensor-parallel size. A size that is not known is left out, so the
-    list may have fewer elements or none.
+    The padding depends on the tensor-parallel size. Unknown sizes are left out, so the list can
+    also contain one size or be empty.
     """
     state = sys.modules.get("megatron.training.global_vars")
     sizes = (getattr(getattr(state, "_GLOBAL_TOKENIZER", None), "vocab_size", None),
@@ -162,7 +163,7 @@ def given_settings() -> dict[str, tuple[str, str]]:
 def megatrons_own(names: Iterable[str]) -> list[str]:
     """Return the argument names in `names` that Megatron's own training code defines.
 
-    Return an empty result if no parser that Megatron created was recorded.
+    The list is empty if no parser created by Megatron was recorded.
     """
     return [name for name in names if name in _own]
 
@@ -219,9 +220,9 @@ def _older_python() -> None:
 def _training_names(count: int) -> list[str]:
     """Return the names of all imported modules that belong to Megatron's training code.
 
-    count: number of all imported modules, used as the key of the cache. A run replaces about 26
-        functions. The thousands of imported modules are searched again only if further modules were
-        imported in the meantime.
+    count: number of all imported modules. The result is cached until this number changes. The cache
+        is useful because a run replaces about 26 functions. Without the cache, each replacement
+        would search thousands of imported modules.
     """
     return [name for name in sys.modules if name.startswith("megatron.training")]
 
@@ -301,8 +302,8 @@ def extend_parse_args(ours: Callable[[Provider | None], Provider],
     """Make Megatron's `parse_args` use the argument provider `ours(provider)` instead of the
     script's own `provider`.
 
-    In Megatron 0.15 to 0.19, the function `pretrain` passes the provider to `parse_args`. From 0.18
-    on, the script may pass it directly.
+    In Megatron 0.15 to 0.19, the function `pretrain` passes the provider to `parse_args`. From
+    Megatron 0.18 on, the script may also pass the provider directly.
 
     after: function that is called with the parsed arguments.
     """
@@ -346,7 +347,7 @@ class SettingsError(ValueError):
     """A `ValueError` whose message ends by telling the user what to do.
 
     If Megatron 0.15 to 0.19 cannot build a module of a spec, it raises a new error of the same
-    class and appends " when instantiating CLASS" to the message. Megatron does this once for each
+    class, to whose message it appends " when instantiating CLASS". Megatron repeats this for each
     level of the spec. `SettingsError` removes the appended text.
     """
 

@@ -19,14 +19,14 @@ _STAGES = {"pipeline_model_parallel_size": 1, "virtual_pipeline_model_parallel_s
 
 
 class StageSpecs(TransformerBlockSubmodules):  # type: ignore[misc]
-    """A block spec that contains a separate spec for each virtual pipeline stage. Use it with
-    scripts that pass only one spec to the model builder.
+    """A block spec that contains a separate spec for each virtual pipeline stage. Use `StageSpecs`
+    with scripts that pass only one spec to the model builder.
 
     Attributes:
         layer_specs: layer specs of the whole model. Multi-token prediction uses the last of these
             layer specs.
-        of_stage: function that returns the block spec of a virtual stage. It receives the index of
-            the virtual stage, or None if there are no virtual stages.
+        of_stage: function that returns the block spec of a virtual stage. The argument of this
+            function is the index of the virtual stage, or None if there are no virtual stages.
     """
 
     def __init__(self, whole: Any, of_stage: Callable[[int | None], Any]) -> None:
@@ -39,8 +39,8 @@ def _follow() -> None:
     """Make each block that is built from `StageSpecs` use the layers of the virtual stage to which
     the block belongs.
 
-    To get the layers of a block, Megatron 0.15 to 0.19 calls `_get_block_submodules`, which this
-    function replaces.
+    Megatron 0.15 to 0.19 calls `_get_block_submodules` to get the layers of a block. This function
+    replaces `_get_block_submodules`.
     """
     ask = transformer_block._get_block_submodules
     if hasattr(ask, "asks_stages"):

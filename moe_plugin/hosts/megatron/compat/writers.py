@@ -1,11 +1,11 @@
 """Make the processes that write Megatron's checkpoints exit when the rank that started them exits.
 
-Megatron's writers pass their results through a queue, which is served by a separate process. This
-process uses 280 MB of memory, and waits for its rank without a timeout. If both the rank and the
-launcher are killed, the queue process keeps running. (torchrun terminates the process if torchrun
-itself is still running.) A synchronous save does not need the queue process. In older versions
-(0.16), forked copies of the rank write the files. Forked writers keep running if they wait to send
-more data than fits into the buffer of a pipe.
+Megatron's writers pass their results through a queue, which is served by a separate process. The
+queue process uses 280 MB of memory, and waits for its rank without a timeout. If both the rank and
+the launcher are killed, the queue process keeps running. (torchrun terminates the process if
+torchrun itself is still running.) A synchronous save does not need the queue process. In older
+versions (0.16), forked copies of the rank write the files. Forked writers keep running if they wait
+to send more data than fits into the buffer of a pipe.
 """
 
 from __future__ import annotations

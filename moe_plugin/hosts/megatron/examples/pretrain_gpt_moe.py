@@ -1,8 +1,8 @@
 r"""Train a GPT model with MoE layers on Megatron's training loop, `megatron.training.pretrain`.
 
 You can copy and extend this example. The script needs megatron-core 0.17 or newer, or a Megatron-LM
-checkout on PYTHONPATH. It imports nothing from moe_plugin. The flag `--spec` selects the layers,
-and defaults to this package's layers. The launcher adds all other flags of this package.
+checkout on PYTHONPATH. The script imports nothing from moe_plugin. The flag `--spec` selects the
+layers, and defaults to this package's layers. The launcher adds all other flags of this package.
 
     torchrun --nproc_per_node 8 -m moe_plugin.hosts.megatron.launch pretrain_gpt_moe \
         --num-layers 12 --hidden-size 768 --num-attention-heads 12 --seq-length 1024 \
@@ -160,10 +160,10 @@ datasets.is_distributed = True  # type: ignore[attr-defined]  # read on every ra
 def lm_loss(loss_mask, losses):
     """Return the sum of the token losses, the number of tokens, and the statistics to log.
 
-    The sum does not include the balance losses of MoE layers. Each MoE layer adds the gradients of
-    its balance losses itself, through Megatron's loss scaler and on its own pipeline stage. The
-    losses are weighted by `--moe-aux-loss-coeff` and `--moe-losses`. Each balance loss is logged
-    with its own name.
+    The sum does not include the balance losses of MoE layers. The balance losses are not part of
+    the sum because each MoE layer adds their gradients itself, through Megatron's loss scaler and
+    on its own pipeline stage. The losses are weighted by `--moe-aux-loss-coeff` and `--moe-losses`.
+    Each balance loss is logged with its own name.
     """
     mask = loss_mask.view(-1).float()
     total, tokens = (losses.view(-1).float() * mask).sum(), mask.sum().int()

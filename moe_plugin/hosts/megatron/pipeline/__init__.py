@@ -1,8 +1,9 @@
 """Pipeline schedules for Megatron. `--pipeline-schedule` selects a schedule by name.
 
 Megatron calls `get_forward_backward_func` to obtain the function that runs all forward and backward
-passes of a step. A schedule is registered as a function with two arguments: the settings, and
-Megatron's function. The schedule returns a function with the same signature as Megatron's function.
+passes of a step. A schedule is registered as a function with two arguments: the pipeline settings,
+and Megatron's function that runs the passes. This function returns a replacement for Megatron's
+function, with the same signature.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@ slices.
 
 The keys and values of a micro-batch are stored only once. Each slice appends its own keys and
 values. The backward pass processes the slices in reverse order. Each slice adds gradients for the
-keys and values of earlier slices to running sums. Each earlier slice reads these sums in its own
-backward pass.
+keys and values of earlier slices to running sums. In its own backward pass, each slice reads the
+sums that later slices have accumulated for its keys and values.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class KeyValues:
 
     Args:
         length: length S of the sequence, in tokens.
-        k_lBGC: keys of any slice. They determine the dtype and all sizes except S.
-        v_lBGC: values of any slice. They determine the dtype and all sizes except S.
+        k_lBGC: keys of any slice. Only the dtype and the sizes other than S are used.
+        v_lBGC: values of any slice. Only the dtype and the sizes other than S are used.
     """
 
     def __init__(self, length: int, k_lBGC: Tensor, v_lBGC: Tensor) -> None:
@@ -85,8 +85,8 @@ class Sequences:
     Attributes:
         length: length S of each sequence, in tokens.
         device: device of the model's layers.
-        mask: bool tensor [1 or B, 1, S, S] that is True for masked positions. None means causal
-            attention.
+        mask: bool tensor [1 or B, 1, S, S] that is True for masked positions. If None, attention is
+            causal.
         kept: dict that maps each layer number to the keys and values of the layer.
     """
 
@@ -108,8 +108,8 @@ class SlicePart:
 
     @cached_property
     def seen(self) -> Tensor:
-        """Bool tensor [1 or B, 1, l, start + l]. An element is True if a token of the slice attends
-        to the other token.
+        """Bool tensor [1 or B, 1, l, start + l]. An element is True if the token of the slice
+        (third dimension) attends to the token of the sequence (fourth dimension).
 
         Raises:
             ValueError: If the mask allows a token to attend to tokens in later slices.

@@ -3,11 +3,12 @@ all schedules that fit in memory.
 
 The first step is a warm-up, which runs Megatron's 1F1B schedule. The following steps also run their
 passes in 1F1B order. These steps measure the passes, the transfers, and the memory that backward
-passes need. They continue until the measurements of two steps agree. If `pipeline.slices` is set,
-nine more steps measure the times of slices. Then all ranks select the same schedule. All schedules
-compute the same values. With slices, the values are equal up to rounding errors. From time to time,
-one step is measured again. If this step is much faster than the earlier steps, the machine was busy
-during the earlier measurements. In this case, all measurements are repeated.
+passes need. The measurements continue until those of two steps agree. If `pipeline.slices` is set,
+nine more steps measure the times of slices. After the measurements, all ranks select the same
+schedule. All schedules compute the same losses and gradients. With slices, losses and gradients are
+equal up to rounding errors. From time to time, one step is measured again. If this step is much
+faster than the earlier steps, the machine was busy during the earlier measurements. All
+measurements are then repeated.
 """
 
 from __future__ import annotations
@@ -137,8 +138,8 @@ def agreed(step: MeasuredStep, group: Any, limit: int | None) -> StageProfile:
 
     This is a collective operation, so all ranks must call this function.
 
-    limit: number of bytes available for activations. On a GPU, the default is the free memory. On a
-        CPU, the default is no limit.
+    limit: number of bytes available for activations. On a GPU, `limit` defaults to the free memory.
+        On a CPU, there is no limit by default.
     """
     rank_values = {
         "stage": group.rank(), "forward_s": statistics.median(step.forward_s),
@@ -199,8 +200,8 @@ class AutoSchedule(PipelineSchedule):
 
     @classmethod
     def or_native(cls, settings: PipelineConfig, native: ForwardBackward) -> ForwardBackward:
-        """Return this schedule, or Megatron's function with virtual stages or a single stage. See
-        `PipelineSchedule`.
+        """Return a schedule of this class. If there are virtual stages or only a single stage,
+        return Megatron's function instead. See `PipelineSchedule`.
         """
         virtual = ps.get_virtual_pipeline_model_parallel_world_size()
         return super().or_native(settings, native) if virtual is None else native

@@ -40,8 +40,7 @@ class PipelineSchedule:
         settings: pipeline settings of the run.
         native: Megatron's own function, which the schedule uses for evaluation.
         gradients: process group for transferring gradients, if another schedule has already created
-            this group. By default a new group is created, which is a collective operation that all
-            ranks must take part in.
+            this group. By default, a new group is created, so all ranks must create the schedule.
 
     Attributes:
         name: name of the schedule in the registry `schedules`.

@@ -1,10 +1,11 @@
-"""Eager 1F1B (AlpaComm, arXiv 2211.05322). This schedule starts with more forward passes than 1F1B,
-so that transfers overlap with computation.
+"""Eager 1F1B (AlpaComm, arXiv 2211.05322). Eager 1F1B starts with more forward passes than 1F1B, so
+that transfers overlap with computation.
 
-With `pipeline.delay_weights`, each backward pass is also split: it computes the gradients of inputs
-first, and the gradients of weights later. The split is made in each operation, not with a second
-pass over the autograd graph. A second pass is not possible, because recomputed layers run their own
-backward pass inside the first one, and because an MoE layer may exchange its rows only once.
+With `pipeline.delay_weights`, each backward pass is also split. The gradients of inputs are
+computed first, and the gradients of weights later. Each operation computes the two gradients
+separately, instead of running a second pass over the autograd graph. A second pass over the graph
+is not possible for two reasons: recomputed layers run their own backward pass inside the first
+pass, and an MoE layer may exchange its rows only once.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Run the passes of a pipeline stage in a given order. Each pass is run by Megatron's own function
-for a single pass.
+"""Run the passes of a pipeline stage in a given order. Megatron's own functions for single passes
+run each pass.
 
-This module also performs the work around the passes that Megatron does in
-`forward_backward_pipelining_without_interleaving`. It collects losses and token counts, delays
-gradient reductions, and finalizes the gradients.
+This module also does the remaining work of Megatron's
+`forward_backward_pipelining_without_interleaving`. The remaining work is to collect losses and
+token counts, delay gradient reductions, and finalize the gradients.
 """
 
 from __future__ import annotations
@@ -98,12 +98,12 @@ class Links:
     Args:
         group: process group of the pipeline stages, in pipeline order.
         backward_group: second process group with the same ranks, for gradients. NCCL runs all
-            transfers of a group one after another, so the two directions could deadlock if they
-            shared a group.
+            transfers of a group one after another. If both directions used the same group, they
+            could deadlock.
         received: list of the shapes of the activations that arrive from the previous stage, in
             order of arrival.
         sent: list of the shapes of the gradients that arrive from the next stage, in order of
-            arrival. These are also the shapes of the activations that this stage has sent.
+            arrival. The activations that this stage sends have the same shapes.
         dtype: dtype of the transferred tensors.
         device: device of the transferred tensors.
     """
@@ -153,8 +153,8 @@ class Step:
         gradients: process group for transferring gradients. See `PipelineSchedule`.
         mode: name of the order in which the passes run. See `planner.pipeline.schedules`.
     Attributes:
-        slices: lengths of the slices of a sequence, in tokens. In this class, the only slice is the
-            whole sequence.
+        slices: lengths of the slices of a sequence, in tokens. In the base class `Step`, the only
+            slice is the whole sequence.
     """
 
     slices: tuple[int, ...] = (0,)
@@ -176,7 +176,7 @@ class Step:
         """Return two lists: the shapes of the activations and the shapes of the gradients that this
         stage receives.
 
-        Both lists are in the order of the passes.
+        Both lists are in the order in which the passes run.
         """
         received, sent = self.shapes()
         return [received] * self.batches, [sent] * self.batches
@@ -258,8 +258,8 @@ class Step:
             self.finish_backward()
 
     def finish_backward(self) -> None:
-        """Finish a backward pass after the gradient of the stage's input has been sent. In this
-        class, this method does nothing.
+        """Finish a backward pass after the gradient of the stage's input has been sent. The base
+        class `Step` has nothing left to do at this point.
         """
 
     def _finish_gradients(self) -> None:

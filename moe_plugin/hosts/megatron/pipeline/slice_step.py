@@ -1,8 +1,8 @@
 """Run the passes of a pipeline stage slice by slice. The forward passes process the slices in
 order, and the backward passes process them in reverse order.
 
-Before the last stage computes the loss, it concatenates the outputs of all slices of a micro-batch.
-Therefore, the script's loss function receives the same tensors as without slices.
+Before computing the loss, the last stage concatenates the outputs of all slices of a micro-batch.
+The script's loss function therefore receives the same tensors as without slices.
 """
 
 from __future__ import annotations
@@ -148,8 +148,8 @@ def weighed(part: SlicePart) -> Iterator[None]:
     """Scale the auxiliary losses that are computed inside the block by the slice's share of the
     tokens in the sequence.
 
-    This context scales the logged values. `SliceStep` scales the gradients in the same way, unless
-    Megatron itself weights losses by tokens.
+    This context manager scales only the logged values. `SliceStep` scales the gradients in the same
+    way, unless Megatron itself weights losses by tokens.
     """
     share = part.length / part.sequences.length
     before = {name: entry.values.clone() for name, entry in aux_losses.logged_losses().items()}

@@ -1,4 +1,4 @@
-"""TeraPipe (arXiv 2102.07988). This schedule splits sequences into slices, and pipelines the slices
+"""TeraPipe (arXiv 2102.07988). TeraPipe splits sequences into slices, and pipelines the slices
 through the stages.
 """
 
@@ -81,8 +81,8 @@ class SliceTrials:
         return equal_slices(self.length, self.multiple, count), self._steps > 0
 
     def after(self, step: SliceStep) -> None:
-        """Record a step. After the last trial and after each check, this is a collective operation
-        that all ranks must take part in.
+        """Record a step. After the last trial and after each check, this method runs a collective,
+        so all ranks must call it.
         """
         if self.chosen is not None:
             if step.timed:
@@ -195,10 +195,10 @@ def given_slices(text: str | None, length: int, multiple: int) -> tuple[int, ...
     if the setting is `best` or None.
 
     Args:
-        text: value of the setting. Either slice lengths such as `512,256,256`, or a single number
-            of slices of equal length.
-        length: length of each sequence in tokens.
-        multiple: number of which every slice length must be a multiple.
+        text: value of the setting. The setting contains either slice lengths such as `512,256,256`,
+            or a single number, which is the number of slices of equal length.
+        length: length of each sequence, in tokens.
+        multiple: every slice length must be a multiple of this number.
     Raises:
         ValueError: If the slice lengths do not fit the length of the sequence.
     """
