@@ -29,15 +29,17 @@ from moe_plugin.training.gradients.replicas import replicas_of
 # The optimizers of a model with streamed weights: one per block. fairseq sees them as a single
 # optimizer, also in checkpoints.
 class BlockOptimizers(FairseqOptimizer):
-    """A fairseq optimizer for a streamed model. It combines the optimizers of all blocks.
+    """A fairseq optimizer for a streamed model. This optimizer combines the optimizers of all
+    blocks.
 
-    The forward and backward passes of a step also compute the gradients' norm. The gradients are
-    divided by the sample size of the step. In 16-bit training, fairseq's 16-bit optimizer, which
-    wraps this optimizer, divides them instead.
+    The norm of the gradients is computed during the forward and backward passes of a step. The
+    gradients are divided by the sample size of the step. In 16-bit training, this division is left
+    to fairseq's 16-bit optimizer, which wraps this optimizer.
 
     Args:
         cfg: settings of the fairseq optimizer.
-        trainer: the `StreamedTrainer`. Its blocks must be in the order of the model's parameters.
+        trainer: the `StreamedTrainer`. The trainer's blocks must be in the order of the model's
+            parameters.
         stepped: function that is called after each optimizer step.
     """
 
@@ -51,7 +53,7 @@ class BlockOptimizers(FairseqOptimizer):
 
     @property
     def optimizer(self) -> BlockOptimizers:
-        """This object itself, because a streamed model has no single torch optimizer."""
+        """Return this object itself, because a streamed model has no single torch optimizer."""
         return self
 
     @property
@@ -64,7 +66,7 @@ class BlockOptimizers(FairseqOptimizer):
         self.trainer.forget()
 
     def multiply_grads(self, c: float | Tensor) -> None:
-        """Store a factor. In 16-bit training, the gradients of each block are multiplied by this
+        """Store a factor. In 16-bit training, the gradients of a block are multiplied by this
         factor when the block is updated.
 
         In float32 training this method has no effect, because the passes have already divided the
@@ -74,13 +76,15 @@ class BlockOptimizers(FairseqOptimizer):
         clip.multiply(c)
 
     def clip_grad_norm(self, max_norm: float, aggregate_norm_fn: Any = None) -> Tensor:
-        """Return the norm of all gradients together. This method does not clip the gradients. They
-        are clipped when their block is updated.
+        """Return the norm of all gradients together. This method does not clip the gradients. The
+        gradients of a block are clipped when the block is updated.
         """
         return self.gradient_norm
 
     def step(self, closure: Any = None, scale: float = 1.0, groups: Any = None) -> None:
-        """Clip the gradients and update the weights of each block, one block after another."""
+        """Update the weights of one block after another, and clip the gradients of each block
+        first.
+        """
         self.trainer.update()
         self.stepped()
 
@@ -129,8 +133,8 @@ class BlockOptimizers(FairseqOptimizer):
             param_group.update(optimizer_overrides or {})
 
     def _with_optimizers(self) -> Iterator[tuple[StreamedBlock, int]]:
-        """Yield each trained block with the index of its first parameter. The index counts all
-        trained parameters of the model.
+        """Yield each block that is trained, with the index of its first parameter. The index counts
+        the trained parameters of the whole model.
         """
         first = 0
         for block in self.trainer.blocks:
@@ -140,7 +144,9 @@ class BlockOptimizers(FairseqOptimizer):
 
 
 class _DropsGradients:
-    """Mixin for fairseq's 16-bit optimizers that also discards the gradients stored in blocks."""
+    """Mixin for fairseq's 16-bit optimizers. It makes `zero_grad` also discard the gradients that
+    blocks store.
+    """
 
     blocks: Any
 
@@ -172,15 +178,15 @@ class FairseqNorm:
     """Gradient clipping that gives bitwise the same gradients as fairseq's own clipping in a single
     process.
 
-    Implements `memory.weights.streamed.Clip`. The total norm combines the norms of the dense
-    gradients and the sum of squares of all expert gradients.
+    Implements `memory.weights.streamed.Clip`. The norm of all gradients is computed from the norms
+    of the dense gradients and from the sum of squares of all expert gradients.
 
     Args:
         max_norm: upper bound for the norm of all gradients together, or 0 to disable clipping.
         size: function that returns the sample size of the step. The gradients are divided by this
-            size. The function is called after the passes of the last block are complete. In 16-bit
-            training, `size` is None. In this case, the gradients are multiplied by the factor
-            passed to `multiply` and are not clipped.
+            sample size. The function is called after the passes of the last block are complete. In
+            16-bit training, `size` is None. If `size` is None, the gradients are multiplied by the
+            factor passed to `multiply`, and are not clipped.
     """
 
     def __init__(self, max_norm: float, size: Callable[[], float] | None) -> None:
@@ -242,14 +248,14 @@ _HALF = (torch.float16, torch.bfloat16)
 
 class FusedAdam(torch.optim.Optimizer):
     """A version of `fairseq.optim.adam.Adam` that reads and writes the memory of each parameter
-    only once. It runs on CPU and GPU.
+    only once. `FusedAdam` runs on CPU and GPU.
 
     The updated parameters equal those of fairseq's Adam up to rounding errors. The state has the
     same names, types and dtypes as in fairseq (`step` as an int, `exp_avg` and `exp_avg_sq` in
-    float32). Either optimizer can therefore load the checkpoints of the other. Weight decay is
-    decoupled (`w -= lr * weight_decay * w`). fairseq adds `eps` to the square root of the second
-    moment before it applies the bias correction, whereas torch adds `eps` after the correction.
-    Therefore, `eps / sqrt(1 - beta2 ** step)` is passed to torch.
+    float32). Each of the two optimizers can therefore load checkpoints of the other. Weight decay
+    is decoupled (`w -= lr * weight_decay * w`). fairseq adds `eps` to the square root of the second
+    moment before it applies the bias correction, whereas torch adds `eps` after the correction. To
+    compensate for this difference, `eps / sqrt(1 - beta2 ** step)` is passed to torch.
 
     As in fairseq, half-precision parameters are updated one by one, in float32 copies.
     Non-contiguous parameters are also updated one by one, because torch's CPU kernels ignore
@@ -261,9 +267,10 @@ class FusedAdam(torch.optim.Optimizer):
         betas: decay rates of the two moments, as in fairseq.
         eps: constant added to the denominator, as in fairseq.
         weight_decay: factor of decoupled weight decay, as in fairseq.
-        half: True to store both moments in 16 bits between steps (see `_Halves`). They then need 4
-            instead of 8 bytes per parameter. `state_dict` still returns the moments in float32. A
-            run that resumes from this state continues with bitwise identical values.
+        half: True to store both moments in 16 bits between steps (see `_Halves`). In 16 bits, both
+            moments together need 4 instead of 8 bytes per parameter. `state_dict` still returns the
+            moments in float32. A run that resumes from a checkpoint with 16-bit moments continues
+            with bitwise identical values.
     """
 
     # attributes that fairseq reads from its optimizers
@@ -324,8 +331,8 @@ class FusedAdam(torch.optim.Optimizer):
     def _counted_state(self, parameter: Tensor) -> dict[str, Any]:
         """Return the state of a parameter for the current step, after incrementing the step count.
 
-        The moments are contiguous tensors. They are stored in float32, or in the dtype of the
-        parameter if this dtype is more precise.
+        The moments are contiguous tensors. The moments are stored in float32, or in the dtype of
+        the parameter if this dtype is more precise.
         """
         if parameter.grad is not None and parameter.grad.is_sparse:
             raise RuntimeError("Adam does not support sparse gradients. Use another optimizer")
@@ -344,7 +351,7 @@ class _Halves(NamedTuple):
     """The first moment `exp_avg` and the square root of the second moment `exp_avg_sq`, stored in
     16 bits. See `encoded`.
 
-    The square root is stored because the values of `exp_avg_sq` exceed the range of a 16-bit type.
+    The square root is stored because `exp_avg_sq` itself has a larger range than a 16-bit type.
     """
 
     average: tuple[Tensor, Tensor]
@@ -352,13 +359,14 @@ class _Halves(NamedTuple):
 
 
 def encoded(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Encode `x` as float16 values and a common scale, called the unit.
+    """Encode `x` as float16 values and one scale factor, called the unit.
 
-    The unit is the power of two for which the largest encoded magnitude lies in (32752, 65504]. The
-    relative error is at most 2^-11, and the absolute error is at most 2^-39 times the largest
-    magnitude. Encoding values that were decoded before causes no additional error. Source: the
-    scales of `--fp16-adam-stats` in fairseq (after Jukebox, Dhariwal et al., 2020). fairseq's
-    scales may be any number, and are applied to `exp_avg_sq` itself.
+    The unit is a power of two. After division by the unit, the largest magnitude is in (32752,
+    65504]. The relative error is at most 2^-11, and the absolute error is at most 2^-39 times the
+    largest magnitude. Decoding values and encoding them again causes no additional error. This
+    encoding is based on the scales of `--fp16-adam-stats` in fairseq (after Jukebox, Dhariwal et
+    al., 2020). Unlike the unit, fairseq's scales can be any number, and they are applied to
+    `exp_avg_sq` itself.
     """
     largest = x.abs().amax() if x.numel() else x.new_zeros(())
     part, exponent = torch.frexp(largest.float() / torch.finfo(torch.float16).max)

@@ -61,8 +61,8 @@ def average(inputs: Sequence[str], output: str) -> list[str]:
 
 
 def _files_of(name: str) -> list[str]:
-    """Return the files of all ranks in order. If the name contains no rank, return a list with a
-    single file.
+    """Return the files of a checkpoint, ordered by rank. If the file name contains no rank, the
+    list has a single file.
     """
     if not files.has_rank(name) and os.path.exists(name):
         return [name]

@@ -34,8 +34,8 @@ _UNSTATED = object()
 
 
 def changed_line(cfg: Any) -> str:
-    """Return the log line with the settings that the user chose, as the user wrote them, and the
-    defaults of these settings.
+    """Return the log line with the settings that the user chose. The line contains the values as
+    the user wrote them, and the default values.
 
     If the command line does not show the settings, for example because a Hydra file is used, the
     line contains all settings that `changed` returns.
@@ -53,8 +53,8 @@ def changed(cfg: Any) -> dict[str, tuple[str, str]]:
     """Return all settings that differ from their defaults, as a dict from flag names to tuples
     (value, default).
 
-    The settings of an architecture are included if they differ from the defaults of the model.
-    Settings that do not declare a default are left out.
+    Settings of an architecture are included if they differ from the defaults of the architecture's
+    model. Settings that do not declare a default are left out.
 
     Args:
         cfg: all settings of fairseq, by group.
@@ -98,9 +98,9 @@ def _fields(record: Any) -> dict[str, Any]:
 def _of_arguments(arch: str, values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the defaults of a model that declares its settings as command-line arguments.
 
-    The defaults of the arguments take precedence. Some arguments, such as those of fairseq's
-    transformer, have no default. For these, return the values that are set by the architecture with
-    the same name as the model.
+    If an argument declares a default, this default takes precedence. Some arguments, such as those
+    of fairseq's transformer, do not declare a default. For arguments without a default, return the
+    values set by the architecture that has the same name as the model.
     """
     model = ARCH_MODEL_REGISTRY.get(arch)
     if model is None:

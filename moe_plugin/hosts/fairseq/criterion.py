@@ -4,8 +4,8 @@ to the loss of the model.
     loss = inner + moe_gate_loss_wt * gate * sample_size
     gate = mean (or sum) over MoE layers of the weighted router losses; neg_log: -log(gate)
 
-fairseq divides the gradient by `sample_size` later. Therefore, multiplying the gate loss by
-`sample_size` makes it an average over tokens, as in fairseq's `moe` branch.
+Later, fairseq divides the gradient by `sample_size`. Because the gate loss is multiplied by
+`sample_size` first, it becomes an average over tokens, as in fairseq's `moe` branch.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class GateLoss:
         """Log fairseq's metrics, and in addition `inner_loss`, `moe_gate_loss` and the metrics in
         `METRICS`.
 
-        All metrics are averaged over ranks and batches.
+        All of these metrics are averaged over ranks and batches.
         """
         sample_size = sum(log.get("sample_size", 0) for log in logging_outputs)
         batches = sum(log.get("batch_count", 0) for log in logging_outputs)
@@ -166,8 +166,8 @@ def check_balance(model: Any, criterion: Any) -> None:
 class MoEEnsembleLanguageModel(MoETransformerLanguageModel):
     """A `moe_transformer_lm` with several output heads. The output has shape [B, T, M, V].
 
-    Each head predicts a probability distribution. The probabilities of the model are the average
-    over all heads.
+    Each head predicts a probability distribution. The probabilities that the model returns are the
+    average over all heads.
     """
 
     @classmethod

@@ -1,6 +1,4 @@
-"""Process groups of the ranks that share experts, and the communication between the MoE layers of
-these ranks.
-"""
+"""Process groups of the ranks that share experts, and communicators for the MoE layers."""
 
 from __future__ import annotations
 
@@ -109,17 +107,17 @@ class MeasuredComm(TorchComm):
 
 
 class Turns:
-    """Lets all ranks that evaluate together agree which MoE layer to compute next.
+    """Makes all ranks that evaluate together agree on the MoE layer to compute next.
 
-    A call of an MoE layer is a collective operation. However, ranks that evaluate do not make the
-    same calls: they may have different numbers of batches, or decode sentences of different
-    lengths. Therefore, each rank waits before each call. The next layer to compute is the layer
-    with the lowest index for which any rank waits. Ranks that wait for another layer, or that have
-    already finished, take part in the call without tokens.
+    A call of an MoE layer is a collective operation. However, ranks do not make the same calls
+    during evaluation: they may have different numbers of batches, or decode sentences of different
+    lengths. Each rank therefore waits before each call of an MoE layer. The next layer to compute
+    is the layer with the lowest index for which any rank waits. Ranks that wait for another layer,
+    or that have already finished, take part in the call without tokens.
 
     Args:
-        comm: communicator of all ranks that evaluate together. It includes ranks that store copies
-            of the same experts.
+        comm: communicator of all ranks that evaluate together. Ranks that store copies of the same
+            experts are included.
     """
 
     def __init__(self, comm: Comm) -> None:
@@ -161,10 +159,10 @@ class Evaluation:
     Attributes:
         ranks: number of processes that evaluate together. Each process evaluates a share of the
             batches.
-        asked: number of ranks that share one copy of the experts, as requested by the user. 0 means
-            as many ranks as possible.
-        turns: the `Turns` object of these processes. It is created together with the first model
-            whose experts are distributed over ranks.
+        asked: number of ranks that share one copy of the experts, as requested by the user. If 0,
+            as many ranks as possible share a copy of the experts.
+        turns: the `Turns` object of these processes. The `Turns` object is created together with
+            the first model whose experts are distributed over ranks.
         drops: counts of the tokens that were dropped in the batches of the current process.
     """
 
@@ -176,11 +174,11 @@ class Evaluation:
     def expert_ranks(self, experts: int) -> int:
         """Return the number of ranks that share one copy of a model's experts.
 
-        Defaults to the largest number that divides both the number of ranks and the number of
-        experts.
+        By default, this is the largest number that divides both the number of ranks and the number
+        of experts.
 
         Raises:
-            ValueError: If the number requested by the user is not possible.
+            ValueError: If the user requests an impossible number of ranks.
         """
         if not self.asked:
             return math.gcd(self.ranks, experts)
@@ -212,8 +210,8 @@ class Evaluation:
 def evaluating(ranks: int = 1) -> Iterator[Evaluation]:
     """Mark all models that are built inside the block as used only for evaluation.
 
-    These models are loaded from a checkpoint for validation, scoring or generation. All models in a
-    command share one `Evaluation` object.
+    The marked models are loaded from a checkpoint for validation, scoring or generation. All models
+    in a command share one `Evaluation` object.
 
     Args:
         ranks: number of processes that evaluate together. These processes form the default process
@@ -241,8 +239,8 @@ def make_groups(expert_parallel_size: int, timeout_s: float, *, measured: bool =
     Args:
         expert_parallel_size: number of consecutive ranks that share one copy of the experts, or 0
             for all ranks.
-        timeout_s: timeout of these process groups, in seconds. It is also an upper bound for the
-            timeouts of fairseq's own groups.
+        timeout_s: timeout of these process groups, in seconds. The timeout is also an upper bound
+            for the timeouts of fairseq's own groups.
         measured: True to measure the time spent exchanging rows.
         dummy: True to skip exchanging rows.
     Raises:

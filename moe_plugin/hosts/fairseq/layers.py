@@ -85,20 +85,20 @@ def _refuse_what_does_not_fit(settings: LayerSettings) -> None:
 
 
 class FairseqMoELayer(TakesTokenIds, nn.Module):
-    """A `MoELayer` for fairseq. It returns a single gate loss, and stores statistics for the
+    """A `MoELayer` for fairseq. The layer returns a single gate loss, and stores statistics for the
     criterion.
 
     The gate loss is the weighted sum of all router losses. The gradients of expert parameters are
-    multiplied by `gradient_factor` and by the number of replicas. The number of replicas
-    compensates for the trainer, which averages over replicas. Each expert parameter is marked with
-    its number of replicas.
+    multiplied by `gradient_factor` and by the number of replicas of the experts. The trainer later
+    averages gradients over replicas, so the number of replicas cancels out. Each expert parameter
+    is marked with its number of replicas.
 
     Attributes:
         stats: statistics of the latest forward pass.
         observer: function that is called with the statistics of every training pass that counts, or
             None.
-        ignored: True if the batch is a dummy that stands in for a missing batch. In this case, the
-            layer ignores all tokens.
+        ignored: True if the batch is a dummy that stands in for a missing batch. If True, the layer
+            ignores all tokens.
     """
 
     def __init__(self, settings: LayerSettings) -> None:
@@ -135,8 +135,8 @@ class FairseqMoELayer(TakesTokenIds, nn.Module):
         """Return the output [T, B, D] and the gate loss, which is a float32 scalar.
 
         Tokens are routed sentence by sentence, as in fairseq's `moe` branch. If the capacity is
-        limited, the dropped tokens are therefore those of the last sentences, not the last tokens
-        of every sentence.
+        limited, the tokens of the last sentences are dropped, instead of the last tokens of every
+        sentence.
 
         Args:
             x_TBD: input tokens with shape [T, B, D].
@@ -169,7 +169,7 @@ class FairseqMoELayer(TakesTokenIds, nn.Module):
                  info: TokenInfo | None) -> MoEOutput:
         """Call the layer. During evaluation, repeat the call until all rows fit into their buffers.
 
-        During training, the whole step is repeated instead.
+        During training, the whole step is repeated if rows do not fit.
         """
         if not self._evaluates:
             return self.moe(x_BTD, mask_BT, info=info)
@@ -189,8 +189,8 @@ class FairseqMoELayer(TakesTokenIds, nn.Module):
 def _counts(layer: nn.Module) -> bool:
     """Return True if the current forward pass counts in the statistics.
 
-    If activations are recomputed, a layer runs twice per step, but only one of these passes counts.
-    With reentrant checkpoints, the second pass counts, because the first pass computes no
+    If activations are recomputed, a layer runs twice per step, but only one of the two passes
+    counts. With reentrant checkpoints, the second pass counts, because the first pass computes no
     gradients.
     """
     return layer.training and torch.is_grad_enabled() and not replaying()
@@ -252,7 +252,7 @@ class MoEEncoderLayer(_MoEMixin, TransformerEncoderLayerBase):
 
     def forward(self, x_TBD: Tensor, encoder_padding_mask: Tensor | None,
                 attn_mask: Tensor | None = None) -> tuple[Any, ...]:
-        """Run fairseq's forward pass and append the gate loss to its outputs."""
+        """Run fairseq's forward pass, and append the gate loss to its outputs."""
         self._padding_BT = encoder_padding_mask
         output = super().forward(x_TBD, encoder_padding_mask, attn_mask)
         return self._with_gate_loss(output if isinstance(output, tuple) else (output,))

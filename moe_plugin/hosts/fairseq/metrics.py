@@ -30,11 +30,11 @@ def layer_metrics(layers: list[Any]) -> dict[str, Any]:
 
     `overflow_expert1` and `overflow_expert2` are the percentages of first and second choices that
     were dropped. The unit of `entropy_gating` is nats. `expert1_balance_top` is the percentage of
-    tokens sent to the 20 % most used experts, and `expert1_balance_bottom` to the 20 % least used
-    experts. `unused_expert1_count` is the number of experts that no token chose. The metrics of
-    `expert2` are defined in the same way for second choices. As in fairseq's branch, the metrics of
-    balance and unused experts include second choices that `--moe-second-expert-policy random`
-    rejected.
+    tokens that are sent to the most used 20 % of the experts. `expert1_balance_bottom` is the
+    percentage of tokens that are sent to the least used 20 % of the experts. `unused_expert1_count`
+    is the number of experts that no token chose. The metrics of `expert2` are defined in the same
+    way for second choices. As in fairseq's branch, the metrics of balance and unused experts
+    include second choices that `--moe-second-expert-policy random` rejected.
     """
     seen = [stats_metrics(layer.stats) for layer in layers if layer.stats is not None]
     # sorted, because fairseq sums these values over ranks by position

@@ -1,7 +1,7 @@
-"""MoE language models and translation models. They are fairseq's own models with some layers
+"""MoE language models and translation models. The models are fairseq's own models with some layers
 replaced.
 
-fairseq first builds the dense model, and then layers are replaced.
+The layers are replaced after fairseq has built the dense model.
 """
 
 from __future__ import annotations
@@ -135,8 +135,8 @@ def _add_experts(model: nn.Module, args: Any, freqs: dict[str, int]) -> None:
 def _for_other_ranks(config: MoEConfig) -> MoEConfig:
     """Adapt the settings of a trained model to the ranks that evaluate the model.
 
-    Settings that depend on the number of ranks in the training run are reset. This changes the
-    outputs only by rounding errors.
+    Settings that depend on the number of ranks in the training run are reset. Resetting these
+    settings changes the outputs only by rounding errors.
     """
     default = ParallelConfig()
     reset = {"dispatch.equal_tokens": False,  # evaluating ranks have different numbers of tokens

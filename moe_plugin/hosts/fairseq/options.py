@@ -3,8 +3,9 @@
 """fairseq dataclasses with the flags of this package: the flags of fairseq's `moe` branch, and the
 generated flags.
 
-Flags of the branch keep their names. This module cannot use `from __future__ import annotations`,
-because fairseq creates argparse arguments from the annotated types.
+The flags of fairseq's `moe` branch keep their names. This module cannot use
+`from __future__ import annotations`, because fairseq creates argparse arguments from the annotated
+types.
 """
 
 from dataclasses import dataclass, field, make_dataclass

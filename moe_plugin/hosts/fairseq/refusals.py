@@ -36,7 +36,7 @@ def values_of(cfg: Any, *configs: MoEConfig | RunConfig | None, **facts: Any) ->
     Args:
         cfg: settings of fairseq, or the arguments of a model.
         configs: settings of this package.
-        facts: additional values. They take precedence over settings with the same name.
+        facts: additional values. Facts take precedence over settings with the same name.
     """
 
     def read(path: str) -> Any:

@@ -2,8 +2,8 @@
 `moe_plugin.__init__`).
 
 In standard fairseq, the import registers models, criteria and the trainer. fairseq's own `moe`
-branch already has models and criteria. There, the import replaces the MoE layer, and adds this
-package's flags to the models of the branch.
+branch already has models and criteria. In fairseq's `moe` branch, the import replaces the MoE
+layer, and adds this package's flags to the models of the branch.
 """
 
 from __future__ import annotations

@@ -53,8 +53,8 @@ def set_missing(args: Any, values: dict[str, Any]) -> None:
     """Set the arguments that the user did not pass.
 
     args: a Namespace while fairseq parses the command line, and a DictConfig while fairseq builds
-        the model. The attributes of a DictConfig must not be set through `vars(args)`, because they
-        would hide the values that the user passed.
+        the model. The attributes of a DictConfig must not be set through `vars(args)`, because such
+        attributes would hide the values that the user passed.
     """
     for name, value in values.items():
         if name not in args:
@@ -85,7 +85,7 @@ def language_model(width: int, layers: int, heads: int) -> Callable[[Any], None]
 def translation_model(width: int, layers: int, heads: int) -> Callable[[Any], None]:
     """Return an architecture for an encoder-decoder model with pre-norm layers.
 
-    By default every second layer has 8 experts.
+    By default, every second layer has 8 experts.
     """
 
     def architecture(args: Any) -> None:

@@ -1,5 +1,5 @@
-"""Support for `--moe-expert-parallel-at` in fairseq. This flag changes the expert-parallel size
-between two updates.
+"""Support for `--moe-expert-parallel-at` in fairseq. `--moe-expert-parallel-at` changes the
+expert-parallel size between two updates.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Choose the checkpoint from which a fairseq run resumes.
 
 `agree` selects the newest training step for which all ranks have complete files. If a different
-number of ranks wrote the checkpoint, every rank reads only the slices that it will store. This
-includes slices of the optimizer state.
+number of ranks wrote the checkpoint, every rank reads only the slices that it will store. The
+slices of the optimizer state are also read in this way.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ def newest_of_other_size(filename: str, wanted: Mapping[str, int], group: Any) -
     """Return the newest complete checkpoint with this name, if a different number of ranks wrote
     this checkpoint.
 
-    All ranks return the same checkpoint. Return None if the newest checkpoint was written by the
-    same number of ranks as in this run.
+    The return value is the same on all ranks. Return None if the newest checkpoint was written by
+    the same number of ranks as this run has.
 
     Args:
         filename: path of the current rank's file.
-        wanted: entries that the manifest of a checkpoint of this run has.
+        wanted: manifest entries of this run.
         group: process group of the data-parallel ranks, or None for a single rank.
     """
     written: Written | None = None
@@ -86,8 +86,8 @@ def read_part(written: Written, wanted: Mapping[str, int], shards: Mapping[str, 
 def damage(paths: tuple[str, ...], flag: str = "--restore-file") -> str | None:
     """Return an error message about the first damaged file, or None if no file is damaged.
 
-    flag: name of the flag that selects a different checkpoint. The error message contains this
-    name.
+    flag: name of the flag with which the user can select a different checkpoint. The error message
+    contains the name of the flag.
     """
     for path in paths:
         try:
@@ -146,14 +146,14 @@ class _Survey:
 
 
 def agree(filename: str, wanted: Mapping[str, int], group: Any) -> str:
-    """Find the newest training step for which all ranks have files. Return the path of the current
-    rank's file.
+    """Find the newest training step for which all ranks have files, and return the path of the
+    current rank's file.
 
     If the `checkpoint_last` file of any rank is damaged, an older checkpoint in the same folder is
     used instead.
 
     Args:
-        filename: path of this rank's file.
+        filename: path of the current rank's file.
         wanted: entries that the manifest of each file must have.
         group: process group of the data-parallel ranks, or None for a single rank.
     Raises:
@@ -178,7 +178,7 @@ def agree(filename: str, wanted: Mapping[str, int], group: Any) -> str:
 
 
 def _fall_back(filename: str, wanted: Mapping[str, int], group: Any, damaged: list[str]) -> str:
-    """Find the newest training step for which all ranks have complete files. Return the current
+    """Find the newest training step for which all ranks have complete files, and return the current
     rank's file.
     """
     paths = _older_files_by_step(filename, wanted)
@@ -193,16 +193,16 @@ def _fall_back(filename: str, wanted: Mapping[str, int], group: Any, damaged: li
 
 
 def _never_finished(everyone: Sequence[Mapping[int, str]]) -> bool:
-    """Return whether the ranks were killed in the first phase of saving a checkpoint, so that no
-    earlier checkpoint with this name exists.
+    """Return whether the ranks were killed in the first phase of saving, when no earlier checkpoint
+    with this name existed.
     """
     paths = [path for steps in everyone for path in steps.values()]
     return not all(everyone) and all(path.endswith(files.PENDING) for path in paths) and bool(paths)
 
 
 def _older_checkpoint(filename: str, wanted: Mapping[str, int], group: Any) -> str:
-    """Return the newest older checkpoint. If no checkpoint exists, return `filename`, although this
-    file is missing.
+    """Return the newest older checkpoint. If there is no checkpoint, return `filename`, even though
+    this file does not exist.
     """
     text = f"checkpoint {without_rank(filename)!r} was not yet written by all ranks"
     try:

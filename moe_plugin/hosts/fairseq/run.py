@@ -39,7 +39,7 @@ def config_of(model: nn.Module) -> Any:
 
 
 def completes_gradients(model: nn.Module) -> bool:
-    """Return the value that `Run.reduces` will have. The run object need not exist yet."""
+    """Return the value that `Run.reduces` will have, even before the run object exists."""
     return run_settings(model).guard.votes > 0
 
 
@@ -134,7 +134,7 @@ def aggregated(run: Run, aggregate: Callable[..., Any], logging_outputs: Any, *s
         run: the run.
         aggregate: the trainer's own function for summing values over ranks.
         logging_outputs: logged values of the current rank's batches.
-        sums: additional values to sum. The first one is the sample size.
+        sums: additional values to sum. The first additional value must be the sample size.
         ignore: True if the current rank's batch is a dummy.
     """
     votes = run.find(FileTurns)

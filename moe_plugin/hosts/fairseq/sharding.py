@@ -4,11 +4,12 @@
 parameter, its gradient and its optimizer state. The parameters of a layer are gathered only while
 the layer computes. Experts are distributed by expert parallelism, not by FSDP2.
 
-`os` (ZeRO stage 1) shards only the optimizer state. Each rank updates a shard of every parameter,
-and sends this shard to the other ranks after the step.
+`os` (ZeRO stage 1) shards only the optimizer state. In each step, a rank updates its shard of every
+parameter, and then sends this shard to the other ranks.
 
-In both cases, fairseq's optimizer receives plain tensors (`moe_plugin.training.gradients.parts`),
-and checkpoints contain complete tensors. Therefore, a run can resume with or without sharding.
+With both settings, fairseq's optimizer receives plain tensors
+(`moe_plugin.training.gradients.parts`), and checkpoints contain complete tensors. A run can
+therefore resume with or without sharding.
 """
 
 from __future__ import annotations
@@ -190,8 +191,8 @@ def shard_optimizer(optimizer: Any, parts: list[Part]) -> None:
 
     The optimizer must have been created for the `local` tensors of the shards. After this call, the
     optimizer reads the gradients of these shards and sends the updated shards to the other ranks.
-    Its checkpoints contain the complete state. The name of the optimizer's class stays the same,
-    because fairseq compares this name when it loads a checkpoint.
+    The optimizer's checkpoints contain the complete state. The name of the optimizer's class stays
+    the same, because fairseq compares this name when it loads a checkpoint.
 
     Args:
         optimizer: the optimizer.

@@ -3,9 +3,9 @@ weights are stored in host memory.
 
 Each part of the model is a block of a `StreamedTrainer`. The parts are the embedding, each decoder
 layer, and the output layer. fairseq passes all batches of an update to the trainer at once
-(`--update-freq`). Therefore, each part can compute all batches before the next part starts. The
-loss and the logged statistics of each batch are the same as those that fairseq's own task computes.
-Checkpoints have the same format as fairseq's checkpoints.
+(`--update-freq`). Because of this, each part can compute all batches before the next part starts.
+The loss and the logged statistics of each batch are the same as those that fairseq's own task
+computes. Checkpoints have the same format as fairseq's checkpoints.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class _Call:
         tokens: token ids [B, T], which are the input of the embedding.
         gates: dict of the gate losses that the MoE layers computed in the first pass.
         stats: dict of the statistics that the MoE layers computed in the first pass.
-        slopes: dict of copies of the gate losses. The criterion reads these copies. Their gradients
-            are the gradients of the loss with respect to the gate losses.
+        slopes: dict of copies of the gate losses. The criterion reads these copies. The gradients
+            of the copies are the gradients of the loss with respect to the gate losses.
         numbers: values that the criterion returned for this batch.
     """
 
@@ -68,14 +68,15 @@ class _Call:
 class DecoderPart(nn.Module):
     """A block that computes one part of the decoder.
 
-    The input of a part is the output [B, T, D] of the previous part. The input of the embedding are
-    the token ids [B, T]. The output of a part has shape [B, T, D]. The last part returns logits
-    instead.
+    The input of a part is the output [B, T, D] of the previous part. The first part, the embedding,
+    receives the token ids [B, T]. The output of a part has shape [B, T, D]. The last part returns
+    logits instead.
 
     Args:
-        decoder: the complete decoder. Its forward pass is run with only the modules of this part.
-        number: index of the part. Part 0 is the embedding. The decoder layers follow, and the
-            output layer is the last part.
+        decoder: the complete decoder. For each part, the decoder's forward pass is run with only
+            the modules of this part.
+        number: index of the part. Part 0 is the embedding. The decoder layers have the next
+            numbers, and the output layer is the last part.
         call: function that returns the state of the current batch.
     """
 
@@ -119,8 +120,8 @@ class DecoderPart(nn.Module):
 
 
 def _names(decoder: Any, first: bool) -> list[str]:
-    """Return the names of the modules that the decoder runs before its layers if `first` is True,
-    or after its layers otherwise.
+    """Return the names of the modules that the decoder runs before its layers (if `first` is True)
+    or after its layers.
 
     Modules that share their weight with the embedding are left out.
     """
@@ -147,13 +148,13 @@ class StreamedLanguageModel:
     Args:
         cfg: settings that were passed to fairseq's trainer.
         task: task that was passed to fairseq's trainer.
-        model: model that was passed to fairseq's trainer. Its weights are moved out of the model.
+        model: model that was passed to fairseq's trainer. The weights are moved out of the model.
         criterion: criterion that was passed to fairseq's trainer.
 
     Attributes:
         trainer: the `StreamedTrainer` that runs the parts.
-        optimizer: a fairseq optimizer for all parts together. In 16-bit training, it is wrapped in
-            fairseq's 16-bit optimizer.
+        optimizer: a fairseq optimizer for all parts together. In 16-bit training, the optimizer is
+            wrapped in fairseq's 16-bit optimizer.
         whole: object that reads and writes all weights, for checkpoints.
         task: fairseq's task with the steps of this class instead of its own steps.
     Raises:

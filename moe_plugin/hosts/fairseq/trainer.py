@@ -83,7 +83,7 @@ class MoETrainer(Trainer):
 
     @property
     def use_distributed_wrapper(self) -> bool:
-        """True if torch's `DistributedDataParallel` reduces the gradients."""
+        """Return True if torch's `DistributedDataParallel` reduces the gradients."""
         return not of_run.completes_gradients(self._model) and super().use_distributed_wrapper
 
     @property
@@ -159,41 +159,39 @@ class MoETrainer(Trainer):
 
     @property
     def saves_every_rank(self) -> bool:
-        """True if each rank writes and reads its own checkpoint file."""
+        """Return True if each rank writes and reads its own checkpoint file."""
         return self.has_experts and self.data_parallel_world_size > 1
 
     @property
     def checkpoint_suffix(self) -> str:
-        """The suffix of the checkpoint file: `-rank-N` if each rank writes its own file."""
+        """Return the suffix `-rank-N` if each rank writes its own checkpoint file."""
         suffix = super().checkpoint_suffix
         return files.with_rank_suffix(suffix,
                                       self.data_parallel_rank) if self.saves_every_rank else suffix
 
     @property
     def should_save_checkpoint_on_current_rank(self) -> bool:
-        """True on every rank if each rank writes its own checkpoint file."""
+        """Return True on every rank if each rank writes its own checkpoint file."""
         return self.saves_every_rank or super().should_save_checkpoint_on_current_rank
 
     @property
     def is_sharded(self) -> bool:
-        """True if each rank stores only a shard of the optimizer state."""
+        """Return True if each rank stores only a shard of the optimizer state."""
         return shards_optimizer_state(self.cfg) and self.data_parallel_world_size > 1
 
     @property
     def is_fsdp(self) -> bool:
-        """Always False, because True would require fairscale."""
+        """Return False, because True would require fairscale."""
         return False
 
     @property
     def always_call_state_dict_during_save_checkpoint(self) -> bool:
-        """True if the ranks must gather their shards before one rank writes a checkpoint."""
+        """Return True if the ranks must gather their shards before one rank writes a checkpoint."""
         return self.is_sharded
 
     @property
     def model(self) -> Any:
-        """The wrapped model. With `fully_sharded`, this is the sharded model. With streamed
-        weights, it is an object that contains all weights.
-        """
+        """The wrapped model: the sharded model, or an object that contains all streamed weights."""
         if self.streamed is not None:
             return self.streamed.whole
         backend = self.cfg.distributed_training.ddp_backend
@@ -241,7 +239,7 @@ class MoETrainer(Trainer):
             mark_replicas(copy, replicas_of(parameter))
 
     def average_replicas(self) -> None:
-        """Average gradients over all ranks with the same experts. A collective operation."""
+        """Average the gradients of experts over the ranks that store the same experts."""
         moe = moe_layers(self._model)[0].moe_layer.moe
         timeout_s = moe.config.comm.timeout_s
         world = TorchComm(self.data_parallel_process_group, timeout_s)
@@ -334,7 +332,9 @@ class MoETrainer(Trainer):
         }
 
     def save_checkpoint(self, filename: str, extra_state: dict[str, Any]) -> None:
-        """Write this rank's file. Files are renamed when all ranks have written theirs."""
+        """Write this rank's file. The file gets its final name only when all ranks have written
+        their files.
+        """
         if files.is_crash_dump(filename) and is_ours(sys.exc_info()[1]):
             return None  # the error message is complete: a dump would not help
         if self.is_sharded and files.is_crash_dump(filename):
@@ -385,9 +385,9 @@ def norm_squared(parameters: list[torch.nn.Parameter], group: Any,
     """Return the sum of all squared gradients over all ranks, as a float64 tensor that is equal on
     every rank.
 
-    A parameter that R ranks store (see `replicas_of`) counts only once. Its sum of squares is
-    divided by R before the sums are added over ranks. As a result, a NaN or Inf on any rank is
-    visible on every rank.
+    A parameter that R ranks store (see `replicas_of`) counts only once. The parameter's sum of
+    squares is divided by R before the sums are added over ranks. As a result, a NaN or Inf on any
+    rank is visible on every rank.
 
     Raises: CommError: If a collective failed or timed out.
     """

@@ -1,6 +1,6 @@
 """Translate fairseq's settings to a `MoEConfig`.
 
-Settings come from four sources. In order of increasing precedence, these are: the defaults;
+Settings come from four sources. In order of increasing precedence, the sources are: the defaults;
 fairseq's own settings (inner width, activation, flags of the `moe` branch); the `--moe-config`
 file; and the generated flags. A branch flag that differs from its default can add a setting that
 the file does not contain. If a branch flag contradicts the file or another flag, an error is
@@ -192,8 +192,8 @@ def _chosen_k(args: Any, flags: Mapping[str, Any], in_file: Mapping[str, Any]) -
 def _branch_base(args: Any, chosen_k: set[int], own_dispatch: bool) -> dict[str, Any]:
     """Translate the branch's flags to settings of this package.
 
-    In the branch, an expert has `2*ceil(S/E)` slots for top-2 and `ceil(S/E)` slots for top-1. In
-    both cases, this corresponds to a capacity factor of 1. During evaluation, an expert has
+    In the branch, an expert has `2*ceil(S/E)` slots for top-2 and `ceil(S/E)` slots for top-1. Both
+    numbers of slots correspond to a capacity factor of 1. During evaluation, an expert has
     `ceil(fraction*S)` slots. The branch normalizes top-2 weights after tokens are dropped, and does
     not normalize the top-1 weight.
     """
@@ -276,7 +276,7 @@ def check_experts_given(args: Any, freq: int) -> None:
 def masks_padding(args: Any, config: MoEConfig) -> bool:
     """Return whether padding tokens are excluded from routing.
 
-    They are excluded with `--use-moe-pad-mask`, and always if dispatch is dropless.
+    Padding tokens are excluded with `--use-moe-pad-mask`, and always if dispatch is dropless.
     """
     return bool(setting(args, "use_moe_pad_mask", False)) or config.dispatch.capacity_factor is None
 
@@ -284,10 +284,10 @@ def masks_padding(args: Any, config: MoEConfig) -> bool:
 def gradient_factor(args: Any, world: int) -> float:
     """Return the factor by which the gradients of experts are multiplied.
 
-    fairseq multiplies all gradients by `W / sample_size`, where `W` is the number of ranks. The
-    gradients of shared parameters have already been divided by `W` at this point. The gradient of
-    an expert is a sum over all ranks. Therefore, the factor divides this gradient by `W`, or by the
-    square root of `W` with `--moe-normalize-expert-grad sqrt_world_size`.
+    fairseq multiplies all gradients by `W / sample_size`, where `W` is the number of ranks. Before
+    this multiplication, the gradients of shared parameters have been divided by `W`. The gradient
+    of an expert is a sum over all ranks. The factor therefore divides the gradient of an expert by
+    `W`, or by the square root of `W` with `--moe-normalize-expert-grad sqrt_world_size`.
     """
     rule = setting(args, "moe_normalize_expert_grad", "world_size")
     if rule not in ("world_size", "sqrt_world_size"):

@@ -1,5 +1,5 @@
-"""Votes in fairseq. This module detects where the batches of a file (a group of batches) begin, and
-which batches count in the log.
+"""Votes in fairseq. This module detects where each file (a group of batches) begins, and which
+batches count in the log.
 """
 
 from __future__ import annotations

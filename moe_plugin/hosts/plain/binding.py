@@ -1,14 +1,14 @@
 """Bind each rank to the processors of the NUMA node that contains its GPU.
 
-As a result, copies between host and GPU do not cross CPU sockets, and neither do NCCL's own
-threads. Usage:
+Copies between host and GPU then do not cross CPU sockets, and NCCL's own threads run on the same
+socket. Usage:
 
     torchrun --nproc-per-node 8 -m moe_plugin.hosts.plain.binding python train.py ...
 
-This command logs which processors it selected and why. It then replaces itself with the training
-command. The launch scripts do the same if the environment variable `NUMA=/sys` is set. Memory is
-then allocated on the same NUMA node as the processors, because Linux allocates each page on the
-node that first accesses the page.
+The command above logs which processors it selected and why. Then the command replaces itself with
+the training command. The launch scripts bind processes in the same way if the environment variable
+`NUMA=/sys` is set. Linux allocates each page of memory on the NUMA node that first accesses the
+page. Memory is therefore on the same node as the processors.
 """
 
 from __future__ import annotations
@@ -116,8 +116,8 @@ def plan(rank: int, count: int, bus_ids: Sequence[str] = (), allowed: set[int] |
 
 
 def local_place(environment: Mapping[str, str]) -> tuple[int, int]:
-    """Return the local rank and the number of local ranks. Both are read from environment variables
-    that the launcher sets.
+    """Return the local rank and the number of local ranks. Both numbers are read from environment
+    variables that the launcher sets.
 
     Raises:
         ValueError: If the launcher has not set these environment variables.
@@ -156,8 +156,8 @@ def bind(rank: int, count: int, sysfs: Path = Path("/sys"), first: int = 0,
         rank: 0-based local rank.
         count: number of ranks that this launcher has started on this machine.
         sysfs: path of the root folder of sysfs.
-        first: number of ranks that other launchers have started on this machine before. This number
-            is ignored if each rank of this launcher has its own GPU.
+        first: number of ranks that earlier launchers have started on this machine. `first` is
+            ignored if each rank of this launcher has its own GPU.
         total: number of ranks that all launchers together have started on this machine. The default
             0 means that there is only one launcher.
     Raises:

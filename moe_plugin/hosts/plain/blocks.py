@@ -1,7 +1,7 @@
 """MoE layers as blocks of a plain PyTorch model.
 
-A block has the same interface as a feed-forward module. Both its input and its output are a tensor,
-so a block can be used in `nn.Sequential`.
+A block has the same interface as a feed-forward module. Both the input and the output of a block
+are tensors, so a block can be used in `nn.Sequential`.
 
     model = nn.Sequential(nn.Linear(32, 64), MoEBlock(64, num_experts=8), nn.Linear(64, 10))
     loss = criterion(model(x), y) + auxiliary_loss(model)
@@ -31,15 +31,15 @@ class MoEBlock(nn.Module):
     The losses and statistics of the most recent call are available in `last` until the next call.
 
     Args:
-        moe: a `MoELayer`, or the first of the arguments from which a layer is built, as in
+        moe: a `MoELayer`, or the first argument for building a layer, as in
             `MoEBlock(64, num_experts=8, router="switch")`.
     Raises:
         ValueError: If `moe` is a layer but arguments for building a layer are also passed.
 
     Attributes:
         moe: the layer.
-        last: complete output of the most recent call, including losses and statistics. None before
-            the first call, and in copies of the block.
+        last: complete output of the most recent call, including losses and statistics. `last` is
+            None before the first call, and in copies of the block.
         after: module that is applied to the output of the layer.
         masks: token masks that are read from the surrounding model (see `use_model_masks`), or None
             if the caller passes token masks.
@@ -117,8 +117,8 @@ def blocks_in(model: nn.Module) -> Iterator[tuple[str, MoEBlock]]:
 
 
 def use_model_masks(model: nn.Module) -> None:
-    """Make the blocks of a model detect when a forward pass begins, and read the token masks of the
-    model. The code of the model is not changed.
+    """Make the blocks of a model detect when a forward pass begins. Also make them read the model's
+    token masks. The model's own code is not changed.
     """
     follow_passes(model)
     blocks = [block for _, block in blocks_in(model)]
@@ -165,21 +165,21 @@ def auxiliary_loss(model: nn.Module) -> Tensor:
     of the model.
 
     For each block, the sum contains `weight * loss` for every name in the setting `losses`. If the
-    model calls a block several times, the sum includes the losses of all calls. There is one
-    exception: if you inserted a block by hand and the model calls it several times, the first pass
-    includes only the last call. To avoid this, call `follow_passes(model)` before the first pass.
+    model calls a block several times, the sum includes the losses of all calls. However, if you
+    inserted the block by hand, the first pass includes only the block's last call. To include all
+    calls, call `follow_passes(model)` before the first pass.
 
     A block that was not called in the most recent pass contributes nothing. A pass begins when the
-    model is called. "The model" is the module that was passed to this function or to `replace_ffn`.
-    Always call this module as a whole. If submodules are called separately, a submodule that is
-    skipped contributes the losses of its last call.
+    model that was passed to this function or to `replace_ffn` is called. Always call this model as
+    a whole. If submodules are called separately, a submodule that is skipped contributes the losses
+    of its last call.
 
     Returns: a differentiable float32 scalar. The scalar is 0 before the first forward pass, and if
         no losses are set.
     Raises:
-        ValueError: If the model has no block. If a `MoELayer` with losses is not part of a block,
-            because only the caller of the layer receives these losses. If gradients are enabled and
-            a block is in training mode, but the losses of the block have no gradient.
+        ValueError: If the model has no block, if a `MoELayer` with losses is not part of a block
+            (only the caller of such a layer receives its losses), or if a block in training mode
+            has losses without gradients although gradients are enabled.
     """
     _check_blocks(model)
     follow_passes(model)

@@ -1,10 +1,10 @@
 """Detect feed-forward modules in an unknown model by running its modules.
 
-A module is recognised as a feed-forward module if two conditions are met. First, it has two linear
-layers (D to F and back) or three linear layers (two of them D to F). Second, a feed-forward
-function with these linear layers in some order, and with one of the supported activation functions,
-computes the same output as the module for random tokens and random weights. The names of modules do
-not matter.
+A module is recognised as a feed-forward module if it meets two conditions. First, the module must
+have two linear layers (D to F and back) or three linear layers (two of them D to F). Second, there
+must be a feed-forward function that computes the same output as the module for random tokens and
+random weights. This function uses the linear layers in any order, and one of the supported
+activation functions. The names of modules do not matter.
 """
 
 from __future__ import annotations
@@ -68,11 +68,11 @@ def read_feed_forward(module: nn.Module) -> FeedForward | None:
     """Return the feed-forward function that a module computes. Return None if the module is not a
     feed-forward module.
 
-    The test runs a copy of the module in float32 with random weights. The module's own weights are
-    not used because they could be zero, which would hide the activation function. First, the copy
-    is run in evaluation mode. Then it is run again for each dropout module, with only this dropout
-    active. Finally, the copy is run several times in training mode. This checks that only dropout
-    behaves differently during training.
+    The test runs a copy of the module in float32 with random weights. The module's own weights
+    could be zero and would then hide the activation function. First, the copy is run in evaluation
+    mode. Then the copy is run again for each dropout module, with only this dropout active.
+    Finally, the copy is run several times in training mode. The runs in training mode check that
+    only dropout behaves differently during training.
     """
     maps = _linear_maps(module)
     known = {id(p) for part in maps for p in part.parameters(recurse=False)}
@@ -187,9 +187,9 @@ def _explained(maps: list[Any], twin: nn.Module, ran: _Ran) -> FeedForward | Non
 def _place(ffn: FeedForward, twin: nn.Module, number: int, x_TD: Tensor) -> str | None:
     """Determine the position of a dropout module in a `FeedForward`.
 
-    The dropout is forced to drop random values. Then the output is compared with the output of the
-    `FeedForward` for each of the two possible positions. Return "dropout" or "after", or None if
-    neither position reproduces the output.
+    The dropout is forced to drop random values. The resulting output is compared with the output of
+    the `FeedForward` for each of the two possible positions. Return "dropout" or "after", or None
+    if neither position reproduces the output.
 
     number: index of the dropout among all calls of dropout modules, starting at 0.
     """

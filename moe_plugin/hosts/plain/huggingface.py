@@ -95,19 +95,20 @@ def swap_moe_blocks(model: nn.Module, comm: Comm | None = None,
 
     The outputs of the model stay the same up to rounding errors. Frozen parameters stay frozen.
     Routers that `transformers` keeps in float32 also stay in float32 (`router.fp32`). Each rank of
-    `comm` stores a subset of the experts. `save_pretrained` then becomes a collective operation. It
-    writes the model's own format with all experts, and `load_state_dict` accepts the names in this
-    format. Tokens that are masked by the model's `attention_mask` are not routed. The blocks return
-    zeros for these tokens. Until `restore_moe_blocks` is called, calling the model with
-    `output_router_logits=True` raises a `ValueError`.
+    `comm` stores a subset of the experts. After the replacement, `save_pretrained` is a collective
+    operation. `save_pretrained` writes the model's own format with all experts, and
+    `load_state_dict` accepts the names in this format. Tokens that are masked by the model's
+    `attention_mask` are not routed. The blocks return zeros for these tokens. Until
+    `restore_moe_blocks` is called, calling the model with `output_router_logits=True` raises a
+    `ValueError`.
 
     Args:
         model: a `transformers` decoder of a supported family (docs/huggingface.md), with or without
             a head. The weights must be identical on all ranks.
         comm: communicator of the expert-parallel group. Optional. Defaults to the default process
-            group. If there is no default process group, the current rank stores all experts.
+            group. If there is no default process group, each process stores all experts.
         settings: additional settings of the layers (losses, dispatch, parallel), by dotted path.
-            They are added to the settings that follow from the model's configuration.
+            These settings are added to the settings that follow from the model's configuration.
     Returns: the names of the new modules.
     Raises:
         ValueError: If the model is not supported, if its blocks were replaced before, if its
@@ -158,8 +159,8 @@ def _refuse_logits(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
             "auxiliary_loss(model) to the loss, or call restore_moe_blocks(model) first")
 
 class _SaveTheirs:
-    """A `save_pretrained` method for models that use the layers of this package. It writes the
-    model's own format.
+    """A `save_pretrained` method for models that use the layers of this package. The method writes
+    the model's own format.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -169,8 +170,8 @@ class _SaveTheirs:
         """Save like `PreTrainedModel.save_pretrained`. Call this method on all ranks. Rank 0 writes
         the files.
 
-        If the experts have adapters (`add_lora`), the file also contains these adapters. Their
-        names are those of this package, which `load_state_dict` accepts.
+        If the experts have adapters (`add_lora`), the file also contains these adapters. The
+        adapters have the names of this package, which `load_state_dict` accepts.
 
         Raises:
             ValueError: If there are several ranks and a `Trainer` calls this method only on the
@@ -200,10 +201,10 @@ class _SaveTheirs:
 
 
 def _load_theirs(model: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
-    """Convert tensors with `transformers` names to tensors of this package's layers. This hook runs
-    before `load_state_dict`.
+    """Convert tensors with `transformers` names to tensors of this package's layers. This function
+    is a hook that runs before `load_state_dict`.
 
-    The names can be either those in the model or those in its files.
+    The tensors can have either the names in the model or the names in its files.
     """
     (start, decoder), config = _decoder_in(model), _config_of(model)
     start, block = prefix + start, block_of(config)
@@ -321,7 +322,7 @@ def restore_moe_blocks(model: nn.Module) -> None:
 
     The restored weights have the same dtype and device as those of this package's layers. Frozen
     weights stay frozen. Afterwards, `model` is an ordinary `transformers` model that can be used
-    with `save_pretrained` and `generate`. Every rank then stores all experts.
+    with `save_pretrained` and `generate`. After this call, every rank stores all experts.
     """
     config = _config_of(model)
     for name, swapped in swapped_blocks(model):

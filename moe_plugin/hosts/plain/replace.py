@@ -60,8 +60,8 @@ def replace_ffn(model: nn.Module, num_experts: int = 8, *, every: int = 1,
 
     Each block has the same width, inner width, activation function, biases and dropouts as the
     module it replaces. Every expert starts as a copy of the replaced module (Sparse Upcycling,
-    Komatsuzaki et al., 2023). Therefore, if `top_k` > 1 and no tokens are dropped, the outputs of
-    the model stay the same. Copies of frozen weights are also frozen. Padding tokens that are
+    Komatsuzaki et al., 2023). As a result, the outputs of the model stay the same if `top_k` > 1
+    and no tokens are dropped. Copies of frozen weights are also frozen. Padding tokens that are
     marked in the model's own masks (see `routing.model_masks`) are not routed.
 
     Args:
@@ -69,16 +69,17 @@ def replace_ffn(model: nn.Module, num_experts: int = 8, *, every: int = 1,
         num_experts: total number of experts on all ranks of the expert-parallel group.
         every: interval between replaced modules. Every n-th feed-forward module is replaced,
             starting with the n-th. The default 1 replaces all feed-forward modules.
-        match: selects the modules to replace. Either a regular expression that must match the
-            complete name of a module, or a function `f(name, module) -> bool`. Optional. By
-            default, all feed-forward modules are selected.
+        match: selects the modules to replace. `match` is either a regular expression that must
+            match the complete name of a module, or a function `f(name, module) -> bool`. Optional.
+            By default, all feed-forward modules are selected.
         upcycle: True to initialize all experts as copies of the replaced module. If False, the
             experts are initialized with random weights.
         comm: communicator of the expert-parallel group. Optional. Defaults to the default process
-            group. If there is no default process group, the current rank stores all experts.
+            group. If there is no default process group, each process stores all experts.
         settings: settings of the MoE layers. See `moe_plugin.config.named.named_config`.
     Returns: the names of the replaced modules, in the order of the model. A module that has several
-        names is replaced under all of its names. It counts once, and is listed with its first name.
+        names is replaced under all of its names. A module that has several names counts once, and
+        is listed with its first name.
     Raises:
         ValueError: If no module matches, if `match` selects a module that is not a feed-forward
             module, if two modules share parameters, or if a setting is not possible.
@@ -112,8 +113,8 @@ def replace_ffn(model: nn.Module, num_experts: int = 8, *, every: int = 1,
 def _leave_out_of_files(model: Any) -> None:
     """Make `save_pretrained` of `transformers` skip the extra state of the layers.
 
-    The extra state is not a tensor, so `save_pretrained` would fail. With several ranks, this
-    function is not called, because `save_pretrained` should fail: the file would contain the
+    The extra state is not a tensor, so `save_pretrained` would fail. This function is not called if
+    there are several ranks: `save_pretrained` should then fail, because the file would contain the
     experts of only one rank.
     """
     if hasattr(model, "save_pretrained"):

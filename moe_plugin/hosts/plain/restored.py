@@ -43,10 +43,10 @@ def of_experts(block: nn.Module) -> nn.Parameter:
 
 
 def all_alike(source: nn.Module, target: nn.Module) -> bool:
-    """If `requires_grad` has the same value for all parameters of `source`, set this value for all
-    parameters of `target`.
+    """If all parameters of `source` have the same `requires_grad`, set `requires_grad` of all
+    parameters of `target` to this value.
 
-    Return True if the value was the same for all parameters of `source`.
+    Return True if all parameters of `source` have the same `requires_grad`.
     """
     flags = {parameter.requires_grad for parameter in source.parameters()}
     if len(flags) == 1:

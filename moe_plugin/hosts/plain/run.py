@@ -46,7 +46,7 @@ Result = TypeVar("Result")
 
 
 class TrainingSteps:
-    """Runs the training steps of a model and its optimizer, with the features of a run.
+    """Runs the steps of a training loop for a model and its optimizer, with the features of a run.
 
     All ranks must create this object, because its constructor runs collectives.
 
@@ -59,7 +59,7 @@ class TrainingSteps:
     the end of each step.
 
     Args:
-        model: model with MoE layers. Its gradients must be reduced by `ddp_model` or
+        model: model with MoE layers. The model's gradients must be reduced by `ddp_model` or
             `fully_shard_model`. With `guard.votes`, pass the model without a wrapper, because the
             votes reduce its gradients.
         optimizer: optimizer of the model's parameters.
@@ -75,8 +75,7 @@ class TrainingSteps:
             group.
         layers: dict of the MoE layers. The keys are the names of the layers in records. Optional.
             Defaults to all MoE layers of the model, with their module names as keys.
-        has_log: True if the training loop writes its own log. The report is then drawn from this
-            log.
+        has_log: True if the training loop writes its own log. The report is drawn from this log.
         blocks: modules whose activations are managed according to `offload.activations`, in the
             order in which the forward pass calls them. Optional. Defaults to the elements of the
             model's `nn.ModuleList`s.
@@ -170,16 +169,17 @@ class TrainingSteps:
         return StepVotes(ballots_of(guard, self.bare, self.world), [self.bare], group=group)
 
     def __call__(self, batch: Any) -> Tensor | None:
-        """Run one training step. Return its loss as a detached tensor.
+        """Run one training step. Return the loss of the step as a detached tensor.
 
-        The loss is that of the current rank's batch. With votes, the loss is the mean over all
-        ranks. Return None if the step was skipped on all ranks, so that no parameter changed.
+        Without votes, the loss is that of the current rank's batch. With votes, the loss is the
+        mean over all ranks. Return None if the step was skipped on all ranks, so that no parameter
+        changed.
 
         Raises:
             FloatingPointError: On all ranks, if the gradients of too many consecutive steps were
                 not finite.
             RowsOverflow: see `RowsFit`.
-            WrongResultError: see `TwinCheck`. The error is raised on all ranks.
+            WrongResultError: see `TwinCheck`.
         """
         begins = StepInput(self.done + 1, lambda: batch,
                            lambda batch: self.loss_of(self.bare, batch), self.total)

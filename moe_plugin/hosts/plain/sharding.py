@@ -43,9 +43,9 @@ def fully_shard_model(model: nn.Module, *, units: Iterable[nn.Module] | None = N
             freed after use. All other parameters of the model form an additional unit. Optional.
             Defaults to the elements of the outermost `nn.ModuleList`s. Routers that stay in float32
             (`router.fp32`) are separate units. See `shard_routers`.
-        mesh: device mesh that contains all data-parallel ranks. It has either one dimension, or the
-            two dimensions (replicate, shard). Optional. Defaults to a one-dimensional mesh of all
-            ranks.
+        mesh: device mesh that contains all data-parallel ranks. The mesh has either one dimension,
+            or the two dimensions (replicate, shard). Optional. Defaults to a one-dimensional mesh
+            of all ranks.
         options: keyword arguments of `torch.distributed.fsdp.fully_shard`. If `mp_policy` is set,
             the experts must have the dtype `mp_policy.param_dtype`.
     Returns: the same model.
@@ -92,7 +92,7 @@ def ddp_model(model: nn.Module, **options: Any) -> DistributedDataParallel:
         options: keyword arguments of `DistributedDataParallel`. `process_group` must contain all
             data-parallel ranks.
     Raises:
-        ValueError: If only experts are trainable. For more conditions see `reduce_experts`.
+        ValueError: If only experts are trainable. `reduce_experts` lists further conditions.
     """
     world = TorchComm(options.get("process_group"))
     mark_adapters(model)

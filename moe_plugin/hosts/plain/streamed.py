@@ -31,14 +31,14 @@ def streamed_trainer(settings: OffloadConfig, blocks: Sequence[nn.Module | Calla
     """Create a trainer for a sequence of blocks. `offload.weights` selects where the weights are
     stored.
 
-    Both choices give bitwise identical losses and weights. Each rank has its own batches. All ranks
-    must have the same number of batches. The gradients are those of the mean loss over all ranks.
-    Ranks can share experts, if the `MoELayer`s in the blocks have a `comm`. Each rank can choose
-    separately where its weights are stored.
+    The losses and weights are bitwise identical for weights on the device and weights on the host.
+    Each rank has its own batches. All ranks must have the same number of batches. The gradients are
+    those of the mean loss over all ranks. Ranks can share experts, if the `MoELayer`s in the blocks
+    have a `comm`. Each rank can choose separately where its weights are stored.
 
     Args:
-        settings: offload settings. This section contains `weights`, `path` (for weights in files)
-            and `weights_memory`, which becomes the argument `limit` of `StreamedTrainer`.
+        settings: offload settings. The offload settings contain `weights`, `path` (for weights in
+            files) and `weights_memory`, which becomes the argument `limit` of `StreamedTrainer`.
         blocks: see `StreamedTrainer`.
         loss: see `StreamedTrainer`.
         optimizer: see `StreamedTrainer`.

@@ -96,7 +96,7 @@ def ensemble_of(args: argparse.Namespace) -> EnsembleSettings | None:
 
 
 def run_settings_of(given: Mapping[str, Any], stats: Path) -> RunConfig:
-    """Return the settings of the run, which writes its records to the file `stats`.
+    """Return the settings of the run. The run writes its records to the file `stats`.
 
     Args:
         given: dict of the settings by dotted path.

@@ -1,5 +1,5 @@
-"""Classes and functions of timm and torchvision that the vision models need. Both packages are
-imported on first use.
+"""Classes and functions of timm and torchvision that the vision models need. timm and torchvision
+are imported on first use.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ def optional(module: str) -> Any:
 def _apart() -> Iterator[None]:
     """Inside the context, the torchvision folder created by scripts/setup.sh is on the import path.
 
-    The folder is removed from the path afterwards. Otherwise, child processes would inherit the
-    path, and transformers would import packages from the folder.
+    The folder is removed from the path afterwards. If the folder stayed on the path, child
+    processes would inherit the path, and transformers would import packages from the folder.
     """
     sys.path.append(str(Path(sys.prefix, "torchvision")))
     try:
@@ -63,10 +63,10 @@ def _apart() -> Iterator[None]:
 
 
 def _declare(error: RuntimeError) -> None:
-    """Import torchvision even if the library with its operators cannot be loaded.
+    """Import torchvision even if its operators cannot be loaded.
 
-    For example, the library cannot be loaded if torchvision was built for CUDA but torch was built
-    for CPUs. Reading images and running timm's models require none of these operators. The
+    For example, the operators cannot be loaded if torchvision was built for CUDA but torch was
+    built for CPUs. The operators are needed neither for reading images nor for timm's models. The
     operators are therefore declared without an implementation.
     """
     if not _declared:
@@ -83,10 +83,11 @@ def _declare(error: RuntimeError) -> None:
 def distance_attention() -> Any:
     """Return the class of window attention for which the released Swin-MoE weights were trained.
 
-    The attention weights are `attention = softmax(q @ k.T / sqrt(d) + bias)`. There are biases for
-    q, k and v. For each head, a small network (`cpb_mlp`) computes the bias from the vertical and
-    horizontal distance between two patches, on a logarithmic scale. Swin V2 uses the same network,
-    but with cosine similarities instead of dot products and with a sigmoid after the network.
+    The attention weights are `attention = softmax(q @ k.T / sqrt(d) + bias)`. The projections of q,
+    k and v have biases. For each head, a small network (`cpb_mlp`) computes the bias from the
+    vertical and horizontal distance between two patches, on a logarithmic scale. Swin V2 uses the
+    same network, but with cosine similarities instead of dot products and with a sigmoid after the
+    network.
     Source: Swin-Transformer, `models/swin_transformer_moe.py`.
     """
     swin: Any = optional("timm.models.swin_transformer")
@@ -113,8 +114,8 @@ def distance_attention() -> Any:
 def released_swin(std: float, **sizes: Any) -> nn.Module:
     """Return the backbone for which the released Swin-MoE weights were trained.
 
-    It is the first version of timm's Swin Transformer, with norms before attention and MLP, and
-    uses `distance_attention`.
+    The backbone is the first version of timm's Swin Transformer, with norms before attention and
+    MLP, and with `distance_attention`.
 
     Args:
         std: standard deviation of the initial weights in linear layers.

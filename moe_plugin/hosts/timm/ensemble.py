@@ -131,15 +131,16 @@ class ClassHead(nn.Module):
 
 
 class SegmentHead(nn.Module):
-    """A head for segmentation. It returns logits [B, S, S, M, C], one set of logits for each pixel.
+    """A head for segmentation. The head returns logits [B, S, S, M, C], one set of logits for each
+    pixel.
 
     The features of all stages are mapped to the same width, and added at the resolution of the
-    first stage. Then the heads compute the logits of all pixels in each patch.
+    first stage. From the sum, the heads compute the logits of all pixels in each patch.
 
     Args:
         widths: number of features in each stage.
         patch: height and width of a patch, in pixels.
-        decoders: number of decoders. Either 1 or the number of members.
+        decoders: number of decoders. The number of decoders is either 1 or the number of members.
         heads: heads with `classes * patch * patch` outputs each.
     """
 
@@ -150,8 +151,9 @@ class SegmentHead(nn.Module):
         self.decoders = nn.ModuleList(_Decoder(widths) for _ in range(decoders))
 
     def forward(self, stages: list[list[Tensor]]) -> Tensor:
-        """Compute the logits. stages: features for each stage and each member. The inner list has
-        one entry if all members share the features.
+        """Compute the logits. stages: list with the features of each stage. Each element is a list
+        of the features of all members. If all members share the features, the inner list has a
+        single element.
         """
         features = [decoder([states[m % len(states)] for states in stages])
                     for m, decoder in enumerate(self.decoders)]

@@ -43,8 +43,8 @@ class SwinMoE:
         drop_path: drop-path rate of the last block. The rates of the blocks increase linearly,
             starting with 0 in the first block.
         released: True to use the backbone of the released Swin-MoE weights (`released_swin`)
-            instead of a Swin Transformer V2. In this backbone, MLPs and experts have no output
-            bias.
+            instead of a Swin Transformer V2. In the released backbone, MLPs and experts have no
+            output bias.
         settings: settings of the MoE layers by dotted path.
     """
 
@@ -104,7 +104,7 @@ def build(size: SwinMoE, classes: int, *, dense: bool = False, widen: int = 1,
         widen: factor by which the inner width of the MLPs in `size.moe_blocks` is multiplied, for
             dense models. If the factor is E, each of these MLPs has the size of E experts combined.
         comm: communicator of the expert-parallel group.
-        settings: additional settings of the MoE layers, by dotted path. They are added to
+        settings: additional settings of the MoE layers, by dotted path. These settings are added to
             `size.settings`.
     Raises:
         ValueError: If timm is not installed, or if the sizes or settings cannot be combined.
@@ -137,7 +137,8 @@ def build_ensemble(size: SwinMoE, classes: int, heads: int, *, begin: str = HEAD
                    settings: Mapping[str, Any] | None = None) -> SwinEnsemble:
     """Build an ensemble with random initial weights.
 
-    The output has shape [B, M, C]. If the model segments images, it has shape [B, S, S, M, C].
+    The output has shape [B, M, C]. If the model segments images, the output has shape [B, S, S, M,
+    C].
 
     Args:
         size: see `build`.
@@ -217,8 +218,8 @@ def _check(size: SwinMoE, classes: int) -> None:
 
 
 def freeze_experts(model: nn.Module) -> int:
-    """Freeze all experts. Use this when fine-tuning on little data (Hwang et al., 2022, section
-    5.3).
+    """Freeze all experts. Freezing experts is useful when fine-tuning on little data (Hwang et al.,
+    2022, section 5.3).
 
     Returns: the number of frozen parameters.
     Raises:
@@ -238,8 +239,8 @@ def head_of_other_classes(model: nn.Module, classes: Sequence[str],
     parameters.
 
     The classes can differ in their number or in their names. Return an empty list if the classes
-    are the same. Also return an empty list if the checkpoint belongs to a different model, because
-    loading it raises an error later.
+    are the same. A checkpoint of a different model also gives an empty list, because loading this
+    checkpoint raises an error later.
 
     Args:
         model: the model.

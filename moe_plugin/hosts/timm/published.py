@@ -40,7 +40,8 @@ def published_name(name: str) -> str:
     """Return the published name of a parameter that does not belong to an MoE layer.
 
     In published files, the layer that halves the resolution is the last layer of a stage. In timm,
-    it is the first layer of the following stage. The head in published files has no submodules.
+    the layer that halves the resolution is the first layer of the following stage. The head in
+    published files has no submodules.
     """
     name = re.sub(r"^layers\.(\d+)\.downsample\.",
                   lambda found: f"layers.{int(found[1]) - 1}.downsample.", name)
@@ -82,8 +83,8 @@ def read_published(model: nn.Module, path: Path, leave: Leave | None = None) -> 
     Args:
         model: model created by `moe_plugin.hosts.timm.model`.
         path: path of the files, without the suffix `.rankN`.
-        leave: see `checkpoint.load`. It is called only for parameters that do not belong to MoE
-            layers.
+        leave: see `checkpoint.load`. `leave` is called only for parameters that do not belong to
+            MoE layers.
     Raises:
         CheckpointError: If files are missing or unreadable, or if names or shapes do not match.
     """

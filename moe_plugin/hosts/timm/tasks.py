@@ -100,10 +100,10 @@ class VisionTask:
         up over all batches and ranks.
 
         The dict contains the loss and the accuracy. For segmentation, the accuracy is the fraction
-        of correct pixels. The intersection over union of the foreground is added. For an ensemble,
-        error rates and histograms of the members' confidence are added. Each histogram counts
-        predicted distributions by their largest probability, in bins of equal width between 0 and
-        1.
+        of correct pixels. For segmentation, the dict also contains the intersection over union of
+        the foreground. For an ensemble, the dict also contains error rates and histograms of the
+        members' confidence. Each histogram counts predicted distributions by their largest
+        probability, in bins of equal width between 0 and 1.
         """
         images, loss, top1, oracle, member, both, either = sums[:len(_SUMS)].tolist()
         values = {"valid_loss": loss / images, "accuracy": 1 - top1 / images}

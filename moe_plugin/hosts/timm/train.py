@@ -173,8 +173,8 @@ class Trainer:
         return self.train_set.classes
 
     def there(self, path: Path) -> bool:
-        """Return True on all ranks if the folder exists for at least one rank. This ensures that
-        all ranks make the same decision.
+        """Return True on all ranks if the folder exists for at least one rank. All ranks therefore
+        make the same decision.
         """
         [exists] = self.comm.agree_max([float(path.exists())])
         return bool(exists)
@@ -274,11 +274,11 @@ class Trainer:
         return loss + auxiliary_loss(self.model) if self.blocks else loss
 
     def set_rate(self, epochs: float) -> None:
-        """Set the learning rate. During warm-up it increases linearly, and then it follows half a
-        cosine down to 1 % of its maximum.
+        """Set the learning rate. The learning rate increases linearly during warm-up, and then
+        follows half a cosine down to 1 % of its maximum.
 
         epochs: number of completed epochs, including the completed fraction of the current epoch.
-            The number of completed steps is not suitable, because it would be wrong in a run that
+            The number of completed steps is not used, because it would be wrong in a run that
             continues with a different batch size.
         """
         args, steps = self.args, self.args.epochs * self.epoch_steps

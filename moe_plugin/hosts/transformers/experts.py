@@ -4,8 +4,8 @@ parameters of the module.
 `transformers` stores the weights of all experts as stacks, in `gate_up_proj` (or `up_proj`) and
 `down_proj`. In each matrix, the output dimension comes first, unless `is_transposed` is set. If
 `is_concatenated` is set, the first half of `gate_up_proj` contains the gate weights, and the second
-half contains the up weights. Otherwise, gate and up weights alternate (see `integrations/moe.py` in
-transformers 5).
+half contains the up weights. If `is_concatenated` is not set, gate and up weights alternate (see
+`integrations/moe.py` in transformers 5).
 """
 
 from __future__ import annotations
@@ -78,8 +78,8 @@ def experts_of(module: Any, config: MoEConfig, placement: Placement) -> Experts:
     """Return the object that computes the experts of a module on the current rank.
 
     Experts with a special activation function or gate are computed by torch's grouped matrix
-    product. It does not support layouts that gather or borrow parameters. A log line reports this
-    once per module class.
+    product. The grouped matrix product does not support layouts that gather or borrow parameters. A
+    log line reports the use of torch's matrix product, once per module class.
 
     Raises:
         ValueError: If the number of experts on the current rank differs from the number in
@@ -143,8 +143,8 @@ class ModuleExperts(FFNExperts):
     """A subclass of `FFNExperts` without its own parameters. Each call reads the parameters of a
     `transformers` module.
 
-    These parameters may have been gathered from other ranks, or may be the current rank's shard of
-    a DTensor.
+    The module's parameters may have been gathered from other ranks, or may be the current rank's
+    shard of a DTensor.
 
     Args:
         module: module that is decorated with `use_experts_implementation` and has one of the
@@ -167,8 +167,8 @@ class ModuleExperts(FFNExperts):
 
     @property
     def w_in_LDF(self) -> Tensor:  # type: ignore[override]
-        """Return a tensor with the shape and dtype of the weights. The values of this tensor must
-        not be used.
+        """Return a tensor with the shape and dtype of the weights. Do not use the values of this
+        tensor.
         """
         module = self.module[0]
         stack = _input_first(module, first_stack(module).detach())

@@ -122,8 +122,8 @@ def _check(settings: Mapping[str, Any]) -> None:
 
 
 class _Kept:
-    """State that all calls of an experts module share. A copy of the module does not copy this
-    state, but builds its own.
+    """State that all calls of an experts module share. Copying the module does not copy this state.
+    The copy builds its own state.
 
     key: the settings and the module for which this state was built.
     """
@@ -173,8 +173,8 @@ class PluginEP(EPImplementation):
     kernels of this package.
 
     If several ranks have the same tokens (`tp_mesh`), each of these ranks processes an equal share
-    of the tokens, as in `AllToAllEP`. The kernels of this package compute the experts, whatever the
-    value of `experts_implementation`.
+    of the tokens, as in `AllToAllEP`. The kernels of this package compute the experts, even if
+    `experts_implementation` names a different implementation.
     """
 
     def __init__(self, settings: Mapping[str, Any], experts: nn.Module, ep_mesh: Any,
@@ -232,7 +232,8 @@ class PluginEP(EPImplementation):
 
 def _part(x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor,
           comm: Comm) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the current rank's share of the tokens. It is padded with tokens that have no expert.
+    """Return the current rank's share of the tokens. The share is padded with tokens that have no
+    expert.
     """
     missing = -x_TD.shape[0] % comm.size
     ids_TK = F.pad(ids_TK, (0, 0, 0, missing), value=-1).chunk(comm.size)[comm.rank]

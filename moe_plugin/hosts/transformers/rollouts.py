@@ -2,7 +2,7 @@
 
 The router code differs between model families. However, every router selects the experts of a token
 with one call of `topk` on scores [T, E], and uses the values returned by this call as weights.
-During a replay, this call returns the experts of the rollout, and their scores.
+During a replay, the call of `topk` returns the experts of the rollout, and their scores.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ def replay_rollouts(model: nn.Module, ids_TLK: Tensor,
     """Make each MoE block select the same experts that were used to generate the samples.
 
     The choices can be replayed with any implementation of the experts. The arguments and further
-    errors are described in `moe_plugin.routing.rollouts.replay_rollouts`. If the model itself
-    computes a balance loss (`output_router_logits`), this loss is still based on the choices of the
-    model's routers.
+    errors are described in `moe_plugin.routing.rollouts.replay_rollouts`. A balance loss that the
+    model itself computes (`output_router_logits`) is still based on the choices of the model's
+    routers.
 
     Raises:
-        ValueError: If another replay is active for the model. If a router selects experts in a
-            different way; this error is raised at the end of the block's forward pass. If a block
-            was not called; this error is raised when the context exits.
+        ValueError: If another replay is active for the model, if a router selects experts in a
+            different way (raised at the end of the block's forward pass), or if a block was not
+            called (raised when the context exits).
     """
     blocks = [(block, part) for block in model.modules() for part in block.children()
               if of_transformers(part)]
@@ -87,8 +87,8 @@ class _Begin:
 
 
 class _TopK(TorchFunctionMode):
-    """A torch function mode that replaces the return value of one call of `topk`. The call that is
-    replaced selects from the scores of all experts, and then returns `ids_TK`.
+    """A torch function mode that replaces the output of one call of `topk` with `ids_TK`. The
+    replaced call is the one that selects from the scores of all experts.
     """
 
     def __init__(self, ids_TK: Tensor, experts: int) -> None:

@@ -1,5 +1,5 @@
-"""fairseq checkpoints that have checksums, are never incomplete, and can consist of one file per
-rank.
+"""Changes to fairseq's checkpoints: they get checksums, are never left incomplete, and can consist
+of one file per rank.
 
 This module also adds the checkpoint flags of fairseq's `moe` branch.
 """
@@ -36,7 +36,7 @@ FLAGS = {
 @patch
 def saving_flags() -> None:
     """Add the flags in `FLAGS`, which come from fairseq's `moe` branch. fairseq <= 0.12.3 does not
-    define them.
+    define these flags.
     """
     from fairseq.dataclass.configs import CheckpointConfig
 
@@ -47,8 +47,8 @@ def saving_flags() -> None:
 @replaces("checkpoint_utils.save_checkpoint")
 def whole_copies(original: Callable[..., None], cfg: Any, trainer: Any, epoch_itr: Any,
                  val_loss: float | None) -> None:
-    """Make fairseq write `checkpoint_last.pt` either completely or not at all. Also implement the
-    flags in `FLAGS`.
+    """Make fairseq write `checkpoint_last.pt` either completely or not at all. The flags in `FLAGS`
+    are also implemented.
 
     fairseq <= 0.12.3 copies the file in place. If the process is killed during the copy, a
     truncated file remains.
@@ -110,7 +110,7 @@ def _is_last(trainer: Any, epoch_itr: Any) -> bool:
 def runs_say_where_they_are(original: Callable[..., Any], cfg: Any, trainer: Any,
                             **kwargs: Any) -> Any:
     """If a run is already finished, report this instead of training another step. Also record the
-    point from which a stopped run can resume.
+    point at which a stopped run can resume.
 
     If a finished run is started again, fairseq <= 0.12.3 trains one more step. If a run is stopped,
     every rank of fairseq <= 0.12.3 prints a traceback.
@@ -135,8 +135,8 @@ def checksums(original: Callable[..., None], obj: Any, filename: str,
               async_write: bool = False) -> None:
     """Make fairseq store checksums in its checkpoints.
 
-    fairseq <= 0.12.3 writes files without checksums. After an error, it writes to the same
-    incomplete file again.
+    fairseq <= 0.12.3 writes files without checksums. After an error, fairseq <= 0.12.3 writes to
+    the same incomplete file again.
     """
     from fairseq.file_io import PathManager
 
@@ -155,9 +155,8 @@ def training_from_rank_files(original: Callable[..., Any], cfg: Any, trainer: An
     `X-rank-0.pt`, `X-rank-1.pt`, ...
 
     fairseq <= 0.12.3 inserts the rank only into the path of `--restore-file`. In fairseq <= 0.12.3,
-    each rank also decides whether a run is new by checking whether its own `checkpoint_last`
-    exists. If a different number of ranks wrote the files, these decisions could differ between
-    ranks.
+    each rank checks whether its own `checkpoint_last` exists to decide whether the run is new. If a
+    different number of ranks wrote the files, the ranks could come to different decisions.
     """
     names = _names(cfg)
     wanted = names.get("restore_file", cfg.restore_file)
@@ -172,10 +171,11 @@ def training_from_rank_files(original: Callable[..., Any], cfg: Any, trainer: An
 
 
 def _names(cfg: Any) -> dict[str, str | None]:
-    """Return the settings that contain the names of checkpoints, in the form that fairseq requires.
+    """Return those settings that contain checkpoint names, with the names in the form that fairseq
+    requires.
 
     Raises:
-        ValueError: If a checkpoint with one of these names does not exist.
+        ValueError: If a named checkpoint does not exist.
     """
     from moe_plugin.checkpoint.formats.fairseq import files
 

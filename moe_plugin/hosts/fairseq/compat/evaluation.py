@@ -4,8 +4,8 @@ Several processes divide the batches and the experts among themselves. This modu
 `eval_lm` flags of fairseq's `moe` branch.
 
 fairseq <= 0.12.3 assigns every N-th batch to each process, but only `fairseq-validate` combines the
-results of the processes. This command fails if a process has no batch. For generation, fairseq <=
-0.12.3 starts only one process.
+results of the processes. `fairseq-validate` fails if a process has no batch. For generation,
+fairseq <= 0.12.3 starts only one process.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class _Command:
-    """Wrapper around the `main` function of a command. It runs `main` as one process of an
+    """Wrapper around the `main` function of a command. The wrapper runs `main` as one process of an
     `Evaluation`. Can be pickled.
     """
 
@@ -60,7 +60,7 @@ class _Command:
             return self.main(cfg, **kwargs)
 
     def names(self, cfg: Any, evaluation: Evaluation) -> dict[str, Any]:
-        """Return a dict that maps each name to its replacement."""
+        """Return a dict that maps the names to be replaced to their replacements."""
         raise NotImplementedError
 
 
@@ -89,8 +89,8 @@ class Validate(_Command):
 
 
 class EvalLM(_Command):
-    """Wrapper around the `main` function of `fairseq-eval-lm`. It supports `--max-valid-steps` and
-    `--stats-path`.
+    """Wrapper around the `main` function of `fairseq-eval-lm`. This wrapper supports
+    `--max-valid-steps` and `--stats-path`.
     """
 
     def names(self, cfg: Any, evaluation: Evaluation) -> dict[str, Any]:
@@ -164,8 +164,8 @@ def re_ranked(path: str, rank: int) -> str:
 
 
 def _counting(scorer: Any, counts: list[int], settings: Mapping[str, Any]) -> Any:
-    """Return a subclass of fairseq's `SequenceScorer` that counts words in the same way as
-    `eval_lm`, which divides the loss by this count.
+    """Return a subclass of fairseq's `SequenceScorer` that counts words. `eval_lm` divides the loss
+    by the same number of words.
 
     Args:
         scorer: the class.
@@ -233,7 +233,7 @@ class _SharedScorer:
 
 def _stopwatch() -> Any:
     """Return a subclass of fairseq's `StopwatchMeter` that reports a speed of 0 if nothing was
-    measured. fairseq's own class raises an error in this case.
+    measured. fairseq's own class raises an error if nothing was measured.
     """
     from fairseq.logging.meters import StopwatchMeter
 
@@ -329,8 +329,8 @@ def eval_lm_flags() -> None:
 @replaces("distributed.utils.call_main")
 def evaluation_together(original: Callable[..., Any], cfg: Any, main: Callable[..., Any],
                         **kwargs: Any) -> Any:
-    """Run the evaluation commands as processes of an `Evaluation`. The documentation of the module
-    describes the details.
+    """Run the evaluation commands as processes of an `Evaluation`. See the documentation of the
+    module.
     """
     return original(cfg, _command_of(main), **kwargs)
 

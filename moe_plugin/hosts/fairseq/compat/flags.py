@@ -1,8 +1,9 @@
 """Additional flags and short error messages for fairseq's command lines.
 
-The additional flags concern checkpoints and the placement of experts. Other flags make launch
-scripts for fairseq's `moe` branch run unchanged. Each error message is one line long, states what
-to do, and is printed once per node. Errors in MoE settings are reported before any object is built.
+The additional flags concern checkpoints and the placement of experts. The flags of fairseq's `moe`
+branch are also added, so that launch scripts written for the branch run unchanged. Each error
+message is one line long, states what to do, and is printed once per node. Errors in MoE settings
+are reported before any object is built.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ WITHOUT_EFFECT = {
 
 
 class _WithoutEffect(argparse.Action):
-    """An argparse action for a flag that has no effect. It logs a warning."""
+    """An argparse action that logs a warning, for a flag that has no effect."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any,
                  option_string: str | None = None) -> None:
@@ -89,7 +90,7 @@ def more_flags() -> None:
     """Add flags to the commands of fairseq. See `_adding`.
 
     During evaluation, fairseq reads the model's settings from the checkpoint. The placement of
-    experts depends on the machine, so flags of the evaluation command set it.
+    experts depends on the machine. It is therefore set by flags of the evaluation command.
     """
     for name, add in (("get_parser", _for_all), ("get_training_parser", _for_training),
                       ("get_validation_parser", _for_training),
@@ -153,8 +154,8 @@ class CommandParser(Parser):
 def short_errors() -> None:
     """Replace fairseq's argument parser with a parser that prints short error messages.
 
-    Before each error message, fairseq <= 0.12.3 prints 300 lines of usage on every rank. It does
-    not suggest flags with similar names.
+    Before each error message, fairseq <= 0.12.3 prints 300 lines of usage on every rank.
+    Furthermore, fairseq <= 0.12.3 does not suggest flags with similar names.
     """
     from fairseq import options
 
@@ -163,8 +164,8 @@ def short_errors() -> None:
 
 @replaces("options.get_parser")
 def short_errors_of_user_dirs(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Report errors in the user directory in one line. In fairseq <= 0.12.3, the function that is
-    replaced here imports the user directory.
+    """Report errors in the user directory in one line. In fairseq <= 0.12.3, the replaced function
+    imports the user directory.
     """
     with errors_of_use_in_one_line():
         return original(*args, **kwargs)
@@ -174,8 +175,8 @@ def _in_file(words: list[str]) -> list[str]:
     """Convert fairseq's arguments in the `--moe-config` file to command-line arguments for
     fairseq's parser.
 
-    These arguments are the width of the layers (`model_dim`) and all names in the section
-    `fairseq`, which maps names to values.
+    fairseq's arguments in this file are the width of the layers (`model_dim`), and all names in the
+    section `fairseq`, which maps names to values.
     """
     finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     finder.add_argument(CONFIG_FLAG.flag)

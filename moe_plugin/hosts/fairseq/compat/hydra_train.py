@@ -1,5 +1,5 @@
-"""Changes to `fairseq-hydra-train`: it finds the bundled settings from any folder, and reports
-errors in one line.
+"""Changes to `fairseq-hydra-train`. The command finds the bundled settings from any folder, and
+reports errors in one line.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def hydra_sees_fields() -> None:
     """Register fairseq's dataclasses with Hydra again, because this package has added fields to
     them.
 
-    fairseq has already registered its dataclasses when it was imported.
+    fairseq registers its dataclasses when it is imported, before the fields are added.
     """
     from fairseq.dataclass.initialize import hydra_init
 
@@ -39,7 +39,8 @@ def settings_by_hydra() -> None:
     """Report invalid settings in one line. Make `--config-dir configs/fairseq` work in any folder.
 
     If settings are invalid, fairseq <= 0.12.3 exits with status 1 and prints either a message of
-    hydra or a traceback. It searches for `configs/fairseq` only in the current folder.
+    hydra or a traceback. fairseq <= 0.12.3 searches for `configs/fairseq` only in the current
+    folder.
     """
     from fairseq.dataclass import initialize
 

@@ -47,8 +47,8 @@ def call_main_without_cuda(original: Callable[..., Any], cfg: Any, main: Callabl
     """Start the configured number of processes on a machine without CUDA.
 
     fairseq <= 0.12.3 computes the number of processes from the number of CUDA devices, and uses
-    NCCL. On CPU, this fails with an assertion error, or no process is started and nothing is
-    trained.
+    NCCL. On CPU, fairseq <= 0.12.3 fails with an assertion error, or it starts no process and
+    trains nothing.
     """
     settings = cfg.distributed_training
     if cfg.common.tpu or (torch.cuda.is_available() and not cfg.common.cpu):
@@ -66,8 +66,8 @@ def close_groups_at_the_end(original: Callable[..., None], index: int, main: Cal
                             cfg: Any, kwargs: dict[str, Any]) -> None:
     """Destroy the process groups when `main` ends.
 
-    fairseq <= 0.12.3 never destroys the process groups. If a process exits before it has destroyed
-    its groups, the threads of these groups abort the process (observed with gloo in torch 2.13).
+    fairseq <= 0.12.3 never destroys the process groups. If a process exits without destroying its
+    groups, the threads of these groups abort the process (observed with gloo in torch 2.13).
     """
     with stops_in_one_line(), errors_of_use_in_one_line(cfg), says_why():
         original(index, main, cfg, kwargs)
@@ -81,7 +81,7 @@ def end_errors_of_use(original: Callable[..., Any], cfg: Any, main: Callable[...
     """If settings are invalid, exit with a one-line message and status 2.
 
     fairseq <= 0.12.3 prints a traceback for every error in `main`. The traceback is logged only
-    with `LOGLEVEL=DEBUG`, an environment variable that fairseq reads. In spawned processes,
+    with `LOGLEVEL=DEBUG`, an environment variable that fairseq reads. For spawned processes,
     `distributed_main` handles errors in the same way.
     """
     with stops_in_one_line(), errors_of_use_in_one_line(cfg):
@@ -190,7 +190,7 @@ def shorten_timeouts(timeout_s: float) -> None:
 
     fairseq <= 0.12.3 has no setting for timeouts. fairseq passes no timeout when it creates the
     default group with `init_process_group`, and the group for gradients with `new_group`. Both
-    groups therefore use torch's default timeout of 30 minutes (10 minutes with NCCL). In torch 2.6
+    groups therefore have torch's default timeout of 30 minutes (10 minutes with NCCL). In torch 2.6
     to 2.13, the timeout of an existing group can be changed only with `_set_pg_timeout`.
     """
     from fairseq.distributed import utils

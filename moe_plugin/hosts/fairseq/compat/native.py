@@ -4,10 +4,11 @@ unchanged.
 This module relies on the following interface of the branch (fairseq `moe`, since December 2021):
 `fairseq.modules.moe.MOELayer(gate, experts, args, group=None, all2all_group=None)`. `gate.wg` is
 the linear layer that computes the logits of the experts. `experts` contains the expert modules of
-the current rank. Each module maps [rows, D] to [rows, D]. `forward(x, input_padding_mask=None)`
-returns `(output, l_aux)`. Versions that also have a `CMRLayer` return
-`(output, {"moe_gate_loss": l_aux})` instead. The criterion reads the dict `metadata` of every
-`MOELayer`. The branch imports only the package of a user directory itself (`moe_plugin.__init__`).
+the current rank. Each expert module maps [rows, D] to [rows, D].
+`forward(x, input_padding_mask=None)` returns `(output, l_aux)`. Versions that also have a
+`CMRLayer` return `(output, {"moe_gate_loss": l_aux})` instead. The criterion reads the dict
+`metadata` of every `MOELayer`. The branch imports only `moe_plugin.__init__`, the package of the
+user directory.
 
 In addition, this module adds fused Adam and multi-tensor gradient functions to fairseq's
 optimizers.
@@ -226,7 +227,7 @@ class _SwappedLayer(nn.Module):
 
     def forward(self, *inputs: Tensor, input_padding_mask: Tensor | None = None,
                 **_: Any) -> tuple[Tensor, Any]:
-        """Return a tuple of the output [B, T, D] for the input [B, T, D], and the gate loss.
+        """Return a tuple of the output [B, T, D] and the gate loss.
         input_padding_mask: bool tensor [B, T] that is True for padding tokens.
         """
         layer = self.layer

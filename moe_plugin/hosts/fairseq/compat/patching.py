@@ -145,9 +145,9 @@ def stand_for(name: str, model: type, dataclass: type | None) -> None:
     """Make fairseq build `model` whenever the name or an architecture of a standard model is
     requested. `model` must be a subclass of the standard model.
 
-    fairseq 0.12.2 has no way to add flags to a registered model. This function is needed because
-    launch scripts for fairseq's `moe` branch use `--arch transformer_lm_gpt --moe-freq 2`. Without
-    MoE flags, the subclass builds exactly the same model as the standard class.
+    Registered models cannot be given additional flags in fairseq 0.12.2. Launch scripts for
+    fairseq's `moe` branch, however, use `--arch transformer_lm_gpt --moe-freq 2`. Without MoE
+    flags, the subclass builds exactly the same model as the standard class.
     """
     from fairseq import models
 
@@ -176,7 +176,8 @@ def use_trainer(trainer: type) -> None:
 
 
 def tell_of_validations() -> None:
-    """After each validation, pass its results to the trainer's method `validated`.
+    """After each validation, call the trainer's method `validated` with the results of the
+    validation.
 
     fairseq 0.12.2 passes only the batches of a validation to the trainer, not the results.
     """
@@ -194,8 +195,8 @@ def tell_of_validations() -> None:
 
 
 def sharding_without_fairscale() -> None:
-    """Remove the check that fairscale is installed when sharding is used, because `MoETrainer`
-    shards without fairscale.
+    """Remove fairseq's check that fairscale is installed when sharding is used. `MoETrainer` shards
+    without fairscale.
 
     fairseq 0.12.2 imports fairscale in two cases: before it builds a model with
     `--ddp-backend fully_sharded`, and when it builds an optimizer with `--zero-sharding os`.

@@ -47,7 +47,8 @@ def full_checkpoints() -> None:
     """Make fairseq load checkpoints and broadcasts that contain config objects.
 
     By default, torch >= 2.6 loads only tensors and plain values. fairseq's checkpoints also contain
-    settings. Broadcasts contain settings too. They come only from ranks of the same run.
+    settings. Broadcasts contain settings too. Loading settings from broadcasts is safe, because
+    broadcasts come only from ranks of the same run.
     """
     from fairseq import checkpoint_utils
     from fairseq.distributed import utils
@@ -72,8 +73,8 @@ def hydra_of_its_time() -> None:
     """While fairseq composes its settings, set hydra's `version_base` to 1.1.
 
     fairseq <= 0.12.3 imports the module `hydra.experimental`. If any code in the process has
-    started hydra with a `version_base` of 1.2 or more, hydra >= 1.2 rejects this module. The
-    previous `version_base` is restored afterwards.
+    started hydra with a `version_base` of 1.2 or more, hydra >= 1.2 rejects `hydra.experimental`.
+    The previous `version_base` is restored afterwards.
     """
     from fairseq.dataclass import utils
     from hydra import initialize_config_dir
@@ -98,7 +99,7 @@ def hydra_of_its_time() -> None:
 def loaders_that_end() -> None:
     """End the run with an error if a worker process of `--num-workers` cannot deliver a batch.
 
-    torch 2.6 to 2.13 waits forever for this batch.
+    torch 2.6 to 2.13 would wait forever for this batch.
     """
     report_lost_batches()
 
@@ -121,12 +122,12 @@ def gather_lists_without_cuda(original: Callable[..., Any], data: Any, group: An
 @replaces("models.distributed_fairseq_model.DistributedDataParallel")
 def ddp_wrapping(original: Callable[..., Any], module: torch.nn.Module, device_ids: Any = None,
                  output_device: Any = None, **options: Any) -> Any:
-    """On CPU, wrap models in torch's DDP without device ids. Also remove copies of weights that are
-    not used.
+    """On CPU, wrap models in torch's DDP without device ids. Copies of weights that are not used
+    are also removed.
 
     fairseq always passes `device_ids`, which DDP rejects for parameters on CPU. fairseq 0.12.2 and
     0.12.3 store copies of weights in each encoder layer, for torch's fused inference path. These
-    copies never receive a gradient, so DDP would wait forever.
+    copies of weights never receive a gradient, so DDP would wait forever.
     """
     if all(parameter.device.type == "cpu" for parameter in module.parameters()):
         device_ids = output_device = None
@@ -156,9 +157,9 @@ def encoder_layers_by_their_own_code(original: Callable[..., None], self: Any, *
     """During evaluation, run encoder layers with fairseq's own code instead of torch's fused
     operator.
 
-    fairseq 0.12 calls the fused operator without the type of the mask. torch >= 1.13 requires this
-    type for batches with padding. In addition, the operator changes the order of dimensions for all
-    layers of an encoder at once, which MoE layers do not support.
+    fairseq 0.12 calls the fused operator without the type of the mask. torch >= 1.13 requires the
+    type of the mask for batches with padding. In addition, the operator changes the order of
+    dimensions for all layers of an encoder at once, which MoE layers do not support.
     """
     original(self, *args, **kwargs)
     self.can_use_fastpath = False
@@ -168,7 +169,7 @@ def fused_path_copies(layer: torch.nn.Module) -> list[str]:
     """Return the names of an encoder layer's attributes that are copies of parameters for torch's
     fused inference path.
 
-    These copies exist in fairseq >= 0.12.
+    fairseq >= 0.12 creates these copies.
     """
     return [name for name in FUSED_PATH_COPIES if hasattr(layer, name)]
 
@@ -185,7 +186,7 @@ def fp32_copies(optimizer: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
     optimizers.
 
     fairseq <= 0.12.3 stores the fp32 copies as a list only with `--fp16-no-flatten-grads`. Other
-    optimizers do not have the attribute that contains this list.
+    optimizers do not have the attribute in which this list is stored.
     """
     copies = getattr(optimizer, "fp32_params", None)
     return list(zip(optimizer.fp16_params, copies, strict=True)) if isinstance(copies, list) else []
@@ -200,8 +201,8 @@ def follow_parameters(wrapped: Any, optimizer: Any,
         wrapped: the model with its data-parallel wrapper.
         optimizer: fairseq's optimizer.
         changed: dict that maps each old parameter to its replacement.
-        copies: dict of the new parameters' fp32 copies (see `fp32_copies`). The dict is empty if
-            the optimizer has no fp32 copies.
+        copies: dict that maps new parameters to their fp32 copies (see `fp32_copies`). `copies` is
+            empty if the optimizer has no fp32 copies.
     """
     for params in getattr(wrapped, "per_device_params", ()):  # an attribute of `legacy_ddp`
         params[:] = [changed.get(p, p) for p in params]
@@ -213,7 +214,7 @@ def follow_parameters(wrapped: Any, optimizer: Any,
 def shards_optimizer_state(cfg: Any) -> bool:
     """Return True if fairseq's settings request sharding of the optimizer state.
 
-    Two settings request it: `--ddp-backend fully_sharded` and `--zero-sharding os`.
+    The optimizer state is sharded with `--ddp-backend fully_sharded` and with `--zero-sharding os`.
     """
     settings = cfg.distributed_training
     return settings.ddp_backend == "fully_sharded" or settings.zero_sharding == "os"
@@ -277,13 +278,13 @@ def gradients_in_their_own_dtype(original: Callable[..., None], self: Any, modul
     that is not needed.
 
     fairseq <= 0.12.3 copies all gradients into one buffer, which has the dtype of the first
-    parameter. With `--fp16` and `--bf16`, this lowers the precision of the gradients of parameters
-    that stay in float32 (`router.fp32`). With this patch, gradients whose dtype differs from that
-    of the buffer are reduced one by one, without the buffer.
+    parameter. With `--fp16` and `--bf16`, the buffer therefore lowers the precision of the
+    gradients of parameters that stay in float32 (`router.fp32`). With this patch, gradients whose
+    dtype differs from the buffer's dtype are reduced one by one, without the buffer.
 
-    fairseq's buffer is as large as all parameters together (up to 2^28 elements). It is reduced as
-    a whole, although it contains no gradients of experts. With this patch, the buffer is only as
-    large as the gradients in it.
+    fairseq's buffer is as large as all parameters together (up to 2^28 elements). The buffer is
+    reduced as a whole, although it contains no gradients of experts. With this patch, the buffer is
+    only as large as the gradients in it.
     """
     original(self, module, *args, **kwargs)
     dtype, lists = next(module.parameters()).dtype, self.per_device_params
@@ -301,10 +302,10 @@ def empty_validation_batches(original: Callable[..., Any], self: Any, sample: An
                              criterion: Any, **kwargs: Any) -> Any:
     """Support validation if some ranks have no data.
 
-    If `fairseq-validate` of fairseq <= 0.12.3 runs on several ranks, it passes an empty batch to a
-    rank without data and fails with a `KeyError`. With this patch, the rank runs one sentence so
-    that all ranks run the same collectives inside the model. This sentence does not count in the
-    results.
+    If `fairseq-validate` of fairseq <= 0.12.3 runs on several ranks, ranks without data receive an
+    empty batch and fail with a `KeyError`. With this patch, a rank without data runs one sentence,
+    so that all ranks run the same collectives inside the model. The additional sentence does not
+    count in the results.
     """
     if sample:
         return original(self, sample, model, criterion, **kwargs)
@@ -319,9 +320,9 @@ def records_have_gradients(original: Callable[..., None], self: Any,
     """Let fairseq find the first module whose output contains a non-finite value.
 
     After fairseq <= 0.12.3 has detected a non-finite value, it repeats the step with torch's old
-    hooks. If a module returns a record, as routers and this package's layers do, these hooks fail
-    with a `TypeError` that hides the original error. This patch passes the tensors in the record to
-    the check one by one.
+    hooks. If a module returns a record, as routers and this package's layers do, the old hooks fail
+    with a `TypeError`, which hides the original error. With this patch, each tensor in the record
+    is checked separately.
     """
     from moe_plugin.memory.activations.offload import tensors
     from moe_plugin.routing.contract import RouterModule

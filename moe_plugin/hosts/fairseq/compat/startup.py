@@ -4,8 +4,8 @@ import.
 A `.pth` file with the same name as this module calls `boot()` when Python starts. `boot` only adds
 a finder to `sys.meta_path`. It imports nothing. The patches are applied only when code imports
 `fairseq`. This file must be a top-level module. Importing a module from inside the package would
-import the whole package before fairseq's `--user-dir` imports it. For other versions of fairseq
-than 0.12, only the import is patched.
+import the whole package before fairseq's `--user-dir` imports it. For fairseq versions other than
+0.12, only the import is patched.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ class _Loader:
 
 
 class _Finder:
-    """A module finder that waits for the first `import fairseq`. Code that only looks up the module
-    spec, without importing fairseq, triggers nothing.
+    """A module finder that waits for the first `import fairseq`. Looking up the module spec of
+    fairseq without importing it triggers nothing.
     """
 
     searching = False
@@ -87,10 +87,10 @@ def hashable_fairseq_dataclasses(original: Any) -> Any:
     `FairseqDataclass`.
 
     fairseq <= 0.12.3 contains fields such as `common: CommonConfig = CommonConfig()`. Python >=
-    3.11 rejects these fields, because the default is not hashable. If a class already defines
-    `__hash__`, `dataclass` keeps it. Therefore, a `__hash__` is added to each subclass when the
-    subclass is created. A `default_factory` cannot be used, because fairseq reads the attribute
-    `.default` of these fields.
+    3.11 rejects these fields, because the default is not hashable. `dataclasses.dataclass` does not
+    replace a `__hash__` that a class already defines. Therefore, each subclass of
+    `FairseqDataclass` gets a `__hash__` when it is created. A `default_factory` cannot be used,
+    because fairseq reads the attribute `.default` of these fields.
     """
 
     def dataclass(cls: type | None = None, /, **options: Any) -> Any:

@@ -29,7 +29,7 @@ def settings_are_known(original: Callable[..., Any], cfg: Any, main: Callable[..
                        **kwargs: Any) -> Any:
     """Store the settings of the current command for `folder_of_one_run`.
 
-    This is needed because fairseq <= 0.12.3 does not pass its settings to
+    `folder_of_one_run` needs the settings because fairseq <= 0.12.3 does not pass them to
     `verify_checkpoint_directory`.
     """
     return original(cfg, functools.partial(_with_settings, main), **kwargs)
@@ -49,9 +49,9 @@ def folder_of_one_run(original: Callable[..., None], save_dir: str) -> None:
     """Ensure that only one run at a time writes to a folder.
 
     fairseq <= 0.12.3 allows several runs to write to the same folder. To test whether the folder is
-    writable, fairseq creates and removes a file with a fixed name. Runs that start at the same time
-    would remove each other's file. The first rank calls this function before training. The folder
-    stays locked until the command ends.
+    writable, fairseq creates and removes a file with a fixed name. If several runs start at the
+    same time, they would remove each other's file. The first rank calls this function before
+    training. The folder stays locked until the command ends.
     """
     from moe_plugin.config.flags import run_from_flags
     from moe_plugin.hosts.fairseq.translate import flag_values
@@ -76,10 +76,10 @@ def own_user_dir(original: Callable[..., None], args: Any) -> None:
     """Register the models in the `--user-dir` folder even if the package has already been imported.
 
     fairseq <= 0.12.3 imports a user directory only once. With this patch, both
-    `--user-dir moe_plugin` and the path of the installed package work. They also work in spawned
-    processes, and in programs that have already imported the package. The bare name refers to the
-    installed package, even if the current folder contains another copy of the package. The path of
-    another copy raises an error.
+    `--user-dir moe_plugin` and the path of the installed package work. Both forms also work in
+    spawned processes, and in programs that have already imported the package. The name `moe_plugin`
+    refers to the installed package, even if the current folder contains another copy of the
+    package. The path of another copy raises an error.
     """
     given = getattr(args, "user_dir", None)
     if given is None or os.path.basename(os.path.abspath(given)) != NAME:
@@ -183,7 +183,7 @@ def user_dir_before_defaults(original: Callable[..., None], cfg: Any) -> None:
 def group_in_hydra() -> None:
     """Register the Hydra config group `moe` (node `base`) for `fairseq-hydra-train`.
 
-    This is done early, because Hydra searches for the group before fairseq imports a user
+    The group must be registered early, because Hydra searches for it before fairseq imports a user
     directory.
     """
     from fairseq.dataclass.configs import FairseqConfig

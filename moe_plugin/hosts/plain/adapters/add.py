@@ -24,28 +24,28 @@ def add_lora(model: nn.Module, rank: int = 8, alpha: float = 16.0, *,
              experts: Collection[int] | None = None,
              rank_pattern: Mapping[str, int] | None = None, use_rslora: bool = False,
              use_dora: bool = False, freeze: bool = True) -> list[str]:
-    """Add low-rank adapters to the experts of a model. Until the adapters are trained, the output
-    of the model does not change.
+    """Add low-rank adapters to the experts of a model. Adding adapters does not change the output
+    of the model until the adapters are trained.
 
     Expert `l` uses the weight `w + (alpha / r) * a @ b` instead of `w`. The factor `a` is
     initialized in the same way as in `peft`, and `b` is initialized to 0. Call this function on all
-    ranks after the weights of the model have been loaded. Call it before the model is wrapped
-    (`ddp_model`, `fully_shard_model`) and before the optimizer is created.
+    ranks after the weights of the model have been loaded. Call this function before the model is
+    wrapped (`ddp_model`, `fully_shard_model`) and before the optimizer is created.
 
     Args:
         model: model that contains at least one `MoELayer`.
         rank: rank r of the adapters.
         alpha: numerator of the scaling factor of the adapters. The scaling factor is `alpha / r`,
             or `alpha / sqrt(r)` with `use_rslora`.
-        targets: a list with "gate_up", "down", or both. "gate_up" are the first linear layers,
-            which share one factor `a` like `peft`'s adapters of `gate_up_proj`. "down" is the last
-            linear layer.
+        targets: list of the layers that get adapters: "gate_up", "down", or both. "gate_up" stands
+            for the first linear layers, which share one factor `a` like `peft`'s adapters of
+            `gate_up_proj`. "down" stands for the last linear layer.
         experts: global indices of the experts to which adapters are added. For all other experts,
             the factors are filled with zeros. Optional. Defaults to all experts.
         rank_pattern: dict that maps regular expressions to ranks. A regular expression must match
             the end of `NAME.experts.INDEX.TARGET`, where NAME is the name of the layer. If several
-            expressions match, the first one is used. If the rank is 0, no adapter is added to the
-            expert.
+            regular expressions match, the first one is used. If the rank of an expert is 0, the
+            expert gets no adapter.
         use_rslora: True to use the scaling factor `alpha / sqrt(r)` (rsLoRA).
         use_dora: True to train the norms of the adapted weight's columns separately (DoRA).
         freeze: True to freeze all other parameters of the model. If False, only the expert weights
@@ -92,8 +92,8 @@ def _add(layer: MoELayer, ranks: ExpertRanks) -> None:
 
 
 class _SavesExperts:
-    """A `save_pretrained` method for `peft` models with adapted experts. `peft`'s own method would
-    save only the adapters that `peft` itself has added.
+    """A `save_pretrained` method for `peft` models whose experts have adapters from `add_lora`.
+    `peft`'s own method would save only the adapters that `peft` itself has added.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -144,7 +144,7 @@ def _layers(model: nn.Module) -> Iterator[tuple[str, MoELayer]]:
 def _ranks(name: str, layer: MoELayer, rank: int, targets: Collection[str],
            experts: Collection[int] | None, pattern: Mapping[str, int]) -> dict[str, list[int]]:
     """Return a dict that maps each target to a list with the adapter rank of each expert. Targets
-    for which no expert has an adapter are left out.
+    without adapters are left out.
     """
     built, count = layer.experts, layer.config.num_experts
     assert isinstance(built, FFNExperts)

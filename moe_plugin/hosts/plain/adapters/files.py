@@ -1,9 +1,9 @@
 """Write expert adapters to `peft` files, for `transformers` models that use the layers of this
 package.
 
-For `peft`, the stacks of expert weights are parameters with adapters (`target_parameters`). For
-each stack, a file contains two tensors. In `lora_A` [r * E, in], the rows of one expert are
-adjacent. In `lora_B` [out, r * E], the columns of one expert are E columns apart (see
+`peft` treats a stack of expert weights as a parameter that has adapters (`target_parameters`). For
+each stack of weights, a file contains two tensors. In `lora_A` [r * E, in], the rows of one expert
+are adjacent. In `lora_B` [out, r * E], the columns of one expert are E columns apart (see
 `ParamWrapper` in `peft.tuners.lora`).
 """
 
@@ -40,13 +40,13 @@ class PeftStack:
 
     Attributes:
         name: name of the parameter that contains the stack, in the experts module.
-        parts: number of weights of this package that are combined along the output axis: 2 for gate
-            and input weights, and 1 otherwise.
+        parts: number of this package's weights that are combined along the output axis. It is 2 for
+            gate and input weights, and 1 otherwise.
         in_turn: True if gate columns and input columns alternate along the output axis. If False,
             all gate columns precede all input columns.
         flipped: True if `peft` uses the output axis of the stack as the input axis, and therefore
-            exchanges the two factors. `peft` does this for stacks that are transposed if the module
-            has no attribute `is_transposed` (Llama 4).
+            exchanges the two factors. `peft` exchanges the factors of transposed stacks if their
+            module has no attribute `is_transposed` (Llama 4).
     """
 
     name: str
@@ -55,16 +55,16 @@ class PeftStack:
     flipped: bool
 
     def to_peft(self, a_EIR: Tensor, bs_ERO: list[Tensor]) -> tuple[Tensor, Tensor]:
-        """Convert this package's factor `a`, and the factors `b` of the gate and input weights (in
-        this order), to `lora_A` and `lora_B`.
+        """Convert this package's factors to `lora_A` and `lora_B`. If there is a factor `b` for the
+        gate, it must be the first in the list.
         """
         b_ERO = torch.stack(bs_ERO, -1).flatten(-2) if self.in_turn else torch.cat(bs_ERO, -1)
         first, second = (b_ERO, a_EIR.mT) if self.flipped else (a_EIR.mT, b_ERO)
         return first.flatten(0, 1), second.permute(2, 1, 0).flatten(1)
 
     def from_peft(self, a: Tensor, b: Tensor, experts: int) -> tuple[Tensor, list[Tensor]]:
-        """Convert `lora_A` and `lora_B` to this package's factor `a`, and a list of the factors
-        `b`. This method is the inverse of `to_peft`.
+        """Convert `lora_A` and `lora_B` to this package's factor `a` and a list of factors `b`.
+        This method is the inverse of `to_peft`.
         """
         factors = a.unflatten(0, (experts, -1)), b.unflatten(1, (-1, experts)).permute(2, 1, 0)
         first, b_ERO = reversed(factors) if self.flipped else factors
@@ -79,8 +79,8 @@ class PeftStack:
 
 
 def stacks_of(block: SwappedBlock) -> dict[str, PeftStack]:
-    """Return a dict of the weight stacks of a block's experts. The keys are the names in `PLACES`,
-    in the order in which the module defines the stacks.
+    """Return a dict of the weight stacks of a block's experts. The keys are the names in `PLACES`.
+    Their order is the order in which the module defines the stacks.
     """
     family, experts = block.family, block.original[0].experts
     flipped = family.transposed and not getattr(experts, "is_transposed", False)
@@ -91,14 +91,14 @@ def stacks_of(block: SwappedBlock) -> dict[str, PeftStack]:
 
 
 def save_adapter(model: nn.Module, folder: str | Path) -> None:
-    """Write the adapters that `add_lora` has added to a file in `peft`'s format. This is a
+    """Write the adapters that were added by `add_lora` to a file in `peft`'s format. This is a
     collective operation, so all ranks must call this function. Only the first rank writes the file.
 
-    The file can be loaded into a model that has not been changed by `swap_moe_blocks`, with
+    To load the file into a model that has not been changed by `swap_moe_blocks`, call
     `PeftModel.from_pretrained(model, folder)`. If the model is wrapped by `peft`, the file also
     contains the adapters that `peft` itself has added. In the file, all experts of a layer have the
-    same rank and the same scaling factor. Therefore, factors with a lower rank are padded with
-    zeros, and differences in the scaling factor are multiplied into `b`.
+    same rank and the same scaling factor. To make this possible, factors with a lower rank are
+    padded with zeros, and differences in the scaling factor are multiplied into `b`.
 
     Args:
         model: model with blocks inserted by `swap_moe_blocks`, or a `peft` model that wraps such a
@@ -204,8 +204,8 @@ def by_pattern(pattern: Mapping[str, Any], target: str, usual: Any) -> Any:
 def _noted(pattern: dict[str, Any], target: str, value: float, usual: float) -> dict[str, Any]:
     """Add an entry to `pattern` so that `peft` uses `value` for this target.
 
-    `peft` sorts patterns alphabetically. The new pattern begins with a space that is repeated zero
-    times, so that it precedes all other patterns.
+    `peft` sorts patterns alphabetically. The key of the new entry begins with a space that is
+    repeated zero times. It therefore precedes all other patterns.
     """
     if by_pattern(pattern, target, usual) == value:
         return pattern

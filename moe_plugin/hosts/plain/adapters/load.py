@@ -108,7 +108,7 @@ def _check_rest(model: nn.Module, rest: Mapping[str, Tensor], folder: str | Path
 
 def _targeted(name: str, stacks: Mapping[str, PeftStack], targets: Collection[str]) -> list[str]:
     """Return the names of the weight stacks in a block for which `peft` has adapters. The last name
-    is the stack with the outermost adapter.
+    belongs to the outermost adapter.
     """
     def full(weight: str) -> str:
         return f".{name}.experts.{stacks[weight].name}"
@@ -122,8 +122,9 @@ def _pairs(name: str, layer: MoELayer, stacks: Mapping[str, PeftStack], targeted
     """For each adapter, yield the name of its stack and the pair (`lora_A`, `lora_B`). Remove the
     adapter from `rest`.
 
-    How `peft` nests the adapters depends on its version. Therefore, the shapes of an adapter
-    identify its stack. If both stacks have the same shape, the order of `targeted` decides.
+    How `peft` nests the adapters depends on the version of `peft`. This function therefore
+    identifies the stack of an adapter by the adapter's shapes. If both stacks have the same shape,
+    the order of `targeted` decides.
     """
     config = layer.config
     widths = {"in": (config.row_dim, config.hidden_dim), "out": (config.hidden_dim, config.row_dim)}
@@ -148,7 +149,9 @@ def _pairs(name: str, layer: MoELayer, stacks: Mapping[str, PeftStack], targeted
 
 @torch.no_grad()
 def _fill(layer: MoELayer, weight: str, stack: PeftStack, pair: tuple[Tensor, Tensor]) -> None:
-    """Copy the experts of the current rank from `lora_A` and `lora_B` to the layer."""
+    """Copy those slices of `lora_A` and `lora_B` to the layer that belong to the experts of the
+    current rank.
+    """
     name, bs, _ = PLACES[weight]
     a_EIR, bs_ERO = stack.from_peft(*pair, layer.config.num_experts)
     for key, value in {name: a_EIR, **dict(zip(reversed(bs[:stack.parts]), bs_ERO, strict=True))

@@ -33,9 +33,9 @@ def merge_lora(model: nn.Module, keep: bool = False) -> None:
 
     Args:
         model: model whose experts have adapters.
-        keep: True to keep the adapters, so that `unmerge_lora` can undo the merge. The kept
-            adapters have no effect. If False, the adapters are deleted, and the weights and biases
-            of the experts become trainable again.
+        keep: True to keep the adapters, so that `unmerge_lora` can undo the merge. After the merge,
+            the kept adapters have no effect. If False, the adapters are deleted, and the weights
+            and biases of the experts become trainable again.
     Raises:
         ValueError: If the model has no adapters, or if the adapters have been merged before.
     """
@@ -79,8 +79,8 @@ def unmerge_lora(model: nn.Module) -> None:
 
 def _sums(experts: FFNExperts, adapters: Mapping[str, LowRank]
           ) -> Iterator[tuple[Tensor, Tensor, Tensor | float]]:
-    """For each weight [L, I, O], yield three tensors: the weight, the matrix product that is added
-    to the weight, and the factor by which the sum is multiplied.
+    """For each weight [L, I, O], yield the weight, the matrix product to add to the weight, and the
+    factor by which the sum is multiplied.
     """
     for weight, (a_LIR, b_LRO, factor_LO) in adapters.items():
         weights = experts.weights_of()[weight]

@@ -25,8 +25,8 @@ def implementation_of(module: Any) -> str | None:
 
 
 def holds_a_part(module: Any) -> bool:
-    """Return True if the experts are distributed over several ranks. In this case, the expert index
-    `num_experts` stands for any expert on another rank.
+    """Return True if the experts are distributed over several ranks. If the experts are
+    distributed, the expert index `num_experts` stands for any expert on another rank.
     """
     return module._is_expert_parallel
 
