@@ -144,8 +144,8 @@ class BlockOptimizers(FairseqOptimizer):
 
 
 class _DropsGradients:
-    """Mixin for fairseq's 16-bit optimizers. It makes `zero_grad` also discard the gradients that
-    blocks store.
+    """Mixin for fairseq's 16-bit optimizers. With this mixin, `zero_grad` also discards the
+    gradients that blocks store.
     """
 
     blocks: Any

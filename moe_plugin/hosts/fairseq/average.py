@@ -48,8 +48,8 @@ def average(inputs: Sequence[str], output: str) -> list[str]:
     for name, rank_paths in zip(inputs[1:], others, strict=True):
         if len(rank_paths) != len(ranks):
             raise ValueError(f"checkpoint {short(name)} has {len(rank_paths)} files, but "
-                             f"{short(inputs[0])} has {len(ranks)}. Bring both to the same number "
-                             "of ranks with moe-plugin reshard IN OUT --world N")
+                             f"{short(inputs[0])} has {len(ranks)}. Convert both to the same "
+                             "number of ranks with moe-plugin reshard IN OUT --world N")
     written = []
     make_folder(os.path.dirname(os.path.abspath(output)))
     for number, paths in enumerate(zip(ranks, *others, strict=True)):

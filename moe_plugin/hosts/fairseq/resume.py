@@ -1,8 +1,8 @@
 """Choose the checkpoint from which a fairseq run resumes.
 
 `agree` selects the newest training step for which all ranks have complete files. If a different
-number of ranks wrote the checkpoint, every rank reads only the slices that it will store. The
-slices of the optimizer state are also read in this way.
+number of ranks wrote the checkpoint, every rank reads only the slices that it will store. Each rank
+also reads only its own slices of the optimizer state.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def part_state(path: str, rank: int = 0, size: int = 1,
     if not steps:
         raise CheckpointError(
             f"checkpoint {without_rank(path)!r} is incomplete: "
-            f"{'; '.join(left_out) or 'a file of a rank is missing, or of another step'}; restore "
+            f"{'; '.join(left_out) or 'a file is missing or belongs to another step'}; restore "
             "the file, or choose another checkpoint with --path")
     if error := damage(steps[0].paths[rank::size], "--path"):
         raise CheckpointError(error)

@@ -192,10 +192,10 @@ def _chosen_k(args: Any, flags: Mapping[str, Any], in_file: Mapping[str, Any]) -
 def _branch_base(args: Any, chosen_k: set[int], own_dispatch: bool) -> dict[str, Any]:
     """Translate the branch's flags to settings of this package.
 
-    In the branch, an expert has `2*ceil(S/E)` slots for top-2 and `ceil(S/E)` slots for top-1. Both
-    numbers of slots correspond to a capacity factor of 1. During evaluation, an expert has
-    `ceil(fraction*S)` slots. The branch normalizes top-2 weights after tokens are dropped, and does
-    not normalize the top-1 weight.
+    In the branch, an expert has `2*ceil(S/E)` slots for top-2 and `ceil(S/E)` slots for top-1. For
+    top-2 and for top-1, this corresponds to a capacity factor of 1. During evaluation, an expert
+    has `ceil(fraction*S)` slots. The branch normalizes top-2 weights after tokens are dropped, and
+    does not normalize the top-1 weight.
     """
     before = setting(args, "moe_normalize_gate_prob_before_dropping", False)
     base: dict[str, Any] = {

@@ -75,9 +75,8 @@ class FileTurns(StepVotes):
         if 2 * len(wrong) >= len(norms_K):
             raise FloatingPointError(
                 f"step {self.step}: no majority of the {len(norms_K)} workers has the same "
-                f"gradient norm ({norms_K.tolist()}), although gradients were voted on. The weights"
-                " of the workers differ. Resume from the newest checkpoint, and check these "
-                "machines")
+                f"gradient norm ({norms_K.tolist()}), although they voted on the gradients. Their "
+                "weights differ. Resume from the newest checkpoint, and check these machines")
         if wrong and self.ballots.comm.rank == self.ballots.worker.rank == 0:
             logger.warning("step %d: these ranks have another gradient norm than the majority: %s",
                            self.step,

@@ -62,8 +62,8 @@ class FileArguments:
 
     Attributes:
         words: list of the command-line arguments, without settings of the form
-            `megatron.NAME=VALUE`. Settings of this package that have this form are converted to
-            flags.
+            `megatron.NAME=VALUE`. Settings of this package, such as `router.fp32=false`, are
+            converted to flags.
         path: path of the settings file, or None if `--moe-config` is not used.
         section: dict of Megatron's arguments from the settings file and the command line, with the
             names that the user wrote.

@@ -91,8 +91,8 @@ def _hybrid_parts() -> tuple[str, str, int]:
     """Return three values: the layer symbols of the main model, the layer symbols of one
     multi-token prediction, and the number of predictions.
 
-    The values describe the hybrid model that Megatron's script trains. For all models that are not
-    hybrid, the strings are empty and the number is 0.
+    The values describe the hybrid model that Megatron's script trains. If the model is not hybrid,
+    there are no layer symbols and the number of predictions is 0.
     """
     main, *predictions = (script_arguments().get("hybrid_layer_pattern") or "").split("/")
     return main.replace("|", ""), predictions[0] if predictions else "", len(predictions)

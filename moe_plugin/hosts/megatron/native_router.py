@@ -19,11 +19,11 @@ class NativeRouter(RouterModule):
     """A router that calls a Megatron router, and converts the returned tuple (probs, routing_map)
     to a `Routing`.
 
-    Megatron's router logs its losses itself. It also attaches them to the probabilities, so that
-    the backward pass computes their gradients. `Routing.losses` contains only the values of these
-    losses, without gradients. The keys of `Routing.losses` are the names in Megatron's log.
-    Megatron's router does not return the distribution of its scores. The entropy is therefore
-    computed from the normalised weights of the selected experts.
+    Megatron's router logs its losses itself. The router also attaches its losses to the
+    probabilities, so that the backward pass computes their gradients. `Routing.losses` contains
+    only the values of these losses, without gradients. The keys of `Routing.losses` are the names
+    in Megatron's log. Megatron's router does not return the distribution of its scores. The entropy
+    is therefore computed from the normalised weights of the selected experts.
 
     Args:
         native: Megatron's router.
@@ -44,8 +44,8 @@ class NativeRouter(RouterModule):
 
     def forward(self, x_TD: Tensor, mask_T: Tensor | None = None,
                 top_k: int | None = None, info: TokenInfo | None = None) -> Routing:
-        """Route the T = S * batch_size tokens. The tokens must be in Megatron's order: the tokens
-        of all sequences at one position precede the tokens at the next position.
+        """Route T tokens, where T is S * batch_size. The tokens must be in Megatron's order: the
+        tokens of all sequences at one position precede the tokens at the next position.
 
         Args:
             x_TD: the tokens.

@@ -32,9 +32,9 @@ def replay_rollouts(model: nn.Module, ids_BSLK: Tensor,
     Args:
         model: the model that is passed to `forward_step`.
         ids_BSLK: expert ids of the whole micro-batch, before the micro-batch is split for context
-            parallelism. The functions `padded` and `packed` of `moe_plugin.routing.rollouts` return
-            tensors of this form. Dimension L consists of either all layers of the model or only the
-            MoE layers.
+            parallelism. To create this tensor, use `padded` or `packed` of
+            `moe_plugin.routing.rollouts`. Dimension L consists of either all layers of the model or
+            only the MoE layers.
         lengths: lengths of packed sequences. See `tokens_of_rank`.
     Raises:
         ValueError: see `moe_plugin.routing.rollouts.replay_rollouts`.

@@ -156,8 +156,8 @@ def activations_of(settings: OffloadConfig, config: Any,
 
 
 def _random_states() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Return two contexts for two passes. Both contexts use the same random states of Megatron's
-    tracker.
+    """Return two contexts for two passes. The two contexts start with the same random states of
+    Megatron's tracker.
     """
     tracker, states = get_cuda_rng_tracker(), []
 

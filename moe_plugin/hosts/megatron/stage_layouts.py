@@ -69,7 +69,7 @@ def parse(entries: Sequence[str]) -> list[StageLayout]:
     """Parse entries such as "tp=2,ep=4", and return one layout per stage.
 
     Raises:
-        ValueError: If an entry does not have this form.
+        ValueError: If an entry is not a list of sizes such as "tp=2,ep=4".
     """
     return [_parse(entry) for entry in entries]
 
@@ -158,8 +158,8 @@ def stages_of(args: argparse.Namespace, world: int) -> StageLayouts | None:
     args.global_batch_size = args.global_batch_size or samples
     for layout in layouts:
         if samples % (ranks // layout.tp):
-            raise ValueError(f"micro_batch_size={args.micro_batch_size} makes {samples} samples on "
-                             f"{most} replicas, which is not a multiple of the "
+            raise ValueError(f"micro_batch_size={args.micro_batch_size} on {most} replicas gives "
+                             f"{samples} samples. This number must be a multiple of the "
                              f"{ranks // layout.tp} replicas of the stage with layout {layout}. "
                              "Use another micro-batch size.")
     return StageLayouts(tuple(layouts), ranks, samples, args.sequence_parallel)
@@ -318,9 +318,8 @@ def _agree_over_all_stages(optimizer: Any) -> None:
 
     If all stages have the same layout, each of Megatron's process groups for the gradient norm
     contains every parameter exactly once. With different layouts, the sum over all ranks would
-    count parameters several times. Therefore, the contribution of each rank is multiplied by a
-    factor: the size of such a process group under the layout of the rank's own stage, divided by
-    the number of all ranks.
+    count parameters several times. Therefore, the contribution of each rank is multiplied by the
+    size of its process group for the gradient norm, and divided by the number of all ranks.
     """
     world, chain = comm_of(), parts(optimizer)
     shares = [torch.distributed.get_world_size(part.get_grad_stats_parallel_group()) / world.size

@@ -156,8 +156,8 @@ def stage_of(make: MakePart, number: int, stages: int, layers: int, forward_step
 
 
 class SwarmModel(nn.Module):
-    """The only model chunk of a trainer. A trainer's model has no weights. It runs the forward and
-    backward passes on the peers.
+    """The only model chunk of a trainer. A trainer's model has no weights. The model runs the
+    forward and backward passes on the peers.
     """
 
     vp_stage, pre_process, post_process = None, True, True

@@ -328,7 +328,7 @@ def refuse_unsupported(native: Any) -> None:
     """Raise a `ValueError` for the first of Megatron's settings that the layer of this package does
     not support.
 
-    These settings would change the results or the order of computation. Without an error, the layer
+    Such a setting would change the results or the order of computation. Without an error, the layer
     would silently ignore them.
     """
     if not native.num_moe_experts:

@@ -34,8 +34,8 @@ class FeedForward:
     function is `y = (act(x @ w_gate + b_gate) * (x @ w_in + b_in)) @ w_out + b_out`.
 
     Attributes:
-        weights: dict of the weights that the module has, as views of its parameters. The possible
-            keys are `w_in_DF`, `w_out_FD`, `w_gate_DF`, `b_in_F`, `b_gate_F` and `b_out_D`.
+        weights: dict of the module's weights, which are views of its parameters. The possible keys
+            are `w_in_DF`, `w_out_FD`, `w_gate_DF`, `b_in_F`, `b_gate_F` and `b_out_D`.
         activation: name of the activation function, as in `experts.activation`.
         dropout: dropout probability after the activation function (and the gate).
         after: dropout probability after the last linear layer.

@@ -69,9 +69,9 @@ def replace_ffn(model: nn.Module, num_experts: int = 8, *, every: int = 1,
         num_experts: total number of experts on all ranks of the expert-parallel group.
         every: interval between replaced modules. Every n-th feed-forward module is replaced,
             starting with the n-th. The default 1 replaces all feed-forward modules.
-        match: selects the modules to replace. `match` is either a regular expression that must
-            match the complete name of a module, or a function `f(name, module) -> bool`. Optional.
-            By default, all feed-forward modules are selected.
+        match: regular expression or function that selects the modules to replace. A regular
+            expression must match the complete name of a module. A function has the signature
+            `f(name, module) -> bool`. Optional. By default, all feed-forward modules are selected.
         upcycle: True to initialize all experts as copies of the replaced module. If False, the
             experts are initialized with random weights.
         comm: communicator of the expert-parallel group. Optional. Defaults to the default process
@@ -246,7 +246,7 @@ def _block(site: _Place, number: int, num_experts: int, settings: dict[str, Any]
     if upcycle:
         if moe.latent is not None:
             raise ValueError(f"experts.latent_dim={moe.config.experts.latent_dim} cannot be used "
-                             f"for module {site.name!r}, because its weights become those of the "
+                             f"for module {site.name!r}, because its weights are copied to the "
                              "experts. Set experts.latent_dim to 0, or use upcycle=False")
         if moe.config.router.top_k == 1 and number == 0:
             logger.info("router.top_k=1 multiplies each expert's output by its score, so the "

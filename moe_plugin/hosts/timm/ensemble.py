@@ -111,7 +111,7 @@ def last_of_stage(steps: list[str], number: int) -> bool:
 
 
 class ClassHead(nn.Module):
-    """A head for classification. It averages the features [B, H, W, D] of the last stage, and
+    """A head for classification. The head averages the features [B, H, W, D] of the last stage, and
     returns logits [B, M, C].
     """
 

@@ -122,8 +122,8 @@ def _check(settings: Mapping[str, Any]) -> None:
 
 
 class _Kept:
-    """State that all calls of an experts module share. Copying the module does not copy this state.
-    The copy builds its own state.
+    """The shared state of all calls of an experts module. Copying the module does not copy this
+    state. The copy builds its own state.
 
     key: the settings and the module for which this state was built.
     """

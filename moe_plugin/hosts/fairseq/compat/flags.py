@@ -90,7 +90,7 @@ def more_flags() -> None:
     """Add flags to the commands of fairseq. See `_adding`.
 
     During evaluation, fairseq reads the model's settings from the checkpoint. The placement of
-    experts depends on the machine. It is therefore set by flags of the evaluation command.
+    experts depends on the machine. Flags of the evaluation command therefore set the placement.
     """
     for name, add in (("get_parser", _for_all), ("get_training_parser", _for_training),
                       ("get_validation_parser", _for_training),

@@ -84,7 +84,8 @@ def _check_name(name: str) -> None:
                for folder in here if folder):
         known = [file for _, file in files]
         raise ValueError(f"--config-name {short(name)} is not in {', '.join(filter(None, here))}; "
-                         f"{did_you_mean(similar_names(name, known))}use the name of a file there")
+                         f"{did_you_mean(similar_names(name, known))}use the name of a file in "
+                         "this folder")
 
 
 def _short(main: Callable[..., Any], name: str) -> Callable[..., Any]:

@@ -76,10 +76,10 @@ def own_user_dir(original: Callable[..., None], args: Any) -> None:
     """Register the models in the `--user-dir` folder even if the package has already been imported.
 
     fairseq <= 0.12.3 imports a user directory only once. With this patch, both
-    `--user-dir moe_plugin` and the path of the installed package work. Both forms also work in
-    spawned processes, and in programs that have already imported the package. The name `moe_plugin`
-    refers to the installed package, even if the current folder contains another copy of the
-    package. The path of another copy raises an error.
+    `--user-dir moe_plugin` and the path of the installed package work. The name and the path also
+    work in spawned processes, and in programs that have already imported the package. The name
+    `moe_plugin` refers to the installed package, even if the current folder contains another copy
+    of the package. The path of another copy raises an error.
     """
     given = getattr(args, "user_dir", None)
     if given is None or os.path.basename(os.path.abspath(given)) != NAME:

@@ -3,8 +3,8 @@
 
 A hybrid model has one layer for each symbol in `--hybrid-layer-pattern`. Megatron's own spec of a
 hybrid model needs Transformer Engine. Without Transformer Engine, the stack is built from the
-modules that Megatron uses in its local GPT layers. These modules have the same parameter names as
-the modules of Transformer Engine.
+modules that Megatron uses in its local GPT layers. The parameter names are the same as with
+Transformer Engine.
 
 | symbol | layer | without Transformer Engine |
 |---|---|---|

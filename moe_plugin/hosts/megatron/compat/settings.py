@@ -50,8 +50,8 @@ def setting(config: Any, name: str, default: Any = None) -> Any:
 
 
 def with_known_names(config: Any) -> Any:
-    """Give a config additional attributes for settings that Megatron has renamed, and return the
-    config. The additional attributes have the older names, which this package uses.
+    """Add attributes for settings that Megatron has renamed to a config, and return the config. The
+    additional attributes have the older names, which this package uses.
     """
     for known, newer in RENAMED.items():
         if not hasattr(config, known) and hasattr(config, newer):

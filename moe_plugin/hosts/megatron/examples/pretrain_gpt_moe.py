@@ -139,10 +139,10 @@ def datasets(samples, vp_stage=None):
     documents = getattr(args, "dataloader_inter_document_masking", False)
     if documents and (args.context_parallel_size > 1 or (
             args.pipeline_model_parallel_size > 1 and args.micro_batch_size > 1)):
-        raise ValueError("This example cannot split documents over ranks and sends one sequence at "
-                         "a time between stages. With --dataloader-inter-document-masking use "
-                         "--context-parallel-size 1, and with pipeline stages --micro-batch-size "
-                         "1.")
+        raise ValueError("With --dataloader-inter-document-masking, this example cannot split "
+                         "documents among ranks, and sends one sequence at a time between stages. "
+                         "Use --context-parallel-size 1. With pipeline stages, also use "
+                         "--micro-batch-size 1.")
     config = GPTDatasetConfig(
         random_seed=args.seed, sequence_length=args.seq_length, blend=blend,
         blend_per_split=blend_per_split, split=args.split, tokenizer=get_tokenizer(),

@@ -80,7 +80,7 @@ class KeyValues:
 
 @dataclass
 class Sequences:
-    """State that the slices of one micro-batch share while they are processed.
+    """The shared state of all slices of one micro-batch.
 
     Attributes:
         length: length S of each sequence, in tokens.

@@ -53,9 +53,9 @@ class SplitStep(Step):
     weight gradients.
 
     Attributes:
-        left: dict of the weight gradients that the backward pass has postponed. The keys are
-            modules with an attribute `later` (such as `Experts.later`), or the weights of linear
-            layers.
+        left: dict of the weight gradients whose computation the backward pass has postponed. The
+            keys are modules with an attribute `later` (such as `Experts.later`), or the weights of
+            linear layers.
         embeddings: ids of the token embedding parameters on the current stage.
     """
 

@@ -58,7 +58,7 @@ def add_lora(model: nn.Module, rank: int = 8, alpha: float = 16.0, *,
     _check(rank, targets, rank_pattern or {})
     layers = dict(_layers(model))
     if not layers:
-        raise ValueError(f"{type(model).__name__} has no MoELayer whose experts could get adapters."
+        raise ValueError(f"{type(model).__name__} has no MoELayer with experts to adapt."
                          " Call swap_moe_blocks(model) or replace_ffn(model) first. For a "
                          "transformers model that keeps its own experts, use peft's "
                          "target_parameters")

@@ -40,8 +40,8 @@ class PeftStack:
 
     Attributes:
         name: name of the parameter that contains the stack, in the experts module.
-        parts: number of this package's weights that are combined along the output axis. It is 2 for
-            gate and input weights, and 1 otherwise.
+        parts: number of this package's weights that are combined along the output axis. Gate and
+            input weights have 2 parts, and output weights have 1 part.
         in_turn: True if gate columns and input columns alternate along the output axis. If False,
             all gate columns precede all input columns.
         flipped: True if `peft` uses the output axis of the stack as the input axis, and therefore
@@ -79,8 +79,8 @@ class PeftStack:
 
 
 def stacks_of(block: SwappedBlock) -> dict[str, PeftStack]:
-    """Return a dict of the weight stacks of a block's experts. The keys are the names in `PLACES`.
-    Their order is the order in which the module defines the stacks.
+    """Return a dict of the weight stacks of a block's experts. The keys are the names in `PLACES`,
+    in the order in which the module defines the stacks.
     """
     family, experts = block.family, block.original[0].experts
     flipped = family.transposed and not getattr(experts, "is_transposed", False)
@@ -97,8 +97,8 @@ def save_adapter(model: nn.Module, folder: str | Path) -> None:
     To load the file into a model that has not been changed by `swap_moe_blocks`, call
     `PeftModel.from_pretrained(model, folder)`. If the model is wrapped by `peft`, the file also
     contains the adapters that `peft` itself has added. In the file, all experts of a layer have the
-    same rank and the same scaling factor. To make this possible, factors with a lower rank are
-    padded with zeros, and differences in the scaling factor are multiplied into `b`.
+    same rank and the same scaling factor. Factors with a lower rank are therefore padded with
+    zeros, and differences in the scaling factor are multiplied into `b`.
 
     Args:
         model: model with blocks inserted by `swap_moe_blocks`, or a `peft` model that wraps such a
@@ -119,8 +119,8 @@ def save_adapter(model: nn.Module, folder: str | Path) -> None:
     stored: list[Any] = [layer.experts for layer in layers.values()]
     ours: list[ExpertRanks] = [experts.adapters for experts in stored]
     if odd := sorted(set(layers) - set(blocks)):
-        raise ValueError(f"layer {odd[0]!r} is outside of any block of swap_moe_blocks, so that "
-                         "peft could not find its experts. Use moe_plugin.checkpoint.save")
+        raise ValueError(f"layer {odd[0]!r} is not in a block inserted by swap_moe_blocks, so peft "
+                         "could not find its experts. Use moe_plugin.checkpoint.save")
     if any(ranks.dora for ranks in ours):
         raise ValueError("adapters with use_dora=True cannot be saved, because peft does not "
                          "support DoRA on stacks of experts. Use moe_plugin.checkpoint.save, or "
@@ -204,8 +204,8 @@ def by_pattern(pattern: Mapping[str, Any], target: str, usual: Any) -> Any:
 def _noted(pattern: dict[str, Any], target: str, value: float, usual: float) -> dict[str, Any]:
     """Add an entry to `pattern` so that `peft` uses `value` for this target.
 
-    `peft` sorts patterns alphabetically. The key of the new entry begins with a space that is
-    repeated zero times. It therefore precedes all other patterns.
+    `peft` sorts patterns alphabetically. The new pattern begins with a space that is repeated zero
+    times, so that it precedes all other patterns.
     """
     if by_pattern(pattern, target, usual) == value:
         return pattern
