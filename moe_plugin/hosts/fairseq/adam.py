@@ -1,6 +1,4 @@
-"""Adam for fairseq that uses torch's fused kernels, and optimizers for models with streamed
-weights.
-"""
+"""Adam for fairseq with torch's fused kernels, and optimizers for models with streamed weights."""
 
 from __future__ import annotations
 
@@ -82,9 +80,7 @@ class BlockOptimizers(FairseqOptimizer):
         return self.gradient_norm
 
     def step(self, closure: Any = None, scale: float = 1.0, groups: Any = None) -> None:
-        """Update the weights of one block after another, and clip the gradients of each block
-        first.
-        """
+        """Update one block after another. Clip the gradients of each block before its update."""
         self.trainer.update()
         self.stepped()
 
@@ -321,9 +317,7 @@ class FusedAdam(torch.optim.Optimizer):
         return loss
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the optimizer state. See `torch.optim.Optimizer`. 16-bit moments are converted to
-        float32.
-        """
+        """Return the optimizer state, with 16-bit moments converted to float32."""
         result = super().state_dict()
         result["state"] = {name: _decoded(state) for name, state in result["state"].items()}
         return result
@@ -376,7 +370,6 @@ def encoded(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _decoded(state: dict[str, Any]) -> dict[str, Any]:
-    """Return the state of a parameter, with its moments converted to float32."""
     if "halves" not in state:
         return state
     (average, unit), (root, root_unit) = state["halves"]

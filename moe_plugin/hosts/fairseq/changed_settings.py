@@ -75,9 +75,7 @@ def changed(cfg: Any) -> dict[str, tuple[str, str]]:
 
 def _defaults(group: str, declaration: dataclasses.Field[Any], values: Mapping[str, Any]
               ) -> dict[str, Any]:
-    """Return the declared defaults of all settings in a group, or {} if the group declares no
-    defaults.
-    """
+    """Return the declared defaults of the settings in a group, or {} if it declares none."""
     name: Any = values.get("_name") or values.get("arch")
     declared = {
         "model": MODEL_DATACLASS_REGISTRY.get(ARCH_MODEL_NAME_REGISTRY.get(name, name)),
@@ -121,7 +119,6 @@ def _of_arguments(arch: str, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _resolved(default: Any, cfg: Any) -> Any:
-    """Resolve a default that refers to a setting in another group."""
     if isinstance(default, str) and default.startswith("${"):
         return OmegaConf.select(cfg, default[2:-1])
     return default

@@ -57,8 +57,7 @@ class GateLoss:
 
     @classmethod
     def build_criterion(cls: Any, cfg: Any, task: Any) -> Any:
-        """Build the criterion in the same way as fairseq, and store the settings of the gate loss.
-        """
+        """Build the criterion like fairseq, and store the settings of the gate loss."""
         if cfg.moe_gate_loss_wt < 0:
             raise ValueError(
                 f"--moe-gate-loss-wt {cfg.moe_gate_loss_wt} is out of bounds: it must be >= 0. Use "
@@ -92,9 +91,7 @@ class GateLoss:
         return loss, sample_size, logged
 
     def gate_loss(self: Any, losses: list[Tensor]) -> Tensor:
-        """Combine the gate losses of all layers, and apply the transformation that the settings
-        select.
-        """
+        """Combine the gate losses of all layers, and transform the sum as configured."""
         total = torch.stack(losses).sum()
         if plain_value(self.flags.moe_gate_loss_combine_method) == "average":
             total = total / len(losses)

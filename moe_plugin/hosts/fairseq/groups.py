@@ -142,9 +142,7 @@ class Turns:
             self._layers[turn]()
 
     def end(self) -> None:
-        """Take part in the calls of other ranks until all ranks have finished. This is a collective
-        operation.
-        """
+        """Take part in the calls of other ranks until all ranks have finished."""
         if self._layers:
             self.wait_for(len(self._layers))
 
@@ -226,9 +224,7 @@ def evaluating(ranks: int = 1) -> Iterator[Evaluation]:
 
 
 def current_evaluation() -> Evaluation | None:
-    """Return the current `Evaluation` if models are being built only for evaluation, or None
-    otherwise.
-    """
+    """Return the current `Evaluation`, or None outside of `evaluating`."""
     return _evaluation.get()
 
 

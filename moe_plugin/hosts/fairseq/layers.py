@@ -120,9 +120,7 @@ class FairseqMoELayer(TakesTokenIds, nn.Module):
         self.scale_gradients(settings.groups.replicas)
 
     def scale_gradients(self, replicas: int) -> None:
-        """Mark expert parameters as stored on `replicas` ranks, and scale their gradients
-        accordingly.
-        """
+        """Mark expert parameters as stored on `replicas` ranks, and scale their gradients."""
         for parameter in self.moe.parameters():
             if is_expert(parameter):
                 mark_replicas(parameter, replicas)
@@ -285,8 +283,6 @@ def moe_layers(model: nn.Module) -> list[Any]:
 
 
 def run_settings(model: nn.Module) -> RunConfig:
-    """Return the run settings of a model with experts, or the default settings if the model has no
-    experts.
-    """
+    """Return the run settings of a model, or default settings if the model has no experts."""
     layers = moe_layers(model)
     return layers[0].moe_layer.run if layers else RunConfig()

@@ -1,6 +1,4 @@
-"""The MoE metrics in fairseq's log lines. The metrics have the same names as in fairseq's `moe`
-branch.
-"""
+"""The MoE metrics in fairseq's log lines, with the same names as in fairseq's `moe` branch."""
 
 from __future__ import annotations
 

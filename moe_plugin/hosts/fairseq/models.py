@@ -62,9 +62,7 @@ class MoETransformerLanguageModel(TransformerLanguageModel):
 
     @classmethod
     def build_model(cls, args: Any, task: Any) -> MoETransformerLanguageModel:
-        """Build the dense model, and then replace each layer `i` for which
-        `(i + 1) % moe_freq == 0`.
-        """
+        """Build the dense model. Then replace each layer `i` with `(i + 1) % moe_freq == 0`."""
         freq = setting(args, "moe_freq", 0) or 0
         _check(args, [freq])
         model = super().build_model(args, task)
@@ -87,8 +85,7 @@ class MoETransformerModel(TransformerModel):
 
     @classmethod
     def build_model(cls, args: Any, task: Any) -> MoETransformerModel:
-        """Build the dense model, and then replace each layer `i` for which `(i + 1) % freq == 0`.
-        """
+        """Build the dense model. Then replace each layer `i` with `(i + 1) % freq == 0`."""
         both = setting(args, "moe_freq", 0) or 0
         freqs = {
             stack: setting(args, f"{stack}_moe_freq", 0) or both for stack in ("encoder", "decoder")

@@ -153,7 +153,6 @@ _AGAIN = "leave it out, because streamed weights always recompute every part"
 
 
 def _small(values: Mapping[str, Any]) -> bool:
-    """Return True if 16-bit weights are trained without float32 copies."""
     return bool(values["common.memory_efficient_fp16"] or values["common.memory_efficient_bf16"])
 
 

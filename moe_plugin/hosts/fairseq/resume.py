@@ -178,9 +178,7 @@ def agree(filename: str, wanted: Mapping[str, int], group: Any) -> str:
 
 
 def _fall_back(filename: str, wanted: Mapping[str, int], group: Any, damaged: list[str]) -> str:
-    """Find the newest training step for which all ranks have complete files, and return the current
-    rank's file.
-    """
+    """Return the current rank's file of the newest step that is complete on all ranks."""
     paths = _older_files_by_step(filename, wanted)
     everyone = files.gather(set(paths), group)
     for step in sorted(set.intersection(*everyone), reverse=True):
@@ -281,7 +279,6 @@ def _survey(filename: str, wanted: Mapping[str, int]) -> _Survey:
 
 
 def _step_of(path: str, state: Mapping[str, Any], wanted: Mapping[str, int]) -> int:
-    """Check that this run can use a file, and return the training step of the file."""
     files.refuse_branch(path, state)
     manifest = state.get(files.MANIFEST)
     if manifest is None:

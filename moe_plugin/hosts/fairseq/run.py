@@ -76,9 +76,7 @@ def wants_replicas(cfg: Any, model: nn.Module) -> bool:
 
 
 def run_of(trainer: Any) -> Run:
-    """Create the run object of a `MoETrainer` according to its settings. This is a collective
-    operation.
-    """
+    """Create the run object of a `MoETrainer`. This is a collective operation."""
     model, cfg = trainer.get_model(), trainer.cfg
     config = config_of(model)
     if config is None:

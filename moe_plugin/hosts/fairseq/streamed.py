@@ -100,9 +100,7 @@ class DecoderPart(nn.Module):
         self._output, self._call = decoder.output_layer, call
 
     def forward(self, x: Tensor) -> Any:
-        """Compute the part. In the second pass, an MoE layer also returns its contribution to the
-        loss.
-        """
+        """Compute this part. An MoE layer also returns its loss contribution in the second pass."""
         call, moe = self._call(), self.layer if self.layer in moe_layers(self) else None
         if moe is not None:
             moe.moe_layer.tokens_BT, moe.moe_layer.ignored = call.tokens, call.ignored
@@ -259,9 +257,7 @@ class StreamedLanguageModel:
         return loss * 0 if call.ignored else loss
 
     def _size(self) -> float:
-        """Return the sample size of the step, which is summed over batches in the same way as in
-        fairseq.
-        """
+        """Return the sample size of the step, summed over batches as in fairseq."""
         numbers: list[Any] = [call.numbers for call in self._calls]
         sizes = [size for _, size, _ in numbers]
         return 1.0 if self._calls[-1].ignored else float(sum(sizes)) or 1.0
@@ -306,8 +302,7 @@ class StreamedLanguageModel:
 
 def streamed_model(cfg: Any, task: Any, model: Any, criterion: Any
                    ) -> StreamedLanguageModel | None:
-    """Build the model for `--weights-on host`. Return None if the weights are stored on the device.
-    """
+    """Build the model for `--weights-on host`. Return None for weights on the device."""
     if run_settings(model).offload.weights == "device":
         return None
     return StreamedLanguageModel(cfg, task, model, criterion)

@@ -88,7 +88,6 @@ class MoETrainer(Trainer):
 
     @property
     def _group(self) -> Any:
-        """The process group of the data-parallel ranks, or None if there is only one rank."""
         return self.data_parallel_process_group if self.data_parallel_world_size > 1 else None
 
     def train_step(self, samples: Any, raise_oom: bool = False) -> Any:
@@ -332,9 +331,7 @@ class MoETrainer(Trainer):
         }
 
     def save_checkpoint(self, filename: str, extra_state: dict[str, Any]) -> None:
-        """Write this rank's file. The file gets its final name only when all ranks have written
-        their files.
-        """
+        """Write this rank's file, which is renamed when all ranks have written their files."""
         if files.is_crash_dump(filename) and is_ours(sys.exc_info()[1]):
             return None  # the error message is complete: a dump would not help
         if self.is_sharded and files.is_crash_dump(filename):

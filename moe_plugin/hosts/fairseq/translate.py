@@ -254,9 +254,7 @@ def _warn(args: Any, config: MoEConfig) -> None:
 
 
 def check_experts_given(args: Any, freq: int) -> None:
-    """Raise a `ValueError` if the number of experts is missing, or if the frequency of MoE layers
-    is negative.
-    """
+    """Check that the number of experts is set and the frequency of MoE layers is not negative."""
     if freq < 0:
         raise ValueError(
             f"--moe-freq {freq} is out of bounds: it must be >= 0; use 0 for a dense model")

@@ -38,9 +38,7 @@ class FileTurns(StepVotes):
         self.criterion = criterion
 
     def reduce_by_vote(self, module: nn.Module) -> None:
-        """Vote on the gradients of the step. This method replaces the optimizer's method
-        `all_reduce_grads`.
-        """
+        """Vote on the gradients. Replaces the optimizer's method `all_reduce_grads`."""
         # fairseq averages gradients over ranks, and an expert's gradient is already divided by its
         # group
         scale = self.ballots.assignment.count / self.ballots.comm.size
@@ -110,9 +108,7 @@ class FileTurns(StepVotes):
             self._at += 1
 
     def counted(self, logged: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return the logged values of all batches that count in the log. Each batch counts on only
-        one rank.
-        """
+        """Return the logged values of the batches that count in the log on this rank."""
         kept = [entry for entry, batch in zip(logged, self.dealt, strict=False) if batch.counts]
         return kept or [{name: value * 0 for name, value in entry.items()} for entry in logged[:1]]
 

@@ -213,9 +213,7 @@ def _share(names: list[str]) -> Iterator[str]:
 
 
 def sums(folder: str) -> dict[str, str]:
-    """Return a dict that maps the name of each file in a folder to its checksum. This is a
-    collective operation.
-    """
+    """Return the checksums of all files in a folder by name. This is a collective operation."""
     checksums_of_rank = {name: f"{checksums.crc_of(os.path.join(folder, name)):08x}"
                          for name in _share(os.listdir(folder))}
     return {name: crc for part in gather(checksums_of_rank) for name, crc in part.items()}
@@ -271,7 +269,6 @@ def _read_meta(folder: str) -> tuple[dict[str, Any], bool]:
 
 
 def _wrong(folder: str, name: str, meta: Mapping[str, Any]) -> str:
-    """Return an error message if a file is damaged, or "" if it is intact."""
     path, size = os.path.join(folder, name), meta["files"][name]
     actual = os.path.getsize(path) if os.path.exists(path) else None
     if actual != size:
@@ -298,9 +295,7 @@ def older(root: str, iteration: int) -> list[int]:
 
 
 def described(path: str) -> bool:
-    """Return True if a checkpoint folder contains a description written by this package or by
-    Megatron.
-    """
+    """Return True if a checkpoint has a description written by this package or by Megatron."""
     return (os.path.exists(os.path.join(path, META)) or of_megatron_alone(path)
             or of_another_format(path))
 
@@ -325,9 +320,7 @@ def of_another_format(path: str) -> bool:
 
 
 def tracked(root: str) -> str | None:
-    """Return the contents of the file that records the newest checkpoint, or None if the file is
-    missing.
-    """
+    """Read the file that records the newest checkpoint. Return None if the file is missing."""
     path = os.path.join(root, LATEST)
     if not os.path.exists(path):
         return None

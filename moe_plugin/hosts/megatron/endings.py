@@ -122,8 +122,7 @@ def of_a_script(error: Exception) -> str | None:
 
 
 def _of_megatrons_checks(error: Exception) -> bool:
-    """Return True if the error was raised while Megatron checked its arguments and parallel sizes.
-    """
+    """Return True if Megatron raised the error while checking arguments and parallel sizes."""
     last = traceback.extract_tb(error.__traceback__)[-1]
     return isinstance(error, _OF_USE) and last.filename.endswith(_CHECKS)
 

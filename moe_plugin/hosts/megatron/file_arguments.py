@@ -202,9 +202,6 @@ def _value(text: str) -> Any:
 
 
 def _as_flag(path: str, text: str) -> str | None:
-    """Return the flag of the setting with this dotted path, or None if this package has no such
-    setting.
-    """
     specs = {spec.path: spec for spec in setting_specs()}
     if path in NATIVE_ARGUMENTS:
         raise ValueError(f"{path}={short(text)} cannot be set here, because Megatron has its own "
@@ -219,8 +216,6 @@ def _as_flag(path: str, text: str) -> str | None:
 
 def _by_attribute(where: str, actions: list[argparse.Action], value: Any,
                   kept: dict[str, bool]) -> list[str]:
-    """Return the command-line arguments that make one of the given parser actions store the value.
-    """
     for action in actions:
         if isinstance(action, argparse.BooleanOptionalAction):
             if isinstance(value, bool):

@@ -115,9 +115,6 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _found(name: str) -> str:
-    """Return the path of a script. `name` is either a path or the name of one of this package's
-    example scripts.
-    """
     example_paths = {path.stem: str(path) for path in EXAMPLES.glob("[!_]*.py")}
     if said := removed(name):
         raise SystemExit(said)

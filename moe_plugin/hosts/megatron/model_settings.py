@@ -1,6 +1,4 @@
-"""Collect the settings that determine what a model computes, and compare them with the settings in
-a checkpoint.
-"""
+"""Compare the settings that determine what a model computes with those in a checkpoint."""
 
 from __future__ import annotations
 
@@ -81,8 +79,6 @@ def _learned(*settings: Mapping[str, Any]) -> bool:
 
 
 def differs(path: str, name: str, saved: Any, current: Any) -> str:
-    """Return the error message for a setting that differs between the checkpoint and the current
-    run.
-    """
+    """Return the error message for a setting that differs between a checkpoint and this run."""
     return (f"checkpoint {path!r} has {name}={short(saved)}, but this run has {name}={current!r}. "
             "Use the arguments with which the checkpoint was saved, or another --load.")

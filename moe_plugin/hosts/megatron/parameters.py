@@ -102,9 +102,7 @@ def initialise(experts: nn.Module, placement: Placement, weight_init: Callable[[
 
 
 def initialise_linear(linear: nn.Linear, weight_init: Callable[[Tensor], Any]) -> None:
-    """Initialise the weights of a linear layer with one of Megatron's init methods, and set its
-    bias to zero.
-    """
+    """Initialise a linear layer with one of Megatron's init methods and a bias of zero."""
     with torch.no_grad():
         weight = torch.empty(linear.weight.shape, dtype=torch.float32)
         weight_init(weight)

@@ -50,9 +50,7 @@ def computed_by(run: Callable[[], Run], get: Callable[..., Any]) -> Callable[...
 
 
 def _repeated(run: Run, native: Callable[..., Logged], given: Mapping[str, Any]) -> Logged:
-    """Run the passes. If rows do not fit into their buffers, run the passes again until all rows
-    fit.
-    """
+    """Run the passes, and repeat them until all rows fit into their buffers."""
 
     def once() -> Logged:
         logged = native(**given)
@@ -201,8 +199,7 @@ def _voted(run: Run, votes: FileSteps, native: Callable[..., Logged],
 
 
 def first_batch(iterators: Any) -> Any:
-    """Return the next micro-batch without consuming it, or None if the current rank reads no data.
-    """
+    """Return the next micro-batch without consuming it, or None if this rank reads no data."""
     iterator = iterators[0] if isinstance(iterators, list) else iterators
     if iterator is None:
         return None

@@ -62,7 +62,6 @@ def steps_of(run: RunConfig, chunks: list[Any], optimizer: Any) -> ExpertParalle
 
 
 def _change(chunk: Any, optimizer: Any, world: Comm) -> None:
-    """Distribute the experts of a model according to the current process groups."""
     model, groups = bare(chunk), core.groups(None)
     layers = plugin_layers(model)
     experts = (p for layer in layers for p in layer.experts.parameters())

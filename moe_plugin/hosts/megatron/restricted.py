@@ -58,9 +58,7 @@ def trusts_files() -> bool:
 
 
 def restrict_loads() -> None:
-    """Until the process ends, allow loaded files to contain only plain values and a list of known
-    classes.
-    """
+    """Until the process ends, restrict loaded files to plain values and known classes."""
     torch.load = torch.serialization.load = _torch_load
     pickle.load, pickle.loads = _limited(pickle.load), _limited(pickle.loads)
     numpy.load = _numpy_load(numpy.load)
@@ -89,16 +87,13 @@ def _torch_load(f: Any, *args: Any, **options: Any) -> Any:
 
 
 def _is_unlimited() -> bool:
-    """Return True if the module that called the wrapped function is allowed to unpickle any class.
-    """
+    """Return True if the module that called the wrapped function may unpickle any class."""
     reader = str(sys._getframe(2).f_globals.get("__name__"))
     return not reader.startswith(_READERS) or trusts_files()
 
 
 def _limited(load: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `pickle.load` or `pickle.loads` so that modules that read files can load only known
-    classes.
-    """
+    """Wrap a load function of `pickle` so that modules that read files load only known classes."""
     @functools.wraps(load)
     def call(source: Any, *args: Any, **options: Any) -> Any:
         if _is_unlimited():

@@ -1,6 +1,4 @@
-"""Data that Megatron's training script passes to the features of a run (see
-`moe_plugin.training.run`).
-"""
+"""Data that the features of a run (`moe_plugin.training.run`) need from Megatron's script."""
 
 from __future__ import annotations
 

@@ -130,9 +130,7 @@ _STEP = re.compile(r"iter_(\d{7,})\Z")
 
 
 def whole_saves(save: Callable[..., Any], given: dict[str, Any]) -> Any:
-    """Call `dist_checkpointing.save` so that the checkpoint folder appears only when the checkpoint
-    is complete.
-    """
+    """Call `dist_checkpointing.save` so that only complete checkpoints have their final name."""
     final = str(given["checkpoint_dir"])
     step = _STEP.search(final)
     if step is None or "://" in final:
@@ -305,7 +303,6 @@ def latest_iteration(root: str) -> int | None:
 
 
 def _newest_number(root: str, iteration: int) -> int:
-    """Return the iteration of the newest intact checkpoint. See `checkpoint_files.newest_whole`."""
     path, _ = files.newest_whole(root, iteration, verified)
     return int(os.path.basename(path).removeprefix("iter_"))
 

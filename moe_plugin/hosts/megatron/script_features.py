@@ -246,9 +246,6 @@ def say_native(chunks: list[Any]) -> None:
 
 def _traced(observe: ObserveConfig, args: argparse.Namespace,
             layers: list[PluginMoELayer]) -> ObserveConfig:
-    """Call `run.traced` for the layers of the current stage, and return the `observe` settings. If
-    one stage raises an error, all stages raise it.
-    """
     if not getattr(args, "moe_routing_trace_path", None):
         return observe
     with refused_together("the check of the stages' routing traces"):

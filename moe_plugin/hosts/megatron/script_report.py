@@ -168,9 +168,7 @@ class ScriptReport:
 
 
 def of_last_stage(value: float | None) -> float | None:
-    """Return a number that only ranks of the last pipeline stage have. Return None if no rank has
-    the number.
-    """
+    """Return a number from the last pipeline stage, or None if no rank has the number."""
     by_stage = gather_objects(value, "the loss", ps.get_pipeline_model_parallel_group())
     return next((each for each in reversed(by_stage) if each is not None), None)
 

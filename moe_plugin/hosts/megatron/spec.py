@@ -151,7 +151,6 @@ def _block(settings: Mapping[str, Any] | None, transformer_engine: bool | None) 
 
 def _all_layers(config: Any, settings: Mapping[str, Any] | None,
                 transformer_engine: bool | None) -> Any:
-    """Return a block spec that contains the layers of all pipeline stages."""
     return _swapped(core.gpt_block_spec(in_one_stage(config), transformer_engine), settings)
 
 

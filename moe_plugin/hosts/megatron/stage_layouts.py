@@ -105,9 +105,7 @@ class StageLayouts:
         return self.ranks // self.layouts[stage].tp
 
     def stage_of(self, rank: int) -> int:
-        """Return the index of the stage that contains a global rank. Each stage consists of
-        consecutive ranks.
-        """
+        """Return the stage of a global rank. Each stage consists of consecutive ranks."""
         return rank // self.ranks
 
     def arguments(self, args: argparse.Namespace, stage: int) -> argparse.Namespace:

@@ -63,8 +63,7 @@ class Stages:
     _call: _Call | None = None
 
     def shared_experts_compute(self: Any, hidden_states: Tensor) -> Tensor | None:
-        """Return the output of the shared expert [s, b, h], or None if there is no shared expert.
-        """
+        """Return the shared expert's output [s, b, h], or None if there is no shared expert."""
         if self.shared_experts is None:
             return None
         if self.shared_experts_recompute:
@@ -202,9 +201,7 @@ def delay(layer: Any) -> None:
 
 
 def check(layer: Any) -> None:
-    """Raise a `ValueError` if a setting makes it impossible to split a `PluginMoELayer` into these
-    steps.
-    """
+    """Raise a `ValueError` if a setting prevents splitting a `PluginMoELayer` into steps."""
     config, native = layer.moe.config, layer.config
     traits = layer.moe.routed_experts.layouts.traits
     OVERLAP.refuse({

@@ -136,9 +136,7 @@ def tuner_shards(moe: MoELayer, groups: MegatronGroups, key: str,
 
 
 def without_missing(models: Iterable[dict[str, Any]], path: str) -> None:
-    """From the state dicts to be loaded, remove the tuner states that the checkpoint at `path` does
-    not contain.
-    """
+    """Remove tuner states from state dicts if the checkpoint at `path` does not contain them."""
     wanted = [(model, key, entry) for model in models for key, entry in model.items()
               if isinstance(entry, ShardedObject) and key.endswith(f".{TUNER}")]
     known = dist_checkpointing.serialization.load_sharded_metadata(path) if wanted else {}
@@ -222,9 +220,7 @@ def _replaced(leaf: Any, known: set[str], shapes: Shapes) -> Any:
 
 def _as_native(leaf: ShardedTensor, name: str, other: str,
                shape: tuple[int, ...]) -> ShardedTensorFactory:
-    """Return a factory that loads one of this package's tensors from a checkpoint in Megatron's
-    format.
-    """
+    """Return a factory that loads this package's tensor from Megatron's format."""
     (theirs, swap), ahead = _THEIRS[name], leaf.prepend_axis_num
     order = _swapped if swap else tuple
     whole, offset, parts = (list(order(values)) for values in (
@@ -246,9 +242,7 @@ def _as_native(leaf: ShardedTensor, name: str, other: str,
 
 def _as_ours(leaf: ShardedTensor | ShardedTensorFactory, prefix: str, name: str,
              known: set[str]) -> ShardedTensorFactory:
-    """Return a factory that loads one of Megatron's tensors from a checkpoint in this package's
-    format.
-    """
+    """Return a factory that loads Megatron's tensor from this package's format."""
     names, swap = PAIRS[name]  # the gate is the first of two
     gated = len(names) == 2 and prefix + names[0] in known
 

@@ -74,8 +74,7 @@ class ModelPart(nn.Module):
         self.calls = calls
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the output of this part for the input `x` [T, B, D]. The first part ignores `x`.
-        """
+        """Return the output of this part for `x` [T, B, D]. The first part ignores `x`."""
         given = self.calls.given[self.calls.now]
         if self.part.pre_process:
             return self.part(**given)

@@ -115,7 +115,6 @@ def load(root: str, model: StreamedModel, optimizer: StreamedOptimizer | None,
 
 
 def _own(folder: str) -> str:
-    """Return the path of the folder for the current rank's files."""
     return folder if dist.get_world_size() == 1 else os.path.join(
         folder, f"rank_{dist.get_rank():05d}")
 

@@ -50,8 +50,7 @@ class StreamedOptimizer:
         return self.trainer.param_groups
 
     def get_loss_scale(self) -> Tensor:
-        """Return the factor by which losses are multiplied. Without a loss scaler, the factor is 1.
-        """
+        """Return the factor by which losses are multiplied, which is 1 without a loss scaler."""
         return torch.ones(1) if self.grad_scaler is None else self.grad_scaler.scale
 
     def scale_loss(self, loss: Tensor) -> Tensor:

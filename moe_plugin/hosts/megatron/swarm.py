@@ -129,8 +129,7 @@ def serve(swarm: SwarmConfig, args: argparse.Namespace, make: MakePart, forward_
 
 @contextlib.contextmanager
 def states(cpu_state: Tensor, tracked: Mapping[str, Tensor]) -> Iterator[None]:
-    """Inside the block, use the given random states in torch's generator and in Megatron's tracker.
-    """
+    """Inside the block, use these random states in torch's generator and Megatron's tracker."""
     tracker = get_cuda_rng_tracker()
     before = torch.get_rng_state(), tracker.get_states()
     torch.set_rng_state(cpu_state)
@@ -202,9 +201,7 @@ class SwarmModel(nn.Module):
 
 
 class SwarmOptimizer(StreamedOptimizer):
-    """The optimizers of all peers, with the interface that Megatron's training loop and
-    `FiniteSteps` expect.
-    """
+    """The optimizers of all peers, with the interface of a single Megatron optimizer."""
 
     param_groups: list[dict[str, Any]] = []  # noqa: RUF012 - every instance sets its own list
 
@@ -214,9 +211,7 @@ class SwarmOptimizer(StreamedOptimizer):
         self.param_groups = torch_optimizer(args, some).param_groups
 
     def step(self) -> tuple[bool, float | None, None]:
-        """Make all peers clip their gradients and run an optimizer step. See
-        `StreamedOptimizer.step`.
-        """
+        """Make all peers run an optimizer step. See `StreamedOptimizer.step`."""
         skip = self.prepare_grads()
         if isinstance(self.model.trainer, Swarm):
             self.model.trainer.update(skip, [

@@ -65,9 +65,7 @@ def numa_nodes(sysfs: Path, allowed: set[int]) -> dict[int, list[int]]:
 
 
 def gpu_node(sysfs: Path, bus_id: str) -> int | None:
-    """Return the NUMA node of a PCI device (`0000:3b:00.0`), or None if the device is not listed in
-    sysfs.
-    """
+    """Return the NUMA node of a PCI device (`0000:3b:00.0`), or None if sysfs does not list it."""
     try:
         node = int((sysfs / "bus/pci/devices" / bus_id.lower() / "numa_node").read_text())
     except (OSError, ValueError):

@@ -140,9 +140,7 @@ class _NewPass:
                 block._begin_pass(self)
 
     def ends(self, model: nn.Module, args: Any, output: Any) -> None:
-        """Mark the end of the forward pass. This method is also called if the forward pass fails
-        with an error.
-        """
+        """Mark the end of the forward pass, which may have failed with an error."""
         for _, block in blocks_in(model):
             if block._owner is self:
                 block._owner = None
@@ -202,7 +200,6 @@ def auxiliary_loss(model: nn.Module) -> Tensor:
 
 
 def _check_blocks(model: nn.Module) -> None:
-    """Raise a `ValueError` if the sum would not include the losses of all MoE layers."""
     inside = {id(block.moe) for _, block in blocks_in(model)}
     for name, layer in named_layers_in(model).items():
         if id(layer) not in inside:

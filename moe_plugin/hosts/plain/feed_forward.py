@@ -156,9 +156,6 @@ def _trains_alike(twin: nn.Module, ran: _Ran) -> bool:
 
 
 def _explained(maps: list[Any], twin: nn.Module, ran: _Ran) -> FeedForward | None:
-    """Return the feed-forward function that reproduces the output of a call, or None if no function
-    does.
-    """
     twins = _linear_maps(twin)
     order = [twins.index(part) for part in ran.parts if not isinstance(part, nn.Dropout)]
     if sorted(order) != list(range(len(maps))):

@@ -35,10 +35,6 @@ _FFN_NAMES = {"w_in_LDF": "w_in_DF", "bias_in_LF": "b_in_F", "w_gate_LDF": "w_ga
 
 @dataclass(frozen=True)
 class _Place:
-    """A feed-forward module in a model, its name, and the function that replaces the module with a
-    block.
-    """
-
     name: str
     module: nn.Module
     ffn: FeedForward

@@ -113,7 +113,6 @@ def _allocate(block: nn.Module, view: Source, like: Tensor) -> None:
 
 
 def _theirs(state: Mapping[str, Tensor], config: dict[str, Any]) -> Source:
-    """Rename the tensors of a layer to the names in the `transformers` model."""
     module = block_of(config).module
     neutral = to_neutral(state_source({f"model.layers.0.{module}.{SWAPPED}{name}": value
                                       for name, value in state.items()}, config))

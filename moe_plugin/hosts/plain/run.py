@@ -1,6 +1,4 @@
-"""The class `TrainingSteps`, which runs the steps of a user's own training loop with all features
-of a run.
-"""
+"""The class `TrainingSteps`, which runs the steps of a user's own training loop."""
 
 from __future__ import annotations
 
@@ -226,9 +224,7 @@ class TrainingSteps:
         return loss.detach()
 
     def _voted(self, votes: StepVotes) -> Tensor:
-        """Compute the mean loss over the batches of all ranks. The ranks vote on the loss and the
-        gradients.
-        """
+        """Return the mean loss over all ranks. The ranks vote on the loss and the gradients."""
         start = StepStart([])
         torch.manual_seed(votes.step)  # workers of the same file must draw the same random numbers
         losses = []

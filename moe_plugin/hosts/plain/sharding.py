@@ -1,6 +1,4 @@
-"""Data parallelism for models with expert parallelism, based on torch's own wrappers (FSDP2 and
-DDP).
-"""
+"""Data parallelism for models with expert parallelism, with torch's own wrappers FSDP2 and DDP."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Create a trainer that stores the weights of a model on the device or on the host
-(`offload.weights`).
-"""
+"""Create a trainer that stores a model's weights on the device or host (`offload.weights`)."""
 
 from __future__ import annotations
 

@@ -132,9 +132,7 @@ def released_swin(std: float, **sizes: Any) -> nn.Module:
 
 
 def draw_linear(model: nn.Module, std: float = 0.02) -> None:
-    """Draw the weights of all linear layers from a truncated normal distribution. Set their biases
-    to zero.
-    """
+    """Draw linear weights from a truncated normal distribution, and set biases to zero."""
     for module in model.modules():
         if isinstance(module, nn.Linear):
             nn.init.trunc_normal_(module.weight, std=std)

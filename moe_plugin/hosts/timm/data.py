@@ -91,9 +91,6 @@ def write_example(name: str, folder: Path, fold: int = 0, most: int = 0) -> None
 
 
 def _digit_files(name: str, fold: int) -> Iterator[tuple[str, Any]]:
-    """Yield the path and the pixels of each image in an example of digits. The pixels are a uint8
-    array [H, W].
-    """
     images_NHW, labels_N = _mnist() if name == "mnist" else _digits()
     random = torch.Generator().manual_seed(1)
     seen: dict[int, int] = {}
@@ -152,7 +149,6 @@ def cifar_files() -> Iterator[tuple[str, Any]]:
 
 
 def _digits() -> tuple[Tensor, Tensor]:
-    """Return scikit-learn's digits as images with pixel values from 0 to 1, and their labels."""
     from sklearn.datasets import load_digits
 
     digits = load_digits()
@@ -173,9 +169,6 @@ def _mnist() -> tuple[Tensor, Tensor]:
 
 
 def _drawn(name: str, digit_HW: Tensor, label: str, random: torch.Generator) -> dict[str, Tensor]:
-    """Return the images that an example contains for one digit, as a dict. The keys are the names
-    of the image folders. Pixel values range from 0 to 1.
-    """
     if name == "digits-with-masks":
         return _on_ground(digit_HW, random)
     noise = _NOISE if name == "noisy-digits" else 0.0
@@ -184,9 +177,7 @@ def _drawn(name: str, digit_HW: Tensor, label: str, random: torch.Generator) -> 
 
 
 def _on_ground(digit_HW: Tensor, random: torch.Generator) -> dict[str, Tensor]:
-    """Place a digit on a background that has a brightness gradient and noise. Return the image and
-    its mask.
-    """
+    """Place a digit on a noisy background. Return the image and its mask."""
     size, (height, width) = 16, digit_HW.shape
     top, left = torch.randint(size - height + 1, (2,), generator=random).tolist()
     ink, at = torch.zeros(size, size, dtype=digit_HW.dtype), torch.linspace(0, 0.5, size)

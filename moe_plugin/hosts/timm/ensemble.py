@@ -74,9 +74,7 @@ class SwinEnsemble(nn.Module):
 
 
 def steps_of(model: Any) -> list[str]:
-    """Return the names of the modules that a Swin transformer calls, in order. The head is left
-    out.
-    """
+    """Return the names of the modules that a Swin transformer calls before its head, in order."""
     names = ["patch_embed"]
     for stage, layer in enumerate(model.layers):
         names += [f"layers.{stage}.downsample",

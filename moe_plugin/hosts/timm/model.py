@@ -167,9 +167,7 @@ def build_ensemble(size: SwinMoE, classes: int, heads: int, *, begin: str = HEAD
 
 
 def _without_output_biases(model: nn.Module) -> None:
-    """Remove the output biases of all MLPs. Experts keep their output biases, but these biases are
-    frozen at 0.
-    """
+    """Remove the output biases of all MLPs, and freeze those of experts at 0."""
     for name, module in model.named_modules():
         if name.endswith(".mlp.fc2"):
             module.register_parameter("bias", None)
@@ -178,7 +176,6 @@ def _without_output_biases(model: nn.Module) -> None:
 
 
 def _widen(model: nn.Module, mlp_name: str, factor: int) -> None:
-    """Replace the MLP at `mlp_name` with an MLP that has `factor` times the inner width."""
     mlp: Any = model.get_submodule(mlp_name)
     wide = type(mlp)(mlp.fc1.in_features, factor * mlp.fc1.out_features, act_layer=type(mlp.act))
     draw_linear(wide)
@@ -186,9 +183,6 @@ def _widen(model: nn.Module, mlp_name: str, factor: int) -> None:
 
 
 def _nested(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert a dict with dotted paths to nested dicts. For example, `dispatch.name` becomes the
-    key `name` in the dict `dispatch`.
-    """
     tree: dict[str, Any] = {}
     for path, value in settings.items():
         *above, name = path.split(".")

@@ -151,15 +151,12 @@ def _of_layer(states: list[dict[str, Tensor]], name: str, ours: str, block: MoEB
 
 
 def published_files(path: Path) -> list[Path]:
-    """Return the files of the checkpoint `PATH`, ordered by rank. The list is empty if there are no
-    files.
-    """
+    """Return the files of the checkpoint `PATH`, ordered by rank."""
     dense = path.with_name(path.name + ".global")
     return rank_files(path.with_name(path.name + ".rank{rank}")) or [dense] * dense.is_file()
 
 
 def _others(model: nn.Module) -> Mapping[str, Tensor]:
-    """Return all parameters that do not belong to MoE blocks."""
     inside = tuple(f"{name}." for name, _ in blocks_in(model))
     return {name: p for name, p in model.named_parameters()
             if not (inside and name.startswith(inside))}
@@ -170,7 +167,6 @@ def _parameters(block: MoEBlock) -> dict[str, Tensor]:
 
 
 def _read(file: Path, part: str = "") -> dict[str, Tensor]:
-    """Read those tensors in a file whose names contain `part`."""
     try:
         state: Any = trust.load(file, (), f"checkpoint file {str(file)!r}", map_location="cpu")
         return {name: value for name, value in state["model"].items()

@@ -43,7 +43,6 @@ class VisionTask:
     segments: bool = False
 
     def _shaped(self, outputs: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-        """Reshape outputs to [B, T, M, C], and targets to [B, T]."""
         logits = outputs if self.ensemble else outputs.unsqueeze(-2)
         target_BT = target.reshape(len(target), -1)
         return logits.reshape(*target_BT.shape, *logits.shape[-2:]), target_BT
@@ -75,9 +74,7 @@ class VisionTask:
                                by_sequence=e.by_sequence)
 
     def counts(self, outputs: Tensor, target: Tensor, real_B: Tensor) -> Tensor:
-        """Return the sums that `results` needs, over all real images in a batch, as a float64
-        tensor [V].
-        """
+        """Return the sums for `results` over all real images of a batch (float64 [V])."""
         logits_BTMC, target_BT = self._shaped(outputs, target)
         errors = sequence_errors(logits_BTMC, target_BT,
                                  self.ensemble is None or self.ensemble.by_sequence)

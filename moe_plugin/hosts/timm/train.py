@@ -215,8 +215,7 @@ class Trainer:
                          "PATH.global")
 
     def check_classes(self, source: Path, extra: Mapping[str, Any]) -> None:
-        """Raise a `ValueError` if the classes of a checkpoint differ from the classes in `--data`.
-        """
+        """Raise a `ValueError` if the classes of a checkpoint differ from those in `--data`."""
         theirs = extra.get("classes", self.classes)
         if theirs != self.classes:
             raise ValueError(
@@ -233,9 +232,7 @@ class Trainer:
         self.say(f"{source} | {told(results)}")
 
     def train_epoch(self) -> None:
-        """Train once on every image. The order of the images depends only on the seed and the
-        epoch.
-        """
+        """Train once on every image, in an order that depends only on the seed and the epoch."""
         args = self.args
         random = torch.Generator().manual_seed(1_000_003 * args.seed + self.epoch)
         order = torch.randperm(len(self.train_set), generator=random)
@@ -290,9 +287,7 @@ class Trainer:
             group["lr"] = args.lr * factor
 
     def evaluate(self) -> dict[str, Any]:
-        """Return the metrics of `VisionTask.results` for all validation images. Each image counts
-        once.
-        """
+        """Return the metrics of `VisionTask.results` for all validation images."""
         return self.steps.evaluate(self._evaluated)
 
     def _evaluated(self) -> dict[str, Any]:

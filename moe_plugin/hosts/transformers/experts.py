@@ -127,7 +127,6 @@ class _Halves(torch.autograd.Function):
 
 
 def _halves(both: Tensor, concatenated: bool) -> tuple[Tensor, Tensor]:
-    """Split a tensor along its last dimension, and return (gate, up)."""
     if concatenated:
         gate, up = both.chunk(2, -1)
         return gate, up
@@ -135,7 +134,6 @@ def _halves(both: Tensor, concatenated: bool) -> tuple[Tensor, Tensor]:
 
 
 def _input_first(module: Any, weight: Tensor) -> Tensor:
-    """Return a module's stack of matrices with shape [L, I, O]."""
     return weight if module.is_transposed else weight.transpose(1, 2)
 
 
@@ -167,9 +165,7 @@ class ModuleExperts(FFNExperts):
 
     @property
     def w_in_LDF(self) -> Tensor:  # type: ignore[override]
-        """Return a tensor with the shape and dtype of the weights. Do not use the values of this
-        tensor.
-        """
+        """Return a tensor that has only the shape and dtype of the weights."""
         module = self.module[0]
         stack = _input_first(module, first_stack(module).detach())
         return _halves(stack, True)[1] if module.has_gate else stack

@@ -37,9 +37,7 @@ class FolderOfOneRun(TrainerCallback):
                 self._lock = hold_folder(args.output_dir, self._take_over)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Release the folder. If a run fails, the folder is released when the process of the run
-        exits.
-        """
+        """Release the folder. After a failure, the folder is released when the process exits."""
         if self._lock is not None:
             self._lock.release()
             self._lock = None

@@ -217,9 +217,7 @@ class PluginEP(EPImplementation):
         return gather(_call(routed, module, *part), self.sharing)[:tokens]
 
     def _check(self, module: Any) -> None:
-        """In some of the training calls, compare the experts of all ranks with each other. See
-        `OverwriteCheck`.
-        """
+        """In some training calls, compare the experts of all ranks. See `OverwriteCheck`."""
         if torch.compiler.is_compiling() or self.comm.size == 1 or not (
                 module.training and torch.is_grad_enabled()):
             return
@@ -232,9 +230,6 @@ class PluginEP(EPImplementation):
 
 def _part(x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor,
           comm: Comm) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the current rank's share of the tokens. The share is padded with tokens that have no
-    expert.
-    """
     missing = -x_TD.shape[0] % comm.size
     ids_TK = F.pad(ids_TK, (0, 0, 0, missing), value=-1).chunk(comm.size)[comm.rank]
     return split_tokens(x_TD, None, comm)[0], ids_TK, split_tokens(weights_TK, None, comm)[0]
@@ -251,7 +246,6 @@ def _call(routed: RoutedExperts, module: Any, x_TD: Tensor, ids_TK: Tensor,
 
 def _routed(module: Any, settings: Mapping[str, Any], comm: Comm, experts: int,
             choices: int) -> RoutedExperts:
-    """Build the object that computes the experts of a module. This is a collective operation."""
     check_module(module)  # again, because the weights may be quantized after the model is built
     first = module.gate_up_proj if module.has_gate else module.up_proj
     width, inner = first.shape[1:] if module.is_transposed else reversed(first.shape[1:])

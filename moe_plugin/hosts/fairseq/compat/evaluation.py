@@ -68,9 +68,7 @@ class Validate(_Command):
     """Wrapper around the `main` function of `fairseq-validate`."""
 
     def names(self, cfg: Any, evaluation: Evaluation) -> dict[str, Any]:
-        """Return replacements with which all ranks finish at the same time, even if a rank has no
-        batch.
-        """
+        """Return replacements with which all ranks finish together, even without a batch."""
         checkpoints = self.main.__globals__["checkpoint_utils"]
         load = checkpoints.load_model_ensemble_and_task
 
@@ -94,9 +92,7 @@ class EvalLM(_Command):
     """
 
     def names(self, cfg: Any, evaluation: Evaluation) -> dict[str, Any]:
-        """Return replacements with which all ranks finish at the same time and the scores include
-        all ranks.
-        """
+        """Return replacements with which all ranks finish together and share the scores."""
         names, counts = self.main.__globals__, [0]
         evaluate, steps = names["eval_lm"], cfg.dataset.max_valid_steps
         if steps is not None:  # the limit counts batches of all ranks, which get them in turns
@@ -329,9 +325,7 @@ def eval_lm_flags() -> None:
 @replaces("distributed.utils.call_main")
 def evaluation_together(original: Callable[..., Any], cfg: Any, main: Callable[..., Any],
                         **kwargs: Any) -> Any:
-    """Run the evaluation commands as processes of an `Evaluation`. See the documentation of the
-    module.
-    """
+    """Run the evaluation commands as processes of an `Evaluation`."""
     return original(cfg, _command_of(main), **kwargs)
 
 

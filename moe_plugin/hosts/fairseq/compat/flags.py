@@ -205,7 +205,6 @@ def _in_file(words: list[str]) -> list[str]:
 
 
 def _translates(arch: str | None) -> bool:
-    """Return True if an architecture contains an encoder."""
     from fairseq.models import ARCH_MODEL_REGISTRY
     from fairseq.models.transformer import TransformerModel
 

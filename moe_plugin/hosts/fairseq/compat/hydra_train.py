@@ -58,8 +58,7 @@ def settings_by_hydra() -> None:
 
 
 def _with_bundled(words: list[str]) -> list[str]:
-    """If a settings folder does not exist, replace its path with the path of the installed folder.
-    """
+    """If a settings folder does not exist, replace its path with that of the installed folder."""
     replaced = list(words)
     for i, word in enumerate(words):
         flag, _, value = word.partition("=")

@@ -98,9 +98,7 @@ STATUS_OF_USE = 2
 
 
 def _check_common(common: Any) -> None:
-    """Create the folder of `--log-file`. Raise an error for settings that require fairseq's
-    submodules.
-    """
+    """Create the folder of `--log-file`, and reject settings that need fairseq's submodules."""
     log_file, size = getattr(common, "log_file", None), getattr(common, "model_parallel_size", 1)
     if log_file is not None:
         try:
@@ -167,9 +165,7 @@ def _spawn(cfg: Any, main: Callable[..., Any], kwargs: dict[str, Any]) -> None:
 
 
 def spawned(index: int, main: Callable[..., Any], cfg: Any, kwargs: dict[str, Any]) -> None:
-    """Run `main` in a spawned process. This function is defined at module level so that it can be
-    pickled.
-    """
+    """Run `main` in a spawned process. Only module-level functions can be pickled."""
     from fairseq import utils
     from fairseq.distributed import utils as distributed
 

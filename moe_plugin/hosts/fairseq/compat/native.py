@@ -86,7 +86,6 @@ def fused_adam(original: Callable[..., None], self: Any, cfg: Any, params: Any) 
 
 
 def _dtypes(params: list[Any]) -> set[torch.dtype]:
-    """Return the set of dtypes in a list of parameters or parameter groups."""
     groups = [p["params"] if isinstance(p, dict) else [p] for p in params]
     return {parameter.dtype for group in groups for parameter in group}
 
@@ -111,9 +110,7 @@ def clip_all_at_once(original: Callable[..., Tensor], params: Any, max_norm: flo
 
 @replaces("optim.FairseqOptimizer.multiply_grads")
 def scale_all_at_once(_: Any, self: Any, c: float | Tensor) -> None:
-    """Scale all gradients in one operation. fairseq <= 0.12.3 launches one kernel for each
-    parameter.
-    """
+    """Scale all gradients at once. fairseq <= 0.12.3 launches one kernel for each parameter."""
     multi_tensor.scale_([p.grad for p in self.params if p.grad is not None], c)
 
 

@@ -67,9 +67,7 @@ def replace(path_of_name: str, function: Callable[..., Any]) -> None:
 
 
 def set_name(owner: Any, name: str, value: Any) -> None:
-    """Set a name in a fairseq module. If `fairseq_cli.train` has imported the name, set it there
-    too.
-    """
+    """Set a name in a fairseq module, and in `fairseq_cli.train` if the name is imported there."""
     before = getattr(owner, name)
     setattr(owner, name, value)
     train = sys.modules.get("fairseq_cli.train")
@@ -99,9 +97,7 @@ class Overlay(ModuleType):
 
 
 def flag_metadata(spec: FlagSpec) -> dict[str, str]:
-    """Return the field metadata for the setting `spec`. fairseq uses this metadata to create a
-    flag.
-    """
+    """Return the metadata from which fairseq creates a flag for the setting `spec`."""
     const = {"argparse_const": "true"} if spec.kind is bool else {}
     return {"help": spec.help.replace("%", "%%"), **const}
 

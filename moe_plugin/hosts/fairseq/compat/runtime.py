@@ -175,8 +175,7 @@ def fused_path_copies(layer: torch.nn.Module) -> list[str]:
 
 
 def drop_fused_path_copies(layer: torch.nn.Module) -> None:
-    """Delete the copies of parameters from a layer that does not use torch's fused inference path.
-    """
+    """Delete the copies of parameters in a layer that does not use torch's fused inference."""
     for name in fused_path_copies(layer):
         delattr(layer, name)
 
@@ -357,8 +356,7 @@ def averages_of_floating_point(original: Callable[..., None], self: Any, model: 
 
 @replaces("models.ema.ema.EMA.build_fp32_params")
 def averages_of_tensors(original: Callable[..., None], self: Any, state_dict: Any = None) -> None:
-    """Ignore state that is not a tensor. fairseq <= 0.12.3 fails on such state with `--ema-fp32`.
-    """
+    """Ignore state that is not a tensor, for which fairseq <= 0.12.3 fails with `--ema-fp32`."""
     state = self.model.state_dict() if state_dict is None else state_dict
     original(self, {name: value for name, value in state.items()
                     if isinstance(value, torch.Tensor)})

@@ -34,9 +34,7 @@ def scaled_losses(factor: float) -> contextlib.AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def auxiliary_scale(scale: Tensor | None) -> Iterator[None]:
-    """Inside the block, set the gradient scale of auxiliary losses in the way Megatron's schedules
-    do.
-    """
+    """Inside the block, set the gradient scale of auxiliary losses."""
     scaler = moe_utils.MoEAuxLossAutoScaler
     before = scaler.main_loss_backward_scale
     scaler.main_loss_backward_scale = scale  # `set_loss_scale` would overwrite `before` in place
@@ -79,9 +77,7 @@ def _loss_records() -> dict[str, Any]:
 
 
 def forget_losses() -> None:
-    """Delete all records of auxiliary losses, and reset the gradient scale that Megatron's
-    schedules have set.
-    """
+    """Delete all records of auxiliary losses, and reset their gradient scale."""
     _loss_records().clear()
     moe_utils.MoEAuxLossAutoScaler.main_loss_backward_scale = None
 
@@ -99,15 +95,11 @@ def _logged(record: Any) -> LoggedLoss:
 
 
 def losses_so_far() -> dict[str, Tensor]:
-    """Return a copy of the logged sums of all losses. Pass the copy to `set_logged_losses` to
-    restore the sums.
-    """
+    """Return a copy of the logged sums of all losses. `set_logged_losses` restores the copy."""
     return {name: entry.values.clone() for name, entry in logged_losses().items()}
 
 
 def set_logged_losses(values: dict[str, Tensor]) -> None:
-    """Set the logged sum of each loss to the sum in `values`, or to zero if `values` does not
-    contain the loss.
-    """
+    """Set the logged sum of each loss to the sum in `values`, or else to zero."""
     for name, entry in logged_losses().items():
         entry.values.copy_(values.get(name, torch.zeros_like(entry.values)))

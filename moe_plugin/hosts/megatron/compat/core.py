@@ -80,9 +80,7 @@ class MegatronGroups:
 
 
 def groups(collection: Any | None) -> MegatronGroups:
-    """Return the process groups passed by Megatron. If Megatron passed none, return Megatron's
-    global groups.
-    """
+    """Return the process groups passed by Megatron, or Megatron's global groups."""
     if collection is None or not hasattr(collection, "tp_ep") or not hasattr(collection, "tp_cp"):
         collection = moe_utils.get_default_pg_collection()
     context = _group(collection, "cp", parallel_state.get_context_parallel_group)
@@ -99,9 +97,7 @@ def _group(collection: Any, name: str, otherwise: Callable[[], Group]) -> Group:
 
 
 def all_data_group(collection: Any) -> Group:
-    """Return the process group whose ranks share the tokens of a step (tensor x context x data
-    parallel).
-    """
+    """Return the process group of all ranks that share the tokens of a step."""
     return _group(collection, "tp_dp_cp",
                   lambda: parallel_state.get_tensor_and_data_parallel_group(
                       with_context_parallel=True))
@@ -274,9 +270,7 @@ def swap_mlp(mlp: Any, replacement: type, settings: dict[str, Any]) -> Any:
 
 
 def swap_spec(spec: Any, replacement: type, settings: dict[str, Any]) -> tuple[Any, int]:
-    """Replace every `MoELayer` in a copy of a spec. Return the copy and the number of replaced
-    layers.
-    """
+    """Return a copy of a spec with all MoELayers replaced, and the number of replacements."""
     changed, (submodules, _) = [], _submodules(spec)
     if _is_stack(submodules):
         settings = {**settings, "in_hybrid": True}
@@ -318,13 +312,11 @@ def _submodules(spec: Any) -> tuple[Any, bool]:
 
 
 def _is_stack(submodules: Any) -> bool:
-    """Return True if `submodules` belong to a hybrid model, which has one spec per layer type."""
     return hasattr(submodules, "moe_layer")
 
 
 def with_engine(wanted: bool | None) -> bool:
-    """Return `wanted`. If `wanted` is None, return whether Megatron can import Transformer Engine.
-    """
+    """Return `wanted`, or, if None, whether Megatron can import Transformer Engine."""
     return bool(getattr(gpt_layer_specs, "HAVE_TE", False)) if wanted is None else wanted
 
 
@@ -368,9 +360,7 @@ def gpt_block_spec(config: Any, transformer_engine: bool | None,
 
 def predictions_spec(config: Any, layers: TransformerBlockSubmodules,
                      transformer_engine: bool | None, vp_stage: int | None) -> Any:
-    """Return Megatron's spec for multi-token prediction. The spec uses the last of the given layer
-    specs.
-    """
+    """Return Megatron's spec for multi-token prediction, based on the last layer spec."""
     return gpt_layer_specs.get_gpt_mtp_block_spec(
         config, layers, use_transformer_engine=with_engine(transformer_engine), vp_stage=vp_stage)
 

@@ -60,8 +60,7 @@ class Row:
         return tuple(self.taken.names()) if isinstance(self.taken, Registry) else self.taken
 
     def takes(self, value: Any) -> bool:
-        """Return True if `value` is accepted. For a list, every value in the list must be accepted.
-        """
+        """Return True if `value`, or every value in a list, is accepted."""
         accepted = self.accepted
         if accepted is None:
             return True
@@ -177,9 +176,7 @@ def of_experts(name: str) -> bool:
 
 
 def names(by: By, rows: Mapping[str, Row] = FIELDS) -> list[str]:
-    """Return the names of all settings that are handled by one component, in the order of the
-    table.
-    """
+    """Return the names of all settings handled by one component, in the order of the table."""
     return [name for name, row in rows.items() if row.by is by]
 
 
@@ -217,7 +214,6 @@ def refuse_unknown(native: Any) -> None:
 
 
 def _default(field: dataclasses.Field[Any]) -> Any:
-    """Return the default of a dataclass field, or `dataclasses.MISSING` if it has no default."""
     made = field.default_factory
     return field.default if made is dataclasses.MISSING else made()
 
@@ -259,9 +255,7 @@ def refuse_unknown_score(native: Any) -> None:
 
 
 def without_effect(native: Any) -> list[str]:
-    """Return the settings that differ from their defaults but have no effect, as "name=value"
-    strings.
-    """
+    """Return all settings without effect that differ from their defaults, as "name=value"."""
     defaults = {field.name: _default(field) for field in dataclasses.fields(native)}
     return [f"{name}={value}" for name in names(By.NOTHING)
             if (value := setting(native, name)) not in (None, False, defaults.get(name))]

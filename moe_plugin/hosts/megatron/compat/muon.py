@@ -98,8 +98,6 @@ def _with_stacks(key: Any) -> Any:
 
 
 def _expert_muon(base: type[Any]) -> type[Any]:
-    """Return a subclass of Megatron's Muon that supports stacks of matrices."""
-
     class ExpertMuon(base):
 
         def __init__(self, params: Any, *args: Any, **kwargs: Any) -> None:
@@ -115,9 +113,7 @@ def _expert_muon(base: type[Any]) -> type[Any]:
                     "experts as expert-parallel ranks.")
 
         def orthogonalize(self, p: Tensor, grad: Tensor, **group: Any) -> Tensor:
-            """Return the orthogonalized update of the expert weights `p`, which have shape [L, in,
-            out].
-            """
+            """Return the orthogonalized update of the expert weights `p` [L, in, out]."""
             mark = part_of(p)
             if mark is None:
                 return super().orthogonalize(p, grad, **group)
@@ -150,8 +146,6 @@ def _expert_muon(base: type[Any]) -> type[Any]:
 
 
 class _Together:
-    """A group of parameters that must be adjacent in a buffer."""
-
     def __init__(self, members: Sequence[Tensor], aligned: Callable[[int], int]) -> None:
         self.members, self.aligned = members, aligned
         *first, last = [each.numel() for each in members]
@@ -159,14 +153,11 @@ class _Together:
         self.data = SimpleNamespace(nelement=lambda: size)
 
     def dim(self) -> int:
-        """Return the number of dimensions of each parameter. Megatron's main branch calls this
-        method.
-        """
+        """Return the number of dimensions of each parameter, for Megatron's main branch."""
         return self.members[0].dim()
 
     def places(self, start: int, bucket: int) -> Iterable[tuple[Tensor, tuple[int, int, int]]]:
-        """Yield each parameter with its position in the buffer: start index, end index and bucket.
-        """
+        """Yield each parameter with its position in the buffer (start, end, bucket)."""
         for each in self.members:
             yield each, (start, start + each.numel(), bucket)
             start = self.aligned(start + each.numel())

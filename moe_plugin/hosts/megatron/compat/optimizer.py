@@ -247,7 +247,6 @@ def prepare_optimizer_for_load(optimizer: Any) -> None:
 
 
 def _sgd_state(optimizer: torch.optim.SGD, config: Any = None) -> None:
-    """Create the empty optimizer state into which a checkpoint of SGD is loaded."""
     for group in optimizer.param_groups:
         for parameter in group["params"] if group["momentum"] else ():
             optimizer.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter))

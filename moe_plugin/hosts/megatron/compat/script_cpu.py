@@ -64,9 +64,7 @@ def enable() -> None:
 
 
 def with_defaults(defaults: Mapping[str, Any], provider: Provider | None) -> Provider:
-    """Return an argument provider that also changes the default values of some of Megatron's
-    arguments.
-    """
+    """Return an argument provider that also changes the defaults of some Megatron arguments."""
 
     def provide(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         parser = parser if provider is None else provider(parser)

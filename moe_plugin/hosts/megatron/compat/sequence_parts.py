@@ -56,9 +56,7 @@ def is_mtp_layer(extra: dict[str, Any]) -> bool:
 
 
 def is_told(extra: dict[str, Any]) -> bool:
-    """Return True if Megatron would inform its own router that this layer belongs to multi-token
-    prediction.
-    """
+    """Return True if Megatron would inform its own router about multi-token prediction."""
     return bool(extra.get("is_mtp_layer")) or _inside.get()
 
 
@@ -74,9 +72,7 @@ def prediction_of(extra: dict[str, Any]) -> int | None:
 
 
 def tell_layers() -> None:
-    """Make Megatron 0.17 also inform this package's layers that they belong to multi-token
-    prediction.
-    """
+    """Make Megatron 0.17 also inform this package's layers about multi-token prediction."""
     from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer as Layer
 
     original: Any = Layer.__init__
@@ -213,9 +209,7 @@ def tokens_of_part(length: int, parts: int, part: int) -> Tensor:
 
 
 def _gathered(given: dict[str, Any], group: Any, causal: bool) -> None:
-    """Replace the current rank's keys and values with those of the whole sequence, and adapt the
-    mask.
-    """
+    """Gather the keys and values of the whole sequence, and adapt the mask."""
     parts, rows = group.size(), given["query"].shape[0]
     length = rows * parts
     by_rank_S = torch.cat([tokens_of_part(length, parts, part) for part in range(parts)])

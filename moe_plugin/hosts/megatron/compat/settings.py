@@ -43,9 +43,7 @@ UNEQUAL_STAGES, OVERLAPPED = "0.15.3 to 0.19", ">= 0.16"
 
 
 def setting(config: Any, name: str, default: Any = None) -> Any:
-    """Return a setting of `TransformerConfig`, or `default` if the installed version does not have
-    the setting.
-    """
+    """Return a setting of `TransformerConfig`, or `default` if the setting does not exist."""
     return getattr(config, RENAMED.get(name, name), None) or getattr(config, name, default)
 
 
@@ -67,9 +65,7 @@ def newer_name(name: str, known: Container[str]) -> str:
 
 
 def balance_kinds(config: Any) -> list[str]:
-    """Return the values of `moe_router_load_balancing_type` that the installed Megatron's router
-    supports.
-    """
+    """Return the load-balancing types that the router of the installed Megatron supports."""
     kinds = ["aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none"]
     newest = hasattr(config, "moe_router_quantile_balancing_ema")  # from 0.19 on
     return [*kinds, "quantile_balancing"] if newest else kinds
@@ -83,9 +79,7 @@ def plain_name(value: Any) -> str:
 
 
 def cuda_graphs(config: Any) -> str | None:
-    """Return the implementation of CUDA graphs (`cuda_graph_impl`), or None if CUDA graphs are
-    disabled.
-    """
+    """Return the setting `cuda_graph_impl`, or None if CUDA graphs are disabled."""
     name = plain_name(setting(config, "cuda_graph_impl")).lower()
     return None if name == "none" else name
 
@@ -169,9 +163,7 @@ def megatrons_own(names: Iterable[str]) -> list[str]:
 
 
 def script_config() -> Any:
-    """Return the `TransformerConfig` that is built from the arguments of Megatron's own training
-    script.
-    """
+    """Build the `TransformerConfig` from the arguments of Megatron's own training script."""
     arguments = importlib.import_module("megatron.training.arguments")
     return with_known_names(
         arguments.core_transformer_config_from_args(argparse.Namespace(**script_arguments())))

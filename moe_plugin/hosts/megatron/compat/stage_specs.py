@@ -60,9 +60,7 @@ def _follow() -> None:
 
 
 def in_one_stage(config: Any) -> Any:
-    """Return a copy of a `TransformerConfig` that describes the same model with a single pipeline
-    stage.
-    """
+    """Return a copy of a `TransformerConfig` with all layers in a single pipeline stage."""
     whole = copy.copy(config)
     for name, value in _STAGES.items():
         if hasattr(whole, name):

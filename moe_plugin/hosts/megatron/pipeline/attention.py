@@ -98,9 +98,7 @@ class Sequences:
 
 @dataclass(frozen=True)
 class SlicePart:
-    """A slice of the sequences of a micro-batch, which contains `length` tokens and begins at token
-    `start`.
-    """
+    """A slice of a micro-batch's sequences, with `length` tokens starting at token `start`."""
 
     sequences: Sequences
     start: int

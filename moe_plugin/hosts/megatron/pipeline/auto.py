@@ -207,9 +207,7 @@ class AutoSchedule(PipelineSchedule):
         return super().or_native(settings, native) if virtual is None else native
 
     def __call__(self, **passes: Any) -> list[Any]:
-        """Run one step. The arguments and the return value are the same as those of Megatron's
-        function.
-        """
+        """Run one step, with the same arguments and return value as Megatron's function."""
         if passes.get("forward_only"):
             return self._run(**passes)
         if self.chosen is not None:
@@ -229,9 +227,7 @@ class AutoSchedule(PipelineSchedule):
         check_slices(passes, config)
 
     def step(self, passes: dict[str, Any], config: Any) -> list[Any]:
-        """Run one step and measure its passes. After the step, all ranks have the same
-        measurements.
-        """
+        """Run one step and measure its passes. All ranks then agree on the measurements."""
         step = MeasuredStep(passes, config, self.group, self.gradients)
         logged = step.run()
         limit = parse_size(self.settings.memory) if self.settings.memory else None
@@ -295,8 +291,7 @@ def numbers_of(profile: StageProfile) -> dict[Hashable, float]:
 
 
 def with_numbers(profile: StageProfile, numbers: Mapping[Hashable, float]) -> StageProfile:
-    """Return a copy of the profile in which the times are replaced by `numbers`. See `numbers_of`.
-    """
+    """Return a copy of the profile with the times in `numbers`. See `numbers_of`."""
     stages = range(len(profile.forward_s))
     return dataclasses.replace(profile, forward_s=[numbers["forward_s", i] for i in stages],
                                backward_s=[numbers["backward_s", i] for i in stages])

@@ -1,6 +1,4 @@
-"""Registry and base class of pipeline schedules, and the schedule that calls Megatron's own
-function.
-"""
+"""Registry and base class of pipeline schedules, and Megatron's own schedule."""
 
 from __future__ import annotations
 
@@ -26,9 +24,7 @@ schedules: Registry[Callable[[PipelineConfig, ForwardBackward],
 
 @schedules.register("1f1b")
 def one_f_one_b(settings: PipelineConfig, native: ForwardBackward) -> ForwardBackward:
-    """Return Megatron's own schedule: 1F1B, or the interleaved schedule if there are virtual
-    stages.
-    """
+    """Return Megatron's own schedule (1F1B, or interleaved 1F1B with virtual stages)."""
     return native
 
 
@@ -60,16 +56,12 @@ class PipelineSchedule:
 
     @classmethod
     def or_native(cls, settings: PipelineConfig, native: ForwardBackward) -> ForwardBackward:
-        """Return a schedule of this class, or Megatron's function if the pipeline has only one
-        stage.
-        """
+        """Return a schedule of this class, or Megatron's function if there is only one stage."""
         single_stage = ps.get_pipeline_model_parallel_world_size() == 1
         return native if single_stage else cls(settings, native)
 
     def __call__(self, **passes: Any) -> list[Any]:
-        """Run one step. The arguments and the return value are the same as those of Megatron's
-        function.
-        """
+        """Run one step, with the same arguments and return value as Megatron's function."""
         model = passes["model"]
         config = get_model_config(model[0] if isinstance(model, list) else model)
         self.check(passes, config)
@@ -88,9 +80,7 @@ class PipelineSchedule:
         raise NotImplementedError
 
     def check(self, passes: dict[str, Any], config: Any) -> None:
-        """Raise a `ValueError` if the schedule does not support an argument or one of Megatron's
-        settings.
-        """
+        """Raise a `ValueError` if the schedule does not support an argument or a setting."""
         OWN_SCHEDULES.refuse(values_of_schedule(self.name, config))
         for name in self.unfit:
             if passes.get(name) is not None:

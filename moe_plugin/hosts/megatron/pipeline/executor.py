@@ -72,9 +72,7 @@ class Sender:
         self._leaving: deque[tuple[Tensor, Any]] = deque()
 
     def send(self, tensor: Tensor) -> None:
-        """Start sending a tensor. The storage of the tensor must not be modified before `finish`
-        returns.
-        """
+        """Start sending a tensor, which must not be modified before `finish` returns."""
         kept = tensor.detach().contiguous()
         work = dist.isend(kept, self.target, group=self.group, tag=self.tag)
         self._leaving.append((kept, work))
@@ -195,9 +193,7 @@ class Step:
         return tuple(received[0]), tuple(sent[0])
 
     def run(self) -> list[Any]:
-        """Run every pass once, finalize the gradients, and return the losses that the last stage
-        logged.
-        """
+        """Run every pass, finalize the gradients, and return the losses of the last stage."""
         # gradients are not reduced until this context is closed in `reducing`
         self.held_back = (self.config.no_sync_func or contextlib.nullcontext)()
         self.held_back.__enter__()
@@ -244,9 +240,7 @@ class Step:
             schedules.deallocate_output_tensor(output, self.config.deallocate_pipeline_outputs)
 
     def backward(self, batch: int, number: int) -> None:
-        """Run the backward pass of a micro-batch and start sending the gradient of the stage's
-        input.
-        """
+        """Run the backward pass of a micro-batch and start sending the input's gradient."""
         taken, output = self.alive.popleft()
         grad = self.links.output_grads.next() if self.links.output_grads else None
         with self.reducing(batch == self.batches - 1):
@@ -263,9 +257,7 @@ class Step:
         """
 
     def _finish_gradients(self) -> None:
-        """Run Megatron's gradient reductions: over replicas, and between stages that share
-        embeddings.
-        """
+        """Reduce gradients over replicas, and between stages that share embeddings."""
         finalize = self.config.finalize_model_grads_func
         if finalize is not None:
             tokens = self.tokens if self.config.calculate_per_token_loss else None

@@ -269,9 +269,7 @@ class SliceStep(Step):
         self.output_grads = list(whole_BS.grad.split(self.slices, dim=1))
 
     def backward(self, batch: int, number: int) -> None:
-        """Run the backward pass of one slice, and send the gradient of the slice's input to the
-        previous stage.
-        """
+        """Run the backward pass of one slice, and send the gradient of the slice's input."""
         taken, output = self.graphs.pop((batch, number))
         part = self._begin(batch, number)
         grad = self.links.output_grads.next() if self.links.output_grads else None

@@ -171,9 +171,7 @@ def save_adapter(model: nn.Module, folder: str | Path) -> None:
 
 
 def _refuse_inside(state: Mapping[str, Tensor], blocks: Collection[str]) -> None:
-    """Raise a `ValueError` if `peft` adapters belong to modules that exist only in this package's
-    layers.
-    """
+    """Raise a `ValueError` for `peft` adapters on modules of this package's layers."""
     inside = tuple(f"{START}{block}.moe." for block in blocks)
     if names := sorted(name for name in state if name.startswith(inside)):
         raise ValueError(f"{names[0]!r} adapts a module of this package's layer, which does not "
@@ -182,9 +180,6 @@ def _refuse_inside(state: Mapping[str, Tensor], blocks: Collection[str]) -> None
 
 
 def _config(model: Any) -> Any:
-    """Return a copy of the model's `peft` configuration. If the model does not use `peft`, return
-    an empty configuration.
-    """
     import peft
 
     if not hasattr(model, "peft_config"):

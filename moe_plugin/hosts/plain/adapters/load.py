@@ -149,9 +149,6 @@ def _pairs(name: str, layer: MoELayer, stacks: Mapping[str, PeftStack], targeted
 
 @torch.no_grad()
 def _fill(layer: MoELayer, weight: str, stack: PeftStack, pair: tuple[Tensor, Tensor]) -> None:
-    """Copy those slices of `lora_A` and `lora_B` to the layer that belong to the experts of the
-    current rank.
-    """
     name, bs, _ = PLACES[weight]
     a_EIR, bs_ERO = stack.from_peft(*pair, layer.config.num_experts)
     for key, value in {name: a_EIR, **dict(zip(reversed(bs[:stack.parts]), bs_ERO, strict=True))

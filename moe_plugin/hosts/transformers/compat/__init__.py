@@ -18,9 +18,7 @@ __all__ = ["ALL_EXPERTS_FUNCTIONS", "EPImplementation", "EPImplementationInterfa
 
 
 def implementation_of(module: Any) -> str | None:
-    """Return the name of the experts implementation that a module uses, or None if no name has been
-    set.
-    """
+    """Return the name of a module's experts implementation, or None if no name is set."""
     return module.config._experts_implementation
 
 
