@@ -173,6 +173,7 @@ def agree(filename: str, wanted: Mapping[str, int], group: Any) -> str:
         return _older_checkpoint(filename, wanted, group)
     step = newest_common(filename, steps)
     if step is not None and survey_of_rank.steps[step] != filename:
+        # the save was interrupted after all ranks had written their pending files
         os.replace(survey_of_rank.steps[step], filename)
     return filename
 

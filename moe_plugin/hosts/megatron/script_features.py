@@ -190,7 +190,7 @@ def run_of(chunks: list[Any], optimizer: Any, scheduler: Any, taken: dict[int, i
         chunks: model chunks of the current pipeline stage.
         optimizer: Megatron's optimizer, or None if the run only evaluates.
         scheduler: learning-rate scheduler.
-        taken: see `Script`. If the run has replicas, they modify this dict. See `Script`.
+        taken: see `Script`. The replicas of a run modify this dict. See `Script`.
     """
     args = argparse.Namespace(**script_arguments())
     settings = settings_from_flags(vars(args))

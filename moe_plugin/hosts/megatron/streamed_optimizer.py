@@ -186,6 +186,8 @@ class StreamedNorm:
         if not keys:
             return None
         norms = [float(norm) for key in keys for norm in self._norms[key]]
+        # the norm of the norms, in float32 and in this order, as in Megatron: any other way of
+        # adding up would change the last bits
         squared = torch.norm(torch.tensor(norms, dtype=torch.float32))**2.0
         if (group := self.groups.get(expert)) is not None and group.size() > 1:
             squared = squared.to(device_of_parts())

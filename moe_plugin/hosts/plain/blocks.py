@@ -117,8 +117,8 @@ def blocks_in(model: nn.Module) -> Iterator[tuple[str, MoEBlock]]:
 
 
 def use_model_masks(model: nn.Module) -> None:
-    """Make the blocks of a model detect when a forward pass begins. Also make them read the model's
-    token masks. The model's own code is not changed.
+    """Make the blocks of a model detect when a forward pass begins, and make the blocks read the
+    model's token masks. The model's own code is not changed.
     """
     follow_passes(model)
     blocks = [block for _, block in blocks_in(model)]

@@ -108,7 +108,7 @@ def cifar_package() -> Path:
     of the package is checked.
 
     This function does not download the package. If the package is missing, the error message
-    contains the command that downloads it.
+    contains the command to download the package.
 
     Raises:
         ValueError: If the file is missing, or if it differs from the published file.
@@ -215,7 +215,7 @@ class ImageSet:
         images.
 
         Args:
-            batch: number of images per rank and batch, B.
+            batch: number of images (B) in each rank's batch.
             rank: this rank.
             ranks: number of ranks.
             order: indices of the images, in the order in which the images are used. Optional. By
@@ -257,8 +257,8 @@ class Images(ImageSet):
             self.files = datasets.ImageFolder(str(folder), steps.Compose(
                 [*change, steps.ToTensor(), steps.Normalize(MEAN, STD)]))
         except FileNotFoundError as error:
-            raise ValueError(f"{folder} cannot be read: {error}. It needs one folder of images per "
-                             "class") from error
+            raise ValueError(f"{folder} cannot be read: {error}. The folder must contain one "
+                             "subfolder of images per class") from error
         self.classes = self.files.classes
         if {"images", "masks"} <= set(self.classes):
             raise ValueError(f"{folder} has the folders images and masks instead of one folder per "

@@ -23,13 +23,13 @@ class SwinEnsemble(nn.Module):
     member has its own copy of the later modules.
 
     Args:
-        models: models created by `model.build`. A single model if only the heads of the members
-            differ, and M models otherwise.
+        models: models created by `model.build`. There is a single model if only the heads of the
+            members differ, and there are M models otherwise.
         head: module that computes the logits from the features of all stages.
-        begin: name of the first module of which each member has its own copy. If it is `HEAD`, the
-            members differ only in their heads.
+        begin: name of the first module of which each member has its own copy. If `begin` is `HEAD`,
+            the members differ only in their heads.
         share_after: name of the module after which each member adds features of other members to
-            its own features. If it is `HEAD`, features are shared inside `head` instead.
+            its own features. If `share_after` is `HEAD`, features are shared inside `head` instead.
         sharing: probability with which each feature of another member is added. See
             `share_features`.
     Raises:

@@ -49,9 +49,9 @@ def folder_of_one_run(original: Callable[..., None], save_dir: str) -> None:
     """Ensure that only one run at a time writes to a folder.
 
     fairseq <= 0.12.3 allows several runs to write to the same folder. To test whether the folder is
-    writable, fairseq creates and removes a file with a fixed name. If several runs start at the
-    same time, they would remove each other's file. The first rank calls this function before
-    training. The folder stays locked until the command ends.
+    writable, fairseq creates and removes a file with a fixed name. Runs that start at the same time
+    would therefore remove each other's file. The first rank calls this function before training.
+    The folder stays locked until the command ends.
     """
     from moe_plugin.config.flags import run_from_flags
     from moe_plugin.hosts.fairseq.translate import flag_values

@@ -204,7 +204,7 @@ def call_native_router(router: Any, x_SBD: Tensor, padding_SB: Tensor | None
 
 @contextlib.contextmanager
 def _undropped() -> Iterator[list[Undropped]]:
-    """Yield a list. When Megatron's router runs, it appends the selection before tokens are dropped
+    """Yield a list. When Megatron's router runs, the selection before tokens are dropped is added
     to this list.
 
     The selection that Megatron's router returns is different, because tokens have been dropped and

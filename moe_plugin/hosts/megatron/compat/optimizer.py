@@ -86,9 +86,9 @@ def biases_are_vectors() -> None:
     Megatron's own experts.
 
     The expert biases of this package are stacks of vectors. After this call, expert biases have no
-    weight decay. With `--use-mup`, their learning rates do not depend on the width of the model.
-    The change lasts until the process ends. This change is needed because Megatron 0.15 to main
-    chooses the options of a parameter by its name and its number of dimensions.
+    weight decay. With `--use-mup`, the learning rates of expert biases do not depend on the width
+    of the model. The change lasts until the process ends. This change is needed because Megatron
+    0.15 to main chooses the options of a parameter by its name and its number of dimensions.
     """
     core: Any = importlib.import_module("megatron.core.optimizer")
     original = core._get_param_groups

@@ -2,8 +2,8 @@
 run each pass.
 
 This module also does the remaining work of Megatron's
-`forward_backward_pipelining_without_interleaving`. For example, it collects losses and token
-counts, delays gradient reductions, and finalizes the gradients.
+`forward_backward_pipelining_without_interleaving`. For example, this module collects losses and
+token counts, delays gradient reductions, and finalizes the gradients.
 """
 
 from __future__ import annotations

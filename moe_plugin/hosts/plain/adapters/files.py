@@ -55,8 +55,8 @@ class PeftStack:
     flipped: bool
 
     def to_peft(self, a_EIR: Tensor, bs_ERO: list[Tensor]) -> tuple[Tensor, Tensor]:
-        """Convert this package's factors to `lora_A` and `lora_B`. If there is a factor `b` for the
-        gate, it must be the first in the list.
+        """Convert this package's factors to `lora_A` and `lora_B`. If the gate has a factor `b`,
+        this factor must be the first in the list.
         """
         b_ERO = torch.stack(bs_ERO, -1).flatten(-2) if self.in_turn else torch.cat(bs_ERO, -1)
         first, second = (b_ERO, a_EIR.mT) if self.flipped else (a_EIR.mT, b_ERO)
