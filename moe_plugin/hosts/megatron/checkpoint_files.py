@@ -190,8 +190,8 @@ def on_first_rank(path: str, work: Callable[[], Any]) -> Any:
 
 
 def unreadable(path: str, error: BaseException) -> ValueError:
-    """Return an error that reports that a checkpoint cannot be loaded, and that recommends an
-    earlier checkpoint.
+    """Return the error for a checkpoint that cannot be loaded. The message recommends an earlier
+    checkpoint.
     """
     rank, what = cause(error)
     where = f" on rank {rank}" if rank != cause(what)[0] else ""
